@@ -271,7 +271,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     accounts, store, metrics = prepared.accounts, prepared.store, DaemonMetrics()
 
     def live_sessions() -> tuple[str, ...]:
-        return sessions.live_sessions()
+        return sessions.session_ids()
 
     models, gpu = make_models(settings, prepared.registry, metrics=metrics.engines, live_sessions=live_sessions), Gpu()
     supervisor = models.engine(models.default)

@@ -70,7 +70,7 @@ class TokenAllowance:
         self._requests.count(now_ms=_ms(self._monotonic()))
         self._running += 1
 
-    def go_on(self, n_tokens: int) -> None:
+    def resume_turn(self, n_tokens: int) -> None:
         """Count a turn of an earlier daemon; what it generated then is of today."""
         self._running += 1
         self._today().used += n_tokens

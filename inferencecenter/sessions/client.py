@@ -91,7 +91,7 @@ class Allowance(Protocol):
     def begin_turn(self) -> None:
         """Count a turn as running until ``end_turn``."""
 
-    def go_on(self, n_tokens: int) -> None:
+    def resume_turn(self, n_tokens: int) -> None:
         """Count a turn restored from an earlier daemon, where it generated ``n_tokens``."""
 
     def use(self, n_tokens: int) -> bool:
@@ -112,7 +112,7 @@ class UnlimitedAllowance:
     def begin_turn(self) -> None:
         """Do nothing."""
 
-    def go_on(self, n_tokens: int) -> None:
+    def resume_turn(self, n_tokens: int) -> None:
         """Do nothing."""
 
     def use(self, n_tokens: int) -> bool:

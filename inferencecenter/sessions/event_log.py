@@ -229,7 +229,7 @@ class Subscription:
         journal: Releases deliveries after the commit.
         replay: The buffer for replay.
         sink: The initial subscriber.
-        moved: Called with the session's id, the old and the new subscriber when the subscriber changes.
+        on_sink_changed: Called with the session's id, the old and the new subscriber when the subscriber changes.
     """
 
     def __init__(
@@ -239,13 +239,13 @@ class Subscription:
         journal: Journal,
         replay: ReplayBuffer,
         sink: EventSink | None,
-        moved: Callable[[str, EventSink | None, EventSink | None], None],
+        on_sink_changed: Callable[[str, EventSink | None, EventSink | None], None],
     ) -> None:
         self._session_id = session_id
         self._journal = journal
         self._replay = replay
         self._sink = sink
-        self._moved = moved
+        self._on_sink_changed = on_sink_changed
         self._generation = 0
         self._replay_timer: ScheduledCall | None = None
 
@@ -284,7 +284,7 @@ class Subscription:
         self.keep_replay()
         self._replay.enable()
         before, self._sink = self._sink, sink
-        self._moved(self._session_id, before, sink)
+        self._on_sink_changed(self._session_id, before, sink)
         if before is not None and before is not sink:
             gone = events.SessionDetached(session_id=self._session_id, reason="resumed_elsewhere")
             self._journal.release(lambda: before.send(gone))
@@ -292,9 +292,9 @@ class Subscription:
     def detach(self) -> None:
         """Remove the subscriber."""
         before, self._sink = self._sink, None
-        self._moved(self._session_id, before, None)
+        self._on_sink_changed(self._session_id, before, None)
 
-    def missed(self, request: ResumeSession, *, epoch: str, seq: int) -> ReplayResult:
+    def missed_events(self, request: ResumeSession, *, epoch: str, seq: int) -> ReplayResult:
         """Return the events after the position in ``request``; ``epoch`` and ``seq`` are those of the session."""
         if request.epoch is None:
             return ReplayResult(reason="no_position")
@@ -481,11 +481,11 @@ class EventLog:
         )
         self.publish(token, said)
 
-    def publish_parts(self, event: ipc.TokenDelta, utterance: OutputDelta) -> None:
+    def publish_parts(self, event: ipc.TokenDelta, delta: OutputDelta) -> None:
         """Publish the parts of new text; text without visible parts is only recorded."""
-        told = [self._part_event(event.turn_id, part) for part in utterance.parts]
-        if told and utterance.logprobs:
-            told[0] = told[0].model_copy(update={"logprobs": tuple(map(_logprobs, utterance.logprobs))})
+        told = [self._part_event(event.turn_id, part) for part in delta.parts]
+        if told and delta.logprobs:
+            told[0] = told[0].model_copy(update={"logprobs": tuple(map(_logprobs, delta.logprobs))})
         self.write(
             TokensAppended(
                 session_id=self._session_id,
@@ -493,7 +493,7 @@ class EventLog:
                 turn_id=event.turn_id,
                 tokens=event.tokens,
                 text=event.text,
-                parts=utterance.parts,
+                parts=delta.parts,
             )
         )
         for spoken in told:
@@ -550,23 +550,23 @@ class SessionNotifier:
     """Notifies other sockets of a client about its sessions, after the commit; stateless sessions are not announced."""
 
     def __init__(self) -> None:
-        self._readers: list[SessionEventHandler] = []
+        self._handlers: list[SessionEventHandler] = []
 
-    def subscribe(self, reader: SessionEventHandler) -> None:
-        """Call ``reader`` for each notification."""
-        self._readers.append(reader)
+    def subscribe(self, handler: SessionEventHandler) -> None:
+        """Call ``handler`` for each notification."""
+        self._handlers.append(handler)
 
     def notify_metadata(self, session: LiveSession, *, by: EventSink | None) -> None:
         """Announce a session's metadata to all sinks but ``by``."""
         config = session.config
         self._notify(session, events.MetadataSet(session_id=config.session_id, metadata=config.metadata), by)
 
-    def notify_closed(self, session: LiveSession, *, but: tuple[EventSink | None, ...]) -> None:
-        """Announce the end of a session to all sinks but those in ``but``."""
-        self._notify(session, events.SessionClosed(session_id=session.config.session_id), *but)
+    def notify_closed(self, session: LiveSession, *, exclude: tuple[EventSink | None, ...]) -> None:
+        """Announce the end of a session to all sinks but those in ``exclude``."""
+        self._notify(session, events.SessionClosed(session_id=session.config.session_id), *exclude)
 
     def _notify(self, session: LiveSession, event: Event, *knowing: EventSink | None) -> None:
         if session.config.stateless:
             return
-        for reader in self._readers:
+        for reader in self._handlers:
             session.journal.release(partial(reader, session.config.client_id, event, knowing))

@@ -118,7 +118,7 @@ class History:
         return len(self.tokens) // TOKEN_BYTES
 
     @property
-    def extent(self) -> HistorySize:
+    def size(self) -> HistorySize:
         """The size of all messages."""
         if self._extent is None:
             object.__setattr__(self, "_extent", HistorySize.of(self.messages))
@@ -131,19 +131,19 @@ class History:
             return self
         if not self.model_fingerprint:
             return replace(self, model_fingerprint=model)
-        return replace(self, tokens=b"", covered="", turns=_unspelled(self.turns), model_fingerprint=model)
+        return replace(self, tokens=b"", covered="", turns=_without_tokens(self.turns), model_fingerprint=model)
 
-    def appended(self, messages: tuple[ChatMessage, ...], *, room: HistoryLimits) -> History:
+    def appended(self, messages: tuple[ChatMessage, ...], *, limits: HistoryLimits) -> History:
         """Return the history with more messages; their tokens follow with the next turn.
 
         Raises:
             InferenceCenterError: See ``HistoryLimits.check``.
         """
-        extent = self.extent + HistorySize.of(messages)
-        room.check(extent)
+        extent = self.size + HistorySize.of(messages)
+        limits.check(extent)
         return replace(self, messages=self.messages + messages, _extent=extent)
 
-    def check_results(self, messages: tuple[ChatMessage, ...]) -> None:
+    def check_tool_results(self, messages: tuple[ChatMessage, ...]) -> None:
         """Refuse tool results without a matching tool call in the history or in ``messages``.
 
         Raises:
@@ -166,7 +166,7 @@ class History:
             hint="Use the call_id of a tool call in an answer.",
         )
 
-    def after(self, turn_id: str, now: History, *, goes_on: bool) -> History:
+    def with_turn(self, turn_id: str, now: History, *, goes_on: bool) -> History:
         """Return the history with one more turn.
 
         Args:
@@ -174,7 +174,7 @@ class History:
             now: The history at its end, without turns: these messages and those of the turn.
             goes_on: Whether the new tokens start with the old ones.
         """
-        earlier = self.turns if goes_on else _unspelled(self.turns)
+        earlier = self.turns if goes_on else _without_tokens(self.turns)
         mark = TurnCheckpoint(
             turn_id=turn_id,
             n_before=len(self.messages),
@@ -183,7 +183,7 @@ class History:
             n_chars=len(now.covered),
             view=now.view,
         )
-        extent = self.extent + HistorySize.of(now.messages[len(self.messages) :])
+        extent = self.size + HistorySize.of(now.messages[len(self.messages) :])
         return replace(now, turns=(*earlier, mark), _extent=extent)
 
     def until(self, turn: str) -> History:
@@ -228,7 +228,7 @@ def _too_long(what: str) -> InferenceCenterError:
     )
 
 
-def _unspelled(turns: tuple[TurnCheckpoint, ...]) -> tuple[TurnCheckpoint, ...]:
+def _without_tokens(turns: tuple[TurnCheckpoint, ...]) -> tuple[TurnCheckpoint, ...]:
     """Return the checkpoints without tokens."""
     return tuple(replace(turn, n_tokens=0, n_chars=0) if turn.n_chars else turn for turn in turns)
 

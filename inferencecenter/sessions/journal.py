@@ -106,7 +106,7 @@ class TurnEnded:
     cached_tokens: int = 0
     completion_tokens: int = 0
 
-    def spent(self) -> UsageRecorded:
+    def remaining_usage(self) -> UsageRecorded:
         """Return the usage that was not recorded before."""
         usage = self.turn.usage
         return UsageRecorded(
@@ -122,14 +122,14 @@ class TurnEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFailed:
-    """A turn failed and leaves only its failure and the usage ``spent``."""
+    """A turn failed and leaves only its failure and the usage ``usage``."""
 
     session_id: str
     seq: int
     last_used_at: float
     turn_id: str
     failure: TurnFailure | None = None
-    spent: UsageRecorded | None = None
+    usage: UsageRecorded | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,8 +281,8 @@ class Journal(Protocol):
         the process.
         """
 
-    def release(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` on the event loop once everything written so far is committed, in the order of these calls.
+    def release(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` on the event loop once everything written so far is committed, in the order of these calls.
 
         Called at once if nothing is pending. While the store cannot write, calls are held back.
         """
@@ -306,9 +306,9 @@ class NullJournal:
     def write(self, record: Record, *, flush: bool) -> None:
         """Discard the record."""
 
-    def release(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` at once."""
-        tell()
+    def release(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at once."""
+        callback()
 
 
 def check_writable(journal: Journal) -> None:
@@ -321,7 +321,7 @@ def check_writable(journal: Journal) -> None:
         raise _refusal(journal)
 
 
-class Resuming:
+class ResumeLimiter:
     """Counts the resumes held back by journals per client, since each holds its events and its socket in memory."""
 
     def __init__(self) -> None:
@@ -336,12 +336,12 @@ class Resuming:
         if journal.n_pending and self._n_held.get(client_id, 0) >= MAX_RESUMING:
             raise _refusal(journal)
 
-    def begun(self, journal: Journal, client_id: str) -> None:
+    def add(self, journal: Journal, client_id: str) -> None:
         """Count a resume until the journal releases it."""
         self._n_held[client_id] += 1
-        journal.release(partial(self._told, client_id))
+        journal.release(partial(self._released, client_id))
 
-    def _told(self, client_id: str) -> None:
+    def _released(self, client_id: str) -> None:
         self._n_held[client_id] -= 1
         if not self._n_held[client_id]:
             del self._n_held[client_id]

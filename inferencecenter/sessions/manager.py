@@ -2,7 +2,7 @@
 
 The manager runs on the event loop; every method changes memory at once and never waits for the disk. Durability comes
 from ordering: a session is recorded in its client's journal when it opens, each change is recorded before its event is
-delivered, and replies that depend on a record that is not committed yet are held back by ``journal_of``. At start
+delivered, and replies that depend on a record that is not committed yet are held back by ``journal_for``. At start
 ``restore`` builds a session from each stored one and resubmits pending turns in the order of their submission. If the
 last shutdown lost published events, each session gets a new epoch, and clients with a position of the old one receive
 the state instead of a replay. Sessions with ``on_disconnect`` ``close`` end with the daemon, since their socket did.
@@ -30,7 +30,7 @@ from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.client import check_model, limited, unlimited
 from inferencecenter.sessions.event_log import SessionNotifier
 from inferencecenter.sessions.history import History, TurnLog
-from inferencecenter.sessions.journal import EpochChanged, NullJournal, Resuming, SessionDeleted, check_writable
+from inferencecenter.sessions.journal import EpochChanged, NullJournal, ResumeLimiter, SessionDeleted, check_writable
 from inferencecenter.sessions.model_router import ModelRouter
 from inferencecenter.sessions.observability import ActiveTurnCount, NullTracer, TextQuota, TurnMetrics
 from inferencecenter.sessions.prefix_match import find_longest_prefix
@@ -150,10 +150,10 @@ class SessionManager:
         self._journal: Journal = journal or NullJournal()
         self._random_bytes = random_bytes
         self._metrics = TurnMetrics(observer)
-        self._busy = ActiveTurnCount()
-        self._held = TextQuota(max_client_mib * 1024 * 1024)
+        self._active_turns = ActiveTurnCount()
+        self._text_quota = TextQuota(max_client_mib * 1024 * 1024)
         self._notifier = SessionNotifier()
-        self._resuming = Resuming()
+        self._resume_limiter = ResumeLimiter()
         self._table = SessionTable(
             max_sessions=max_sessions,
             default_ttl_s=default_ttl_s,
@@ -178,8 +178,8 @@ class SessionManager:
             eta_ms=self._eta_ms,
             turn_ended=self._metrics.turn_ended,
             tracer=tracer or NullTracer(),
-            active_turns=self._busy,
-            text_quota=self._held,
+            active_turns=self._active_turns,
+            text_quota=self._text_quota,
             sink_changed=self._table.on_sink_changed,
             max_transcript_chars=max_transcript_chars,
             max_messages=max_messages,
@@ -199,7 +199,7 @@ class SessionManager:
         """Records that were skipped because an internal error prevented writing them."""
         return self._journal.n_set_aside
 
-    def journal_of(self, request: Request, client_id: str) -> Journal:
+    def journal_for(self, request: Request, client_id: str) -> Journal:
         """Return the journal that has to release the reply to a client's ``request``.
 
         Called before the request is handled and for any session id; it reveals nothing about the session.
@@ -216,29 +216,33 @@ class SessionManager:
                 return NullJournal()
 
     def restore(
-        self, kept: Iterable[StoredSession], *, clean: bool, retention_days: Mapping[str, float | None] = _NO_RETENTION
+        self,
+        stored: Iterable[StoredSession],
+        *,
+        clean: bool,
+        retention_days: Mapping[str, float | None] = _NO_RETENTION,
     ) -> None:
         """Restore the sessions of an earlier daemon, and resubmit their pending turns.
 
         Args:
-            kept: The stored sessions.
+            stored: The stored sessions.
             clean: Whether all published events were stored. If not, the positions of clients are invalid.
             retention_days: The retention that clients have chosen.
         """
         self._table.set_retention(retention_days)
-        sessions = restored(kept, clean=clean, services=self._services)
+        sessions = restore_sessions(stored, clean=clean, services=self._services)
         for session in sessions:
             self._table.add(session)
         if sessions:
             _log.info("sessions_restored", sessions=len(sessions), pending_turn=self.totals().active_generations)
 
-    def subscribe(self, reader: SessionEventHandler) -> None:
-        """Call ``reader`` when a session's metadata changes or a session ends, for other sockets of its client."""
-        self._notifier.subscribe(reader)
+    def subscribe(self, handler: SessionEventHandler) -> None:
+        """Call ``handler`` when a session's metadata changes or a session ends, for other sockets of its client."""
+        self._notifier.subscribe(handler)
 
-    def live_sessions(self) -> tuple[str, ...]:
+    def session_ids(self) -> tuple[str, ...]:
         """Return the ids of all sessions."""
-        return self._table.names
+        return self._table.session_ids
 
     def purge(self, kind: Literal["session", "client"], name: str) -> int:
         """End a session, or all sessions of a client, as if the client had closed them; return their number."""
@@ -268,7 +272,7 @@ class SessionManager:
         if request.store and not stateless:
             check_writable(self._journal.of_client(client.client_id))
         config = new_session_config(client, request, durable=self.durable, stateless=stateless, services=services)
-        history = first_history(request, room=services.room())
+        history = initial_history(request, limits=services.history_limits())
         return self._open(
             client, LiveSession(config, services=services, history=history, turn_log=TurnLog(), sink=sink)
         )
@@ -314,9 +318,9 @@ class SessionManager:
                 resumes of the client wait for the store.
         """
         session = self._table.get_owned(client, request.session_id)
-        self._resuming.check(session.journal, client.client_id)
+        self._resume_limiter.check(session.journal, client.client_id)
         session.resume(request, sink)
-        self._resuming.begun(session.journal, client.client_id)
+        self._resume_limiter.add(session.journal, client.client_id)
 
     def find(  # noqa: PLR0913 - keyword-only
         self,
@@ -354,7 +358,7 @@ class SessionManager:
     def infer(self, client: Principal, request: requests.Infer, sink: EventSink, *, note: str = "") -> None:
         """Start a turn; its events, ``queued`` first, go to ``sink``.
 
-        ``note`` is private text kept with the turn; only ``turn_of`` returns it.
+        ``note`` is private text kept with the turn; only ``get_turn`` returns it.
 
         Raises:
             InferenceCenterError: ``session_not_found``, ``invalid_request``, ``forbidden``, and see
@@ -389,7 +393,7 @@ class SessionManager:
         session = self._table.get_owned(client, request.session_id)
         return session.snapshot.describe(self._services.models.current_params(session.config))
 
-    def turn_of(self, client: Principal, session_id: str, turn_id: str) -> TurnSnapshot:
+    def get_turn(self, client: Principal, session_id: str, turn_id: str) -> TurnSnapshot:
         """Return a turn, running or ended.
 
         Raises:
@@ -426,18 +430,20 @@ class SessionManager:
             if session.config.on_disconnect == "close":
                 self._close(session)
 
-    def count_of(self, client_id: str) -> tuple[int, int]:
+    def session_counts(self, client_id: str) -> tuple[int, int]:
         """Return the number of a client's open sessions, and how many of them run a turn."""
-        return self._table.n_of(client_id), self._busy.of(client_id)
+        return self._table.n_of(client_id), self._active_turns.of(client_id)
 
-    def size_of(self, client: Principal, session_id: str) -> int:
+    def session_chars(self, client: Principal, session_id: str) -> int:
         """Return the characters held by a client's session; 0 if the client has no such session."""
         session = self._table.get(session_id)
         return session.n_chars if session is not None and session.config.client_id == client.client_id else 0
 
     def totals(self) -> Totals:
         """Return the totals over all sessions."""
-        return self._metrics.totals(sessions=len(self._table), active=self._busy.total, now=self._services.monotonic())
+        return self._metrics.totals(
+            sessions=len(self._table), active=self._active_turns.total, now=self._services.monotonic()
+        )
 
     def _open(
         self, client: Principal, session: LiveSession, *, parent: LiveSession | None = None
@@ -453,7 +459,7 @@ class SessionManager:
             warnings=(*config.warnings(config.params, chosen=config.chosen), *ttl_warnings(config.ttl_s)),
         )
         if not config.stateless:
-            self._held.check(session.n_chars, client_id=client.client_id)
+            self._text_quota.check(session.n_chars, client_id=client.client_id)
         if (closing := self._table.select_victim(client, stateless=config.stateless, excluded=parent)) is not None:
             self._close(closing)
         self._table.set_retention({client.client_id: client.retention_days})
@@ -469,12 +475,12 @@ class SessionManager:
         closed = session.close()
         if sink is not None and sink is not by:
             session.journal.release(partial(sink.send, closed))
-        self._notifier.notify_closed(session, but=(sink, by))
+        self._notifier.notify_closed(session, exclude=(sink, by))
         return closed
 
     def _expire(self, session: LiveSession) -> None:
         session.expire()
-        self._notifier.notify_closed(session, but=(session.sink,))
+        self._notifier.notify_closed(session, exclude=(session.sink,))
 
     def _eta_ms(self, serving: ServedModel, position: int) -> float | None:
         engine = serving.engine.status
@@ -547,7 +553,7 @@ def fork_session_config(client: Principal, parent: SessionConfig, services: Sess
     )
 
 
-def first_history(request: CreateSession, *, room: HistoryLimits) -> History:
+def initial_history(request: CreateSession, *, limits: HistoryLimits) -> History:
     """Return the initial history: the system prompt, if there is one.
 
     Raises:
@@ -555,26 +561,26 @@ def first_history(request: CreateSession, *, room: HistoryLimits) -> History:
     """
     if request.system is None:
         return History()
-    return History().appended((ChatMessage(role="system", content=request.system),), room=room)
+    return History().appended((ChatMessage(role="system", content=request.system),), limits=limits)
 
 
-def restored(kept: Iterable[StoredSession], *, clean: bool, services: SessionServices) -> list[LiveSession]:
+def restore_sessions(stored: Iterable[StoredSession], *, clean: bool, services: SessionServices) -> list[LiveSession]:
     """Return the sessions restored from the store, oldest first, and resubmit their pending turns.
 
     Sessions that end with their socket ended with the earlier daemon. A session that cannot be built is logged and
     skipped; it stays unchanged in the file.
 
     Args:
-        kept: The stored sessions.
+        stored: The stored sessions.
         clean: Whether all published events were stored; if not, every session gets a new epoch.
         services: The services of the daemon.
     """
     going_on: list[tuple[float, LiveSession]] = []
     sessions: list[LiveSession] = []
-    for each in sorted(kept, key=lambda each: each.config.created_at):
+    for each in sorted(stored, key=lambda each: each.config.created_at):
         config, journal = each.config, services.journal.of_client(each.config.client_id)
         if config.on_disconnect == "close":
-            journal.write(SessionDeleted(session_id=config.session_id, n_chars=each.history.extent.n_chars), flush=True)
+            journal.write(SessionDeleted(session_id=config.session_id, n_chars=each.history.size.n_chars), flush=True)
             continue
         if not clean:
             config = replace(config, epoch=services.new_id("e_"))

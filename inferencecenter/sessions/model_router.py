@@ -40,16 +40,16 @@ class ServedModel:
     Args:
         name: The model's name for clients.
         engine: The engine, loaded or not.
-        want: Requests the load for a client; raises if the model cannot be loaded.
+        ensure_loaded: Requests the load for a client; raises if the model cannot be loaded.
         renderers: Render conversations with the model's chat template.
     """
 
     def __init__(
-        self, name: str, engine: EnginePort, *, want: Callable[[str], None], renderers: PromptRenderers
+        self, name: str, engine: EnginePort, *, ensure_loaded: Callable[[str], None], renderers: PromptRenderers
     ) -> None:
         self.name = name
         self.engine = engine
-        self._want = want
+        self._ensure_loaded = ensure_loaded
         self._renderers = renderers
         self._renderer: tuple[str, PromptRenderer] | None = None
         self._named: tuple[ModelInfo, str] | None = None
@@ -59,7 +59,7 @@ class ServedModel:
         return f"{type(self).__name__}({self.name!r}, {self.engine.status.state.value})"
 
     @property
-    def known(self) -> ModelInfo | None:
+    def last_loaded(self) -> ModelInfo | None:
         """The model as it was loaded last; ``None`` before the first load."""
         return self.engine.status.model
 
@@ -69,10 +69,10 @@ class ServedModel:
         Raises:
             InferenceCenterError: ``model_loading``, or ``engine_unavailable`` with the reason.
         """
-        if (model := self.known) is not None:
+        if (model := self.last_loaded) is not None:
             return model
         try:
-            self._want(client_id)
+            self._ensure_loaded(client_id)
         except InferenceCenterError as error:
             if error.spec.on_wire:
                 raise
@@ -130,7 +130,7 @@ class ModelRouter:
         self._port = port
         self._renderers = renderers
         self._config_params = config_params
-        self._servings: dict[str, ServedModel] = {}
+        self._served: dict[str, ServedModel] = {}
 
     def name(self, chosen: str | None) -> str:
         """Return the name of the model that serves now, whether it exists or not."""
@@ -144,10 +144,10 @@ class ModelRouter:
         """
         name = self.name(chosen)
         engine = self._port.engine(name)
-        serving = self._servings.get(name)
+        serving = self._served.get(name)
         if serving is None or serving.engine is not engine:
-            serving = self._servings[name] = ServedModel(
-                name, engine, want=partial(self._port.ensure_loaded, name), renderers=self._renderers
+            serving = self._served[name] = ServedModel(
+                name, engine, ensure_loaded=partial(self._port.ensure_loaded, name), renderers=self._renderers
             )
         return serving
 
@@ -185,7 +185,7 @@ class ModelRouter:
 
     def _known(self, chosen: str | None) -> ModelInfo | None:
         try:
-            return self.resolve(chosen).known
+            return self.resolve(chosen).last_loaded
         except InferenceCenterError:
             return None
 

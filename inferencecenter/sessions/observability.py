@@ -268,8 +268,8 @@ class NullTracer:
         """Do nothing."""
 
 
-def trace_turn(tracer: Tracer, config: SessionConfig, spec: TurnSpec, *, said_tokens: int) -> TurnSpan:
-    """Start the trace of a turn; ``said_tokens`` are the tokens restored from an earlier daemon.
+def trace_turn(tracer: Tracer, config: SessionConfig, spec: TurnSpec, *, restored_tokens: int) -> TurnSpan:
+    """Start the trace of a turn; ``restored_tokens`` are the tokens restored from an earlier daemon.
 
     Attribute names follow OpenTelemetry's conventions for generative AI where they define one.
     """
@@ -292,8 +292,8 @@ def trace_turn(tracer: Tracer, config: SessionConfig, spec: TurnSpec, *, said_to
         "inferencecenter.priority": spec.rank,
     }
     trace.describe({name: value for name, value in asked.items() if value is not None})
-    if said_tokens:
-        trace.note("continued", {"inferencecenter.tokens": said_tokens})
+    if restored_tokens:
+        trace.note("continued", {"inferencecenter.tokens": restored_tokens})
     return trace
 
 

@@ -38,7 +38,7 @@ def find_longest_prefix(
     for session_id, history in histories:
         if best is not None and not _may_be_better(history.messages, messages, best):
             continue
-        found = _agreed(session_id, history, messages)
+        found = _match(session_id, history, messages)
         if found is not None and (best is None or _rank(found) > _rank(best)):
             best = found
     return best
@@ -53,7 +53,7 @@ def same_message(held: ChatMessage, sent: ChatMessage) -> bool:
         held.role == sent.role
         and held.content == sent.content
         and held.tool_call_id == sent.tool_call_id
-        and (held.tool_calls is sent.tool_calls or _agree_on_calls(held.tool_calls or (), sent.tool_calls or ()))
+        and (held.tool_calls is sent.tool_calls or _same_calls(held.tool_calls or (), sent.tool_calls or ()))
     )
 
 
@@ -69,7 +69,7 @@ def _rank(found: PrefixMatch) -> tuple[int, bool]:
     return found.n_messages, found.turn is None
 
 
-def _agreed(session_id: str, history: History, messages: Sequence[ChatMessage]) -> PrefixMatch | None:
+def _match(session_id: str, history: History, messages: Sequence[ChatMessage]) -> PrefixMatch | None:
     held = history.messages
     most = min(len(held), len(messages) - 1)
     n_messages = next((n for n in range(most) if not same_message(held[n], messages[n])), most)
@@ -79,7 +79,7 @@ def _agreed(session_id: str, history: History, messages: Sequence[ChatMessage]) 
     return None if turn is None else PrefixMatch(session_id, turn.turn_id, turn.n_messages)
 
 
-def _agree_on_calls(held: Sequence[ToolCall], sent: Sequence[ToolCall]) -> bool:
+def _same_calls(held: Sequence[ToolCall], sent: Sequence[ToolCall]) -> bool:
     return len(held) == len(sent) and all(
         one.call_id == other.call_id and one.name == other.name and _same_json(one.arguments, other.arguments)
         for one, other in zip(held, sent, strict=True)

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TurnSnapshot:
-    """A turn as seen from outside: the messages ``before`` it, the messages it ``asked``, and its ``answer``.
+    """A turn as seen from outside: the messages ``before`` it, its own ``input_messages``, and its ``answer``.
 
     ``note`` is the private text of the requester. A ``running`` turn has no answer or usage yet, and a
     ``finish_reason`` only if its end is being forced. A discarded turn has no messages; a failed turn has its
@@ -63,7 +63,7 @@ class TurnSnapshot:
     turn_id: str
     note: str
     before: tuple[ChatMessage, ...]
-    asked: tuple[ChatMessage, ...]
+    input_messages: tuple[ChatMessage, ...]
     answer: ChatMessage | None = None
     finish_reason: str | None = None
     usage: Usage | None = None
@@ -130,7 +130,9 @@ class SessionSnapshot:
             InferenceCenterError: ``turn_not_found``.
         """
         if (failed := self.turn_log.failure(turn_id)) is not None:
-            return TurnSnapshot(turn_id, failed.note, before=self.history.messages, asked=(), failure=failed.error)
+            return TurnSnapshot(
+                turn_id, failed.note, before=self.history.messages, input_messages=(), failure=failed.error
+            )
         if (known := self.turn_log.turn(turn_id)) is None:
             raise InferenceCenterError(ErrorCode.TURN_NOT_FOUND)
         listed, note = known
@@ -142,7 +144,7 @@ class SessionSnapshot:
             turn_id=turn_id,
             note=note,
             before=messages[:begin],
-            asked=said[:-1],
+            input_messages=said[:-1],
             answer=said[-1] if said else None,
             finish_reason=listed.finish_reason,
             usage=listed.usage,
@@ -209,11 +211,11 @@ class LiveSession:
         self.config = config
         own = services.journal.of_client(config.client_id)
         self.journal: Journal = own if config.store else NullJournal()
-        self._own_journal = own
+        self._client_journal = own
         self._services = services
         replay = ReplayBuffer(services.replay_bytes, seq=seq)
         self._subscription = Subscription(
-            config.session_id, journal=self.journal, replay=replay, sink=sink, moved=services.sink_changed
+            config.session_id, journal=self.journal, replay=replay, sink=sink, on_sink_changed=services.sink_changed
         )
         self._events = EventLog(config.session_id, journal=self.journal, subscription=self._subscription, seq=seq)
         self._state = SessionState.IDLE
@@ -227,21 +229,21 @@ class LiveSession:
         self._last_used = services.monotonic() - unused_s
 
     @classmethod
-    def restored(cls, kept: StoredSession, config: SessionConfig, *, services: SessionServices) -> LiveSession:
+    def restored(cls, stored: StoredSession, config: SessionConfig, *, services: SessionServices) -> LiveSession:
         """Return a session restored from the store; ``recover`` resubmits its pending turn."""
         session = cls(
             config,
             services=services,
-            history=kept.history,
-            turn_log=TurnLog(kept.turns, kept.ends, kept.notes, kept.failures),
-            seq=kept.seq,
-            last_used_at=kept.last_used_at,
+            history=stored.history,
+            turn_log=TurnLog(stored.turns, stored.ends, stored.notes, stored.failures),
+            seq=stored.seq,
+            last_used_at=stored.last_used_at,
         )
         session._update_counted_chars()
-        if (pending_turn := kept.pending_turn) is not None:
+        if (pending_turn := stored.pending_turn) is not None:
             now = services.monotonic()
             since = now - max(0.0, services.clock() - pending_turn.spec.submitted_at)
-            session._answer(Turn(pending_turn.spec, since=since, now=now, said=pending_turn))
+            session._new_runner(Turn(pending_turn.spec, submitted_at=since, now=now, restored=pending_turn))
             session._change(SessionChange.TURN_QUEUED)
         return session
 
@@ -292,7 +294,7 @@ class LiveSession:
             turn_id,
             turn.spec.note,
             before=self._history.messages,
-            asked=asked,
+            input_messages=asked,
             finish_reason=turn.forced_finish,
             running=True,
         )
@@ -305,7 +307,7 @@ class LiveSession:
     @property
     def n_chars(self) -> int:
         """Characters held: messages and notes of turns."""
-        return self._history.extent.n_chars + self._turn_log.n_note_chars
+        return self._history.size.n_chars + self._turn_log.n_note_chars
 
     # Client operations.
 
@@ -322,7 +324,7 @@ class LiveSession:
         )
         self._events.write(record)
 
-    def infer(self, request: Infer, terms: TurnOptions, sink: EventSink) -> None:
+    def infer(self, request: Infer, options: TurnOptions, sink: EventSink) -> None:
         """Start a turn, or attach to the turn that already has the request's ``turn_key``.
 
         If the turn with this key is running, ``queued`` is sent again; if it has ended, ``end`` is sent again with its
@@ -330,7 +332,7 @@ class LiveSession:
 
         Args:
             request: The messages and options of the turn.
-            terms: The parameters, priority and token of the turn.
+            options: The parameters, priority and token of the turn.
             sink: The requester, which becomes the subscriber of the session.
 
         Raises:
@@ -349,14 +351,14 @@ class LiveSession:
             self._subscription.attach(sink)
             self._events.resend(ended, request_id=request.id)
         else:
-            self._begin(request, terms, sink)
+            self._begin(request, options, sink)
 
     def resume(self, request: ResumeSession, sink: ReplaySink) -> None:
         """Make ``sink`` the subscriber and replay the events it has missed.
 
         If some of them are lost, the reply contains the state of the session instead.
         """
-        missed = self._subscription.missed(request, epoch=self.config.epoch, seq=self._events.seq)
+        missed = self._subscription.missed_events(request, epoch=self.config.epoch, seq=self._events.seq)
         turn = self._runner.turn if self._runner else None
         answer = self.snapshot.resumed(missed.reason, turn=turn, request_id=request.id)
         self._subscription.resume(sink, answer, missed.events)
@@ -379,8 +381,8 @@ class LiveSession:
         """
         self._check_idle("Append")
         check_writable(self.journal)
-        history = self._history.appended(tuple(request.messages), room=self._services.room())
-        self._check_held(history.extent.n_chars - self._history.extent.n_chars)
+        history = self._history.appended(tuple(request.messages), limits=self._services.history_limits())
+        self._check_text_quota(history.size.n_chars - self._history.size.n_chars)
         self._history = history
         self._update_counted_chars()
         self._publish_change(self._events.appended(len(self._history.messages), request_id=request.id), sink)
@@ -435,7 +437,7 @@ class LiveSession:
         if (runner := self._runner) is not None:
             runner.cancel()
         self._finish(SessionChange.CLOSE)
-        self._events.write(self._gone())
+        self._events.write(self._deletion_record())
         return events.SessionClosed(session_id=self.config.session_id)
 
     # Calls of the manager and the turn runner.
@@ -454,20 +456,20 @@ class LiveSession:
     def expire(self) -> None:
         """End the session at its idle limit."""
         self._finish(SessionChange.EXPIRE)
-        self._events.publish(self._events.expired(), self._gone())
+        self._events.publish(self._events.expired(), self._deletion_record())
 
-    def prompt_read(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
+    def prefill_started(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
         """Record the usage of a prompt when it is prefilled, so that it survives a crash whatever the outcome."""
-        self._count_usage(replace(self._usage_of(turn), prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
+        self._count_usage(replace(self._usage_record(turn), prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
-    def answer_grew(self, turn: Turn) -> None:
+    def tokens_appended(self, turn: Turn) -> None:
         """Record the usage of an answer in steps of ``COUNTED_TOKENS`` where no other record holds it.
 
         A crash then loses at most one step per turn. A stored answer needs no such record: the next daemon resumes it.
         """
         n_tokens = turn.n_tokens - turn.counted_tokens
-        if n_tokens >= COUNTED_TOKENS and not self.config.store and self._own_journal.fault is None:
-            self._count_usage(replace(self._usage_of(turn), completion_tokens=n_tokens))
+        if n_tokens >= COUNTED_TOKENS and not self.config.store and self._client_journal.fault is None:
+            self._count_usage(replace(self._usage_record(turn), completion_tokens=n_tokens))
             turn.counted_tokens = turn.n_tokens
 
     def turn_ended(self, turn: Turn, history: History, outcome: TurnOutcome) -> None:
@@ -497,7 +499,7 @@ class LiveSession:
         )
         self._events.publish(end, record)
         if not self.config.store:
-            self._count_usage(record.spent())
+            self._count_usage(record.remaining_usage())
         self._services.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
 
     def turn_broken(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
@@ -513,43 +515,43 @@ class LiveSession:
         error = self._events.failed(turn, failure)
         remembered = TurnFailure(error, turn.spec.note)
         self._turn_log.record_failure(turn.turn_id, remembered)
-        spent = replace(self._usage_of(turn), completion_tokens=turn.n_tokens - turn.counted_tokens)
+        spent = replace(self._usage_record(turn), completion_tokens=turn.n_tokens - turn.counted_tokens)
         record = TurnFailed(
             session_id=self.config.session_id,
             seq=self._events.seq,
             last_used_at=self._last_used_at,
             turn_id=turn.turn_id,
             failure=remembered,
-            spent=spent,
+            usage=spent,
         )
         self._events.publish(error, record)
         if not self.config.store:
             self._count_usage(spent)
         self._services.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
 
-    def _usage_of(self, turn: Turn) -> UsageRecorded:
+    def _usage_record(self, turn: Turn) -> UsageRecorded:
         return UsageRecorded(client_id=self.config.client_id, token_id=turn.spec.token_id, at=self._services.clock())
 
     def _count_usage(self, spent: UsageRecorded) -> None:
         """Record usage. A session that is not stored does not wait for a faulty store."""
-        if self.config.store or self._own_journal.fault is None:
-            self._own_journal.write(spent, flush=False)
+        if self.config.store or self._client_journal.fault is None:
+            self._client_journal.write(spent, flush=False)
 
     # State changes.
 
-    def _begin(self, request: Infer, terms: TurnOptions, sink: EventSink) -> None:
+    def _begin(self, request: Infer, options: TurnOptions, sink: EventSink) -> None:
         services, config = self._services, self.config
         check_writable(self.journal)
         services.admit()
-        noted = self._turn_log.n_note_chars + len(terms.note)
+        noted = self._turn_log.n_note_chars + len(options.note)
         asked = messages_of(request)
-        self._history.check_results(asked)
+        self._history.check_tool_results(asked)
         extent = HistorySize.of(asked)
-        services.room(noted_chars=noted).check(self._history.extent + extent)
-        self._check_held(extent.n_chars)
-        spec = new_turn_spec(request, terms, config=config, services=services)
+        services.history_limits(noted_chars=noted).check(self._history.size + extent)
+        self._check_text_quota(extent.n_chars)
+        spec = new_turn_spec(request, options, config=config, services=services)
         now = services.monotonic()
-        runner = self._answer(Turn(spec, since=now, now=now))
+        runner = self._new_runner(Turn(spec, submitted_at=now, now=now))
         try:
             runner.submit()
         except BaseException:
@@ -561,9 +563,14 @@ class LiveSession:
         self._subscription.attach(sink)
         runner.send_queued(request_id=request.id)
 
-    def _answer(self, turn: Turn) -> TurnRunner:
+    def _new_runner(self, turn: Turn) -> TurnRunner:
         self._runner = TurnRunner(
-            turn, history=self._history, listener=self, stream=self._events, config=self.config, services=self._services
+            turn,
+            history=self._history,
+            listener=self,
+            event_log=self._events,
+            config=self.config,
+            services=self._services,
         )
         return self._runner
 
@@ -573,7 +580,7 @@ class LiveSession:
         self._change(SessionChange.TURN_ENDED)
         self._touch()
 
-    def _gone(self) -> SessionDeleted:
+    def _deletion_record(self) -> SessionDeleted:
         return SessionDeleted(session_id=self.config.session_id, n_chars=self.n_chars)
 
     def _finish(self, change: SessionChange) -> None:
@@ -587,7 +594,7 @@ class LiveSession:
         if busier:
             self._services.active_turns.add(busier, client_id=self.config.client_id, stateless=self.config.stateless)
 
-    def _check_held(self, n_chars: int) -> None:
+    def _check_text_quota(self, n_chars: int) -> None:
         if not self.config.stateless:
             self._services.text_quota.check(n_chars, client_id=self.config.client_id)
 

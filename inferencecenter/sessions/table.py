@@ -145,7 +145,7 @@ class SessionTable:
         self._monotonic = monotonic
         self._expire = expire
         self._sessions: dict[str, LiveSession] = {}
-        self._stored_of: defaultdict[str, dict[str, LiveSession]] = defaultdict(dict)
+        self._listed_of: defaultdict[str, dict[str, LiveSession]] = defaultdict(dict)
         # Both in the order of last use.
         self._stateless: dict[str, LiveSession] = {}
         self._stateless_of: defaultdict[str, dict[str, LiveSession]] = defaultdict(dict)
@@ -161,7 +161,7 @@ class SessionTable:
         return iter(tuple(self._sessions.values()))
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def session_ids(self) -> tuple[str, ...]:
         """The ids of all sessions."""
         return tuple(self._sessions)
 
@@ -171,7 +171,7 @@ class SessionTable:
 
     def of(self, client_id: str) -> list[LiveSession]:
         """Return the sessions of a client, oldest first, without the stateless ones."""
-        return list(self._stored_of.get(client_id, {}).values())
+        return list(self._listed_of.get(client_id, {}).values())
 
     def stateless_of(self, client_id: str) -> list[LiveSession]:
         """Return a client's stateless sessions, least recently used first."""
@@ -187,7 +187,7 @@ class SessionTable:
         Raises:
             InferenceCenterError: ``session_not_found`` when ``after`` is not one of them.
         """
-        own = self._stored_of.get(client_id, {})
+        own = self._listed_of.get(client_id, {})
         if after is not None and after not in own:
             raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND)
         start = 0 if after is None else list(own).index(after) + 1
@@ -195,7 +195,7 @@ class SessionTable:
 
     def n_of(self, client_id: str) -> int:
         """Return the number of a client's sessions, without the stateless ones."""
-        return len(self._stored_of.get(client_id, {}))
+        return len(self._listed_of.get(client_id, {}))
 
     def attached_to(self, sink: EventSink) -> list[LiveSession]:
         """Return the sessions whose subscriber is ``sink``."""
@@ -267,7 +267,7 @@ class SessionTable:
         if config.stateless:
             self._stateless[name] = self._stateless_of[config.client_id][name] = session
         else:
-            self._stored_of[config.client_id][name] = session
+            self._listed_of[config.client_id][name] = session
         if session.sink is not None:
             self._of_sink[id(session.sink)][name] = session
         self._schedule_expiry(session)
@@ -277,7 +277,7 @@ class SessionTable:
         name, config = session.config.session_id, session.config
         del self._sessions[name]
         self._stateless.pop(name, None)
-        _drop(self._stateless_of if config.stateless else self._stored_of, config.client_id, name)
+        _drop(self._stateless_of if config.stateless else self._listed_of, config.client_id, name)
         if session.sink is not None:
             _drop(self._of_sink, id(session.sink), name)
         self._expiries.discard(name)
@@ -300,7 +300,7 @@ class SessionTable:
             self._of_sink[id(after)][session_id] = session
 
     def _may_be_evicted(self, session: LiveSession, excluded: LiveSession | None) -> bool:
-        is_spare = session.sink is None and _may_go(session, excluded)
+        is_spare = session.sink is None and _is_closable(session, excluded)
         return is_spare and (self._evicts_stored or not session.config.store)
 
     def _idle_stateless(
@@ -309,7 +309,7 @@ class SessionTable:
         """Return the least recently used idle stateless session: the client's own, then any if ``within_own_limit``."""
         own: Iterable[LiveSession] = self._stateless_of.get(client.client_id, {}).values()
         others: Iterator[LiveSession] = iter(self._stateless.values() if within_own_limit else ())
-        return next((session for session in chain(own, others) if _may_go(session, excluded)), None)
+        return next((session for session in chain(own, others) if _is_closable(session, excluded)), None)
 
     def _on_due(self, session_id: str) -> None:
         self._schedule_expiry(self._sessions[session_id])
@@ -341,7 +341,7 @@ def ttl_warnings(ttl_s: float | None) -> tuple[str, ...]:
     return () if ttl_s is None or ttl_s >= MIN_TTL_S else (f"ttl_s is raised to the minimum of {MIN_TTL_S:g}.",)
 
 
-def _may_go(session: LiveSession, excluded: LiveSession | None) -> bool:
+def _is_closable(session: LiveSession, excluded: LiveSession | None) -> bool:
     return session.state is SessionState.IDLE and session is not excluded
 
 

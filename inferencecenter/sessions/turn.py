@@ -59,29 +59,29 @@ class Turn:
 
     Args:
         spec: The request, parameters and model of the turn.
-        since: Monotonic seconds of the submission.
+        submitted_at: Monotonic seconds of the submission.
         now: Monotonic seconds at which it enters the queue.
-        said: The turn as an earlier daemon stored it.
+        restored: The turn as an earlier daemon stored it.
 
     Attributes:
         counted_tokens: Tokens of the answer whose usage is recorded before the end of the turn.
     """
 
-    def __init__(self, spec: TurnSpec, *, since: float, now: float, said: PendingTurn | None = None) -> None:
-        tokens, text = (said.tokens, said.text) if said is not None else (b"", "")
+    def __init__(self, spec: TurnSpec, *, submitted_at: float, now: float, restored: PendingTurn | None = None) -> None:
+        tokens, text = (restored.tokens, restored.text) if restored is not None else (b"", "")
         self.spec = spec
         self.prompt: Prompt | None = None
         self.output_spec = OutputSpec()
         self.assembler: ResponseAssembler | None = None
-        if said is not None and said.parts is not None:
-            self.assembler = ResponseAssembler.restored(spec.turn_id, said.parts)
+        if restored is not None and restored.parts is not None:
+            self.assembler = ResponseAssembler.restored(spec.turn_id, restored.parts)
         self.position = 0
         self.abort_request: Abort | None = None
         self.out_of_quota = False
         self.counted_tokens = 0
         self.trace: TurnSpan = NullTracer()
         self._state = TurnState.QUEUED
-        self._measured_here = said is not None
+        self._measured_here = restored is not None
         self._texts = [text] if text else []
         self._tokens = bytearray(tokens)
         self._n_restored = len(tokens) // TOKEN_BYTES
@@ -91,7 +91,7 @@ class Turn:
         self._n_prompt_tokens = 0
         self._cached_tokens = 0
         self._preempted = 0
-        self._submitted_at = since
+        self._submitted_at = submitted_at
         self._queued_at: float | None = now
         self._queue_s = 0.0
         self._first_token_at: float | None = None
@@ -265,7 +265,7 @@ class Turn:
         if finish == "stop" and self.assembler is not None and self.assembler.complete_calls:
             finish = "tool_calls"
         if self._measured_here:
-            stats = self._measured(now=now, preempted=self._preempted + end.preempted)
+            stats = self._measured_stats(now=now, preempted=self._preempted + end.preempted)
             return TurnOutcome(finish, stats, stop=end.stop, warnings=warnings)
         stats = TurnStats(
             ttft_ms=round(end.ttft_ms, 2),
@@ -281,12 +281,12 @@ class Turn:
 
     def forced_outcome(self, finish: str, *, now: float, warnings: tuple[str, ...] = ()) -> TurnOutcome:
         """Return the outcome of a turn that ends without a report of the engine."""
-        stats = self._measured(now=now, preempted=self._preempted)
+        stats = self._measured_stats(now=now, preempted=self._preempted)
         return TurnOutcome(finish, stats, warnings=(*self.spec.warnings, *warnings))
 
     def failed_outcome(self, failure: Failed, *, now: float) -> TurnOutcome:
         """Return the outcome of a failed turn."""
-        return TurnOutcome(failure.code, self._measured(now=now, preempted=self._preempted))
+        return TurnOutcome(failure.code, self._measured_stats(now=now, preempted=self._preempted))
 
     @property
     def _text(self) -> str:
@@ -304,7 +304,7 @@ class Turn:
             self._queue_s += now - self._queued_at
             self._queued_at = None
 
-    def _measured(self, *, now: float, preempted: int) -> TurnStats:
+    def _measured_stats(self, *, now: float, preempted: int) -> TurnStats:
         """Return the figures measured in this process; the speed covers the tokens of this process."""
         first = self._first_token_at
         generating_s = now - first if first is not None else 0.0

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.session_config import SessionConfig, SessionServices
     from inferencecenter.sessions.turn import Turn, TurnOutcome
 
-_MADE_TO_END: Final = ("aborted", "quota_exceeded")
+_FORCED_FINISHES: Final = ("aborted", "quota_exceeded")
 
 _log = structlog.get_logger(__name__)
 
@@ -68,10 +68,10 @@ _log = structlog.get_logger(__name__)
 class TurnListener(Protocol):
     """What a running turn requires of its session."""
 
-    def prompt_read(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
+    def prefill_started(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
         """Record the usage of a prompt that is about to be prefilled, with its cached tokens."""
 
-    def answer_grew(self, turn: Turn) -> None:
+    def tokens_appended(self, turn: Turn) -> None:
         """Handle new tokens of the answer."""
 
     def turn_ended(self, turn: Turn, history: History, outcome: TurnOutcome) -> None:
@@ -91,7 +91,7 @@ class TurnRunner:
         turn: The turn to run.
         history: The history before the turn; it does not change until the turn ends.
         listener: Receives the turn's usage and its end.
-        stream: The event log of the session.
+        event_log: The event log of the session.
         config: The configuration of the session.
         services: The services of the daemon.
     """
@@ -102,26 +102,26 @@ class TurnRunner:
         *,
         history: History,
         listener: TurnListener,
-        stream: EventLog,
+        event_log: EventLog,
         config: SessionConfig,
         services: SessionServices,
     ) -> None:
         self.turn = turn
         self._history = history
         self._listener = listener
-        self._events = stream
-        self._facts = config
+        self._events = event_log
+        self._config = config
         self._services = services
         self._cannot_continue = False
         # Whether the context was shifted and the shortened prompt is not prefilled yet.
         self._shifted = False
         self._rendering: _Rendering | None = None
-        self._counts = False
+        self._is_counted = False
         self._has_ended = False
         self._allowance = services.allowance_of(config.client_id, turn.spec.token_id)
         # Set when the turn is submitted.
         self._serving: ServedModel | None = None
-        turn.trace = trace_turn(services.tracer, config, turn.spec, said_tokens=turn.n_tokens)
+        turn.trace = trace_turn(services.tracer, config, turn.spec, restored_tokens=turn.n_tokens)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.turn!r})"
@@ -134,7 +134,7 @@ class TurnRunner:
     @property
     def client_id(self) -> str:
         """The client that owns the turn."""
-        return self._facts.client_id
+        return self._config.client_id
 
     @property
     def n_tokens(self) -> int:
@@ -151,7 +151,7 @@ class TurnRunner:
                 for a turn that has ended, or the error of the template.
         """
         try:
-            return self._has_prompt(then)
+            return self._ensure_prompt(then)
         except InferenceCenterError:
             self._cannot_continue = self.turn.n_tokens > 0
             raise
@@ -165,14 +165,14 @@ class TurnRunner:
         prepared = self.prepare(_noop)
         assert prepared, "the engine requests it after prepare() returned True"
         assert self.turn.prompt is not None
-        return submission(self.turn, self.turn.prompt, config=self._facts, services=self._services)
+        return submission(self.turn, self.turn.prompt, config=self._config, services=self._services)
 
     def on_engine_event(self, event: TurnEvent) -> None:
         """Handle an event; events after the end of the turn are late and ignored."""
         if not self.turn.state.is_terminal:
-            self._contain(lambda: self._take(event))
+            self._contain(lambda: self._dispatch(event))
 
-    def _take(self, event: TurnEvent) -> None:
+    def _dispatch(self, event: TurnEvent) -> None:
         turn, state = self.turn, self.turn.state
         match event:
             case TokenDelta():
@@ -232,7 +232,7 @@ class TurnRunner:
             self._cancel_rendering()
             raise
         self._allowance.begin_turn()
-        self._counts = True
+        self._is_counted = True
 
     def send_queued(self, *, request_id: str | None) -> None:
         """Commit the turn and acknowledge it."""
@@ -244,8 +244,8 @@ class TurnRunner:
 
     def recover(self) -> None:
         """Resubmit a turn left pending by an earlier daemon."""
-        self._allowance.go_on(self.turn.n_tokens)
-        self._counts = True
+        self._allowance.resume_turn(self.turn.n_tokens)
+        self._is_counted = True
         self._contain(self.resubmit)
 
     def resubmit(self) -> None:
@@ -279,7 +279,7 @@ class TurnRunner:
 
     # Prompt.
 
-    def _has_prompt(self, then: Callable[[], None]) -> bool:
+    def _ensure_prompt(self, then: Callable[[], None]) -> bool:
         turn, serving = self.turn, self._model
         if turn.state.is_terminal:
             raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} has ended")
@@ -289,40 +289,40 @@ class TurnRunner:
         if turn.n_tokens and turn.spec.model_fingerprint != model_fingerprint:
             raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
         rendering = self._rendering
-        if rendering is None or not rendering.is_of(turn.spec, model_fingerprint):
+        if rendering is None or not rendering.matches(turn.spec, model_fingerprint):
             self._cancel_rendering()
             rendering = self._rendering = self._render(serving, model_fingerprint)
         rendering.then = then
         if rendering.result is None:
             return False
-        self._take_prompt(rendering, rendering.result)
+        self._set_prompt(rendering, rendering.result)
         return True
 
     def _render(self, serving: ServedModel, model_fingerprint: str) -> _Rendering:
         asked = self.turn.spec
-        spec = spec_for_model(self.turn, serving, config=self._facts, services=self._services)
+        spec = spec_for_model(self.turn, serving, config=self._config, services=self._services)
         history = self._history.for_model(model_fingerprint)
         plan, conversation = render_input(spec, history)
-        check_fits(plan, serving.model(), may_shift=self._facts.on_full == "shift")
-        renderer = serving.renderer(self._facts.mode)
+        check_fits(plan, serving.model(), may_shift=self._config.on_full == "shift")
+        renderer = serving.renderer(self._config.mode)
         rendering = _Rendering(asked, model_fingerprint, spec, history, plan, renderer.implied_bos)
-        rendering.withdraw = renderer.render(conversation, client_id=self._facts.client_id, done=rendering.finish)
+        rendering.cancel = renderer.render(conversation, client_id=self._config.client_id, done=rendering.finish)
         return rendering
 
-    def _take_prompt(self, rendering: _Rendering, result: RenderResult) -> None:
+    def _set_prompt(self, rendering: _Rendering, result: RenderResult) -> None:
         if isinstance(result, InferenceCenterError):
             raise result
         prompt = prompt_of(rendering.history, rendering.plan, result, implied_bos=rendering.implied_bos)
         self.turn.set_prompt(prompt, rendering.spec, written=result.written)
         self._history = rendering.history
         self._rendering = None
-        if rendering.spec != rendering.asked:
+        if rendering.spec != rendering.requested_spec:
             self._events.write(self._queued_record(self._events.seq))
 
     def _cancel_rendering(self) -> None:
         rendering, self._rendering = self._rendering, None
         if rendering is not None:
-            rendering.withdraw()
+            rendering.cancel()
 
     # Model.
 
@@ -340,7 +340,7 @@ class TurnRunner:
         name = self.turn.spec.model
         if self.turn.n_tokens:
             return self._services.models.resolve(name or None)
-        serving = self._services.models.resolve(self._facts.chosen_model)
+        serving = self._services.models.resolve(self._config.chosen_model)
         if serving.name != name:
             check_model(serving.name, self._allowance.limits)
         return serving
@@ -353,7 +353,7 @@ class TurnRunner:
         n_tokens = turn.start(event, now=self._services.monotonic())
         read, cached = (now - then for now, then in zip(turn.prompt_usage, before, strict=True))
         if read:
-            self._listener.prompt_read(turn, prompt_tokens=read, cached_tokens=cached)
+            self._listener.prefill_started(turn, prompt_tokens=read, cached_tokens=cached)
         self._count_tokens(n_tokens)
 
     def _append(self, event: TokenDelta) -> None:
@@ -365,7 +365,7 @@ class TurnRunner:
             self._events.publish_text(event)
         else:
             self._events.publish_parts(event, turn.assembler.feed(event))
-        self._listener.answer_grew(turn)
+        self._listener.tokens_appended(turn)
         self._count_tokens(n_tokens)
 
     def _count_tokens(self, n_tokens: int) -> None:
@@ -461,7 +461,7 @@ class TurnRunner:
             self._has_ended = True
 
     def _complete(self, history: History, outcome: TurnOutcome) -> None:
-        self.turn.change(TurnChange.ABORT if outcome.finish in _MADE_TO_END else TurnChange.FINISH)
+        self.turn.change(TurnChange.ABORT if outcome.finish in _FORCED_FINISHES else TurnChange.FINISH)
         end_trace(self.turn, outcome)
         self._count_end()
         self._listener.turn_ended(self.turn, history, outcome)
@@ -469,8 +469,8 @@ class TurnRunner:
 
     def _count_end(self) -> None:
         self._cancel_rendering()
-        if self._counts:
-            self._counts = False
+        if self._is_counted:
+            self._is_counted = False
             self._allowance.end_turn()
 
     # Containment of internal errors.
@@ -480,11 +480,11 @@ class TurnRunner:
         try:
             work()
         except Exception:  # noqa: BLE001 - the border between the turns
-            _log.exception("turn_broken", turn=self.turn_id, session=self._facts.session_id)
+            _log.exception("turn_broken", turn=self.turn_id, session=self._config.session_id)
             try:
                 self._end_broken()
             except Exception:  # noqa: BLE001 - the session is idle all the same
-                _log.exception("turn_end_untold", turn=self.turn_id, session=self._facts.session_id)
+                _log.exception("turn_end_untold", turn=self.turn_id, session=self._config.session_id)
 
     def _end_broken(self) -> None:
         """Fail the turn with ``internal``, unless its end was published, and abort it in the engine."""
@@ -521,12 +521,12 @@ class TurnRunner:
         prompt = turn.prompt
         if prompt is None:
             prompt = unread_prompt(self._history, messages_of(turn.spec.request), turn.spec.view)
-        keeps_end = self._facts.mode != "raw"
+        keeps_end = self._config.mode != "raw"
         return after_turn(self._history, prompt, answer=turn.answer, end=end, keeps_end=keeps_end)
 
     def _queued_record(self, seq: int) -> TurnQueued:
         return TurnQueued(
-            session_id=self._facts.session_id, seq=seq, last_used_at=self._services.clock(), spec=self.turn.spec
+            session_id=self._config.session_id, seq=seq, last_used_at=self._services.clock(), spec=self.turn.spec
         )
 
     def _eta_ms(self) -> float | None:
@@ -535,13 +535,13 @@ class TurnRunner:
 
 @dataclass(slots=True)
 class _Rendering:
-    """A prompt being rendered for the turn spec ``asked`` by the model ``model_fingerprint``.
+    """A prompt being rendered for the turn spec ``requested_spec`` by the model ``model_fingerprint``.
 
     It becomes the prompt of ``spec`` on top of ``history``. ``then`` is called when the ``result`` arrives later than
     the call.
     """
 
-    asked: TurnSpec
+    requested_spec: TurnSpec
     model_fingerprint: str
     spec: TurnSpec
     history: History
@@ -549,10 +549,10 @@ class _Rendering:
     implied_bos: str
     then: Callable[[], None] | None = None
     result: RenderResult | None = None
-    withdraw: Callable[[], None] = lambda: None
+    cancel: Callable[[], None] = lambda: None
 
-    def is_of(self, spec: TurnSpec, model_fingerprint: str) -> bool:
-        return self.asked is spec and self.model_fingerprint == model_fingerprint
+    def matches(self, spec: TurnSpec, model_fingerprint: str) -> bool:
+        return self.requested_spec is spec and self.model_fingerprint == model_fingerprint
 
     def finish(self, result: RenderResult) -> None:
         self.result = result

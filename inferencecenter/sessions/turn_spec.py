@@ -54,7 +54,9 @@ def turn_params(request: Infer) -> Params:
     if request.n_probs is None:
         return params
     if "n_probs" in params.model_fields_set:
-        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "n_probs is set twice: here and in params", field="n_probs")
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "n_probs is set twice: here and in params", field="n_probs"
+        )
     return merge(params, Params(n_probs=request.n_probs))
 
 
@@ -74,7 +76,9 @@ def turn_options(request: Infer, client: Principal, config: SessionConfig, *, no
     return TurnOptions(params, priority=priority, token_id=client.token_id, note=note)
 
 
-def new_turn_spec(request: Infer, terms: TurnOptions, *, config: SessionConfig, services: SessionServices) -> TurnSpec:
+def new_turn_spec(
+    request: Infer, options: TurnOptions, *, config: SessionConfig, services: SessionServices
+) -> TurnSpec:
     """Return the spec of a new turn within the limits of its token.
 
     Raises:
@@ -82,12 +86,12 @@ def new_turn_spec(request: Infer, terms: TurnOptions, *, config: SessionConfig, 
             ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
     """
     serving = services.models.resolve(config.chosen_model)
-    limits = services.allowance_of(config.client_id, terms.token_id).limits
+    limits = services.allowance_of(config.client_id, options.token_id).limits
     check_model(serving.name, limits)
     serving.model(config.client_id)
     model_fingerprint = serving.fingerprint()
     below = services.models.params(config, serving.name)
-    overlay = limited(terms.params, limits, session=below, chosen=config.chosen)
+    overlay = limited(options.params, limits, session=below, chosen=config.chosen)
     params = merge(below, overlay)
     warnings = config.warnings(params, chosen=config.chosen | overlay.model_fields_set)
     if params.seed is None:
@@ -96,14 +100,14 @@ def new_turn_spec(request: Infer, terms: TurnOptions, *, config: SessionConfig, 
         turn_id=services.new_id("t_"),
         request=request,
         params=params,
-        rank=PRIORITY_RANK[terms.priority],
+        rank=PRIORITY_RANK[options.priority],
         warnings=warnings,
         submitted_at=services.clock(),
         rendered_at=services.local_time().isoformat(),
         model=serving.name,
         model_fingerprint=model_fingerprint,
-        token_id=terms.token_id,
-        note=terms.note,
+        token_id=options.token_id,
+        note=options.note,
     )
 
 

@@ -146,7 +146,7 @@ def test_turns_at_once() -> None:
 def test_a_turn_of_an_earlier_daemon_takes_its_place() -> None:
     """It is no new request, it counts among those that run, and what it had said counts for today."""
     limited = allowance(Time(), concurrent_turns=1, requests_per_minute=1, tokens_per_day=100)
-    limited.go_on(40)
+    limited.resume_turn(40)
     assert (limited.running, limited.requests_left, limited.day_tokens_left) == (1, 1, 60)
     assert refused(limited).code is ErrorCode.RATE_LIMITED
     limited.end_turn()

@@ -100,9 +100,9 @@ def test_a_session_expires_by_the_seconds_that_passed(jump_s: float) -> None:
     clocks.pass_by(30.0)
     clocks.time_of_day += jump_s
     clocks.pass_by(29.0)
-    assert len(clocks.sessions.live_sessions()) == 1
+    assert len(clocks.sessions.session_ids()) == 1
     clocks.pass_by(2.0)
-    assert len(clocks.sessions.live_sessions()) == 0
+    assert len(clocks.sessions.session_ids()) == 0
     assert clocks.sink.ops == ["session_expired"]
 
 
@@ -129,16 +129,16 @@ def test_a_clock_that_was_wrong_when_the_daemon_ended() -> None:
     after.create()
     after = after.after_a_restart(jump_s=-YEARS_S)
     after.pass_by(59.0)
-    assert len(after.sessions.live_sessions()) == 1
+    assert len(after.sessions.session_ids()) == 1
     after.pass_by(2.0)
-    assert len(after.sessions.live_sessions()) == 0
+    assert len(after.sessions.session_ids()) == 0
 
 
 def test_years_without_a_daemon() -> None:
     """A session that nobody used for years has expired, and is not brought back."""
     before = Clocks()
     before.create()
-    assert before.after_a_restart(jump_s=YEARS_S).sessions.live_sessions() == ()
+    assert before.after_a_restart(jump_s=YEARS_S).sessions.session_ids() == ()
 
 
 def test_an_unfinished_turn_of_another_time(jump_s: float) -> None:

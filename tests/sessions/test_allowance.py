@@ -44,7 +44,7 @@ class Counter:
         """Count."""
         self.begun += 1
 
-    def go_on(self, n_tokens: int) -> None:
+    def resume_turn(self, n_tokens: int) -> None:
         """Count."""
         self.taken_over.append(n_tokens)
 
@@ -311,8 +311,8 @@ def spent_of(world: World) -> list[UsageRecorded]:
             case UsageRecorded():
                 found.append(record)
             case TurnEnded():
-                found.append(record.spent())
-            case TurnFailed(spent=UsageRecorded() as spent):
+                found.append(record.remaining_usage())
+            case TurnFailed(usage=UsageRecorded() as spent):
                 found.append(spent)
     return found
 

@@ -26,7 +26,9 @@ def grown(
     """The history with a turn more, which adds ``text`` or has only ``text`` left."""
     messages = (*history.messages, ChatMessage(role="user", content=text))
     covered = history.covered + text if goes_on else text
-    return history.after(turn_id, History(messages, packed(covered), covered, view or HistoryView()), goes_on=goes_on)
+    return history.with_turn(
+        turn_id, History(messages, packed(covered), covered, view or HistoryView()), goes_on=goes_on
+    )
 
 
 def test_a_view_leaves_out_the_middle() -> None:
@@ -114,23 +116,23 @@ def test_what_is_carried_along_is_what_would_be_measured(batches: list[list[Chat
     history = History()
     for number, batch in enumerate(batches):
         if data.draw(st.booleans()):
-            history = history.appended(tuple(batch), room=ROOM)
+            history = history.appended(tuple(batch), limits=ROOM)
         else:
-            history = history.after(f"t{number}", History((*history.messages, *batch)), goes_on=True)
-        assert history.extent == HistorySize.of(history.messages)
+            history = history.with_turn(f"t{number}", History((*history.messages, *batch)), goes_on=True)
+        assert history.size == HistorySize.of(history.messages)
     for turn in history.turns:
-        assert history.until(turn.turn_id).extent == HistorySize.of(history.until(turn.turn_id).messages)
+        assert history.until(turn.turn_id).size == HistorySize.of(history.until(turn.turn_id).messages)
 
 
 def test_appending_looks_at_new_messages_only() -> None:
     """A history that was measured once is not gone through again for each message that follows."""
     history = History(Counted([message("a")] * 50))
-    assert history.extent == HistorySize(50, 50)
+    assert history.size == HistorySize(50, 50)
     Counted.times = 0
     for _ in range(20):
-        grown_history = history.appended((message("b"),), room=ROOM)
+        grown_history = history.appended((message("b"),), limits=ROOM)
     assert Counted.times == 0
-    assert grown_history.extent == HistorySize(51, 51)
+    assert grown_history.size == HistorySize(51, 51)
 
 
 @pytest.mark.parametrize(
@@ -138,13 +140,13 @@ def test_appending_looks_at_new_messages_only() -> None:
     [
         ([message("x" * 1001)], "1001 characters; 1000"),
         ([message()] * 101, "101 messages and tool calls; 100"),
-        ([message(role="assistant", tool_calls=[call(str(n)) for n in range(100)])], "101 messages and calls of tools"),
+        ([message(role="assistant", tool_calls=[call(str(n)) for n in range(100)])], "101 messages and tool calls"),
     ],
 )
 def test_a_history_has_bounds(new: list[ChatMessage], says: str) -> None:
     """Characters are counted, and messages and calls by their number, since empty ones cost, too."""
     with pytest.raises(InferenceCenterError, match=says) as caught:
-        History().appended(tuple(new), room=ROOM)
+        History().appended(tuple(new), limits=ROOM)
     assert caught.value.code is ErrorCode.CONTEXT_FULL
 
 
@@ -166,6 +168,6 @@ def test_results_are_looked_for_from_the_last_call_on() -> None:
     """The results of the last calls are found without the messages before them."""
     asked = message(role="assistant", tool_calls=[call("a"), call("b")])
     history = History((message("early"), asked))
-    history.check_results((message(role="tool", tool_call_id="b"), message(role="tool", tool_call_id="a")))
+    history.check_tool_results((message(role="tool", tool_call_id="b"), message(role="tool", tool_call_id="a")))
     with pytest.raises(InferenceCenterError, match="tool_call_id is c"):
-        history.check_results((message(role="tool", tool_call_id="a"), message(role="tool", tool_call_id="c")))
+        history.check_tool_results((message(role="tool", tool_call_id="a"), message(role="tool", tool_call_id="c")))

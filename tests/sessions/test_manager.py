@@ -205,7 +205,7 @@ def test_no_stored_session_is_deleted_for_another(world: World, max_sessions: in
     error = refused(ErrorCode.SESSION_LIMIT, world.create)
     assert (error.hint or "").startswith("Close one")
     assert ("sessions.when_full" in (error.hint or "")) is (max_sessions == 6)
-    assert world.sessions.live_sessions() == tuple(made)
+    assert world.sessions.session_ids() == tuple(made)
     assert world.engine.released == []
     world.close(made[2])
     world.create()
@@ -291,8 +291,8 @@ def test_a_lost_socket_costs_its_own_sessions(world: World, monkeypatch: pytest.
     looked = _looks(monkeypatch)
     world.sessions.detach(world.sink)
     assert world.sessions.totals().active_generations == 1
-    assert world.sessions.count_of("ada") == (2, 1)
-    assert world.sessions.count_of("crowd") == (300, 0)
+    assert world.sessions.session_counts("ada") == (2, 1)
+    assert world.sessions.session_counts("crowd") == (300, 0)
     assert looked <= set(mine)
 
 
@@ -402,7 +402,7 @@ def test_what_is_held_is_what_the_sessions_hold(steps: list[tuple[str, int]]) ->
     """However sessions begin, grow and end, their client's sum is that of their histories."""
     world = World()
     for step, n in steps:
-        names = world.sessions.live_sessions()
+        names = world.sessions.session_ids()
         name = names[n % len(names)] if names else "s_none"
         with contextlib.suppress(InferenceCenterError):
             match step:
@@ -418,19 +418,19 @@ def test_what_is_held_is_what_the_sessions_hold(steps: list[tuple[str, int]]) ->
                     world.rewind(name, "start")
                 case _:
                     world.close(name)
-        sizes = (world.sessions.size_of(world.client, each) for each in world.sessions.live_sessions())
-        assert world.sessions._held.of("ada") == sum(sizes)
+        sizes = (world.sessions.session_chars(world.client, each) for each in world.sessions.session_ids())
+        assert world.sessions._text_quota.of("ada") == sum(sizes)
 
 
 def test_what_an_earlier_daemon_kept_counts(world: World) -> None:
     """After a restart as before it."""
     session_id = world.create(system="x" * 100)
     world.turn(session_id, "Hi", "Hello")
-    held = world.sessions._held.of("ada")
+    held = world.sessions._text_quota.of("ada")
     assert world.journal is not None
     kept_sessions = kept(world.journal.records)
     world.reopen().restore(kept_sessions, clean=True)
-    assert world.sessions._held.of("ada") == held == 107
+    assert world.sessions._text_quota.of("ada") == held == 107
 
 
 def test_lists_come_in_pages_oldest_first(world: World) -> None:

@@ -175,18 +175,18 @@ def test_a_turn_is_known_while_it_runs_and_after(world: World) -> None:
     session_id = world.create(system="s")
     noted(world, session_id, "a", "first")
     turn_id = world.engine.last.turn_id
-    running = world.sessions.turn_of(world.client, session_id, turn_id)
+    running = world.sessions.get_turn(world.client, session_id, turn_id)
     assert (running.running, running.answer, running.note) == (True, None, "first")
-    assert [message.content for message in (*running.before, *running.asked)] == ["s", "a"]
+    assert [message.content for message in (*running.before, *running.input_messages)] == ["s", "a"]
     world.engine.answer("b")
     world.append(session_id, ("user", "c"), ("assistant", "d"))
     later = world.turn(session_id, "e", "f")
-    ended = world.sessions.turn_of(world.client, session_id, turn_id)
+    ended = world.sessions.get_turn(world.client, session_id, turn_id)
     assert (ended.running, ended.note, ended.finish_reason) == (False, "first", "stop")
     assert ended.answer == ChatMessage(role="assistant", content="b")
     assert ended.usage is not None
-    assert [message.content for message in ended.asked] == ["a"]
-    after = world.sessions.turn_of(world.client, session_id, later)
+    assert [message.content for message in ended.input_messages] == ["a"]
+    after = world.sessions.get_turn(world.client, session_id, later)
     assert [message.content for message in after.before] == ["s", "a", "b", "c", "d"]
     assert after.note == ""
 
@@ -195,16 +195,16 @@ def test_a_turn_of_others_is_not_known(world: World) -> None:
     """Nor one that there is not, nor one that was taken back; one that was discarded has no messages."""
     session_id = world.create()
     turn_id = world.turn(session_id, "a", "b")
-    refused(ErrorCode.SESSION_NOT_FOUND, world.sessions.turn_of, EVE, session_id, turn_id)
-    refused(ErrorCode.TURN_NOT_FOUND, world.sessions.turn_of, world.client, session_id, "t_other")
+    refused(ErrorCode.SESSION_NOT_FOUND, world.sessions.get_turn, EVE, session_id, turn_id)
+    refused(ErrorCode.TURN_NOT_FOUND, world.sessions.get_turn, world.client, session_id, "t_other")
     world.rewind(session_id, requests.START)
-    refused(ErrorCode.TURN_NOT_FOUND, world.sessions.turn_of, world.client, session_id, turn_id)
+    refused(ErrorCode.TURN_NOT_FOUND, world.sessions.get_turn, world.client, session_id, turn_id)
     noted(world, session_id, "c", "note")
     world.engine.start()
     world.abort(session_id, discard=True)
     world.engine.finish("aborted", end_text="")
-    discarded = world.sessions.turn_of(world.client, session_id, world.engine.last.turn_id)
-    assert (discarded.finish_reason, discarded.asked, discarded.answer) == ("aborted", (), None)
+    discarded = world.sessions.get_turn(world.client, session_id, world.engine.last.turn_id)
+    assert (discarded.finish_reason, discarded.input_messages, discarded.answer) == ("aborted", (), None)
 
 
 def test_notes_outlive_forks_and_restarts(world: World) -> None:
@@ -219,9 +219,9 @@ def test_notes_outlive_forks_and_restarts(world: World) -> None:
     assert world.journal is not None
     world.reopen().restore(kept(world.journal.records), clean=True)
     for session, turn, note in ((session_id, first, "first"), (forked, first, "first"), (session_id, second, "second")):
-        assert world.sessions.turn_of(world.client, session, turn).note == note
+        assert world.sessions.get_turn(world.client, session, turn).note == note
     world.rewind(forked, requests.START)
-    refused(ErrorCode.TURN_NOT_FOUND, world.sessions.turn_of, world.client, forked, first)
+    refused(ErrorCode.TURN_NOT_FOUND, world.sessions.get_turn, world.client, forked, first)
 
 
 def test_notes_take_room(world: World) -> None:

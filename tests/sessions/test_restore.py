@@ -90,15 +90,15 @@ def test_why_a_turn_failed_is_known_after_a_restart(world: World) -> None:
     world.sessions.infer(world.client, request, world.sink, note="mine")
     failed_id = world.engine.last.turn_id
     world.engine.fail("engine_crashed")
-    before = world.sessions.turn_of(world.client, session_id, failed_id)
+    before = world.sessions.get_turn(world.client, session_id, failed_id)
     restart(world)
-    after = world.sessions.turn_of(world.client, session_id, failed_id)
+    after = world.sessions.get_turn(world.client, session_id, failed_id)
     assert (after, after.note) == (before, "mine")
     assert after.failure is not None
     assert (after.failure.code, after.failure.turn_id) == ("engine_crashed", failed_id)
     world.rewind(session_id, turn_id)
     for _ in range(2):
-        refused(ErrorCode.TURN_NOT_FOUND, world.sessions.turn_of, world.client, session_id, failed_id)
+        refused(ErrorCode.TURN_NOT_FOUND, world.sessions.get_turn, world.client, session_id, failed_id)
         restart(world)
 
 
@@ -270,7 +270,7 @@ def test_sessions_beyond_the_limit_are_restored(world: World) -> None:
     """Nobody loses one by a smaller limit; there is no room for another."""
     names = [world.create() for _ in range(4)]
     restart(world, max_sessions=2, client=replace(world.client, max_sessions=1))
-    assert world.sessions.live_sessions() == tuple(names)
+    assert world.sessions.session_ids() == tuple(names)
     for name in names:
         world.resume(name)
     refused(ErrorCode.SESSION_LIMIT, world.create)
@@ -280,7 +280,7 @@ def test_sessions_that_end_with_their_socket_end_with_the_daemon(world: World) -
     """No daemon, no socket."""
     closing, staying = world.create(on_disconnect="close"), world.create()
     restart(world, clean=False)
-    assert world.sessions.live_sessions() == (staying,)
+    assert world.sessions.session_ids() == (staying,)
     assert world.journal is not None
     assert [record.session_id for record in world.journal.of(SessionDeleted)] == [closing]
 
@@ -290,7 +290,7 @@ def test_unused_time_counts_over_a_restart(world: World) -> None:
     gone, left = world.create(ttl_s=100), world.create(ttl_s=300)
     world.now += 200
     restart(world)
-    assert world.sessions.live_sessions() == (left,)
+    assert world.sessions.session_ids() == (left,)
     assert [timer.delay_s for timer in world.timers] == [100.0]
     assert world.journal is not None
     assert [record.session_id for record in world.journal.of(SessionDeleted)] == [gone]
@@ -334,7 +334,7 @@ def test_sessions_are_deleted_after_their_retention(world: World) -> None:
     world.sessions.restore([], clean=True, retention_days={"eve": 1})
     left = []
     for _ in range(7):
-        left.append([kind for kind, name in names.items() if name in world.sessions.live_sessions()])
+        left.append([kind for kind, name in names.items() if name in world.sessions.session_ids()])
         world.now += DAY_S / 2
         for timer in [timer for timer in world.timers if not timer.cancelled]:
             world.timers.remove(timer)

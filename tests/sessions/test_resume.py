@@ -246,8 +246,8 @@ def test_a_purged_session_is_over_for_all(world: World) -> None:
     kept = world.create()
     assert world.sessions.purge("session", session_id) == 1
     assert world.sink.ops[-2:] == ["end", "session_closed"]
-    assert world.sessions.live_sessions() == (kept,)
+    assert world.sessions.session_ids() == (kept,)
     assert world.sessions.purge("session", session_id) == 0
     assert world.sessions.purge("client", "eve") == 0
     assert world.sessions.purge("client", "ada") == 1
-    assert world.sessions.live_sessions() == ()
+    assert world.sessions.session_ids() == ()

@@ -28,14 +28,14 @@ def idle(world: World) -> str:
 
 def there(world: World, *session_ids: str) -> list[bool]:
     """Which of the sessions are there."""
-    return [session_id in world.sessions.live_sessions() for session_id in session_ids]
+    return [session_id in world.sessions.session_ids() for session_id in session_ids]
 
 
 def test_it_is_none_of_the_clients_sessions(world: World) -> None:
     """It is not listed, not counted, not written down, and its KV stays off the disk; its tokens count."""
     session_id = idle(world)
     assert world.sessions.list(world.client, requests.ListSessions(op="list_sessions")).sessions == ()
-    assert world.sessions.count_of("ada") == (0, 0)
+    assert world.sessions.session_counts("ada") == (0, 0)
     assert world.journal is not None
     assert [type(record).__name__ for record in world.journal.records] == ["UsageRecorded"] * len(world.journal.records)
     assert not world.engine.last.durable
@@ -116,7 +116,7 @@ def test_it_expires_soon(world: World) -> None:
 def test_a_fork_of_it_is_one_too(world: World) -> None:
     """As several answers to one question are made."""
     forked = world.fork(idle(world))
-    assert world.sessions.count_of("ada") == (0, 0)
+    assert world.sessions.session_counts("ada") == (0, 0)
     world.turn(forked, "c", "d")
 
 

@@ -195,7 +195,7 @@ def test_answers_are_held_back_with_the_session_that_they_tell_of(world: World) 
         (requests.Status(op="status"), False),
     ]
     for request, waiting in waits:
-        assert (world.sessions.journal_of(request, world.client.client_id) is world.journal) is waiting, request.op
+        assert (world.sessions.journal_for(request, world.client.client_id) is world.journal) is waiting, request.op
 
 
 def test_a_session_that_is_not_stored_leaves_no_record(world: World) -> None:

@@ -137,7 +137,7 @@ def _place(
 def _previous(context: ServerContext, client: Principal, name: str) -> _Previous:
     try:
         place = read_response_id(name)
-        facts = context.sessions.turn_of(client, *place)
+        facts = context.sessions.get_turn(client, *place)
     except InferenceCenterError as error:
         if error.code not in _NOT_FOUND:
             raise
@@ -150,9 +150,9 @@ def _previous(context: ServerContext, client: Principal, name: str) -> _Previous
         raise _lost()
     note = read_note(facts.note)
     if note is None:
-        said = (*facts.before, *facts.asked, facts.answer)
+        said = (*facts.before, *facts.input_messages, facts.answer)
         return _Previous(*place, said, instructions=None, stored=True, may_grow=True)
-    said = (*facts.before, *_question(facts.asked), *((facts.answer,) if note.generate else ()))
+    said = (*facts.before, *_question(facts.input_messages), *((facts.answer,) if note.generate else ()))
     told = said if note.instructions is None else said[1:]
     return _Previous(*place, told, instructions=note.instructions, stored=note.store, may_grow=note.generate)
 

@@ -82,7 +82,7 @@ async def cancel(call: Call) -> Reply:
         abort = Abort(op="abort", session_id=place.session_id, turn_id=place.turn_id)
         with suppress(InferenceCenterError):  # it has just ended
             call.context.sessions.abort(call.caller.client, abort)
-        facts = call.context.sessions.turn_of(call.caller.client, *place)
+        facts = call.context.sessions.get_turn(call.caller.client, *place)
     return _document(_standing(place, facts))
 
 
@@ -102,7 +102,9 @@ async def list_input_items(call: Call) -> Reply:
 def _page(place: ResponseRef, facts: TurnSnapshot, query: ListItems) -> Document:
     note = read_note(facts.note)
     said = facts.before if note is None or note.instructions is None else facts.before[1:]
-    items = input_items((*said, *(() if facts.asked == EMPTY_QUESTION else facts.asked)), place.turn_id)
+    items = input_items(
+        (*said, *(() if facts.input_messages == EMPTY_QUESTION else facts.input_messages)), place.turn_id
+    )
     if query.order == "desc":
         items = items[::-1]
     start = 0
@@ -217,7 +219,7 @@ def _find(call: Call) -> tuple[ResponseRef, TurnSnapshot]:
     """
     try:
         place = read_response_id(call.path["response_id"])
-        return place, call.context.sessions.turn_of(call.caller.client, *place)
+        return place, call.context.sessions.get_turn(call.caller.client, *place)
     except InferenceCenterError as error:
         if error.code is not ErrorCode.SESSION_NOT_FOUND and error.code is not ErrorCode.TURN_NOT_FOUND:
             raise

@@ -92,7 +92,7 @@ def list_clients(connection: Connection, _request: requests.ListClients) -> Even
 
 
 def _described(context: ServerContext, client_id: str, sockets: Sequence[ClientSocket]) -> ConnectedClient:
-    sessions, busy = context.sessions.count_of(client_id)
+    sessions, busy = context.sessions.session_counts(client_id)
     return ConnectedClient(
         client_id=client_id,
         connections=len(sockets),

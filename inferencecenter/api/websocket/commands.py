@@ -121,7 +121,7 @@ async def run(connection: Connection, frame: Frame) -> None:
         if connection.closed:  # while it was read, or waited
             return
         _admit(connection, command, request)
-        journal = connection.context.sessions.journal_of(request, connection.client_id)
+        journal = connection.context.sessions.journal_for(request, connection.client_id)
         answer = command.handler(connection, request)
     except InferenceCenterError as error:
         if command is not None and command.is_free and connection.authenticated:
@@ -159,7 +159,7 @@ def _charge(connection: Connection, command: Command | None, frame: Frame) -> No
     elif command is None or not command.is_free:
         context, client = connection.context, connection.client
         by_size = command is not None and command.by_size
-        n_chars = context.sessions.size_of(client, frame.session_id or "") if by_size else 0
+        n_chars = context.sessions.session_chars(client, frame.session_id or "") if by_size else 0
         context.operations.charge(client.client_id, n_chars=n_chars, n_frame_chars=frame.n_chars)
 
 

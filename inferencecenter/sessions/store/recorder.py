@@ -369,7 +369,7 @@ class Recorder:
         ending = rows.ending_column(record.end) if record.turn_key is not None else None
         values = (row, written.next_turn, *rows.turn_row(turn), record.turn_key, ending, record.note)
         self._database.execute(_INSERT_TURN, values)
-        add_usage(self._database, record.spent())
+        add_usage(self._database, record.remaining_usage())
         self._staged[record.session_id] = SessionRow(row, replace(written, turns=(*written.turns, turn)))
 
     def _drop(self, record: TurnFailed) -> None:
@@ -377,8 +377,8 @@ class Recorder:
         self._forget_turn(known.row)
         self._touch(known.row, record)
         insert_failure(self._database, known.row, record)
-        if record.spent is not None:
-            add_usage(self._database, record.spent)
+        if record.usage is not None:
+            add_usage(self._database, record.usage)
         self._staged[record.session_id] = replace(known, turn_id=None)
 
     def _change(self, record: HistoryChanged) -> None:

@@ -69,14 +69,14 @@ async def test_several_answers_are_turns_of_their_own(server: Running, ada: Asyn
         say_each(server, "answer 0", "answer 1", "answer 2"),
     )
     assert [choice.message.content for choice in answer.choices] == ["answer 0", "answer 1", "answer 2"]
-    assert len(server.context.sessions.live_sessions()) == 1
+    assert len(server.context.sessions.session_ids()) == 1
 
 
 async def test_what_cannot_run_leaves_no_session(server: Running) -> None:
     """A request that is refused for its parameters opens nothing."""
     answer = await post(server, CHAT, {**HI, "n": 2, "logit_bias": {"x": 1}})
     assert (answer.status, answer.error["param"]) == (400, "logit_bias")
-    assert server.context.sessions.live_sessions() == ()
+    assert server.context.sessions.session_ids() == ()
 
 
 @pytest.mark.parametrize("stream", [False, True])

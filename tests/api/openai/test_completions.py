@@ -44,7 +44,7 @@ async def test_what_cannot_be_obeyed_is_refused_by_name(server: Running, body: d
     """The error names the field, and no session is opened."""
     answer = await post(server, PATH, body)
     assert (answer.status, answer.error["param"]) == (400, field)
-    assert server.context.sessions.live_sessions() == ()
+    assert server.context.sessions.session_ids() == ()
 
 
 async def test_text_is_gone_on_with(server: Running, ada: AsyncOpenAI) -> None:
@@ -55,7 +55,7 @@ async def test_text_is_gone_on_with(server: Running, ada: AsyncOpenAI) -> None:
     assert answer.id.startswith("cmpl-")
     assert answer.choices[0].text == "Once upon a time"
     assert answer.choices[0].finish_reason == "length"
-    assert len(server.context.sessions.live_sessions()) == 1, "the next text may begin like this one"
+    assert len(server.context.sessions.session_ids()) == 1, "the next text may begin like this one"
 
 
 async def test_text_is_streamed(server: Running, ada: AsyncOpenAI) -> None:

@@ -93,7 +93,7 @@ async def test_a_system_prompt_comes_first_and_no_session_is_left_to_see(server:
     heard, submitted = await answered(server, {"prompt": "Hello", "system": "Be brief."}, "Hi")
     assert heard.status == 200
     assert text_of(submitted).index("Be brief.") < text_of(submitted).index("Hello")
-    assert server.context.sessions.count_of("ada") == (0, 0)
+    assert server.context.sessions.session_counts("ada") == (0, 0)
 
 
 @pytest.mark.parametrize(

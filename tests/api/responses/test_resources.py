@@ -33,7 +33,7 @@ def output_text(response: dict[str, Any]) -> str:
 
 def listed(server: Running) -> int:
     """Return how many sessions the client of the server's token has."""
-    return server.context.sessions.count_of("ada")[0]
+    return server.context.sessions.session_counts("ada")[0]
 
 
 async def test_a_response_is_made(server: Running) -> None:
@@ -280,7 +280,7 @@ async def test_whoever_leaves_ends_the_turn(server: Running) -> None:
     await reader.readuntil(b"output_text.delta")
     writer.close()
     await left(server)
-    (session,) = server.context.sessions.live_sessions()
+    (session,) = server.context.sessions.session_ids()
     found = (await get(server, f"resp_{session[2:]}{turn[2:]}")).json
     assert (found["status"], output_text(found)) == ("cancelled", "Good")
 

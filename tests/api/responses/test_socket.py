@@ -206,7 +206,7 @@ async def test_a_session_belongs_to_nobody_when_its_response_has_ended(server: R
             await send(connection, input="Hello")
             server.engine.finish((await begun(server))[0])
             assert (await hear(connection, *ENDS))["type"] == "response.completed"
-    assert server.context.sessions.count_of("ada") == (8, 0)
+    assert server.context.sessions.session_counts("ada") == (8, 0)
 
 
 async def test_without_generate_all_is_read_and_nothing_told(server: Running) -> None:

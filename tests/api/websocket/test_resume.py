@@ -103,7 +103,7 @@ async def test_sessions_of_old_sockets_end_with_them(server: Running) -> None:
         closing = (await ask(old, op="create_session"))["session_id"]
         staying = (await ask(old, op="create_session", on_disconnect="detach"))["session_id"]
     await old.wait_closed()
-    assert set(server.context.sessions.live_sessions()) == {staying}
+    assert set(server.context.sessions.session_ids()) == {staying}
     assert closing != staying
 
 
@@ -117,7 +117,7 @@ async def test_what_tells_of_a_session_waits_for_the_store_and_nothing_else(serv
         assert (await ask(socket, op="ping"))["op"] == "pong"
         not_stored = await ask(socket, op="create_session", store=False)
         assert not_stored["op"] == "session_created"
-        (session_id,) = set(server.context.sessions.live_sessions()) - {not_stored["session_id"]}
+        (session_id,) = set(server.context.sessions.session_ids()) - {not_stored["session_id"]}
         await socket.send(json.dumps({"op": "infer", "session_id": session_id, "prompt": "hi"}))
         await socket.send(json.dumps({"op": "get_session", "session_id": session_id}))
         assert (await ask(socket, op="ping"))["op"] == "pong"

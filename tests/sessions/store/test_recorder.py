@@ -420,7 +420,7 @@ def test_a_turn_that_failed_counts_what_it_took(database: sqlite3.Connection, re
     """Its prompt when that was read and its tokens at its end, but no turn."""
     read = UsageRecorded(client_id="ada", token_id="", at=CLOCK, prompt_tokens=7, cached_tokens=2)
     failed = replace(read, prompt_tokens=0, cached_tokens=0, completion_tokens=3)
-    dropped = TurnFailed(session_id="s_1", seq=3, last_used_at=CLOCK, turn_id="t_1", spent=failed)
+    dropped = TurnFailed(session_id="s_1", seq=3, last_used_at=CLOCK, turn_id="t_1", usage=failed)
     recorder.commit([opened(), ordered(), read, dropped], durable=True)
     assert database.execute("SELECT * FROM usage").fetchall() == [("ada", "", "2026-11-18", 0, 7, 2, 3)]
     whole = ended(prompt_tokens=7, cached_tokens=2)
