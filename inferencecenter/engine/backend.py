@@ -1,4 +1,4 @@
-"""The seam between the engine and what decodes: llama.cpp, or the echo backend that needs no model.
+"""The interface between the engine and a decoder: llama.cpp, or the echo backend that needs no model.
 
 Slots are sequence ids ``0 .. model.slots - 1``; each holds its own KV stream of at most ``model.n_ctx`` tokens.
 """
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one slot in a batch: ``tokens[i]`` sits at position ``start + i``.
+    """Consecutive tokens of one slot in a batch: ``tokens[i]`` is at position ``start + i``.
 
-    ``sample`` asks for the logits of the last token. Its last ``drafts`` tokens are guesses, of which each is to be
-    compared with what is sampled before it: then ``sample`` asks for the logits of the token before them and of theirs.
+    ``sample`` requests the logits of the last token. The last ``drafts`` tokens are guesses, each to be compared with
+    the token sampled before it: ``sample`` then requests the logits of the token before them and of each draft.
     """
 
     slot: int
@@ -32,20 +32,20 @@ class Chunk:
 
     @property
     def n_sampled(self) -> int:
-        """How many of its tokens have logits."""
+        """Number of its tokens with logits."""
         return 1 + self.drafts if self.sample else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sampled token id, with its logprobs when the turn asked for them."""
+    """A sampled token id, with its logprobs if requested."""
 
     token: int
     logprobs: SampledLogprobs | None = None
 
 
 class DecodeError(Exception):
-    """A batch could not be decoded; the KV of ``slots`` cannot be trusted any more."""
+    """A batch could not be decoded; the KV of ``slots`` is invalid."""
 
     def __init__(self, slots: Sequence[int], message: str) -> None:
         super().__init__(message)
@@ -53,89 +53,89 @@ class DecodeError(Exception):
 
 
 class TurnSampler(Protocol):
-    """The sampler chain of one turn; different turns' samplers run at once on different threads."""
+    """The sampler chain of one turn; samplers of different turns run concurrently on several threads."""
 
     def sample(self, row: int) -> Sampled:
-        """Sample and accept a token from the last decode; ``row`` counts its tokens with logits."""
+        """Sample and accept a token; ``row`` indexes the tokens with logits of the last decode."""
 
     def close(self) -> None:
         """Free the chain."""
 
 
 class Backend(Protocol):
-    """What the executor needs. Worker threads call ``tokenize`` and the look-ups of tokens, and nothing else.
+    """What the executor needs. Worker threads call only ``tokenize`` and the token lookups.
 
-    A saved sequence belongs to whoever saved it. It can be restored into any slot of any engine whose backend has the
-    same ``fingerprint``, but is not guarded against changed bytes: who keeps it keeps a checksum.
+    A saved sequence is owned by the caller. It can be restored into any slot of any engine whose backend has the same
+    ``fingerprint``, but is not protected against corruption: the owner keeps a checksum.
     """
 
     @property
     def model(self) -> ModelInfo:
-        """Facts about the loaded model."""
+        """Properties of the loaded model."""
 
     @property
     def fingerprint(self) -> str:
-        """A hex digest that is equal where a saved sequence means the same, whatever the number of slots and tokens."""
+        """Hex digest, equal where saved sequences are interchangeable, whatever the number of slots and tokens."""
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Roughly how many bytes a token takes in a saved sequence; at least 1."""
+        """Approximate bytes per token of a saved sequence; at least 1."""
 
     @property
     def can_truncate(self) -> bool:
-        """Whether ``truncate`` can cut anywhere: not so with recurrent layers and sliding windows."""
+        """Whether ``truncate`` can cut anywhere; false for recurrent layers and sliding windows."""
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
-        """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set."""
+        """Return the token ids of ``pieces``, with BOS where the model wants one and ``first`` is set."""
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes a token adds to the text; empty for control tokens."""
 
     def token_text(self, token: int) -> str:
-        """Return a token's name as the template spells it, control tokens included."""
+        """Return a token's text in the template, control tokens included."""
 
     def is_end(self, token: int) -> bool:
-        """Tell whether the token ends a generation."""
+        """Return whether the token ends a generation."""
 
     def truncate(self, slot: int, n_tokens: int) -> bool:
         """Keep the first ``n_tokens`` of a slot; ``False`` when the slot had to be emptied instead."""
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange the sequences of two slots.
+        """Swap the sequences of two slots.
 
         Raises:
             DecodeError: The KV of both is lost.
         """
 
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Replace what ``target`` holds by the first ``n_tokens`` of ``source``; ``False`` when it is empty now.
+        """Replace the content of ``target`` by the first ``n_tokens`` of ``source``; ``False`` when it is empty now.
 
         Raises:
             ValueError: The slots are the same, or ``source`` holds fewer tokens.
         """
 
     def state_bytes(self, slot: int) -> int:
-        """Return how many bytes ``save`` would write now; 0 for an empty slot."""
+        """Return the bytes ``save`` would write now; 0 for an empty slot."""
 
     def save(self, slot: int, buffer: memoryview) -> int:
-        """Write the slot's sequence into ``buffer`` and return its bytes; 0 when it could not.
+        """Write the slot's sequence into ``buffer`` and return its bytes; 0 on failure.
 
-        The slot stays as it is. ``buffer`` is writable bytes, at least ``state_bytes(slot)`` of them.
+        The slot is unchanged. ``buffer`` is writable and has at least ``state_bytes(slot)`` bytes.
         """
 
     def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
-        """Replace what a slot holds by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now.
+        """Replace a slot's content by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now.
 
-        ``data`` is only read, and may go on after the sequence.
+        ``data`` is only read and may be longer than the sequence.
         """
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
-        """Decode chunks sorted by ascending slot, at most one a slot.
+        """Decode chunks sorted by ascending slot, at most one per slot.
 
         All tokens with logits must fit one batch.
 
         Raises:
-            DecodeError: Some slots' KV is lost; the others are as before.
+            DecodeError: Some slots' KV is lost; the others are unchanged.
         """
 
     def sampler(
@@ -143,14 +143,14 @@ class Backend(Protocol):
     ) -> TurnSampler:
         """Build a turn's sampler chain; the tail of ``prompt`` feeds the penalties.
 
-        ``answer`` is what the turn generated before its prompt was made shorter to ``prompt``; the slot holds it after
-        the prompt. The penalties see it as if it had been sampled here, and each token is drawn with the random number
-        of the seed and its position in the answer, as it would have been. A ``constraint`` says what may be sampled;
-        it has taken ``answer`` in, and the sampler keeps it up to date.
+        ``answer`` is what the turn generated before its prompt was shortened to ``prompt``; the slot holds it after the
+        prompt. The penalties include it, and each token is drawn with the random number of the seed and its position in
+        the answer, as if the answer had been sampled here. A ``constraint``, which has consumed ``answer``, restricts
+        the tokens; the sampler advances it.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for a parameter this model cannot obey.
+            InferenceCenterError: ``invalid_request`` for a parameter this model does not support.
         """
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all resources."""

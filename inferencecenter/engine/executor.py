@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampledRow:
-    """What a row's turn made of its logits.
+    """Result of sampling one row.
 
-    ``accepted`` are the drafts that were right, ``token`` what was sampled behind them; ``None`` when that failed.
+    ``accepted`` are the accepted draft tokens, ``token`` the one sampled after them; ``None`` if sampling failed.
     """
 
     row: DecodeRow
@@ -38,13 +38,13 @@ class SampledRow:
 
 
 class RowSampler:
-    """Samples the rows of the last decode, on several threads.
+    """Samples the rows of the last decode on several threads.
 
     Args:
-        outputs: The turns' outputs by id, which take the tokens in.
+        outputs: The turns' outputs by id.
         samplers: The turns' samplers by id.
-        pool: Threads that sample beside the caller's; other work may wait in it.
-        workers: How many rows are sampled at once at most.
+        pool: Threads that sample beside the caller's; they may be busy with other work.
+        workers: Most rows sampled at once.
         clock: Monotonic seconds.
         on_log: Called with level and text, from any thread.
     """
@@ -67,7 +67,7 @@ class RowSampler:
         self._on_log = on_log
 
     def run(self, rows: Sequence[DecodeRow]) -> list[SampledRow]:
-        """Sample all rows of the last decode, the caller's thread and the pool's taking the next one in turn."""
+        """Sample all rows of the last decode; the caller's thread and the pool's threads share one queue."""
         firsts = accumulate((row.chunk.n_sampled for row in rows), initial=0)
         left = deque(zip(firsts, rows, strict=False))
         samples: dict[str, SampledRow] = {}
@@ -83,13 +83,13 @@ class RowSampler:
         others = [self._pool.submit(work) for _ in range(min(self._workers, len(rows)) - 1)]
         work()
         for other in others:
-            # One that has not begun sits behind a long tokenization, and all rows are taken: do not wait for it.
+            # A job that has not started is queued behind a long tokenization, and no rows are left: do not wait for it.
             if not other.cancel():
                 other.result()
         return [samples[row.turn_id] for row in rows]
 
     def _sample(self, row: DecodeRow, first: int) -> SampledRow:
-        """Sample what follows the row's token, of which the logits are the ``first``, and what follows its drafts."""
+        """Sample the token after the row's last one, whose logits are number ``first``, and those after its drafts."""
         output, drafts = self._outputs[row.turn_id], row.chunk.drafts
         expected = (*row.chunk.tokens[len(row.chunk.tokens) - drafts :], None)
         accepted: list[int] = []
@@ -113,22 +113,22 @@ class RowSampler:
 
 
 def _coalesced(events: Sequence[TurnEvent]) -> tuple[TurnEvent, ...]:
-    """Return the events of one turn with what is told in succession told at once."""
-    told: list[TurnEvent] = []
+    """Merge consecutive token events of one turn."""
+    merged: list[TurnEvent] = []
     for event in events:
-        last = told[-1] if told else None
+        last = merged[-1] if merged else None
         if isinstance(event, TokenDelta) and isinstance(last, TokenDelta):
-            told[-1] = TokenDelta(
+            merged[-1] = TokenDelta(
                 event.turn_id, last.tokens + event.tokens, last.text + event.text, last.logprobs + event.logprobs
             )
         else:
-            told.append(event)
-    return tuple(told)
+            merged.append(event)
+    return tuple(merged)
 
 
 @dataclass(slots=True)
 class _Results:
-    """What the step has come to so far."""
+    """Results of the step so far."""
 
     events: list[TurnEvent] = field(default_factory=list)
     decoded: dict[str, int] = field(default_factory=dict)
@@ -147,8 +147,8 @@ class _Results:
     move_times: tuple[MoveTime, ...] = ()
     n_parked: int = 0
 
-    def goes_on(self, turn_id: str) -> bool:
-        """Tell whether the turn's chunks still follow on what its slot holds."""
+    def continues(self, turn_id: str) -> bool:
+        """Return whether the turn's chunks still continue the content of its slot."""
         return turn_id not in self.emptied | self.ended | self.stalled
 
     def outcome(self) -> StepOutcome:
@@ -173,15 +173,15 @@ class _Results:
 class Executor:
     """Owns the outputs and samplers of all turns, and ends each of them exactly once.
 
-    A turn that is preempted keeps both: when it comes back it is not admitted again.
+    A preempted turn keeps both: when it resumes it is not admitted again.
 
     Args:
-        backend: What decodes.
-        kv: Where sequences are parked.
-        pool: Threads that sample beside the caller's; other work may wait in it.
-        workers: How many rows are sampled at once at most.
+        backend: The backend that decodes.
+        kv: The store of parked sequences.
+        pool: Threads that sample beside the caller's; they may be busy with other work.
+        workers: Most rows sampled at once.
         clock: Monotonic seconds.
-        interrupted: Whether what is left of a step can wait, because a turn is to end.
+        interrupted: Whether to stop the step early, because a turn must end.
         progressed: Called after each move and each pass.
         on_log: Called with level and text, from any thread.
     """
@@ -205,7 +205,7 @@ class Executor:
         self._progressed = progressed
         self._on_log = on_log
         self._outputs: dict[str, OutputProcessor] = {}
-        # Traced turns that were preempted and have not come back.
+        # Traced turns that were preempted and have not resumed.
         self._away: set[str] = set()
         self._samplers: dict[str, TurnSampler] = {}
         self._sampling = RowSampler(
@@ -219,11 +219,11 @@ class Executor:
         return turn_id in self._outputs
 
     def add(self, output: OutputProcessor) -> None:
-        """Take charge of a turn that now waits for its admission."""
+        """Add the output of a turn that waits for admission."""
         self._outputs[output.turn_id] = output
 
     def timeout_reason(self, turn_id: str, now: float) -> TimeoutReason | None:
-        """Return which of its times has run out on a turn; ``None`` also when there is no such turn any more."""
+        """Return which limit of a turn has passed; ``None`` also for an unknown turn."""
         output = self._outputs.get(turn_id)
         return None if output is None else output.timeout_reason(now)
 
@@ -240,7 +240,7 @@ class Executor:
         return failure
 
     def run(self, plan: StepPlan) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
-        """Do what the plan says and return what came of it, with the turns' events in order."""
+        """Run a plan and return its outcome, with the turns' events in order."""
         results = _Results()
         for turn_id in plan.preemptions:
             self._preempt(turn_id)
@@ -259,11 +259,11 @@ class Executor:
         return results.outcome(), tuple(results.events)
 
     def park(self, park: ParkSlot) -> bool:
-        """Park what a slot holds, between two steps; ``False`` when it could not be."""
+        """Park a slot between two steps; ``False`` when that failed."""
         return self._mover.run((park,)).n_parked > 0
 
     def close(self) -> None:
-        """Free the samplers of all turns, whose end nobody will hear of."""
+        """Free all turns' samplers without events."""
         for turn_id in tuple(self._outputs):
             self._drop(turn_id)
 
@@ -274,7 +274,7 @@ class Executor:
             self._away.add(turn_id)
 
     def _resume(self, plan: StepPlan) -> None:
-        """Note which of the turns that are away go on with this plan."""
+        """Record which preempted turns resume with this plan."""
         now = self._clock()
         for each in plan.passes:
             for row in each.rows:
@@ -305,8 +305,8 @@ class Executor:
             results.ended.add(turn_id)
             return
         except Exception as error:  # noqa: BLE001 - a border: what one turn asks for must not end the others
-            self._on_log("error", f"a sampler could not be made: {error!r}")
-            failure = InferenceCenterError(ErrorCode.INTERNAL, "The turn's sampler could not be made.")
+            self._on_log("error", f"building a sampler failed: {error!r}")
+            failure = InferenceCenterError(ErrorCode.INTERNAL, "The turn's sampler could not be built.")
             results.events.append(output.fail(failure, now=self._clock()))
             results.ended.add(turn_id)
             return
@@ -314,7 +314,7 @@ class Executor:
         results.events.append(output.start(prompt, cached_tokens=cached_tokens, now=self._clock()))
 
     def _run_pass(self, each: DecodePass, results: _Results) -> None:
-        rows = [row for row in each.rows if results.goes_on(row.turn_id)]
+        rows = [row for row in each.rows if results.continues(row.turn_id)]
         if not rows:
             return
         began_s = self._clock()
@@ -347,21 +347,21 @@ class Executor:
             self._cut(sample.row, drafts - len(sample.accepted), results)
 
     def _cut(self, row: DecodeRow, n_tokens: int, results: _Results) -> None:
-        """Take the last drafts of a row, of which nothing came, out of the KV again."""
+        """Remove a row's rejected drafts from the KV."""
         if not n_tokens:
             return
         turn_id, chunk = row.turn_id, row.chunk
         results.decoded[turn_id] -= n_tokens
         if self._backend.truncate(chunk.slot, chunk.start + len(chunk.tokens) - n_tokens):
             return
-        self._on_log("error", f"slot {chunk.slot} could not be cut and is empty now")
+        self._on_log("error", f"slot {chunk.slot} could not be truncated and is empty now")
         del results.decoded[turn_id]
         (results.lost if turn_id in results.ended else results.emptied).add(turn_id)
 
     def _decode_failed(self, rows: Sequence[DecodeRow], error: DecodeError, results: _Results) -> None:
-        """Fail the turns whose KV is lost; the others did not move and try again with the next step."""
+        """Fail the turns whose KV is lost; the others are unchanged and retry with the next step."""
         self._on_log("error", f"decode failed: {error}")
-        # An error that names none of the batch would be met again for ever.
+        # An error that names no slot of the batch would recur forever.
         lost = {row.chunk.slot for row in rows} & set(error.slots) or {row.chunk.slot for row in rows}
         for row in rows:
             if row.chunk.slot not in lost:
@@ -371,8 +371,8 @@ class Executor:
             self._lose(row.turn_id, results)
 
     def _lose(self, turn_id: str, results: _Results) -> None:
-        """Fail a turn whose KV cannot be trusted any more."""
-        failure = InferenceCenterError(ErrorCode.INTERNAL, "The model's memory of this turn was lost.")
+        """Fail a turn whose KV is invalid."""
+        failure = InferenceCenterError(ErrorCode.INTERNAL, "The KV cache of this turn was lost.")
         results.events.append(self._outputs[turn_id].fail(failure, now=self._clock()))
         results.ended.add(turn_id)
         results.lost.add(turn_id)

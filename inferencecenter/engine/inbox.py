@@ -1,4 +1,4 @@
-"""What wakes the engine's loop: commands of the front, results of workers, deadlines, the end of a throttling pause."""
+"""Inputs of the engine's loop: commands, worker results, deadlines, the throttle's pause."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from inferencecenter.engine.output_processor import OutputProcessor
 
 ROOM_BYTES: Final = 256 * 1024 * 1024
-"""Bytes of commands that the reader takes in while the loop is busy; then the socket is left unread."""
-# With no more than these it is not worth looking which of them are of turns that have ended.
+"""Bytes of commands that are read while the loop is busy; beyond that the socket is not read."""
+# Below this count, pruning deadlines of ended turns is not worth it.
 _FEWEST: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivedCommand:
-    """A command of the front, with the monotonic second at which it came."""
+    """A command from the front, with the monotonic second of its arrival."""
 
     command: (
         Submit
@@ -64,9 +64,9 @@ class GrammarReady:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedTurn:
-    """A submitted turn whose prompt has become ``tokens``, of which the first ``prefix_tokens`` are shared.
+    """A submitted turn with its prompt's ``tokens``, of which the first ``prefix_tokens`` are shared.
 
-    ``tokens`` go on with what the turn answered before, if it did, and ``output`` knows of that.
+    ``tokens`` continue with the turn's earlier answer, if any, which ``output`` has replayed.
     """
 
     turn_id: str
@@ -76,13 +76,13 @@ class TokenizedTurn:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens without those that the turn answered before."""
+        """The tokens without the earlier answer."""
         return self.tokens[: len(self.tokens) - self.output.n_answered]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizationFailed:
-    """A submitted turn whose prompt could not become tokens."""
+    """A submitted turn whose prompt could not be tokenized."""
 
     turn_id: str
     error: InferenceCenterError
@@ -90,25 +90,25 @@ class TokenizationFailed:
 
 @dataclass(frozen=True, slots=True)
 class KvFetched:
-    """A parked sequence was read from disk, or could not be."""
+    """A load of a parked sequence from disk has finished or failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrontDisconnected:
-    """The front is gone."""
+    """The connection to the front has closed."""
 
 
 Command: TypeAlias = ReceivedCommand | GrammarReady | TokenizedTurn | TokenizationFailed | KvFetched | FrontDisconnected
 
 
 class Inbox:
-    """A queue that knows whether something in it should not wait for the end of a step.
+    """Command queue that knows whether a command must not wait for the end of a step.
 
-    What the reader thread puts in is bounded in bytes: where a step takes long it waits for the loop, and the front for
-    it. What workers put in is bounded by the turns that there are.
+    Commands of the reader thread are bounded in bytes: during a long step the reader blocks, which applies backpressure
+    to the front. Results of workers are bounded by the number of turns.
 
     Args:
-        room_bytes: How much of commands may wait; one that is larger is taken in alone.
+        room_bytes: Bytes of commands that may wait; a larger one is accepted alone.
     """
 
     def __init__(self, *, room_bytes: int = ROOM_BYTES) -> None:
@@ -120,16 +120,16 @@ class Inbox:
 
     @property
     def urgent(self) -> bool:
-        """Whether a turn is to end; work done for it meanwhile is lost."""
+        """Whether a turn must end; further work for it would be discarded."""
         return self._urgent
 
     @property
     def empty(self) -> bool:
-        """Whether nothing has come in."""
+        """Whether no command is queued."""
         return self._commands.empty()
 
     def put(self, command: Command) -> None:
-        """Add a command; from any thread. One that was received waits for room."""
+        """Add a command, from any thread; a received one blocks until there is room."""
         if size_bytes := _size_bytes(command):
             with self._taken:
                 self._taken.wait_for(lambda: not self._held_bytes or self._held_bytes + size_bytes <= self._room_bytes)
@@ -141,7 +141,7 @@ class Inbox:
             self._urgent = True
 
     def get(self, *, timeout_s: float | None) -> Command | None:
-        """Wait for the next command; ``None`` when ``timeout_s`` is over before there is one."""
+        """Wait for the next command; ``None`` after ``timeout_s``."""
         try:
             command = self._commands.get(timeout=timeout_s)
         except queue.Empty:
@@ -150,8 +150,9 @@ class Inbox:
         return command
 
     def drain(self) -> list[Command]:
-        """Return all that has come in."""
-        # Before the queue is emptied: what is put meanwhile may be called urgent once too often, but never too seldom.
+        """Return all queued commands."""
+        # Cleared before the queue is emptied: a concurrent put may set ``urgent`` once too often, but it is never
+        # missed.
         self._urgent = False
         commands: list[Command] = []
         while True:
@@ -169,7 +170,7 @@ class Inbox:
 
 
 def _size_bytes(command: Command) -> int:
-    """Return what a command counts of the room: only those that bring texts do."""
+    """Return the bytes a command counts for; only commands that carry text count."""
     if isinstance(command, ReceivedCommand) and isinstance(
         command.command, Submit | TokenizeRequest | DetokenizeRequest
     ):
@@ -178,10 +179,10 @@ def _size_bytes(command: Command) -> int:
 
 
 class StepThrottle:
-    """Waits after each step, heeding what comes in.
+    """Pauses after each step while handling commands.
 
     Args:
-        inbox: Where commands come from.
+        inbox: Source of commands.
         clock: Monotonic seconds.
     """
 
@@ -193,20 +194,20 @@ class StepThrottle:
 
     @property
     def is_set(self) -> bool:
-        """Whether there is to be a pause after each step."""
+        """Whether there is a pause after each step."""
         return self._length_s > 0
 
     def change(self, length_s: float) -> None:
-        """Let pauses be so long from the next step on, and end the one that is."""
+        """Set the length of pauses from the next step on and end the current one."""
         self._length_s, self._until_s = length_s, -math.inf
 
     def begin(self) -> None:
-        """Take note that a step has ended."""
+        """Start the pause at the end of a step."""
         if self._length_s:
             self._until_s = self._clock() + self._length_s
 
     def command(self) -> Command | None:
-        """Return the next command that comes in during the pause, ``None`` when it is over."""
+        """Return the next command during the pause, ``None`` when it is over."""
         if self._until_s == -math.inf:
             return None
         left_s = self._until_s - self._clock()
@@ -217,17 +218,17 @@ class StepThrottle:
 
 
 class Deadlines:
-    """Turns by the monotonic second at which one of their times runs out.
+    """Monotonic deadlines of turns.
 
-    What is due is a hint: the turn may have ended or begun since, which is for the caller to see. Deadlines of turns
-    that have ended are forgotten when they are the greater part of all.
+    A passed deadline is a hint that the caller must verify: the turn may have begun or ended since. Deadlines of ended
+    turns are pruned once they are the majority.
 
     Args:
-        lives: Tells whether a turn has not ended.
+        is_active: Returns whether a turn has not ended.
     """
 
-    def __init__(self, lives: Callable[[str], bool]) -> None:
-        self._lives = lives
+    def __init__(self, is_active: Callable[[str], bool]) -> None:
+        self._is_active = is_active
         self._due: list[tuple[float, str]] = []
         self._most = _FEWEST
 
@@ -235,17 +236,17 @@ class Deadlines:
         return len(self._due)
 
     def add(self, turn_id: str, deadlines_s: Iterable[float]) -> None:
-        """Take note of a turn's deadlines; infinite ones never come."""
+        """Add a turn's deadlines; infinite ones are ignored."""
         for due_s in deadlines_s:
             if due_s < math.inf:
                 heapq.heappush(self._due, (due_s, turn_id))
         if len(self._due) > self._most:
-            self._due = [(due_s, turn_id) for due_s, turn_id in self._due if self._lives(turn_id)]
+            self._due = [(due_s, turn_id) for due_s, turn_id in self._due if self._is_active(turn_id)]
             heapq.heapify(self._due)
             self._most = max(_FEWEST, 2 * len(self._due))
 
     def passed(self, now: float) -> tuple[str, ...]:
-        """Return the turns with a deadline up to ``now``, and forget those deadlines."""
+        """Remove and return the turns with a deadline up to ``now``."""
         turn_ids: list[str] = []
         while self._due and self._due[0][0] <= now:
             turn_ids.append(heapq.heappop(self._due)[1])
@@ -256,5 +257,5 @@ class Deadlines:
         return max(0.0, self._due[0][0] - now) if self._due else None
 
     def clear(self) -> None:
-        """Forget all deadlines: there is no turn any more."""
+        """Remove all deadlines."""
         self._due.clear()

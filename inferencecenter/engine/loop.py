@@ -1,4 +1,13 @@
-"""The engine's loop: take commands, plan a step, run it, send everything it produced in one frame."""
+"""The engine's loop: read commands, plan a step, run it, send everything it produced in one frame.
+
+Mechanism: one thread owns scheduler, executor and backend, so a step needs no locks; the reader thread and the workers
+only put commands into the inbox. Commands are handled between steps; an urgent one (abort, release, suspend) also ends
+a running step after its current pass. All events of a step leave in one ``StepOutput`` together with the gauges, so the
+front applies a step as a whole. While idle the loop checkpoints slots, one at a time, and returns to the inbox between
+two of them. Invariant: every turn that was submitted gets exactly one terminal event, unless the engine is suspended;
+until then it is either in the tokenization stage or in both scheduler and executor, never in between when a step
+begins.
+"""
 
 from __future__ import annotations
 
@@ -62,18 +71,18 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import EngineOptions, FromEngine, TurnEvent
 
 QUIET_S: Final = 0.2
-"""How long nothing is to come in before slots are saved: a copy is worthless with the next turn of a quick client."""
-_EVERY_S: Final = 1.0
+"""Quiet time before slots are checkpointed: a copy is worthless once a fast client sends its next turn."""
+_RSS_INTERVAL_S: Final = 1.0
 
 
 class IdleCheckpointer:
-    """Saves one slot after the other, looking at what came in between two of them.
+    """Checkpoints slots one after the other and checks the inbox between two of them.
 
     Args:
-        saving: What there is to save.
+        saving: Plans what to save.
         park: Saves a slot.
-        inbox: What has come in.
-        quiet_s: How long nothing is to come in before.
+        inbox: Received commands.
+        quiet_s: Quiet time before a checkpoint.
     """
 
     def __init__(
@@ -86,11 +95,11 @@ class IdleCheckpointer:
 
     @property
     def wait_s(self) -> float | None:
-        """Seconds for which nothing is to come in before ``run``; ``None`` when there is nothing to save."""
+        """Quiet seconds required before ``run``; ``None`` when there is nothing to save."""
         return self._quiet_s if self._saving.wanted else None
 
     def run(self) -> None:
-        """Save until something comes in, or all is saved."""
+        """Save slots until a command arrives or all are saved."""
         while self._inbox.empty and (park := self._saving.next()) is not None:
             self._park(park)
 
@@ -100,7 +109,7 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class RssReader:
-    """Bytes of this process that are in memory, at most a second old.
+    """Resident set size of this process, at most a second old.
 
     Args:
         clock: Monotonic seconds.
@@ -112,16 +121,16 @@ class RssReader:
         self._read_at_s = float("-inf")
 
     def read(self) -> int:
-        """Return the bytes."""
+        """Return the size in bytes."""
         now = self._clock()
-        if now - self._read_at_s >= _EVERY_S:
+        if now - self._read_at_s >= _RSS_INTERVAL_S:
             self._n_bytes = int(_STATM.read_text().split()[1]) * _PAGE_BYTES
             self._read_at_s = now
         return self._n_bytes
 
 
 def work_of(plan: StepPlan, outcome: StepOutcome, *, step_s: float) -> StepStats | None:
-    """Return what came of a plan that took ``step_s``; ``None`` if there was nothing to do."""
+    """Return the statistics of a step that took ``step_s``; ``None`` if it did nothing."""
     if plan.empty and not plan.fetches:
         return None
     return StepStats(
@@ -139,7 +148,7 @@ def work_of(plan: StepPlan, outcome: StepOutcome, *, step_s: float) -> StepStats
 
 
 def _sources(plan: StepPlan, outcome: StepOutcome) -> TokenSources:
-    """Count the tokens of the turns that were admitted by where they were found; what got lost on the way was not."""
+    """Count the tokens of admitted turns by source; tokens whose KV was lost in the step count as computed."""
     filled = {move.turn_id: move for move in plan.moves if isinstance(move, RestoreSlot | CopySlot)}
     tokens = dict.fromkeys(TokenSources.__struct_fields__, 0)
     for admission in plan.admissions:
@@ -163,17 +172,17 @@ _BLOCKED_S = 1.0
 
 
 class EngineLoop:
-    """Runs turns on a backend until the front is gone.
+    """Runs turns on a backend until the front disconnects.
 
     Args:
-        backend: What decodes; the loop's thread is the only one that calls it, but for vocabulary look-ups.
+        backend: The loop's thread is the only caller, except for vocabulary lookups.
         options: How steps are planned, how long turns may wait, and the number of worker threads.
-        kv: Where sequences are parked; what it fetches is announced in the inbox.
-        inbox: What the reader thread and the workers put in.
-        heartbeat: Where it counts its progress: a loop that sleeps, or turns without moving anything, makes none.
+        kv: The store of parked sequences; completed loads are announced in the inbox.
+        inbox: Commands from the reader thread and results from the workers.
+        heartbeat: Counts progress; a loop that blocks, or iterates without moving anything, makes none.
         send: Sends a frame to the front; may block.
         clock: Monotonic seconds.
-        quiet_s: How long nothing is to come in before what slots hold is saved.
+        quiet_s: Quiet time before slots are checkpointed.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -231,7 +240,7 @@ class EngineLoop:
             on_ready=self._schedule,
             on_log=self._on_log,
         )
-        self._deadlines = Deadlines(self._lives)
+        self._deadlines = Deadlines(self._is_active)
         self._events: list[TurnEvent] = []
         self._work: StepStats | None = None
         self._gauges = (0, 0, 0, 0)
@@ -242,10 +251,10 @@ class EngineLoop:
         self._closed = False
 
     def run(self) -> None:
-        """Serve until ``Closed`` comes in.
+        """Serve until the front disconnects.
 
         Raises:
-            ConnectionError: The front is gone.
+            ConnectionError: A frame could not be sent because the front has disconnected.
         """
         try:
             self._report()
@@ -260,7 +269,7 @@ class EngineLoop:
             self._executor.close()
 
     def _take_commands(self) -> bool:
-        """Handle what has come in, waiting for it when there is nothing else to do; ``False`` at the end."""
+        """Handle received commands, waiting for one when idle; ``False`` at the end."""
         idle = not self._scheduler.has_work
         quiet = idle and not (self._tokenization or self._suspended or self._throttle.is_set)
         if idle:
@@ -275,7 +284,7 @@ class EngineLoop:
             elif quiet:
                 self._saving.run()
             elif not idle:
-                self._heartbeat.tick()  # a disk that does not answer is given up, which is no hang
+                self._heartbeat.tick()  # giving up a disk that does not respond is progress, not a hang
         while not self._closed and (command := self._throttle.command()) is not None:
             self._handle(command)
             self._report()
@@ -284,11 +293,11 @@ class EngineLoop:
         return not self._closed
 
     def _sleep_s(self, *, idle: bool) -> float | None:
-        """Return how long nothing has to be done; ``None`` for as long as nothing comes in."""
+        """Return the seconds until the next deadline; ``None`` for no deadline."""
         wait_s = self._deadlines.wait_s(self._clock())
         if idle:
             return wait_s
-        # The scheduler gives up a disk that does not answer.
+        # The scheduler times out a disk that does not respond.
         return _BLOCKED_S if wait_s is None else min(wait_s, _BLOCKED_S)
 
     def _step(self) -> None:
@@ -304,14 +313,14 @@ class EngineLoop:
                 self._kv.fetch(key, keep=restored)
             outcome, events = self._run(plan)
             ended_s = self._clock()
-            readings = self._scheduler.completed(outcome, now=ended_s)
+            progress = self._scheduler.completed(outcome, now=ended_s)
             self._work = work_of(plan, outcome, step_s=ended_s - now)
-            self._events += [QueuePosition(turn_id, place) for turn_id, place in self._scheduler.positions()]
+            self._events += [QueuePosition(turn_id, position) for turn_id, position in self._scheduler.positions()]
             self._events += events
-            self._events += [PrefillProgress(reading.turn_id, reading.done, reading.total) for reading in readings]
+            self._events += [PrefillProgress(prompt.turn_id, prompt.done, prompt.total) for prompt in progress]
 
     def _run(self, plan: StepPlan) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
-        """Carry a plan out, with its turns named beforehand: what ends the process meanwhile may be their fault."""
+        """Run a plan. Its turns are recorded beforehand, so that a crash can be attributed to them."""
         if plan.empty:
             return self._executor.run(plan)
         self._heartbeat.step(plan.turn_ids)
@@ -321,7 +330,7 @@ class EngineLoop:
         return ran
 
     def _report(self) -> None:
-        """Send all that has happened since the last time in one frame, if anything has."""
+        """Send all events since the last report in one frame, if there are any."""
         running, waiting = self._scheduler.running, self._scheduler.waiting + len(self._tokenization)
         parked_sessions, parked_bytes = self._kv.sessions, self._kv.total_bytes
         gauges = (running, waiting, parked_sessions, parked_bytes)
@@ -350,7 +359,7 @@ class EngineLoop:
             case GrammarReady() | TokenizedTurn() | TokenizationFailed():
                 self._tokenization.take(command)
             case KvFetched():
-                pass  # it woke the loop, and the next plan finds what it has become
+                pass  # it woke the loop; the next plan finds the result in the store
             case FrontDisconnected():
                 self._closed = True
 
@@ -364,8 +373,8 @@ class EngineLoop:
                 self._release(session_id)
             case RetainSessions(session_ids=session_ids):
                 self._kv.keep(session_ids)
-            case TokenizeRequest() | DetokenizeRequest() as question:
-                self._tokenizer.take(question)
+            case TokenizeRequest() | DetokenizeRequest() as request:
+                self._tokenizer.submit(request)
             case CancelLookup(ask_id=ask_id):
                 self._tokenizer.cancel(ask_id)
             case EngineLimits() as limit:
@@ -381,11 +390,11 @@ class EngineLoop:
         if not submit.answer:
             self._deadlines.add(submit.turn_id, (at_s + self._queue_timeout_s,))
 
-    def _lives(self, turn_id: str) -> bool:
+    def _is_active(self, turn_id: str) -> bool:
         return self._tokenization.get(turn_id) is not None or turn_id in self._executor
 
     def _schedule(self, pending: PendingSubmission, prepared: TokenizedTurn | TokenizationFailed) -> None:
-        """Give the scheduler a turn that is ready, unless it is over."""
+        """Add a prepared turn to the scheduler, unless it has ended."""
         submit = pending.submit
         if isinstance(prepared, TokenizationFailed):
             self._events.append(failed(submit.turn_id, prepared.error))
@@ -407,10 +416,10 @@ class EngineLoop:
         self._deadlines.add(submit.turn_id, output.deadlines_s)
 
     def _end(self, turn_id: str, reason: str, *, now: float) -> None:
-        """End a turn wherever it is; one that is unknown has just ended."""
+        """End a turn wherever it is; an unknown one has just ended."""
         pending = self._tokenization.get(turn_id)
         if pending is not None and pending.submit.answer:
-            self._tokenization.conclude(pending, reason)  # what of its answer stays is known when it is prepared
+            self._tokenization.conclude(pending, reason)  # how much of its answer is kept is known after tokenization
         elif pending is not None:
             self._tokenization.cancel(turn_id)
             self._events.append(never_ran(turn_id, reason, waited_s=now - pending.at_s))
@@ -418,7 +427,7 @@ class EngineLoop:
             self._events += self._executor.end(turn_id, reason)
 
     def _end_expired(self, turn_id: str, *, now: float) -> None:
-        """End a turn of which a time has run out, if it has: it may have begun or ended, or been submitted again."""
+        """End a turn if one of its deadlines has passed: it may have begun, ended or been resubmitted since."""
         pending = self._tokenization.get(turn_id)
         timeout_reason = self._executor.timeout_reason(turn_id, now)
         if pending is not None and not pending.submit.answer and now >= pending.at_s + self._queue_timeout_s:
@@ -450,14 +459,14 @@ class EngineLoop:
         self._throttle.change(limit.pause_ms / 1000)
 
     def _suspend(self, *, park_all: bool) -> None:
-        """Stop all turns without a word, bring their KV to disk, and take no more of them; see ``Suspend``."""
+        """Stop all turns without events, write their KV to disk, and ignore further commands; see ``Suspend``."""
         self._suspended = True
         self._tokenization.clear()
         self._deadlines.clear()
         self._events.clear()
         self._executor.close()
         for park in self._scheduler.suspend(now=self._clock(), park_all=park_all):
-            if not self._executor.park(park):  # memory is full of what is on its way to the disk
+            if not self._executor.park(park):  # RAM is full of pending writes
                 self._kv.save(self._heartbeat.tick)
                 self._executor.park(park)
         self._kv.save(self._heartbeat.tick)

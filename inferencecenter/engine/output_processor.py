@@ -1,4 +1,4 @@
-"""A turn's output: text that may be shown, the reason it ends, the tokens that stay in the history, trace stages."""
+"""A turn's output: releasable text, finish reason, tokens kept in the history, trace stages."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 MAX_STAGES: Final = 256
-"""A turn that was preempted so often that it has more of them tells the first ones and its last."""
+"""A turn preempted so often that it exceeds this reports its first stages and its last one."""
 
 
 class Timeline:
-    """One turn's stages from its submission to its end: it waits, is read, generates, and may wait again.
+    """One turn's stages from submission to end: queued, prefill, decode, and queued again when preempted.
 
-    Seconds are of the monotonic clock. Each stage is told once.
+    Times are monotonic seconds. Each stage is reported once.
 
     Args:
-        submitted_s: When the turn came, and began to wait.
+        submitted_s: When the turn was submitted.
     """
 
     def __init__(self, submitted_s: float) -> None:
@@ -45,14 +45,14 @@ class Timeline:
         self._n_tokens = 0
 
     def enter(self, name: str, *, at_s: float, n_tokens: int) -> None:
-        """End the stage that it is in and begin another, with ``n_tokens`` of prompt and answer done."""
-        # A prompt was read as a whole if the answer follows; of any other it is not known how far it was read.
+        """End the current stage and begin another, with ``n_tokens`` of prompt and answer done."""
+        # A prompt was prefilled completely if decode follows; otherwise its progress is unknown.
         known = self._name == "decode" or (self._name == "prefill" and name == "decode")
         self._leave(at_s=at_s, done=n_tokens - self._n_tokens if known else 0)
         self._name, self._since_s, self._n_tokens = name, at_s, n_tokens
 
     def moved(self, stage: TraceStage) -> None:
-        """Take note that the turn's KV was moved; what is put into a slot for it ends its waiting."""
+        """Record a move of the turn's KV; a load into its slot ends the queue stage."""
         if self._name == "queue" and stage.name != "park":
             self._leave(at_s=stage.began_s)
         self._add(stage)
@@ -64,7 +64,7 @@ class Timeline:
         self._leave(at_s=at_s, done=n_tokens - self._n_tokens if self._name == "decode" else 0)
 
     def take_finished(self) -> tuple[TraceStage, ...]:
-        """Return the stages that have ended and not been told."""
+        """Return the finished stages that were not reported yet."""
         stages, self._stages = tuple(self._stages), []
         return stages
 
@@ -82,7 +82,7 @@ TimeoutReason: TypeAlias = Literal["time", "queue_timeout"]
 
 
 class Detokenizer(Protocol):
-    """What an output asks about tokens, from any thread; every backend answers it."""
+    """Token lookups, callable from any thread; implemented by every backend."""
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes a token adds to the text."""
@@ -91,17 +91,17 @@ class Detokenizer(Protocol):
         """Return a token's name, control tokens included."""
 
     def is_end(self, token: int) -> bool:
-        """Tell whether the token ends a generation."""
+        """Return whether the token ends a generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """What a turn asks for. ``submitted_s`` is a monotonic second, ``prompt_tokens`` the length of its whole prompt.
+    """Input of an ``OutputProcessor``; ``submitted_s`` is monotonic, ``prompt_tokens`` counts the whole prompt.
 
-    ``answer`` is what the turn generated before its prompt was made shorter or its engine was lost, and the first
-    ``shown_chars`` characters of its text have been told. With ``may_shift`` a full context is not its end. Where its
-    time goes is taken down if it is ``traced``. Control tokens named in ``markers`` are text where they are generated,
-    unless they end the answer. A ``constraint``, which has taken ``answer`` in, says what may be generated next.
+    ``answer`` is what the turn generated before its prompt was shortened or its engine was lost; the first
+    ``shown_chars`` characters of its text were already emitted. With ``may_shift`` a full context does not end the
+    turn. A ``traced`` turn records its stages. Control tokens named in ``markers`` are text where they are generated,
+    unless they end the answer. A ``constraint``, which has consumed ``answer``, restricts the next tokens.
     """
 
     turn_id: str
@@ -127,21 +127,21 @@ class _End:
 class OutputProcessor:
     """One turn from its submission to its last event; used by one thread at a time.
 
-    Text that could become a stop string is held back. When the turn ends another way it was none, so it is shown.
+    Text that could become a stop string is held back; it is released when the turn ends for another reason.
 
-    A turn that goes on after its prompt was made shorter or its engine was lost takes its earlier answer in again
-    without a word: what had been held back is held back again, and what is told begins at the first character that has
-    not been told, be that in the earlier answer or in what is generated next. Counts and the text that stays in the
-    history are of the whole answer. Times are not: the engine has known of the turn only since it was submitted last,
-    and ``max_time_ms`` counts from there. An earlier answer that is complete, because the turn was lost with its last
-    token and before its end was heard, is ``complete`` here too, and nothing more is generated.
+    A turn that resumes after its prompt was shortened or its engine was lost replays its earlier answer without events:
+    text that was held back is held back again, and output begins at the first character that was not emitted, whether
+    in the earlier answer or in new tokens. Counts and the text kept in the history cover the whole answer. Times do
+    not: they and ``max_time_ms`` start at the last submission. An earlier answer that is complete, because the engine
+    was lost after its last token but before its end was received, is ``complete`` here too, and nothing more is
+    generated.
 
     Args:
-        turn: What is asked for; its stopping parameters are obeyed here, the others by the sampler.
-        vocabulary: Meaning of the tokens.
+        turn: The request; stopping parameters are applied here, the others by the sampler.
+        vocabulary: Token lookups.
         n_ctx: Tokens that prompt and answer may have together.
-        queue_timeout_s: Seconds in which the turn must have had a slot; infinite to let it wait.
-        clock: Seconds that the calling thread has worked, which stop patterns are charged for.
+        queue_timeout_s: Seconds within which the turn must get a slot; infinite for no limit.
+        clock: CPU seconds of the calling thread, which stop patterns are charged for.
 
     Raises:
         InferenceCenterError: ``invalid_request`` when a stop pattern proves too slow for the earlier answer.
@@ -179,50 +179,48 @@ class OutputProcessor:
         self._submitted_s = turn.submitted_s
         limit_ms = params.max_time_ms
         self._ends_s = math.inf if limit_ms is None else turn.submitted_s + limit_ms / 1000
-        # A turn that goes on has had a slot.
+        # A resumed turn has already had a slot.
         self._starts_s = math.inf if turn.answer else turn.submitted_s + queue_timeout_s
         self._started_s: float | None = None
         self._first_s: float | None = None
         self._reads = True
         self._timeline = Timeline(turn.submitted_s) if turn.traced else None
         self._end: _End | None = None
-        # Text that was released but not told, and how many characters have been told that were not released.
+        # Text that was released but not emitted, and the number of characters emitted but not released.
         self._unsaid, self._ahead_chars = self._replay(turn)
 
     @property
     def complete(self) -> bool:
-        """Whether the earlier answer has come to its end; then the turn is to be concluded, not started."""
+        """Whether the earlier answer is complete; the turn is then concluded, not started."""
         return self._end is not None
 
     @property
     def traced(self) -> bool:
-        """Whether it is taken down where its time goes."""
+        """Whether the turn records its stages."""
         return self._timeline is not None
 
     @property
     def deadlines_s(self) -> tuple[float, float]:
-        """The monotonic seconds at which it must have had a slot and must have ended; infinite for no such limit."""
+        """Monotonic deadlines for getting a slot and for ending; infinite for no limit."""
         return self._starts_s, self._ends_s
 
     def timeout_reason(self, now: float) -> TimeoutReason | None:
-        """Return which time has run out: ``max_time_ms``, counted from the submission, or that for getting a slot."""
+        """Return which limit has passed: ``max_time_ms`` since submission, or the queue timeout."""
         if now >= self._ends_s:
             return "time"
         return "queue_timeout" if self._started_s is None and now >= self._starts_s else None
 
     def start(self, prompt: Sequence[int], *, cached_tokens: int, now: float) -> Started:
-        """Note that the turn got its slot, with ``cached_tokens`` of the prompt in it."""
+        """Record that the turn got its slot, with ``cached_tokens`` of the prompt in KV."""
         self._started_s = now
-        self._cached_tokens = min(cached_tokens, len(prompt))  # the rest of them is the earlier answer's
+        self._cached_tokens = min(cached_tokens, len(prompt))  # the rest of them belongs to the earlier answer
         if self.n_answered and (learner := learns(self.params)) is not None:
-            self._warnings = (
-                f"{learner} began afresh after {self.n_answered} tokens, where the answer was taken up again",
-            )
+            self._warnings = (f"{learner} lost its state after {self.n_answered} tokens, where the answer resumed",)
         self._enter("prefill", at_s=now, n_tokens=cached_tokens)
         return Started(self.turn_id, pack_tokens(prompt), self._cached_tokens, self._finished_stages())
 
     def conclude(self, prompt: Sequence[int], *, now: float) -> tuple[TurnEvent, ...]:
-        """End a turn whose earlier answer is complete, as after its last token; nothing of its prompt is read."""
+        """End a turn whose earlier answer is complete, without prefilling its prompt."""
         assert self._end is not None
         end = self._end
         if end.reason == "context_full" and self._may_shift:
@@ -232,22 +230,22 @@ class OutputProcessor:
         return started, *self._ended(end.reason, stop=end.stop, now=now)
 
     def preempt(self, *, now: float) -> None:
-        """Note that another turn got the slot."""
+        """Record that another turn got the slot."""
         self._preempted += 1
         self._enter("queue", at_s=now, n_tokens=self._n_tokens)
 
     def resume(self, *, now: float, kv_tokens: int, reads: bool) -> None:
-        """Note that the turn has a slot again, with ``kv_tokens`` in it, and first ``reads`` what it lacks there."""
+        """Record that the turn got a slot again with ``kv_tokens`` in KV; ``reads``: the rest is prefilled first."""
         self._reads = reads
         self._enter("prefill" if reads else "decode", at_s=now, n_tokens=kv_tokens if reads else self._n_tokens)
 
     def moved(self, stage: TraceStage) -> None:
-        """Note that the turn's KV was moved from a slot or into one."""
+        """Record that the turn's KV was moved from a slot or into one."""
         if self._timeline is not None:
             self._timeline.moved(stage)
 
     def push(self, sampled: Sampled, *, now: float) -> tuple[TurnEvent, ...]:
-        """Take in the next token and return what is to be told of it, the turn's end included.
+        """Consume the next token and return its events, including the turn's end.
 
         Raises:
             InferenceCenterError: ``invalid_request`` when a stop pattern proves too slow; the turn has not ended.
@@ -267,17 +265,17 @@ class OutputProcessor:
         return delta, self.overflow(now=now) if shifts else self._finish(end.reason, stop=end.stop, now=now)
 
     def end(self, reason: str, *, now: float) -> tuple[TurnEvent, ...]:
-        """End the turn between two tokens, as aborted or out of time, and return its last events.
+        """End the turn between two tokens, as aborted or timed out, and return its last events.
 
-        A turn whose earlier answer is complete has ended by itself.
+        A turn whose earlier answer is complete keeps that end.
         """
         end = self._end or _End(reason, None)
         return self._ended(end.reason, stop=end.stop, now=now)
 
     def overflow(self, *, now: float) -> ContextFull:
-        """End the turn as far as the engine knows it: it does not fit its context, but may go on with less before it.
+        """End the turn in this engine: the context is full, but the turn may resume with a shorter prompt.
 
-        ``n_tokens`` are prompt and answer. A turn that has not said anything ends as one that never began.
+        ``n_tokens`` counts prompt and answer. A turn without generated tokens ends as one that never began.
         """
         n_tokens = self._prompt_tokens + self._generated_tokens
         if not self._generated_tokens:
@@ -293,25 +291,25 @@ class OutputProcessor:
         return structs.replace(failed(self.turn_id, error), stages=self._finished_stages(ended_s=now))
 
     def _begin_decode(self, now: float) -> None:
-        """Note that all is read that the next token depends on."""
+        """Record that prefill is complete."""
         self._reads = False
         self._first_s = now if self._first_s is None else self._first_s
         self._enter("decode", at_s=now, n_tokens=self._n_tokens)
 
     def _replay(self, turn: GenerationRequest) -> tuple[str, int]:
-        """Take the earlier answer in; return what of its text is to be told, and how much more has been told."""
+        """Replay the earlier answer; return its text to emit and the number of characters already emitted beyond it."""
         texts: list[str] = []
         for token in turn.answer:
             scan = self._take(token)
             texts.append(scan.text)
-            # The prompt may have been shorter before: an end behind a full context is the end.
+            # The prompt may have been shorter before: an end after a full context is the actual end.
             if self._end is None or self._end.reason == "context_full":
                 self._end = self._reached(token, scan)
         text = "".join(texts)
         return text[turn.shown_chars :], max(0, turn.shown_chars - len(text))
 
     def _take(self, token: int) -> Scan:
-        """Add a token to the answer and return what may be shown of its text."""
+        """Add a token to the answer and return its releasable text."""
         self._generated_tokens += 1
         if self._vocabulary.is_end(token):
             self._end_text = self._vocabulary.token_text(token)
@@ -326,7 +324,7 @@ class OutputProcessor:
         return shown
 
     def _delta(self, released: str) -> str:
-        """Return what is told when text is released."""
+        """Return the text to emit when ``released`` is released."""
         text = self._unsaid + released
         told = text[self._ahead_chars :]
         self._unsaid, self._ahead_chars = "", max(0, self._ahead_chars - len(text))
@@ -334,7 +332,7 @@ class OutputProcessor:
         return told
 
     def _reached(self, token: int, scan: Scan) -> _End | None:
-        """Return the end that the answer has reached with this token, if it is one."""
+        """Return the end that the answer reaches with this token, if any."""
         if self._vocabulary.is_end(token) or scan.stop is not None:
             return _End("stop", scan.stop)
         if self._repetition is not None and self._repetition.push(token):
@@ -350,7 +348,7 @@ class OutputProcessor:
 
     def _finish(self, reason: str, *, stop: str | None, now: float) -> Finished:
         kept_tokens, kept_chars = self._text.kept(self._shown_chars)
-        # Behind a character that was never completed the end token cannot stay: the history has no gaps.
+        # After an incomplete character the end token cannot be kept: the history has no gaps.
         end_text = self._end_text if kept_tokens == self._generated_tokens else ""
         first_s = now if self._first_s is None else self._first_s
         streamed = self._generated_tokens - self.n_answered - 1
@@ -383,7 +381,7 @@ class OutputProcessor:
             self._timeline.enter(stage, at_s=at_s, n_tokens=n_tokens)
 
     def _finished_stages(self, *, ended_s: float | None = None) -> tuple[TraceStage, ...]:
-        """Return the stages to be told now, the last of which ended at ``ended_s`` if the turn did."""
+        """Return the stages not reported yet; ``ended_s`` ends the last one."""
         if self._timeline is None:
             return ()
         if ended_s is not None:
@@ -397,12 +395,12 @@ class OutputProcessor:
 
 
 def failed(turn_id: str, error: InferenceCenterError) -> Failed:
-    """Return the terminal event of a turn that met ``error``."""
+    """Return the terminal event of a turn that failed with ``error``."""
     return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
 
 
 def never_ran(turn_id: str, reason: str, *, waited_s: float) -> Finished:
-    """Return the terminal event of a turn that ended before its prompt had become tokens."""
+    """Return the terminal event of a turn that ended before its prompt was tokenized."""
     return Finished(
         turn_id=turn_id,
         reason=reason,

@@ -1,8 +1,8 @@
-"""Submitted turns until the scheduler has them: their grammars are compiled, then their prompts become tokens.
+"""Submitted turns before the scheduler: grammar compilation, then tokenization of the prompt.
 
-Each of the two is a job of the turn's client (see ``fair_workers``). The loop's thread gives it to its workers, and
-takes what came of it from the inbox; so whether a turn is still here, and which job it waits for, is known to that
-thread alone. A turn that ends meanwhile has its job withdrawn, and what it held of the room for texts is free.
+Each of the two is a job of the turn's client (see ``fair_workers``). The loop's thread submits it to the workers and
+takes its result from the inbox, so only that thread knows whether a turn is still here and which job it waits for. When
+a turn ends early, its job is cancelled and its share of the text budget is freed.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
 
 
 ROOM_BYTES: Final = 256 * 1024 * 1024
-"""Bytes of submissions that may wait here, shared by the clients."""
+"""Bytes of submissions that may wait here, shared fairly among clients."""
 
 
 @dataclass(slots=True)
 class PendingSubmission:
-    """A submitted turn; ``at_s`` is the monotonic second at which it came, ``arrival`` counts the turns.
+    """A submitted turn; ``at_s`` is the monotonic second of its arrival, ``arrival`` its sequence number.
 
-    With ``ending`` it is to end for this reason as soon as it is known what it has said. It takes ``size_bytes`` and
-    waits for ``job``, which compiles its grammar if it ``needs_grammar``.
+    With ``ending`` it ends for this reason once its earlier answer is tokenized. It counts ``size_bytes`` and waits for
+    ``job``, which compiles its grammar if it ``needs_grammar``.
     """
 
     submit: Submit
@@ -66,7 +66,7 @@ class PendingSubmission:
     ending: str | None = None
 
     def request(self, prepared: TokenizedTurn) -> EngineRequest:
-        """Return the turn as the scheduler takes it."""
+        """Return the turn's scheduler request."""
         submit = self.submit
         return EngineRequest(
             turn_id=submit.turn_id,
@@ -83,15 +83,15 @@ class PendingSubmission:
 
 
 class TokenizationStage:
-    """Turns on their way to the scheduler. They leave in the order in which their sessions' turns came.
+    """Prepares turns for the scheduler. Turns of a session leave in order of arrival.
 
     Args:
         backend: Tokenizes, on the workers.
-        grammars: Compiles, on a thread of its own: a turn that needs no new grammar does not wait for one.
-        workers: Tokenize, and do other work too.
-        inbox: Where jobs put what came of them.
-        heartbeat: Where they say which turn's prompt they work on.
-        queue_timeout_s: Seconds in which a turn must have a slot; infinite for no such limit.
+        grammars: Compiles on its own thread: a turn that needs no new grammar does not wait for one.
+        workers: Tokenize, beside other work.
+        inbox: Receives the results of jobs.
+        heartbeat: Records which turn's prompt a job works on.
+        queue_timeout_s: Seconds within which a turn must get a slot; infinite for no limit.
         on_ready: Called with each turn that leaves.
         on_log: Called with level and text, from any thread.
     """
@@ -131,11 +131,11 @@ class TokenizationStage:
         return self._pending.get(turn_id)
 
     def of_session(self, session_id: str) -> tuple[str, ...]:
-        """Return a session's turns that are still here, the first one first."""
+        """Return a session's turns that are still here, in order."""
         return tuple(self._sessions.get(session_id, ()))
 
     def add(self, submit: Submit, *, at_s: float) -> None:
-        """Take a turn that came at ``at_s``, and have it prepared; where there is no room it ends as ``queue_full``."""
+        """Prepare a turn that arrived at ``at_s``; without room it fails with ``queue_full``."""
         self._arrivals += 1
         pending = PendingSubmission(submit, self._arrivals, at_s, submit.size_bytes)
         begun = submit.accepted or submit.answer
@@ -153,7 +153,7 @@ class TokenizationStage:
             self._give(pending, self._workers, partial(self._tokenize, submit, grammar, at_s))
 
     def take(self, result: GrammarReady | TokenizedTurn | TokenizationFailed) -> None:
-        """Take what came of a job; where its turn has ended meanwhile it is dropped."""
+        """Handle a job's result; it is dropped if its turn has ended meanwhile."""
         pending = self._pending.get(result.turn_id)
         if pending is None:
             return
@@ -167,7 +167,7 @@ class TokenizationStage:
         self._advance(pending.submit.session_id)
 
     def conclude(self, pending: PendingSubmission, reason: str) -> None:
-        """Have a turn end for this reason when it leaves; it generates nothing more, so it needs no grammar."""
+        """End a turn for this reason when it leaves; it generates nothing more, so it needs no grammar."""
         pending.ending = reason
         if pending.needs_grammar:
             pending.needs_grammar = False
@@ -175,7 +175,7 @@ class TokenizationStage:
             self._give(pending, self._workers, partial(self._tokenize, pending.submit, None, pending.at_s))
 
     def cancel(self, turn_id: str) -> PendingSubmission | None:
-        """Forget a turn, if it is still here, with the work that is done for it, and return it."""
+        """Remove and return a turn, if it is still here, and cancel its job."""
         pending = self._pending.pop(turn_id, None)
         if pending is not None:
             self._let_go(pending)
@@ -185,14 +185,14 @@ class TokenizationStage:
         return pending
 
     def clear(self) -> None:
-        """Forget all turns, with the work that is done for them."""
+        """Remove all turns and cancel their jobs."""
         for pending in self._pending.values():
             self._let_go(pending)
         self._pending.clear()
         self._sessions.clear()
 
     def close(self) -> None:
-        """End the thread that compiles."""
+        """Stop the compiler thread."""
         self._compilations.close()
         self._grammars.interrupt()
         self._compiler.shutdown(wait=False, cancel_futures=True)
@@ -209,13 +209,13 @@ class TokenizationStage:
     def _give(
         self, pending: PendingSubmission, workers: FairWorkers, work: Callable[[Job], TokenizedTurn | GrammarReady]
     ) -> None:
-        """Have workers do the next thing for a turn."""
+        """Submit the next job of a turn."""
         run = partial(self._run, pending.submit.turn_id, work)
         pending.job = Job(pending.submit.client_id, run, pending.size_bytes)
         workers.submit(pending.job)
 
     def _let_go(self, pending: PendingSubmission) -> None:
-        """Free what a turn holds, and withdraw the job that it waits for."""
+        """Free a turn's share of the budget and cancel its job."""
         self._room.remove(pending.submit.client_id, pending.size_bytes)
         self._withdraw_job(pending)
 
@@ -226,7 +226,7 @@ class TokenizationStage:
             self._grammars.interrupt()
 
     def _run(self, turn_id: str, work: Callable[[Job], TokenizedTurn | GrammarReady], job: Job) -> None:
-        """Do some work for a turn on a worker thread, and put what came of it into the inbox."""
+        """Run a turn's job on a worker thread and put its result into the inbox."""
         result: GrammarReady | TokenizedTurn | TokenizationFailed
         try:
             with self._heartbeat.preparing(turn_id):
@@ -235,8 +235,8 @@ class TokenizationStage:
             return
         except InferenceCenterError as error:
             result = TokenizationFailed(turn_id, error)
-        # The border between the turns: one whose job ended without a word would wait for ever. A panic in llguidance,
-        # which is written in Rust, is no ``Exception``.
+        # Errors stay within their turn: a job that ends without a result would leave its turn waiting forever. A panic
+        # in llguidance, which is written in Rust, is no ``Exception``.
         except BaseException as error:  # noqa: BLE001
             self._on_log("error", f"preparing a turn failed: {error!r}")
             result = TokenizationFailed(
@@ -277,18 +277,18 @@ class TokenizationStage:
         return TokenizedTurn(submit.turn_id, prompt + answer, self._prefix_tokens(submit, prompt, job), output)
 
     def _constraint(self, grammar: CompiledGrammar, params: Params, answer: Sequence[int]) -> Constraint:
-        """Return what holds the answer to its grammar."""
+        """Return the constraint that enforces the turn's grammar."""
         if params.ignore_eos:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                "An answer that has a form ends where that is complete.",
-                hint="Leave ignore_eos out, or ask for no form.",
+                "Structured output ends where its grammar is complete; ignore_eos cannot apply.",
+                hint="Omit ignore_eos or the response format.",
                 field="params.ignore_eos",
             )
         return self._grammars.constraint(grammar, answer)
 
     def _prefix_tokens(self, submit: Submit, prompt: list[int], job: Job) -> int:
-        """Return how many tokens the shared pieces are; none where a token reaches over their end."""
+        """Return the token count of the shared pieces; 0 if a token crosses their end."""
         if submit.tokens or not submit.shared_pieces:
             return 0
         prefix = self._backend.tokenize(job.each(submit.pieces[: submit.shared_pieces]), first=True)
@@ -298,18 +298,18 @@ class TokenizationStage:
 def _no_room() -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.QUEUE_FULL,
-        "Too much text waits to be tokenized, and much of it is this client's.",
-        hint="Send less at once, and wait for answers in between.",
+        "The tokenization queue is full, and this client uses more than its share of it.",
+        hint="Send less text at once and wait for answers before sending more.",
         retry_after_ms=1000,
     )
 
 
 class TokenizerService:
-    """Answers each question with one frame, unless it is withdrawn before.
+    """Answers each tokenizer lookup with one frame, unless it is cancelled first.
 
     Args:
-        backend: Whose vocabulary is asked about.
-        workers: Who answer.
+        backend: Provides the vocabulary.
+        workers: Run the lookups.
         send: Sends a frame to the front, from any thread; may raise ``ConnectionError``.
         on_log: Called with level and text, from any thread.
     """
@@ -331,14 +331,14 @@ class TokenizerService:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def take(self, question: TokenizeRequest | DetokenizeRequest) -> None:
-        """Have a worker answer."""
+    def submit(self, question: TokenizeRequest | DetokenizeRequest) -> None:
+        """Run a lookup on a worker."""
         job = Job(question.client_id, partial(self._answer, question), question.size_bytes)
         self._jobs[question.ask_id] = job
         self._workers.submit(job)
 
     def cancel(self, ask_id: int) -> None:
-        """Leave a question unanswered; one that is unknown has just been answered."""
+        """Cancel a lookup; an unknown one has just been answered."""
         if (job := self._jobs.pop(ask_id, None)) is not None:
             self._workers.cancel(job)
 
@@ -353,14 +353,14 @@ class TokenizerService:
             return
         except InferenceCenterError as error:
             answer = LookupFailed(question.ask_id, error.code.value, error.message)
-        except Exception as error:  # noqa: BLE001 - a border: what asked waits for an answer
-            self._on_log("error", f"a look-up of tokens failed: {error!r}")
-            answer = LookupFailed(question.ask_id, ErrorCode.INTERNAL.value, "The tokens could not be looked up.")
+        except Exception as error:  # noqa: BLE001 - a border: the caller waits for a reply
+            self._on_log("error", f"a token lookup failed: {error!r}")
+            answer = LookupFailed(question.ask_id, ErrorCode.INTERNAL.value, "The token lookup failed.")
         if self._jobs.pop(question.ask_id, None) is not None:
             self._reply(answer)
 
     def _reply(self, answer: Tokenized | Detokenized | LookupFailed) -> None:
-        with suppress(ConnectionError):  # the reader has noticed that the front is gone
+        with suppress(ConnectionError):  # the reader has noticed that the front has disconnected
             try:
                 self._send(answer)
             except FramingError as error:

@@ -589,7 +589,7 @@ def test_a_sampler_that_cannot_be_made_fails_its_turn_alone(
     assert (failure.turn_id, failure.code) == ("bad", "internal")
     assert outcome.ended == {"bad"}
     assert outcome.sampled == {"good": ord("h")}
-    assert bench.log == [f"a sampler could not be made: {error!r}"]
+    assert bench.log == [f"building a sampler failed: {error!r}"]
 
 
 def test_moves_and_passes_are_progress(bench: Bench) -> None:
@@ -702,4 +702,4 @@ def test_drafts_that_cannot_be_cut_off_empty_the_slot(bench: Bench, max_tokens: 
     assert outcome.decoded == {}
     assert bench.backend.held(0) == ()
     assert (outcome.lost, outcome.emptied) == ((frozenset({"t"}), frozenset()) if ends else (frozenset(), {"t"}))
-    assert bench.log == ["slot 0 could not be cut and is empty now"]
+    assert bench.log == ["slot 0 could not be truncated and is empty now"]

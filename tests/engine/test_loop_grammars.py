@@ -95,7 +95,7 @@ def test_what_has_the_form_is_said_and_nothing_else(engine: Engine) -> None:
     [
         (formed("t", "x", Grammar("regex", "(a")), "invalid_grammar", "unclosed group"),
         (formed("t", "x", Grammar("json_schema", '{"not": {}}')), "invalid_grammar", "not"),
-        (formed("t", "x", params_json=b'{"ignore_eos":true}'), "invalid_request", "ends where that is complete"),
+        (formed("t", "x", params_json=b'{"ignore_eos":true}'), "invalid_request", "ignore_eos cannot apply"),
         (formed("t", '{"a": 1}', answer=pack_tokens([*b"[1"])), "internal", ""),
     ],
 )

@@ -467,7 +467,7 @@ def test_a_sampler_that_learns_is_told_to_have_begun_afresh(params: dict[str, An
     output.start(range(10), cached_tokens=0, now=0.0)
     warnings = finished(push_all(output, END)).warnings
     assert warnings == (
-        () if warned is None else (f"{warned} began afresh after 2 tokens, where the answer was taken up again",)
+        () if warned is None else (f"{warned} lost its state after 2 tokens, where the answer resumed",)
     )
 
 

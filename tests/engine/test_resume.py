@@ -165,7 +165,7 @@ def test_a_sampler_that_learns_begins_afresh_and_says_so(
     first, second = heard(front, turns[0].turn_id), heard(front, turns[1].turn_id)
     assert first.tokens == second.tokens
     (warning,) = first.end.warnings
-    assert warning.endswith("began afresh after 5 tokens, where the answer was taken up again")
+    assert warning.endswith("lost its state after 5 tokens, where the answer resumed")
 
 
 @pytest.fixture

@@ -88,7 +88,7 @@ class KvIndex:
     def __init__(self, *, ram: TierLimits, disk: TierLimits, can_truncate: bool) -> None:
         self.ram: LruBudget[KvEntry] = LruBudget(ram)
         self.disk: LruBudget[KvEntry] = LruBudget(disk)
-        self._can_rewind = can_truncate
+        self._can_truncate = can_truncate
         self._entries: dict[str, KvEntry] = {}
         self._scopes: dict[str, dict[str, KvEntry]] = {}
         self._uses = 0
@@ -145,7 +145,7 @@ class KvIndex:
             if self._shut_out(entry):
                 continue
             common = common_prefix_tokens(entry.tokens, wanted) // TOKEN_BYTES
-            if common == 0 or (common < entry.n_tokens and not self._can_rewind):
+            if common == 0 or (common < entry.n_tokens and not self._can_truncate):
                 continue
             merit = (common, entry.ram is TierState.RESIDENT, -entry.n_tokens, not entry.spare, entry.stamp)
             if best is None or merit > best[0]:

@@ -1,1 +1,1 @@
-"""Who runs next, in which slot, and how much of which prompt a step reads. Pure: no I/O, no clock."""
+"""Which turn runs next, in which slot, and which prompt tokens a step prefills. Pure: no I/O, no clock."""

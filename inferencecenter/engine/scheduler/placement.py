@@ -1,4 +1,4 @@
-"""Assigns slots to waiting turns, preempts running ones, and plans the KV moves that this takes."""
+"""Assigns slots to waiting turns, preempts running ones, and plans the KV moves this requires."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
     from inferencecenter.engine.scheduler.request import EngineRequest
     from inferencecenter.engine.scheduler.slots import Slot, SlotTable
 
-# Turns looked at in a step that do not get a slot: the first ones may have to wait for something.
+# Turns examined per step that get no slot: the first ones may have to wait for KV.
 _LOOKAHEAD_TURNS: Final = 16
 
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """A plan in the making, before which ``read_tokens`` of prompts were read in all.
+    """Collects the moves, admissions and reasons of one step's plan.
 
-    What the ``unsettled`` slots hold depends on moves that may fail, and what was found under the ``replaced`` keys is
-    parked no more when the plan gets there. The ``preempted`` turns go back to the line when
-    the slots are given away, not before: none takes part in the exchange that it lost.
+    ``read_tokens`` is the number of prompt tokens prefilled by all turns before this plan. The content of ``unsettled``
+    slots depends on moves that may fail; entries found under ``replaced`` keys will have been overwritten when the plan
+    runs. ``preempted`` turns are requeued only after all slots are assigned, so that none of them competes in the step
+    that preempted it.
     """
 
     read_tokens: int
@@ -52,7 +53,7 @@ class PlanBuilder:
     replaced: set[str] = field(default_factory=set)
 
     def plan(self, passes: list[DecodePass]) -> StepPlan:
-        """Return the plan with its passes."""
+        """Return the finished plan."""
         return StepPlan(
             moves=tuple(self.moves),
             fetches=tuple(self.fetches),
@@ -64,14 +65,14 @@ class PlanBuilder:
 
 
 class SlotPlacement:
-    """Books what a turn's way into a slot does to the slots, and drafts the moves.
+    """Applies the assignment of a slot to the slot table and plans the moves for it.
 
     Args:
-        slots: What the slots hold.
-        sources: Where KV is found.
-        parked: What can be parked.
-        can_truncate: Whether a sequence can be cut anywhere.
-        grid_tokens: Prompts are cut at multiples of this position; less than that is not parked for later.
+        slots: Content of the slots.
+        sources: Finds reusable KV.
+        parked: The store of parked KV.
+        can_truncate: Whether a sequence can be cut at any position.
+        grid_tokens: Prompts are cut at multiples of this position; shorter sequences are not parked.
     """
 
     def __init__(
@@ -80,31 +81,32 @@ class SlotPlacement:
         self._slots = slots
         self._sources = sources
         self._parked = parked
-        self._can_rewind = can_truncate
+        self._can_truncate = can_truncate
         self._grid_tokens = grid_tokens
 
     def can_park(self, n_tokens: int) -> bool:
-        """Tell whether a sequence so long could be parked at all."""
+        """Return whether a sequence of this length could be parked at all."""
         return self._parked.fits(n_tokens)
 
     def cut_tokens(self, request: EngineRequest) -> int:
-        """Return where a prompt is cut so that a snapshot of its system prompt can be taken; 0 for nowhere.
+        """Return where a prompt is cut so that its system prompt can be snapshotted; 0 for nowhere.
 
-        A static rule, whether or not the snapshot is there: an answer never depends on what others left behind.
+        The rule is static and does not depend on whether the snapshot exists, so an answer never depends on what other
+        turns left in the cache.
         """
-        shared = request.public or not self._can_rewind
+        shared = request.public or not self._can_truncate
         return request.prefix_tokens if shared and request.prefix_tokens >= self._grid_tokens else 0
 
     def evict(self, builder: PlanBuilder, slot: Slot, request: EngineRequest) -> None:
-        """Park an idle session's KV before another's turn gets its slot.
+        """Park an idle session's KV before another session gets its slot.
 
-        Not if it is parked already, too long, or too short to be worth it.
+        KV that is parked already, too long, or too short to be worth it is dropped.
         """
         if slot.session_id not in (None, request.session_id) and self._worth_parking(slot):
             self._park(builder, slot)
 
     def suspension(self, *, park_all: bool) -> tuple[ParkSlot, ...]:
-        """Return how to park what the slots hold, or of that what a disk may hold; what was used last at the end."""
+        """Return the moves that park all slots, or only durable ones; the most recently used slot comes last."""
         slots = sorted(self._slots, key=lambda slot: slot.used_s)
         return tuple(
             _park(slot, slot.session_id, slot.client_id, slot.durable)
@@ -113,13 +115,13 @@ class SlotPlacement:
         )
 
     def vacate(self, builder: PlanBuilder, slot: Slot, request: EngineRequest, *, now: float) -> None:
-        """Park the KV of a turn that is preempted and free its slot."""
+        """Park the KV of a preempted turn and free its slot."""
         if slot.tokens:
             self._park(builder, slot, turn_id=request.turn_id)
         self._slots.free(slot, now=now)
 
     def put(self, builder: PlanBuilder, request: EngineRequest, slot: Slot, source: KvSource) -> None:
-        """Let a turn run in an idle slot, on top of its source; what else the slot holds is lost."""
+        """Assign an idle slot to a turn and plan the moves that load its source; the slot's other content is lost."""
         held = len(slot.tokens)
         in_place = source.slot is slot
         self._slots.assign(slot, request, keep_tokens=source.n_tokens if in_place else 0)
@@ -132,7 +134,7 @@ class SlotPlacement:
         self._begin(builder, request, slot)
 
     def snapshot(self, builder: PlanBuilder, request: EngineRequest) -> None:
-        """Park what a turn's slot holds when that is just the system prompt, unless the store has it by now."""
+        """Park the system prompt once the turn's slot holds exactly that, unless the store has it by now."""
         if not request.snapshot or request.kv_tokens < request.cut_tokens:
             return
         request.snapshot = False
@@ -175,10 +177,10 @@ class SlotPlacement:
 
 
 def compact(builder: PlanBuilder, slots: SlotTable, running: Mapping[str, EngineRequest]) -> None:
-    """Exchange slots so that what runs together lies together."""
+    """Swap slots so that busy slots are consecutive."""
     for a, b in compaction([_use(slot, running) for slot in slots]):
         builder.moves.append(SwapSlots(a, b, slots[a].turn_id, slots[b].turn_id))
-        builder.reasons.append(f"slots {a} and {b} exchanged: what runs together stays together")
+        builder.reasons.append(f"slots {a} and {b} swapped: busy slots stay consecutive")
         slots.swap(a, b)
         for slot in (slots[a], slots[b]):
             if slot.turn_id is not None:
@@ -211,15 +213,15 @@ def _prefix_scope(request: EngineRequest) -> str:
 
 
 class CheckpointPlanner:
-    """Finds slots whose content is nowhere else.
+    """Finds slots whose content exists nowhere else and plans checkpoints of them.
 
-    Each state of a slot is saved once at most, also when that fails or the copy is given up later.
+    Each state of a slot is saved at most once, also when the save fails or the copy is dropped later.
 
     Args:
-        slots: What the slots hold.
-        sources: Where KV is found.
-        parked: What can be parked.
-        grid_tokens: Less than that is not worth it: reading it again is as fast.
+        slots: Content of the slots.
+        sources: Finds reusable KV.
+        parked: The store of parked KV.
+        grid_tokens: Shorter sequences are not saved: prefilling them again is as fast.
     """
 
     def __init__(self, slots: SlotTable, sources: KvSourceFinder, parked: ParkedKv, *, grid_tokens: int) -> None:
@@ -234,7 +236,7 @@ class CheckpointPlanner:
         return any(self._candidates())
 
     def next(self) -> ParkSlot | None:
-        """Return how to save what one slot holds, of what was used last first; ``None`` when all is saved."""
+        """Return the move that saves the most recently used unsaved slot; ``None`` when all are saved."""
         for slot in sorted(self._candidates(), key=lambda slot: slot.used_s, reverse=True):
             slot.saved = True
             if not self._sources.is_parked(slot.client_id, slot.tokens, spare=True):
@@ -246,7 +248,7 @@ class CheckpointPlanner:
         return None
 
     def rescan(self) -> None:
-        """Take note that copies may have been given up: what the slots hold is to be looked at once more."""
+        """Examine all slots again, because copies may have been dropped."""
         for slot in self._slots:
             slot.saved = False
 
@@ -260,30 +262,30 @@ class CheckpointPlanner:
 
 
 class _Verdict(Enum):
-    """What became of a turn that was looked at; ``HOPELESS``: of those behind it nothing else can."""
+    """Result of examining one waiting turn; ``EXHAUSTED``: no turn behind it can be placed either."""
 
     PLACED = auto()
     HELD = auto()
     STAYS = auto()
-    HOPELESS = auto()
+    EXHAUSTED = auto()
 
 
 class Dispatcher:
-    """Finds the waiting turns that get a slot, the strongest claims first, and drafts their way into it.
+    """Assigns slots to waiting turns, strongest claim first.
 
-    Nobody waits for ever. A turn of class ``c`` that has waited ``(c + 1) * ageing_s`` is of the highest class and
-    counts as never served. From then on only older turns of its client come before it, each for one quantum, and of
-    other clients those that were served less, until they have caught up. A slot can be had when its turn has used up
-    its quantum and does not read a prompt of which less is left; or, where it cannot be parked, when it ends.
+    No turn starves. A turn of class ``c`` that has waited ``(c + 1) * ageing_s`` is in the highest class and counts as
+    never served. From then on only older turns of its client precede it, each for one quantum, and turns of clients
+    with less service until these have caught up. A slot becomes available when its turn has used its quantum and is not
+    prefilling a prompt with less left to read; or, where it cannot be parked, when it ends.
 
-    Where ``limits`` leave slots idle, a turn that is to make room rests: it waits, and its KV stays in its slot.
+    Where ``limits`` leave slots idle, a turn that must make room is rested: it waits, and its KV stays in its slot.
 
     Args:
-        slots: What the slots hold.
-        running: The turns that hold a slot, by id.
-        queue: Who waits.
-        sources: Where KV is found.
-        placement: Books the moves.
+        slots: Content of the slots.
+        running: Turns that hold a slot, by id.
+        queue: Waiting turns.
+        sources: Finds reusable KV.
+        placement: Applies the assignments.
     """
 
     def __init__(
@@ -303,19 +305,19 @@ class Dispatcher:
         self._placement = placement
 
     def run(self, builder: PlanBuilder, preemption: PreemptionPolicy, *, now: float) -> None:
-        """Give away the slots that can be had; who loses one waits again."""
+        """Assign the available slots and requeue the turns that were preempted."""
         self._rest_excess(builder, preemption, now=now)
-        line = self._queue.wait_queue
+        wait_queue = self._queue.wait_queue
         exhausted = [request for request in self._running.values() if preemption.possible(request)]
         looked_at = 0
-        while looked_at < _LOOKAHEAD_TURNS and (request := line.first()) is not None:
+        while looked_at < _LOOKAHEAD_TURNS and (request := wait_queue.first()) is not None:
             verdict = self._dispatch(builder, preemption, request, exhausted, now=now)
-            if verdict is _Verdict.HOPELESS:
+            if verdict is _Verdict.EXHAUSTED:
                 break
             looked_at += verdict is not _Verdict.PLACED
             if verdict is _Verdict.STAYS:
-                line.skip_first()
-        line.unskip()
+                wait_queue.skip_first()
+        wait_queue.unskip()
         for request in builder.preempted:
             self._queue.requeue(request, now=now)
 
@@ -328,16 +330,16 @@ class Dispatcher:
         *,
         now: float,
     ) -> _Verdict:
-        """Take a turn out of the line, into a slot or to wait for something else, if that is possible.
+        """Take a turn from the wait queue into a slot, or let it wait for KV, if possible.
 
-        ``exhausted`` are those who may lose their slots.
+        ``exhausted`` are the turns that may be preempted.
         """
         choice = choose_slot(self._slots, request.session_id, waiting=self._queue.sessions)
         room = choice is not None and len(self._running) < self.limits.active_slots
         victims = [] if room else self._victims(preemption, request, exhausted)
         if not (room or victims):
-            # The claims behind it are weaker, and none of them can be newer than one that was never served.
-            return _Verdict.STAYS if request.claimed_service else _Verdict.HOPELESS
+            # Claims behind it are weaker, and none of them can be newer than one that was never served.
+            return _Verdict.STAYS if request.claimed_service else _Verdict.EXHAUSTED
         source = self._source(builder, request)
         if source.match is not None and not source.match.ready:
             return self._fetch(builder, request, source.match, now=now)
@@ -371,7 +373,7 @@ class Dispatcher:
         )
 
     def _kept(self, builder: PlanBuilder, request: EngineRequest, slot: Slot, source: KvSource) -> KvSource:
-        """Return the source, or another if it is an older state of the session that is to be parked from this slot."""
+        """Return another source if this one is an older state of the session that will be parked from this slot."""
         match = source.match
         if match is None or match.key != slot.session_id or match.key == request.session_id:
             return source
@@ -401,7 +403,7 @@ class Dispatcher:
         if reader is None:
             return False
         self._queue.wait_queue.discard(request)
-        builder.reasons.append(f"turn {request.turn_id} waits for turn {reader}, which reads the same")
+        builder.reasons.append(f"turn {request.turn_id} waits for turn {reader}, which prefills the same prefix")
         return True
 
     def _replace(
@@ -412,10 +414,10 @@ class Dispatcher:
         source = self._kept(builder, request, slot, source)
         self._placement.vacate(builder, slot, victim, now=now)
         self._preempt(builder, victim, now=now)
-        self._start(builder, request, slot, f"in the place of turn {victim.turn_id}", source)
+        self._start(builder, request, slot, f"preempts turn {victim.turn_id}", source)
 
     def _rest_excess(self, builder: PlanBuilder, preemption: PreemptionPolicy, *, now: float) -> None:
-        """Let those rest that have used up their quantum and are not to run, or are too many."""
+        """Rest turns that have used their quantum and are excluded by the limits or exceed the active slots."""
         limits = self.limits
         if len(self._running) <= limits.active_slots and limits.lowest_class >= LOWEST_CLASS:
             return
@@ -428,7 +430,7 @@ class Dispatcher:
         assert victim.slot is not None
         self._slots.free(self._slots[victim.slot], now=now)
         self._preempt(builder, victim, now=now)
-        builder.reasons.append(f"turn {victim.turn_id} rests: {self.limits.active_slots} slots may be used")
+        builder.reasons.append(f"turn {victim.turn_id} rests: the limit is {self.limits.active_slots} active slots")
 
     def _preempt(self, builder: PlanBuilder, victim: EngineRequest, *, now: float) -> None:
         victim.change(RequestChange.PREEMPT)

@@ -1,4 +1,10 @@
-"""What the scheduler decides for one step, and what the executor tells it afterwards."""
+"""The plan of one step and its outcome, as exchanged between scheduler and executor.
+
+Mechanism of the chunk grid: a prompt is prefilled in chunks whose boundaries lie at multiples of ``grid_tokens`` (or at
+the end of a shared system prompt), never where a step's token budget happens to end. A budget decides only how many
+whole chunks a step takes. Invariant: the chunk boundaries of a prompt depend on the prompt alone, not on load, other
+turns or cached KV, so the floating-point results, and with them a seeded answer, are reproducible.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TruncateSlot:
-    """Keep the first ``n_tokens`` of a slot; ``turn_id`` is the turn that builds on them, if one does."""
+    """Keep the first ``n_tokens`` of a slot; ``turn_id`` is the turn that builds on them, if any."""
 
     slot: int
     n_tokens: int
@@ -21,13 +27,13 @@ class TruncateSlot:
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """The turn for which it is made, if it is for one."""
+        """The turn that builds on it, if any."""
         return () if self.turn_id is None else (self.turn_id,)
 
 
 @dataclass(frozen=True, slots=True)
 class SwapSlots:
-    """Exchange the sequences of two slots. ``turn_a`` runs in ``a`` before and in ``b`` after, ``turn_b`` likewise."""
+    """Swap the sequences of two slots. ``turn_a`` runs in ``a`` before and in ``b`` after, ``turn_b`` likewise."""
 
     a: int
     b: int
@@ -36,17 +42,17 @@ class SwapSlots:
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """The turns that change their slots."""
+        """The turns that change slots."""
         return tuple(turn_id for turn_id in (self.turn_a, self.turn_b) if turn_id is not None)
 
 
 @dataclass(frozen=True, slots=True)
 class ParkSlot:
-    """Save what a slot holds, ``n_tokens`` spelt by ``tokens``, under ``key`` of ``scope``; the slot keeps its content.
+    """Save a slot's ``n_tokens`` (``tokens``) under ``key`` of ``scope``; the slot keeps its content.
 
-    That it fails is no error: what was not parked is read again. Without ``durable`` it may not be written to a disk.
-    A ``spare`` one is a copy of what stays in the slot: it pushes nothing out, and goes first when there is no room.
-    ``turn_id`` is the turn that loses the slot, if it was running.
+    A failure is no error: what was not parked is prefilled again. Without ``durable`` it must not be written to disk. A
+    ``spare`` entry is a copy of what stays in the slot: it evicts nothing and is evicted first. ``turn_id`` is the turn
+    that loses the slot, if it was running.
     """
 
     slot: int
@@ -60,15 +66,15 @@ class ParkSlot:
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """No turn: it is for whoever comes back."""
+        """Empty: no particular turn builds on it."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreSlot:
-    """Replace what a slot holds by the parked sequence ``key`` of ``n_tokens``; ``turn_id`` builds on it.
+    """Replace a slot's content by the parked sequence ``key`` of ``n_tokens``; ``turn_id`` builds on it.
 
-    It must spell ``tokens``, packed: when something else is parked there by then, nothing is restored.
+    The entry must hold exactly ``tokens`` (packed); if it was replaced meanwhile, nothing is restored.
     """
 
     slot: int
@@ -79,13 +85,13 @@ class RestoreSlot:
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """The turn for which it is made."""
+        """The turn that builds on it."""
         return (self.turn_id,)
 
 
 @dataclass(frozen=True, slots=True)
 class CopySlot:
-    """Replace what ``target`` holds by the first ``n_tokens`` of slot ``source``; ``turn_id`` builds on them."""
+    """Replace the content of ``target`` by the first ``n_tokens`` of slot ``source``; ``turn_id`` builds on them."""
 
     source: int
     target: int
@@ -94,7 +100,7 @@ class CopySlot:
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """The turn for which it is made."""
+        """The turn that builds on it."""
         return (self.turn_id,)
 
 
@@ -103,9 +109,9 @@ KvMove: TypeAlias = TruncateSlot | SwapSlots | ParkSlot | RestoreSlot | CopySlot
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A turn gets its first slot; ``cached_tokens`` of its ``prompt`` are there already.
+    """A turn gets its first slot, with ``cached_tokens`` of its ``prompt`` in KV.
 
-    A turn that was preempted and comes back is not admitted again: its sampler and its output live on.
+    A preempted turn that resumes is not admitted again: its sampler and its output still exist.
     """
 
     turn_id: str
@@ -123,9 +129,9 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class DecodePass:
-    """One ``Backend.decode``: chunks of equal length but for drafts, in ascending slots, at most one a slot.
+    """One ``Backend.decode``: chunks of equal length except for drafts, in ascending slots, at most one per slot.
 
-    ``prefill`` tells reading prompts from generating.
+    ``prefill`` distinguishes prefill from decode.
     """
 
     rows: tuple[DecodeRow, ...]
@@ -134,10 +140,10 @@ class DecodePass:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: make the moves in order, then admit, then decode pass after pass.
+    """One step: make the moves in order, then admit, then run the decode passes.
 
-    The chunks' slots are those after the moves. ``fetches`` are keys of parked sequences to read from disk
-    meanwhile. ``preemptions`` are turns that lose their slot and wait again. ``reasons`` says in words why.
+    The chunks' slots are those after the moves. ``fetches`` are keys of parked sequences to load from disk meanwhile.
+    ``preemptions`` are turns that lose their slot and wait again. ``reasons`` explains the decisions.
     """
 
     moves: tuple[KvMove, ...] = ()
@@ -149,12 +155,12 @@ class StepPlan:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing for the backend to do."""
+        """Whether the backend has nothing to do."""
         return not (self.moves or self.passes)
 
     @property
     def turn_ids(self) -> tuple[str, ...]:
-        """The turns for which anything is done, each once."""
+        """The turns affected by the plan, each once."""
         ids = [row.turn_id for each in self.passes for row in each.rows]
         ids += [admission.turn_id for admission in self.admissions]
         ids += self.preemptions
@@ -165,14 +171,14 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
-    """What became of a plan, by turn id.
+    """The result of a plan, by turn id.
 
-    ``decoded`` counts the tokens that went into KV and stay there: ``accepted`` are drafts among them, which were
-    sampled before what ``sampled`` names; ``drafted`` were tried in all. ``emptied`` turns lost the KV they were to
-    build on, or what they had, and read all from its start; ``wiped`` slots, numbered as after the moves, lost an idle
-    session's KV. ``ended`` turns are over; of them the ``lost`` ones left no KV behind. ``prefill_s`` is what reading
-    ``prefill_tokens`` took, ``decode_s`` the pass of those that generate, ``moves_s`` parking, restoring and copying,
-    each of which is among ``move_times``; ``n_parked`` sequences were parked.
+    ``decoded`` counts the tokens added to KV that stay there; ``accepted`` are the draft tokens among them, sampled
+    before the token in ``sampled``; ``drafted`` counts all drafts tried. ``emptied`` turns lost the KV they build on
+    and are prefilled from the start; ``wiped`` slots, numbered as after the moves, lost an idle session's KV. ``ended``
+    turns are finished; the ``lost`` ones among them left no KV. ``prefill_s`` is the time for prefilling
+    ``prefill_tokens``, ``decode_s`` the time of the decode pass, ``moves_s`` the time for parking, restoring and
+    copying, itemized in ``move_times``; ``n_parked`` sequences were parked.
     """
 
     decoded: Mapping[str, int] = field(default_factory=dict)
@@ -193,7 +199,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
-    """``done`` of ``total`` prompt tokens of a turn are in KV, and more is to be read."""
+    """``done`` of ``total`` prompt tokens of a turn are in KV; the rest is still to be prefilled."""
 
     turn_id: str
     done: int

@@ -1,4 +1,4 @@
-"""The scheduler's choices: slot of a session, compaction, prefill budget, time quantum, limits."""
+"""The scheduler's policies: slot choice, compaction, prefill budget, time quantum, limits."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _FIRST_TOKENS: Final = 32
 _LEAST_TOKENS: Final = 16
 _MOST_TOKENS: Final = 512
 _PARKING_SHARE: Final = 0.03
-# Saving and restoring: what an exchange of turns consists of.
-_MOVES_AN_EXCHANGE: Final = 2
+# Preempting a turn takes one save and one restore.
+_MOVES_PER_PREEMPTION: Final = 2
 # Weight of the newest step: moves are few, and the first ones into fresh memory take ten times as long as later ones.
 _QUANTUM_EWMA_WEIGHT: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerLimits:
-    """What may run.
+    """Limits on what may run.
 
     Attributes:
-        active_slots: Most turns that have a slot at once. Those above it go on for their quantum.
-        prefill_share: The part of a step's prompt tokens that is read.
+        active_slots: Most turns that hold a slot at once. Turns above the limit finish their quantum.
+        prefill_share: The fraction of a step's prompt tokens that is prefilled.
         lowest_class: Turns of a lower class get no slot, however long they wait.
     """
 
@@ -43,32 +43,32 @@ class SchedulerLimits:
 
     def __post_init__(self) -> None:
         if self.active_slots < 1:
-            raise ValueError(f"nothing runs in {self.active_slots} slots")
+            raise ValueError(f"active_slots must be at least 1, not {self.active_slots}")
         if not 0 < self.prefill_share <= 1:
-            raise ValueError(f"{self.prefill_share} is no share of a step")
+            raise ValueError(f"prefill_share must be in (0, 1], not {self.prefill_share}")
         if self.lowest_class < 0:
-            raise ValueError(f"there is no class {self.lowest_class}")
+            raise ValueError(f"lowest_class must not be negative: {self.lowest_class}")
 
     def excludes(self, request: EngineRequest) -> bool:
-        """Tell whether a turn may not run now."""
+        """Return whether the limits exclude a turn."""
         return request.base_class > self.lowest_class
 
 
 def ewma(old: float, new: float, *, weight: float) -> float:
-    """Return ``old`` moved towards ``new`` by ``weight`` of the way; ``new`` itself when there was nothing before."""
+    """Return the exponentially weighted moving average; ``new`` itself when ``old`` is 0."""
     return old + weight * (new - old) if old else new
 
 
-# Weight of the newest step in the running averages: a few steps to follow a change, one outlier forgiven.
+# Weight of the newest step in the averages: they follow a change within a few steps and absorb one outlier.
 _BUDGET_EWMA_WEIGHT = 0.3
-_READING_SHARE = 4.0
+_PREFILL_SHARE = 4.0
 
 
 def choose_slot(slots: SlotTable, session_id: str, *, waiting: Collection[str]) -> tuple[Slot, str] | None:
-    """Return a slot for a session's turn and why, or ``None`` when it has to wait.
+    """Return a slot for a session's turn and the reason, or ``None`` when it must wait.
 
-    Its own slot; else an empty one, next to the busy ones; else the one least recently used, sparing sessions in
-    ``waiting``, which are about to use theirs. Another session's KV is never built upon.
+    In order of preference: its own slot; an empty one next to the busy ones; the least recently used one, sparing
+    sessions in ``waiting``, which are about to use theirs. Another session's KV is never built upon.
     """
     own = slots.of_session(session_id)
     if own is not None:
@@ -88,7 +88,7 @@ def _distance(index: int, busy: Sequence[int]) -> int:
 
 
 class SlotUse(IntEnum):
-    """What a slot is doing."""
+    """What a slot is used for."""
 
     IDLE = 0
     PREFILL = 1
@@ -96,10 +96,10 @@ class SlotUse(IntEnum):
 
 
 def compaction(uses: Sequence[SlotUse]) -> tuple[tuple[int, int], ...]:
-    """Return preemption, to be made in order, after which busy slots are consecutive and so are the generating ones.
+    """Return the swaps, in order, that make busy slots consecutive and the decoding ones among them too.
 
-    llama.cpp decodes only consecutive streams together; a gap costs another reading of all weights, and so does a slot
-    that reads its prompt between two that generate. The busier slot of a pair is named first.
+    llama.cpp decodes only consecutive streams together; a gap costs another pass over all weights, and so does a
+    prefilling slot between two decoding ones. The busier slot of a pair comes first.
     """
     uses = list(uses)
     gather = _gather([use > SlotUse.IDLE for use in uses], range(len(uses)))
@@ -111,9 +111,9 @@ def compaction(uses: Sequence[SlotUse]) -> tuple[tuple[int, int], ...]:
 
 
 def _gather(wanted: Sequence[bool], within: range) -> tuple[tuple[int, int], ...]:
-    """Return the fewest preemption, wanted slot first, that make the wanted slots a run ``within`` the others.
+    """Return the fewest swaps, wanted slot first, that make the wanted slots consecutive ``within`` a range.
 
-    The run that already holds most of them is filled, the lowest one when several do.
+    The run that already holds most of them is filled; the lowest one if several do.
     """
     width = sum(wanted)
     starts = range(within.start, within.stop - width + 1)
@@ -125,7 +125,7 @@ def _gather(wanted: Sequence[bool], within: range) -> tuple[tuple[int, int], ...
 
 
 def decode_pass(requests: Iterable[EngineRequest], drafts: Mapping[str, Sequence[int]]) -> DecodePass:
-    """Return the pass in which everybody who generates gets one token, and those more whose ``drafts`` are right."""
+    """Return the pass in which every decoding turn gets one token, plus those of its ``drafts`` that are accepted."""
     rows = [
         _row(request, request.kv_tokens, len(request.tokens), drafts.get(request.turn_id, ())) for request in requests
     ]
@@ -135,13 +135,12 @@ def decode_pass(requests: Iterable[EngineRequest], drafts: Mapping[str, Sequence
 def prefill_passes(
     requests: Iterable[EngineRequest], *, grid_tokens: int, budget_tokens: int, pass_tokens: int
 ) -> tuple[DecodePass, ...]:
-    """Return the passes that read prompts on, at least one chunk and at most ``budget_tokens``.
+    """Return the passes that prefill prompts: at least one chunk, at most ``budget_tokens``.
 
-    Each chunk is one cell of the grid, so an answer never depends on how many fit a step. One prompt is read after the
-    other, the highest class first and in it by ``Request.due``: a short prompt overtakes a long one, but not for ever.
-    None is read past its ``step_end``.
-    A pass holds chunks of one length, because llama.cpp cuts the others to the shortest, and no more than
-    ``pass_tokens``, which it would cut as well.
+    Each chunk is one cell of the grid, so an answer never depends on how many fit a step. Prompts are prefilled one
+    after the other, the highest class first and within it by ``EngineRequest.due``: a short prompt overtakes a long
+    one, but not indefinitely. None is prefilled past its ``step_end``. A pass holds chunks of one length and at most
+    ``pass_tokens``, because llama.cpp would split it otherwise.
     """
     cells: dict[tuple[int, int], list[DecodeRow]] = {}
     for nth, row in _prefill_chunks(requests, grid_tokens):
@@ -159,7 +158,7 @@ def prefill_passes(
 
 
 def _prefill_chunks(requests: Iterable[EngineRequest], grid_tokens: int) -> Iterator[tuple[int, DecodeRow]]:
-    """Yield what is left of the prompts, cell by cell in the order of reading, each with its number in its prompt."""
+    """Yield the remaining chunks of the prompts in order, each with its number in its prompt."""
     for request in sorted(requests, key=lambda request: (request.effective_priority, request.due, request.arrival)):
         start, nth = request.kv_tokens, 0
         while start < request.step_end:
@@ -180,12 +179,12 @@ def _slot_of(row: DecodeRow) -> int:
 
 
 class PrefillBudget:
-    """How many prompt tokens a step may read.
+    """How many prompt tokens a step may prefill.
 
-    As many as make it take about ``target_step_s``, or, where generating takes long, ``_READING_SHARE`` times as long
-    as that: who waits for a first token keeps the batch small for everybody. Learned from what reading and generating
-    took lately, for one prompt and for several apart, since a pass of several reads faster; ``floor_tokens`` until
-    something was read so, and never less.
+    As many as keep a step at about ``target_step_s`` or, where decoding is slow, ``_PREFILL_SHARE`` times the decode
+    time: a turn waiting for its first token keeps the batch small for all. Learned from recent prefill and decode
+    times, separately for one prompt and for several, since a pass of several is faster per token. ``floor_tokens`` is
+    the minimum, and the value until there is a measurement.
     """
 
     def __init__(self, *, target_step_s: float, floor_tokens: int) -> None:
@@ -195,14 +194,14 @@ class PrefillBudget:
         self._decode_s = 0.0
 
     def tokens(self, *, decoding: bool, alone: bool) -> int:
-        """Return the budget of the next step, in which others generate or not, for one prompt ``alone`` or several."""
+        """Return the next step's budget; ``decoding``: other turns decode; ``alone``: a single prompt is prefilled."""
         decode_s = self._decode_s if decoding else 0.0
-        reading_s = max(self._target_step_s - decode_s, _READING_SHARE * decode_s)
+        prefill_s = max(self._target_step_s - decode_s, _PREFILL_SHARE * decode_s)
         tokens_per_s = self._tokens_per_s[True] if alone else max(self._tokens_per_s.values())
-        return max(self._floor_tokens, int(tokens_per_s * reading_s))
+        return max(self._floor_tokens, int(tokens_per_s * prefill_s))
 
     def observe(self, *, prefill_tokens: int, prefill_s: float, decode_s: float, alone: bool) -> None:
-        """Learn from a step; zero stands for a part that it did not have, ``alone`` for a single prompt read."""
+        """Learn from a step; zero stands for a part it did not have, ``alone`` for a single prompt."""
         if prefill_tokens and prefill_s > 0:
             self._tokens_per_s[alone] = ewma(
                 self._tokens_per_s[alone], prefill_tokens / prefill_s, weight=_BUDGET_EWMA_WEIGHT
@@ -212,11 +211,11 @@ class PrefillBudget:
 
 
 class Quantum:
-    """How many tokens a turn generates before one that waits gets its slot.
+    """How many tokens a turn generates before a waiting turn may preempt it.
 
-    As given, or so many that exchanging turns takes less than 3 % of the time: where ``s`` slots generate, each step
-    makes ``s`` tokens in ``d`` seconds, and in the ``q`` steps of a quantum each slot changes hands once at ``e``
-    seconds. ``s·e <= 0.03·q·d`` holds from ``q = e / (0.03·d/s)`` on: what counts is the time for one token, ``d/s``.
+    The configured value, or as many that preemption takes less than 3 % of the time: with ``s`` decoding slots each
+    step generates ``s`` tokens in ``d`` seconds, and in the ``q`` steps of a quantum each slot changes hands once at
+    ``e`` seconds. ``s·e <= 0.03·q·d`` holds from ``q = e / (0.03·d/s)`` on: what counts is the time per token, ``d/s``.
 
     Args:
         tokens: The quantum; 0 to learn it.
@@ -234,11 +233,11 @@ class Quantum:
             return self._given_tokens
         if not (self._move_s and self._token_s):
             return _FIRST_TOKENS
-        needed = ceil(_MOVES_AN_EXCHANGE * self._move_s / (_PARKING_SHARE * self._token_s))
+        needed = ceil(_MOVES_PER_PREEMPTION * self._move_s / (_PARKING_SHARE * self._token_s))
         return min(max(needed, _LEAST_TOKENS), _MOST_TOKENS)
 
     def observe(self, *, moves: int, moves_s: float, generated_tokens: int, decode_s: float) -> None:
-        """Learn from a step; zero stands for a part that it did not have."""
+        """Learn from a step; zero stands for a part it did not have."""
         if moves and moves_s > 0:
             self._move_s = ewma(self._move_s, moves_s / moves, weight=_QUANTUM_EWMA_WEIGHT)
         if generated_tokens and decode_s > 0:

@@ -1,4 +1,4 @@
-"""Where the longest prefix of a turn has its KV: its slot, a neighbour's, a parked sequence, a running prefill."""
+"""Finds existing KV for a turn's prefix: in its own slot, another slot, a parked sequence, a running prefill."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _FIRST_TOKENS: Final = 64
 _PREFIX_KEY: Final = "prefix-"
 _LEAST_CELLS: Final = 2
-# A reader can lose its slot, or its snapshot, more often than a follower should have to wait for it.
+# A reader can lose its slot or its snapshot more often than a waiting turn should have to wait for it.
 _MOST_FOLLOWS: Final = 2
 _MOST_FOLLOWERS: Final = 64
 
@@ -26,8 +26,9 @@ _MOST_FOLLOWERS: Final = 64
 def common_prefix_tokens(a: Sequence[int], b: Sequence[int]) -> int:
     """Return the length of the longest common prefix.
 
-    Compares slices, in C, each twice as long as the one before, and bisects the first that differs: the cost goes with
-    what is equal, about a millisecond for 100k tokens, and with next to nothing where the beginnings differ.
+    Compares slices, in C, each twice as long as the one before, and bisects the first that differs: the cost is
+    proportional to the common part, about a millisecond for 100k tokens and almost nothing where the first tokens
+    differ.
     """
     equal, size, limit = 0, _FIRST_TOKENS, min(len(a), len(b))
     while equal < limit:
@@ -47,10 +48,10 @@ def common_prefix_tokens(a: Sequence[int], b: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A parked sequence of ``n_tokens`` whose first ``common_tokens`` are the wanted ones; ``tokens``, packed, are all.
+    """A parked sequence of ``n_tokens`` (``tokens``, packed) that shares ``common_tokens`` with the wanted ones.
 
-    ``ready``: in RAM, usable now. Not ready: on disk only, to be fetched first; ``load_failed``: that was tried, and
-    there was no room in RAM at the time. ``spare``: a copy of what a slot held, which goes first when there is no room.
+    ``ready``: in RAM, usable now; otherwise on disk, to be loaded first. ``load_failed``: loading was tried while RAM
+    had no room. ``spare``: a copy of a slot's content, evicted first.
     """
 
     key: str
@@ -63,35 +64,35 @@ class Match:
 
 
 class ParkedKv(Protocol):
-    """Finds parked sequences for the scheduler."""
+    """Lookup of parked sequences, as the scheduler needs it."""
 
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
         """Return the best match among the entries of ``scope`` and of the public scope ``""``, or ``None``.
 
-        The best has the longest common prefix; of equal ones the shortest, which need not be cut.
+        The best has the longest common prefix; among equal ones the shortest entry, which need not be cut.
         """
 
     def fits(self, n_tokens: int) -> bool:
-        """Tell whether a sequence of ``n_tokens`` could be parked at all."""
+        """Return whether a sequence of ``n_tokens`` could be parked at all."""
 
     def has_room(self, key: str, scope: str, n_tokens: int) -> bool:
-        """Tell whether a spare copy of ``n_tokens`` may be parked now: in place of that of ``key``, and of no other."""
+        """Return whether a spare copy of ``n_tokens`` fits now in place of ``key``, evicting no other entry."""
 
 
 def prefix_key(scope: str, tokens: Sequence[int]) -> str:
-    """Return the key under which the KV of a shared prefix is parked; equal for equal ``scope`` and ``tokens``."""
+    """Return the key of a shared prefix's KV; equal for equal ``scope`` and ``tokens``."""
     digest = sha256(scope.encode() + b"\0" + array("i", tokens).tobytes())
     return _PREFIX_KEY + digest.hexdigest()
 
 
 def is_prefix_key(key: str) -> bool:
-    """Tell the key of a shared prefix from that of a session."""
+    """Return whether a key is that of a shared prefix, not of a session."""
     return key.startswith(_PREFIX_KEY)
 
 
 @dataclass(frozen=True, slots=True)
 class KvSource:
-    """The first ``n_tokens`` of a turn are in ``slot``, or parked as ``match``; with neither, nowhere."""
+    """The first ``n_tokens`` of a turn are in ``slot`` or parked as ``match``; with neither, there is no KV."""
 
     n_tokens: int = 0
     slot: Slot | None = None
@@ -99,35 +100,35 @@ class KvSource:
 
 
 class KvSourceFinder:
-    """Finds the longest beginning of a turn's tokens that need not be read again.
+    """Finds the longest prefix of a turn's tokens that need not be prefilled.
 
-    Only what belongs to the turn's client is looked at, and public prefixes, which the store finds in their own scope.
+    Considers only KV of the turn's client, and public prefixes, which the store finds in their own scope.
 
     Args:
-        slots: What the slots hold.
-        parked: What is parked.
-        can_truncate: Whether a sequence can be cut anywhere. Otherwise one that would have to be cut is of no use.
-        grid_tokens: One source must spare so many tokens more than another to be worth a move.
+        slots: Content of the slots.
+        parked: The store of parked KV.
+        can_truncate: Whether a sequence can be cut at any position. Otherwise one that must be cut is unusable.
+        grid_tokens: A source must save this many tokens more than another to be worth a move.
     """
 
     def __init__(self, slots: SlotTable, parked: ParkedKv, *, can_truncate: bool, grid_tokens: int) -> None:
         self._slots = slots
         self._parked = parked
-        self._can_rewind = can_truncate
+        self._can_truncate = can_truncate
         self._grid_tokens = grid_tokens
 
     def best(
         self, request: EngineRequest, *, unsettled: Collection[Slot], replaced: Collection[str], fetch: bool
     ) -> KvSource:
-        """Return where to take a turn's KV from.
+        """Return the source of a turn's KV.
 
-        What makes no difference of a cell of the grid is not moved, except for a turn that comes back, which goes on
-        where it was. The last token is always decoded: its logits are what the answer starts from.
+        A gain of less than a grid cell is not worth a move, except for a preempted turn, which resumes at its exact
+        position. The last token is always decoded: its logits are what sampling starts from.
 
         Args:
             request: The turn.
-            unsettled: Slots whose content is not certain before the plan is carried out.
-            replaced: Keys under which something else will be parked by then.
+            unsettled: Slots whose content is uncertain until the plan has run.
+            replaced: Keys whose entries the plan overwrites.
             fetch: Whether a sequence may come from disk.
         """
         limit = len(request.tokens) - 1
@@ -147,20 +148,20 @@ class KvSourceFinder:
         return best
 
     def is_parked(self, scope: str, tokens: Sequence[int], *, spare: bool = False) -> bool:
-        """Tell whether exactly these tokens are parked; a spare copy counts if ``spare``."""
+        """Return whether exactly these tokens are parked; a spare copy counts if ``spare``."""
         match = self._parked.find(scope, tokens)
         if match is None or (match.spare and not spare):
             return False
         return match.common_tokens == match.n_tokens == len(tokens)
 
     def _own(self, request: EngineRequest, limit: int) -> tuple[KvSource, int]:
-        """Return what the session's slot holds, and how much that counts."""
+        """Return the session's slot as a source, and the tokens it counts for."""
         slot = self._slots.of_session(request.session_id)
         if slot is None or slot.client_id != request.client_id:
             return KvSource(), 0
         n_tokens = min(common_prefix_tokens(slot.tokens, request.tokens), limit)
-        # A cut that the backend may refuse counts half, so that what is certain is not passed over for it.
-        certain = self._can_rewind or n_tokens == len(slot.tokens)
+        # A cut that the backend may refuse counts half, so that a certain source is preferred to it.
+        certain = self._can_truncate or n_tokens == len(slot.tokens)
         return KvSource(n_tokens, slot=slot), n_tokens if certain else n_tokens // 2
 
     def _find(self, request: EngineRequest, limit: int, replaced: Collection[str]) -> KvSource:
@@ -168,8 +169,8 @@ class KvSourceFinder:
         if match is not None and match.key in replaced:
             return KvSource()
         source = self._usable(match, limit)
-        if source.match is None and not self._can_rewind and request.prefix_tokens:
-            # The longest match has to be cut; the snapshot of the system prompt has not.
+        if source.match is None and not self._can_truncate and request.prefix_tokens:
+            # The longest match would have to be cut; the snapshot of the system prompt would not.
             prefix = request.tokens[: request.prefix_tokens]
             source = self._usable(self._parked.find(request.client_id, prefix), limit)
         return source
@@ -178,19 +179,19 @@ class KvSourceFinder:
         if match is None:
             return KvSource()
         n_tokens = min(match.common_tokens, limit)
-        return KvSource(n_tokens, match=match) if self._can_rewind or n_tokens == match.n_tokens else KvSource()
+        return KvSource(n_tokens, match=match) if self._can_truncate or n_tokens == match.n_tokens else KvSource()
 
     def _shared(self, slot: Slot, request: EngineRequest, limit: int, *, least: int) -> int:
-        """Return how much a neighbour spares, 0 if that is less than ``least``."""
+        """Return the tokens another session's slot saves, 0 if fewer than ``least``."""
         if least > limit or slot.tokens[least - 1 : least] != request.tokens[least - 1 : least]:
             return 0
         n_tokens = min(common_prefix_tokens(slot.tokens, request.tokens), limit)
-        return n_tokens if n_tokens >= least and (self._can_rewind or n_tokens == len(slot.tokens)) else 0
+        return n_tokens if n_tokens >= least and (self._can_truncate or n_tokens == len(slot.tokens)) else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    """``request`` waits until ``reader`` has read ``n_tokens``, or has them parked where ``by_snapshot``."""
+    """``request`` waits until ``reader`` has prefilled ``n_tokens`` or, with ``by_snapshot``, parked them."""
 
     request: EngineRequest
     reader: EngineRequest
@@ -199,7 +200,7 @@ class _Following:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing to wait for any more."""
+        """Whether there is nothing left to wait for."""
         reader = self.reader
         if self.by_snapshot:
             return not reader.snapshot or reader.slot is None
@@ -207,18 +208,18 @@ class _Following:
 
 
 class PrefixWaiters:
-    """Who waits for whose reading.
+    """Turns that wait for another turn to prefill a prefix they share.
 
     Within a client any common prefix is shared, by copying it out of the reader's slot. Across clients only a public
-    prefix is, as the snapshot that the reader leaves of it; so it is for models whose sequences cannot be cut.
+    prefix is, as the snapshot that the reader leaves of it; the same holds for models whose sequences cannot be cut.
 
     Args:
-        can_truncate: Whether a sequence can be cut anywhere.
-        grid_tokens: Waiting must spare two cells of the grid at least.
+        can_truncate: Whether a sequence can be cut at any position.
+        grid_tokens: Waiting must save at least two cells of the grid.
     """
 
     def __init__(self, *, can_truncate: bool, grid_tokens: int) -> None:
-        self._can_rewind = can_truncate
+        self._can_truncate = can_truncate
         self._least_tokens = _LEAST_CELLS * grid_tokens
         self._followings: dict[str, _Following] = {}
 
@@ -227,11 +228,11 @@ class PrefixWaiters:
 
     @property
     def requests(self) -> tuple[EngineRequest, ...]:
-        """Those who wait, the first one first."""
+        """The waiting turns, oldest first."""
         return tuple(following.request for following in self._followings.values())
 
     def follow(self, request: EngineRequest, running: Iterable[EngineRequest], *, cached_tokens: int) -> str | None:
-        """Let a turn wait for a reader that spares it enough; return the reader's turn, or ``None`` where none does."""
+        """Let a turn wait for a reader that saves it enough; return the reader's turn id, or ``None``."""
         if request.follows >= _MOST_FOLLOWS or len(self) >= _MOST_FOLLOWERS:
             return None
         followings = [
@@ -248,20 +249,20 @@ class PrefixWaiters:
         return best.reader.turn_id
 
     def discard(self, request: EngineRequest) -> bool:
-        """Forget a turn; ``False`` when it follows nobody."""
+        """Remove a turn; ``False`` when it does not wait here."""
         return self._followings.pop(request.turn_id, None) is not None
 
     def release(self) -> list[EngineRequest]:
-        """Return those who need not wait any more, and forget them."""
+        """Remove and return the turns with nothing left to wait for."""
         over = [following.request for following in self._followings.values() if following.over]
         for request in over:
             del self._followings[request.turn_id]
         return over
 
     def _following(self, request: EngineRequest, reader: EngineRequest, *, least: int) -> _Following | None:
-        """Return what waiting for a reader would be, ``None`` if it spares less than ``least`` tokens."""
+        """Return what waiting for a reader would give, ``None`` if it saves less than ``least`` tokens."""
         own = request.client_id == reader.client_id
-        if reader.state is RequestState.PREFILL and own and self._can_rewind:
+        if reader.state is RequestState.PREFILL and own and self._can_truncate:
             n_tokens = _common(request.tokens[:-1], reader.tokens, least)
             by_snapshot = False
         elif reader.snapshot and (own or (request.public and reader.public)):
@@ -270,7 +271,7 @@ class PrefixWaiters:
             )
             n_tokens = _common(shared, reader.tokens[: reader.cut_tokens], least)
             by_snapshot = True
-            if n_tokens < reader.cut_tokens and not self._can_rewind:
+            if n_tokens < reader.cut_tokens and not self._can_truncate:
                 return None
         else:
             return None

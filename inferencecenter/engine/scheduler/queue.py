@@ -1,4 +1,4 @@
-"""The turns that wait: for a slot, for parked KV from disk, for a prefix that another turn prefills."""
+"""Waiting turns: for a slot, for parked KV from disk, for a prefix that another turn prefills."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 _SPARE_AGES: Final = 64
 _MOST_RISING: Final = 64
 HEAD_TURNS: Final = 64
-"""So many turns at the head of the queue are told each change of their place at once."""
+"""Turns at the head of the queue that are notified of each change of their position at once."""
 _RECOUNT_SHARE: Final = 8
 _COUNTED_AT_ONCE: Final = 64
-# What came from disk can be pushed out of RAM again before its turn gets a slot, and RAM can be full of what goes to
-# disk; after that the tokens are read.
+# Loaded KV can be evicted from RAM before its turn gets a slot, and RAM can be full of pending writes; after this many
+# loads the tokens are prefilled.
 _MOST_FETCHES: Final = 2
-# A disk that takes longer than this does not answer.
+# A disk that takes longer than this is treated as not responding.
 _PATIENCE_S: Final = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """A turn in the line, until it leaves or rises; ``ages_s`` is when it rises."""
+    """A turn in the queue, until it leaves or rises a class at ``ages_s``."""
 
     request: EngineRequest
     ticket: int
@@ -46,10 +46,10 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Level:
-    """The turns of one class: of each client a heap, and a heap of the clients by their first turns.
+    """The turns of one class: a heap of turns per client, and a heap of clients by their first turn.
 
-    Counters only grow, so what the heap of clients says of one is never too much: the one at its top is corrected and
-    put back until it stands there rightly. ``keys`` are the entries that count; older ones of a client are passed over.
+    Counters only grow, so a client's key in the heap is never too large: the top one is corrected and pushed back until
+    it is exact. ``keys`` holds each client's valid heap entry; outdated ones are skipped.
     """
 
     turns: dict[str, list[tuple[tuple[int, int], int, _Entry]]] = field(default_factory=dict)
@@ -57,7 +57,6 @@ class _Level:
     keys: dict[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def first_of(self, client_id: str) -> _Entry | None:
-        """Return a client's first turn."""
         turns = self.turns.get(client_id)
         while turns and turns[0][2].gone:
             heappop(turns)
@@ -67,7 +66,6 @@ class _Level:
         return turns[0][2]
 
     def push(self, entry: _Entry, counters: ServiceCounters) -> None:
-        """Add a turn."""
         client_id = entry.request.client_id
         heappush(self.turns.setdefault(client_id, []), (entry.key, entry.ticket, entry))
         key = (counters.served(client_id), *entry.key)
@@ -75,7 +73,7 @@ class _Level:
             self._put(client_id, key)
 
     def first(self, counters: ServiceCounters) -> _Entry | None:
-        """Return the turn with the strongest claim; it stays."""
+        """Return the turn with the strongest claim without removing it."""
         while self.clients:
             key, client_id = self.clients[0]
             if self.keys.get(client_id) != key:
@@ -94,7 +92,7 @@ class _Level:
         return None
 
     def hide(self, entry: _Entry) -> None:
-        """Take out the first turn of a client."""
+        """Remove a client's first turn."""
         _, _, first = heappop(self.turns[entry.request.client_id])
         assert first is entry
 
@@ -104,21 +102,21 @@ class _Level:
 
 
 class WaitQueue:
-    """Turns in the order of their claims: class, what the client was served, what the turn was served, arrival.
+    """Turns in the order of their claims: class, the client's service, the turn's own service, arrival.
 
-    A turn rises a class each time it has waited ``ageing_s``. One that has waited so long in the highest class counts
-    as never served: then only older turns of its client come before it, and of other clients those served less.
+    A turn rises a class each time it has waited ``ageing_s``. In the highest class it then counts as never served: only
+    older turns of its client and turns of clients with less service precede it.
 
-    Turns of classes that are barred stay here, with nobody behind them, and their waiting counts when they come back.
+    Turns of barred classes are set aside; their waiting time counts when they are readmitted.
 
     Args:
-        counters: What clients were served.
-        ageing_s: A waiting turn rises a class each time it has waited so long.
+        counters: Service per client.
+        ageing_s: Waiting time after which a turn rises a class.
     """
 
     def __init__(self, counters: ServiceCounters, *, ageing_s: float) -> None:
         if ageing_s <= 0:
-            raise ValueError(f"nobody rises a class every {ageing_s} s")
+            raise ValueError(f"ageing_s must be positive, not {ageing_s}")
         self._counters = counters
         self._ageing_s = ageing_s
         self._levels = tuple(_Level() for _ in range(LOWEST_CLASS + 1))
@@ -140,11 +138,11 @@ class WaitQueue:
 
     @property
     def barred(self) -> int:
-        """How many wait for their class to be let in again."""
+        """Number of turns whose class is barred."""
         return len(self._barred)
 
     def bar_below(self, lowest_class: int, *, now: float) -> None:
-        """Keep turns that were submitted in a lower class out, and let the others come back."""
+        """Bar turns submitted in a lower class and readmit the others."""
         self._lowest_class = lowest_class
         turns = tuple(self)
         for request in turns:
@@ -153,9 +151,9 @@ class WaitQueue:
             self.push(request, now=now)
 
     def push(self, request: EngineRequest, *, now: float) -> None:
-        """Add a turn that waits since ``request.waits_since_s``."""
+        """Add a turn that has waited since ``request.waits_since_s``."""
         if request.turn_id in self:
-            raise ValueError(f"turn {request.turn_id} is here already")
+            raise ValueError(f"turn {request.turn_id} is queued already")
         if request.base_class > self._lowest_class:
             self._barred[request.turn_id] = request
             return
@@ -170,7 +168,7 @@ class WaitQueue:
             self._watch(entry)
 
     def discard(self, request: EngineRequest) -> bool:
-        """Take a turn out; ``False`` when it is not here."""
+        """Remove a turn; ``False`` when it is not here."""
         if self._barred.pop(request.turn_id, None) is not None:
             return True
         entry = self._entries.pop(request.turn_id, None)
@@ -180,7 +178,7 @@ class WaitQueue:
         return True
 
     def age(self, now: float) -> None:
-        """Let those rise whose time has come, a few at once: of thousands the last ones some steps later."""
+        """Raise the turns whose time has come, a bounded number per call."""
         risen = 0
         while risen < _MOST_RISING and self._ages and self._ages[0][0] <= now:
             _, _, entry = heappop(self._ages)
@@ -190,26 +188,26 @@ class WaitQueue:
                 risen += 1
 
     def first(self) -> EngineRequest | None:
-        """Return the turn with the strongest claim of those that are not skipped."""
+        """Return the turn with the strongest claim among those not skipped."""
         entry = self._first()
         return None if entry is None else entry.request
 
     def skip_first(self) -> None:
-        """Let the others go before the first turn, until ``unskip``."""
+        """Skip the first turn until ``unskip``."""
         entry = self._first()
         if entry is not None:
             self._levels[entry.request.effective_priority].hide(entry)
             self._skipped.append(entry)
 
     def unskip(self) -> None:
-        """Put the skipped turns back to their places."""
+        """Restore the skipped turns to their positions."""
         for entry in self._skipped:
             if not entry.gone:
                 self._levels[entry.request.effective_priority].push(entry, self._counters)
         self._skipped.clear()
 
     def least_served(self, rank: int) -> int | None:
-        """Return what that client was served that was served least of those waiting in ``rank`` or a higher class."""
+        """Return the lowest client counter among turns waiting in class ``rank`` or a higher one."""
         firsts = [entry for level in self._levels[: rank + 1] if (entry := level.first(self._counters)) is not None]
         return min((self._counters.served(entry.request.client_id) for entry in firsts), default=None)
 
@@ -219,18 +217,19 @@ class WaitQueue:
 
     def _watch(self, entry: _Entry) -> None:
         if len(self._ages) > 2 * len(self._entries) + _SPARE_AGES:
-            # Most of those that leave never rise: drop them once they are the majority.
+            # Most turns that leave never rise: drop their entries once they are the majority.
             self._ages = [item for item in self._ages if not item[2].gone]
             heapify(self._ages)
         heappush(self._ages, (entry.ages_s, entry.ticket, entry))
 
 
 class PositionTracker:
-    """The places of turns that were never started.
+    """Queue positions of turns that were never started.
 
-    In a long queue one start moves everybody, so not everybody is told of each: the head is, in the order of claims.
-    Behind it a place is how many of the higher classes wait, and of the own class before it; a newcomer hears it, and
-    all hear it again when an eighth of the queue has gone since, a few with each call.
+    In a long queue one start moves every position, so not every change is published. The first ``HEAD_TURNS`` turns, in
+    the order of their claims, get each change. Behind them a position is the number of waiting turns of higher classes
+    plus those of the same class in front; it is published on arrival and again when an eighth of the queue has left, a
+    bounded number per call.
     """
 
     def __init__(self) -> None:
@@ -253,18 +252,18 @@ class PositionTracker:
 
     @property
     def dirty(self) -> bool:
-        """Whether places may have changed since they were told."""
+        """Whether positions may have changed since they were published."""
         return self._dirty
 
     def add(self, request: EngineRequest) -> None:
-        """Let a turn queue."""
+        """Add a turn."""
         self._waiting[request.turn_id] = request
         self._classes[request.base_class] += 1
         self._new.append((request, sum(self._classes[rank] for rank in range(request.base_class + 1))))
         self._dirty = True
 
     def remove(self, request: EngineRequest, *, started: bool) -> None:
-        """Let a turn leave; one that was started is told so if it was told a place."""
+        """Remove a turn; one that was started gets position 0 if it had a position."""
         if self._waiting.pop(request.turn_id, None) is None:
             return
         self._classes[request.base_class] -= 1
@@ -274,13 +273,13 @@ class PositionTracker:
             self._started.append(request.turn_id)
 
     def moved(self) -> None:
-        """Note that the order may have changed."""
+        """Record that the order may have changed."""
         self._dirty = True
 
     def changed_positions(self, head: Sequence[EngineRequest]) -> tuple[tuple[str, int], ...]:
-        """Return the places that changed, 0 for who was started.
+        """Return the positions that changed, 0 for a turn that was started.
 
-        ``head`` are the first turns in their order, all of them where there are no more than ``HEAD_TURNS``.
+        ``head`` are the first turns in order, all of them if there are at most ``HEAD_TURNS``.
         """
         changes = [(turn_id, 0) for turn_id in self._started]
         self._started.clear()
@@ -319,11 +318,11 @@ class _Fetching:
 
 
 class KvLoads:
-    """Who waits for which parked sequence.
+    """Turns that wait for a parked sequence to be loaded from disk.
 
     Args:
-        parked: Says what is ready.
-        most: How many turns may wait at once; so many sequences at least should fit the RAM.
+        parked: Lookup of what is ready.
+        most: How many turns may wait at once; RAM should hold at least as many sequences.
     """
 
     def __init__(self, parked: ParkedKv, *, most: int) -> None:
@@ -337,20 +336,20 @@ class KvLoads:
 
     @property
     def requests(self) -> tuple[EngineRequest, ...]:
-        """Those who wait, the first one first."""
+        """The waiting turns, oldest first."""
         return tuple(fetching.request for fetching in self._fetchings.values())
 
     @property
     def full(self) -> bool:
-        """Whether nobody else may wait now."""
+        """Whether no other turn may wait now."""
         return len(self) >= self._most
 
     def worthwhile(self, request: EngineRequest) -> bool:
-        """Tell whether a turn may wait for the disk; one that did so in vain reads its tokens instead."""
+        """Return whether a turn may wait for the disk; after failed loads it prefills its tokens instead."""
         return request.fetches < _MOST_FETCHES
 
     def hold(self, request: EngineRequest, match: Match, *, now: float) -> bool:
-        """Let a turn wait; ``False`` when the fetch is on its way already."""
+        """Let a turn wait; ``False`` when the load is already in progress."""
         is_new = all(fetching.key != match.key for fetching in self._fetchings.values())
         request.change(RequestChange.FETCH)
         request.fetches += 1
@@ -359,16 +358,16 @@ class KvLoads:
         return is_new
 
     def discard(self, request: EngineRequest) -> bool:
-        """Forget a turn; ``False`` when it does not wait here."""
+        """Remove a turn; ``False`` when it does not wait here."""
         return self._forget(request)
 
     def take_stale(self) -> tuple[str, ...]:
-        """Return the sequences that turns waited for and none does any more, each once."""
+        """Return the sequences no turn waits for any more, each once."""
         unwanted, self._unwanted = tuple(self._unwanted), set()
         return unwanted
 
     def release(self, now: float) -> list[EngineRequest]:
-        """Return those who need not wait any more, and forget them."""
+        """Remove and return the turns with nothing left to wait for."""
         over = [fetching.request for fetching in self._fetchings.values() if self._over(fetching, now)]
         for request in over:
             self._forget(request)
@@ -392,16 +391,16 @@ class KvLoads:
 
 
 class TurnQueue:
-    """The turns by session, and where those are that wait.
+    """All turns by session, and where the waiting ones are.
 
-    A session's turns run one after the other in the order in which they came: the first one is in the line, with the
-    followers, at the fetches, or has a slot, and the others wait behind it.
+    A session's turns run one after the other in order of arrival: its first turn is in ``wait_queue``,
+    ``prefix_waiters`` or ``kv_loads``, or holds a slot, and the others wait behind it.
 
     Args:
-        counters: What clients were served.
-        fetches: Who waits for the disk.
-        followers: Who waits for another's reading.
-        ageing_s: A waiting turn rises a class each time it has waited so long.
+        counters: Service per client.
+        fetches: Turns waiting for the disk.
+        followers: Turns waiting for another turn's prefill.
+        ageing_s: Waiting time after which a turn rises a class.
     """
 
     def __init__(
@@ -421,11 +420,11 @@ class TurnQueue:
 
     @property
     def sessions(self) -> Mapping[str, Mapping[str, EngineRequest]]:
-        """Each session's turns by their ids, the first one first, running ones included."""
+        """Each session's turns by id, in order, running ones included."""
         return self._sessions
 
     def add(self, request: EngineRequest, running: Iterable[EngineRequest]) -> None:
-        """Let a new turn wait, behind its session's other turns if it has any."""
+        """Queue a new turn, behind its session's other turns if it has any."""
         least = self.wait_queue.least_served(request.base_class)
         floor = self._counters.most(other.client_id for other in running) if least is None else least
         self._counters.raise_to(request.client_id, floor)
@@ -437,21 +436,21 @@ class TurnQueue:
             self.wait_queue.push(request, now=request.waits_since_s)
 
     def start(self, request: EngineRequest) -> None:
-        """Take a turn out of the line that gets a slot."""
+        """Take a turn that gets a slot out of the queue."""
         self.wait_queue.discard(request)
         self.position_tracker.remove(request, started=True)
 
     def requeue(self, request: EngineRequest, *, now: float) -> None:
-        """Put a turn back into the line that lost its slot, or has nothing else to wait for any more."""
+        """Requeue a turn that lost its slot or has nothing else left to wait for."""
         self.wait_queue.push(request, now=now)
         self.position_tracker.moved()
 
     def end(self, request: EngineRequest, *, now: float) -> None:
-        """Forget a turn wherever it is, and let its session's next one come."""
+        """Remove a turn wherever it is, and queue its session's next turn."""
         turns = self._sessions[request.session_id]
         is_first = next(iter(turns)) == request.turn_id
         del turns[request.turn_id]
-        # A turn is in one of these at most, and one that has a slot or waits behind another is in none.
+        # A turn is in at most one of these; one that has a slot or waits behind another is in none.
         for holder in (self.wait_queue, self.prefix_waiters, self.kv_loads):
             holder.discard(request)
         self.position_tracker.remove(request, started=False)
@@ -464,13 +463,13 @@ class TurnQueue:
             self.wait_queue.push(following, now=now)
 
     def advance(self, now: float) -> None:
-        """Let waiting turns rise, and those come back to the line that have nothing else to wait for any more."""
+        """Age waiting turns and requeue those with nothing else left to wait for."""
         self.wait_queue.age(now)
         for request in (*self.kv_loads.release(now), *self.prefix_waiters.release()):
             self.requeue(request, now=now)
 
     def positions(self) -> tuple[tuple[str, int], ...]:
-        """Return the places of turns that were never started, as far as they changed; 0 for one that was started."""
+        """Return the changed positions of turns that were never started; 0 for a turn that was started."""
         if not self.position_tracker.dirty:
             return ()
         return self.position_tracker.changed_positions(
@@ -481,18 +480,17 @@ class TurnQueue:
         """Raise ``AssertionError`` when a turn is in no place, or in two."""
         self._counters.check_integrity(requests.values())
         turns = [turn_id for session in self._sessions.values() for turn_id in session]
-        assert sorted(turns) == sorted(requests), "a session has other turns than there are"
+        assert sorted(turns) == sorted(requests), "sessions and requests hold different turns"
         firsts = [next(iter(session.values())) for session in self._sessions.values()]
         held = [*self.wait_queue, *self.prefix_waiters.requests, *self.kv_loads.requests]
         waiting = [request for request in firsts if request.slot is None]
         assert sorted(request.turn_id for request in held) == sorted(request.turn_id for request in waiting)
         unstarted = {request.turn_id for request in requests.values() if not request.started}
         assert unstarted == {request.turn_id for request in self.position_tracker.waiting}, (
-            "places of other turns than wait"
+            "positions of turns that do not wait"
         )
 
     def _ranked(self) -> list[EngineRequest]:
-        """Return all that were never started, the strongest claim first."""
         return sorted(self.position_tracker.waiting, key=self._order)
 
     def _order(self, request: EngineRequest) -> tuple[bool, bool, int, int, int]:
@@ -501,7 +499,6 @@ class TurnQueue:
         return (behind, in_line, request.effective_priority, self._counters.served(request.client_id), request.arrival)
 
     def _head(self) -> list[EngineRequest]:
-        """Return the first that were never started."""
         head = [request for request in (*self.kv_loads.requests, *self.prefix_waiters.requests) if not request.started]
         head.sort(key=self._order)
         for _ in range(HEAD_TURNS):

@@ -1,4 +1,4 @@
-"""One turn as the scheduler sees it: its tokens, how many of them are in KV, and where it is in its life."""
+"""One turn as the scheduler sees it: its tokens, how many of them are in KV, and its state."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from inferencecenter.engine.speculation import Drafter
 
 LOWEST_CLASS: Final = 2
-"""Turns come in the classes 0 (interactive), 1 (normal) and 2 (batch); lower goes first."""
+"""Priority classes are 0 (interactive), 1 (normal) and 2 (batch); lower goes first."""
 
 
 class RequestState(StrEnum):
-    """Where a request is in its life."""
+    """State of a request."""
 
     WAITING = "waiting"
     RESTORING = "restoring"
@@ -26,7 +26,7 @@ class RequestState(StrEnum):
 
 
 class RequestChange(StrEnum):
-    """What can happen to a request."""
+    """Event that changes the state of a request."""
 
     ADMIT = "admit"
     FETCH = "fetch"
@@ -59,23 +59,23 @@ REQUEST: Final = StateMachine(
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class EngineRequest:
-    """A turn's tokens and how far it got.
+    """A turn's tokens and its progress.
 
-    ``tokens`` is the prompt followed by what was sampled; the first ``kv_tokens`` of them are in the slot's KV, and
-    ``cached_tokens`` already were when the request got its slot. A lower ``priority`` goes first, then a lower
-    ``arrival``. ``due`` orders the reading of prompts: the tokens that all prompts together may have been read on
-    before this one is finished.
+    ``tokens`` is the prompt followed by the sampled tokens; the first ``kv_tokens`` of them are in the slot's KV, and
+    ``cached_tokens`` were when the request got its first slot. A lower ``priority`` goes first, then a lower
+    ``arrival``. ``due`` orders prefill: the total number of prompt tokens that may have been prefilled, over all turns,
+    before this prompt is finished.
 
-    The first ``prefix_tokens`` are a system prompt that other sessions of the client share, and with ``public`` other
-    clients too. Without ``durable`` nothing of the turn may be written to a disk. ``submitted_s`` is when it came,
-    ``preempted`` how often others got its slot.
+    The first ``prefix_tokens`` are a system prompt shared with other sessions of the client and, with ``public``, with
+    other clients. Without ``durable`` nothing of the turn may be written to disk. ``submitted_s`` is its time of
+    arrival, ``preempted`` how often it lost its slot.
 
-    ``waits_since_s`` is when it last began to wait, ``rank`` the class to which it has risen since, ``claimed`` what it
-    then counts as served. ``served`` and ``used`` are service units (see ``fairness``), of its whole life and since it
-    got its slot; ``read_tokens`` of its prompt have been paid for. ``cut_tokens`` is a position at which its prompt is
-    cut beside the grid, and while ``snapshot`` is set no step reads past it, because what the slot holds there is to be
-    parked. ``fetches`` and ``follows`` count what it waited for on its way to a slot. The ``drafter`` is there once it
-    has generated something, where tokens are drafted.
+    ``waits_since_s`` is when it last began to wait, ``effective_priority`` the class to which it has risen since,
+    ``claimed_service`` the service it then counts for. ``served`` and ``used`` are service units (see ``fairness``) in
+    total and since it got its slot; ``read_tokens`` prompt tokens have been charged. ``cut_tokens`` is a prompt
+    position cut in addition to the grid; while ``snapshot`` is set no step prefills past it, because the slot's content
+    at that position will be parked. ``fetches`` and ``follows`` count its waits for the disk and for other turns.
+    ``drafter`` is set once it has generated a token, if drafting is enabled.
     """
 
     turn_id: str
@@ -116,42 +116,42 @@ class EngineRequest:
 
     @property
     def state(self) -> RequestState:
-        """Where the request is in its life."""
+        """State of the request; see ``REQUEST``."""
         return self._state
 
     @property
     def base_class(self) -> int:
-        """The class it was submitted in; what lies outside the three counts as the nearest."""
+        """The class it was submitted in, clamped to the valid range."""
         return min(max(self.priority, 0), LOWEST_CLASS)
 
     @property
     def generated_tokens(self) -> int:
-        """How many tokens were sampled."""
+        """Number of sampled tokens."""
         return len(self.tokens) - self.prompt_tokens
 
     @property
     def pending_tokens(self) -> int:
-        """How many tokens are not in KV yet; 1 between two decodes."""
+        """Number of tokens not in KV yet; 1 between two decodes."""
         return len(self.tokens) - self.kv_tokens
 
     @property
     def step_end(self) -> int:
-        """How far a step may read."""
+        """Position past which a step must not prefill."""
         return self.cut_tokens if self.snapshot and self.kv_tokens < self.cut_tokens else len(self.tokens)
 
     def periods(self, now: float, ageing_s: float) -> int:
-        """Return how often it has waited ``ageing_s`` since it began to, at most once more than makes a difference."""
+        """Return how many times it has waited ``ageing_s``, at most one more than the class it was submitted in."""
         periods = 0
         while periods <= self.base_class and self.rises_at(periods, ageing_s) <= now:
             periods += 1
         return periods
 
     def rises_at(self, periods: int, ageing_s: float) -> float:
-        """Return when one more period than ``periods`` is over."""
+        """Return when the period after ``periods`` ends."""
         return self.waits_since_s + (periods + 1) * ageing_s
 
     def change(self, change: RequestChange) -> None:
-        """Move on; the only writer of the state.
+        """Apply a state change; the only writer of the state.
 
         Raises:
             IllegalTransitionError: The table has no such row.
@@ -159,9 +159,9 @@ class EngineRequest:
         self._state = REQUEST.next(self._state, change)
 
     def chunk_end(self, start: int, grid_tokens: int) -> int:
-        """Return where the chunk that begins at ``start`` ends: at the grid's next line, at the cut, or at the end.
+        """Return the end of the chunk that begins at ``start``: the next grid line, the cut, or the last token.
 
-        A line less than half a cell away is passed over: a pass costs about as much for a few tokens as for a cell.
+        A grid line less than half a cell away is skipped: a pass costs about as much for a few tokens as for a cell.
         """
         end = min(len(self.tokens), ((start + grid_tokens // 2) // grid_tokens + 1) * grid_tokens)
         return self.cut_tokens if start < self.cut_tokens < end else end

@@ -1,4 +1,12 @@
-"""Continuous batching: who is admitted to which slot, and what the next step decodes."""
+"""Continuous batching: which turns hold a slot, and what the next step decodes.
+
+Mechanism: before every step the scheduler releases, preempts and assigns slots, then plans either one decode pass for
+all generating turns or the passes of one prefill budget; it alternates the two, so that a new turn is prefilled after
+at most one decode step and a long prompt stalls decoding for at most one budget. Planning is pure and optimistic:
+``step`` updates slots and requests as if the plan had run, and ``completed`` corrects them by the outcome. Invariant
+between steps (``check_integrity``): each running turn owns exactly one slot, that slot holds exactly the first
+``kv_tokens`` of the turn's tokens, and every other turn is in exactly one place of the queue.
+"""
 
 from __future__ import annotations
 
@@ -35,21 +43,21 @@ if TYPE_CHECKING:
 
 
 class Scheduler:
-    """Decides each step from what waits, what runs and what the slots hold.
+    """Plans each step from the waiting turns, the running turns and the content of the slots.
 
-    ``step`` books its plan as if it were carried out; ``completed`` books what then really happened. Nothing may be
-    added, aborted or released between the two.
+    ``step`` applies its plan optimistically; ``completed`` applies the actual outcome. Between the two, nothing may be
+    added, aborted or released.
 
     Args:
         slots: Number of KV streams.
         n_ctx: Tokens that fit one stream.
         grid_tokens: Prompts are cut at multiples of this position.
-        pass_tokens: Most tokens that the backend decodes without cutting them again.
-        target_step_s: How long a step that reads prompts should take.
-        parked: Where KV is found that is in no slot.
-        can_truncate: Whether a sequence can be cut anywhere.
-        quantum_tokens: What a turn is served before another that waits gets its slot; 0 to learn it.
-        ageing_s: A waiting turn rises a class each time it has waited so long.
+        pass_tokens: Most tokens that the backend decodes without splitting the pass.
+        target_step_s: Target duration of a step that prefills.
+        parked: Lookup of KV that is in no slot.
+        can_truncate: Whether a sequence can be cut at any position.
+        quantum_tokens: Tokens a turn generates before a waiting one may preempt it; 0 to learn it.
+        ageing_s: Waiting time after which a turn rises a class.
         draft_tokens: Most tokens that a turn drafts in a step; needs ``can_truncate``.
     """
 
@@ -104,17 +112,17 @@ class Scheduler:
 
     @property
     def running(self) -> int:
-        """How many turns hold a slot."""
+        """Number of turns that hold a slot."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """How many turns wait, for a slot or for what they need before."""
+        """Number of turns that wait, for a slot or for KV."""
         return len(self._requests) - len(self._running)
 
     @property
     def quantum_tokens(self) -> int:
-        """What a turn is served now before another that waits gets its slot."""
+        """The current quantum in tokens."""
         return self._quantum.tokens
 
     @property
@@ -126,8 +134,8 @@ class Scheduler:
     def blocked(self) -> bool:
         """Whether ``step`` would plan nothing until a fetch ends or limits are lifted, although there are turns.
 
-        To be asked between steps; who sleeps on it wakes for every end of a fetch, and now and then: a turn gives up
-        waiting for a disk that does not answer.
+        Valid between steps. A caller that sleeps on it must wake at the end of every fetch and also periodically: a
+        turn stops waiting for a disk that does not respond.
         """
         waits_for_others = self._queue.kv_loads or self._queue.wait_queue.barred
         if self._running or self._released or self._queue.prefix_waiters or not waits_for_others:
@@ -136,19 +144,19 @@ class Scheduler:
 
     @property
     def slots(self) -> SlotTable:
-        """What each slot holds; to be read only."""
+        """Content of the slots; read-only."""
         return self._slots
 
     def add(self, request: EngineRequest) -> None:
-        """Let a turn queue for a slot.
+        """Queue a turn for a slot.
 
         Raises:
             InferenceCenterError: ``prompt_too_long``, or ``invalid_request`` for a prompt of no tokens.
         """
         if request.turn_id in self._requests:
-            raise ValueError(f"turn {request.turn_id} is here already")
+            raise ValueError(f"turn {request.turn_id} was added already")
         if not request.client_id:
-            raise ValueError("a turn without a client would share everybody's KV")
+            raise ValueError("a turn needs a client id: without one it would share the KV of all clients")
         if request.prompt_tokens == 0:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST, "The prompt has no tokens.", hint="Send some text.", field="prompt"
@@ -164,13 +172,13 @@ class Scheduler:
         self._queue.add(request, self._running.values())
 
     def limit(self, limits: SchedulerLimits, *, now: float) -> None:
-        """Let the next plans keep within these limits; turns that run go on at least for their quantum."""
+        """Set the limits of the next plans; running turns finish at least their quantum."""
         self._planned_nothing = False
         self._dispatcher.limits = limits
         self._queue.wait_queue.bar_below(limits.lowest_class, now=now)
 
     def abort(self, turn_id: str, *, now: float) -> bool:
-        """End a turn; what it decoded stays in KV. ``False`` when there is no such turn."""
+        """End a turn; its decoded tokens stay in KV. ``False`` when there is no such turn."""
         request = self._requests.get(turn_id)
         if request is None:
             return False
@@ -178,7 +186,7 @@ class Scheduler:
         return True
 
     def release(self, session_id: str, *, now: float) -> tuple[str, ...]:
-        """End a session's turns, let the next plan drop its KV, and return the ids of those turns."""
+        """End a session's turns, drop its KV with the next plan, and return the ids of those turns."""
         ended = tuple(self._queue.sessions.get(session_id, ()))
         for turn_id in reversed(ended):
             self.abort(turn_id, now=now)
@@ -189,31 +197,30 @@ class Scheduler:
         return ended
 
     def suspend(self, *, now: float, park_all: bool) -> tuple[ParkSlot, ...]:
-        """End all turns and return how to park what the slots hold, or of that what a disk may hold.
+        """End all turns and return the moves that park all slots, or only durable ones; the last used comes last.
 
-        What was used last is at the end.
-        To be called between steps.
+        Valid between steps.
         """
         for request in reversed(tuple(self._requests.values())):
             self._end(request, now=now)
         return self._placement.suspension(park_all=park_all)
 
     def stale_fetches(self) -> tuple[str, ...]:
-        """Return the parked sequences that need not be fetched any more: the turns that waited for them do not now."""
+        """Return the parked sequences to stop loading, because no turn waits for them any more."""
         return self._queue.kv_loads.take_stale()
 
     def positions(self) -> tuple[tuple[str, int], ...]:
-        """Return the places in the queue that changed since the last call; 0 for a turn that waited and now runs.
+        """Return the queue positions that changed since the last call; 0 for a turn that waited and now runs.
 
-        Only turns that never had a slot have a place. See ``PositionTracker`` for how closely a long queue is told.
+        Only turns that never had a slot have a position. See ``PositionTracker`` for what is published of a long queue.
         """
         return self._queue.positions()
 
     def step(self, now: float) -> StepPlan:
-        """Return what to do next; an empty plan when there is nothing."""
+        """Return the plan of the next step; an empty plan when there is nothing to do."""
         builder = PlanBuilder(self._read_tokens, [*self._released])
         self._released = []
-        # Those who wait for a snapshot come back to the line a step after it was planned, when it is there.
+        # Turns waiting for a snapshot are requeued one step after it was planned, when it exists.
         self._queue.advance(now)
         for request in self._running.values():
             self._placement.snapshot(builder, request)
@@ -226,7 +233,7 @@ class Scheduler:
         return plan
 
     def completed(self, outcome: StepOutcome, *, now: float) -> tuple[PromptProgress, ...]:
-        """Book what became of the last plan and return the prompts that were read on and are not finished."""
+        """Apply the outcome of the last plan and return the progress of unfinished prompts."""
         for turn_id, tokens in outcome.accepted.items():
             self._requests[turn_id].tokens += tokens
         for turn_id, count in outcome.decoded.items():
@@ -261,8 +268,10 @@ class Scheduler:
         """Raise ``AssertionError`` when requests, slots and counters contradict each other."""
         self._slots.check_integrity(n_ctx=self._n_ctx)
         self._queue.check_integrity(self._requests)
-        assert self._running.keys() <= self._requests.keys(), f"a strange turn runs: {self!r}"
-        assert {slot.turn_id for slot in self._slots if slot.busy} == self._running.keys(), f"strange tenant: {self!r}"
+        assert self._running.keys() <= self._requests.keys(), f"an unknown turn runs: {self!r}"
+        assert {slot.turn_id for slot in self._slots if slot.busy} == self._running.keys(), (
+            f"slots hold other turns than those running: {self!r}"
+        )
         for request in self._running.values():
             slot = self._slot(request)
             assert slot.session_id == request.session_id, f"slot {slot.index} is another session's: {self!r}"
@@ -271,10 +280,10 @@ class Scheduler:
             assert 0 <= request.used <= request.served, f"{request.turn_id} used more than it was served: {self!r}"
 
     def _passes(self, builder: PlanBuilder, *, now: float) -> list[DecodePass]:
-        """Return a pass of those who generate or passes that read prompts, in turn: never both.
+        """Return one decode pass or the passes of one prefill budget, alternating.
 
-        So a turn that comes in while others generate is read right after that, and its first token goes into the next
-        pass; and what was generated is told before prompts are read.
+        A turn that arrives while others decode is prefilled after at most one decode step, its first token joins the
+        next pass, and generated tokens are published before prompts are prefilled.
         """
         decoding = [request for request in self._running.values() if request.state is RequestState.DECODE]
         reading = [request for request in self._running.values() if request.state is RequestState.PREFILL]
@@ -290,7 +299,7 @@ class Scheduler:
         self, builder: PlanBuilder, reading: list[EngineRequest], *, decoding: bool, now: float
     ) -> list[DecodePass]:
         for request in reading:
-            # Who has a slot but is not read on rises as if it still waited for one.
+            # A turn that holds a slot but is not prefilled ages as if it still waited for one.
             risen = request.base_class - request.periods(now, self._ageing_s)
             request.effective_priority = min(request.effective_priority, max(0, risen))
         budget_tokens = self._budget.tokens(decoding=decoding, alone=len(reading) == 1)

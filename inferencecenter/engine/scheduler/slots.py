@@ -1,4 +1,4 @@
-"""Which session's tokens each slot holds. The table mirrors the KV: what it says is there is exactly there."""
+"""The slot table. Invariant: it mirrors the KV exactly; each slot's ``tokens`` are what its stream holds."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """One KV stream: ``tokens`` are what it holds, ``turn_id`` the turn that runs in it, ``used_s`` its last use.
+    """One KV stream: its ``tokens``, the ``turn_id`` that runs in it, and ``used_s``, the time of its last use.
 
-    ``durable`` tells whether what it holds may be written to a disk, ``saved`` whether it was looked at since its last
-    turn if a copy of it is needed.
+    ``durable``: its content may be written to disk. ``saved``: it was examined for a checkpoint since its last turn.
     """
 
     index: int
@@ -35,7 +34,7 @@ class Slot:
 
     @property
     def empty(self) -> bool:
-        """Whether the slot belongs to nobody."""
+        """Whether no session owns the slot."""
         return self.session_id is None
 
 
@@ -64,7 +63,7 @@ class SlotTable:
         return self._of_session.get(session_id)
 
     def assign(self, slot: Slot, request: EngineRequest, *, keep_tokens: int) -> None:
-        """Let a turn run in an idle slot, on top of the first ``keep_tokens`` of what it holds."""
+        """Assign an idle slot to a turn, keeping the first ``keep_tokens`` of its content."""
         if slot.busy:
             raise ValueError(f"slot {slot.index} runs turn {slot.turn_id}")
         if keep_tokens and slot.client_id != request.client_id:
@@ -84,14 +83,14 @@ class SlotTable:
             self._disown(slot)
 
     def forget(self, slot: Slot) -> None:
-        """Make an idle slot nobody's."""
+        """Remove an idle slot's owner and content."""
         if slot.busy:
             raise ValueError(f"slot {slot.index} runs turn {slot.turn_id}")
         self._disown(slot)
         slot.tokens.clear()
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange what two slots hold and run."""
+        """Swap what two slots hold and run."""
         first, second = self._slots[a], self._slots[b]
         first.index, second.index = b, a
         self._slots[a], self._slots[b] = second, first
@@ -105,8 +104,8 @@ class SlotTable:
         for slot in self:
             assert len(slot.tokens) <= n_ctx, f"slot {slot.index} holds more than {n_ctx} tokens: {self!r}"
             in_use = slot.busy or bool(slot.tokens)
-            assert in_use or slot.empty, f"slot {slot.index} is unused, but somebody's: {self!r}"
-            assert not in_use or not slot.empty, f"slot {slot.index} is in use, but nobody's: {self!r}"
+            assert in_use or slot.empty, f"slot {slot.index} is unused, but owned: {self!r}"
+            assert not in_use or not slot.empty, f"slot {slot.index} is in use, but not owned: {self!r}"
             assert slot.empty == (not slot.client_id), f"slot {slot.index} has a session, but no client: {self!r}"
 
     def _disown(self, slot: Slot) -> None:

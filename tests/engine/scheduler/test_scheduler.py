@@ -300,5 +300,5 @@ def test_an_empty_prompt_is_refused(driver: Driver) -> None:
 def test_a_turn_cannot_be_added_twice(driver: Driver) -> None:
     """Turn ids name one turn each."""
     driver.add("t", [1])
-    with pytest.raises(ValueError, match="here already"):
+    with pytest.raises(ValueError, match="was added already"):
         driver.add("t", [1])

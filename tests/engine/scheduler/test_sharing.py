@@ -332,7 +332,7 @@ def test_waiting_for_a_reader_blocks_nobody_else() -> None:
     other = world.add([1, 2])
     plan = world.step()
     assert (reader.slot is None, follower.slot, other.slot is None) == (False, None, False)
-    assert "turn t1 waits for turn t0, which reads the same" in plan.reasons
+    assert "turn t1 waits for turn t0, which prefills the same prefix" in plan.reasons
 
 
 def test_less_than_two_cells_are_not_waited_for() -> None:
@@ -462,5 +462,5 @@ def test_prefix_keys_tell_scopes_and_tokens_apart() -> None:
 
 def test_a_turn_without_a_client_is_refused() -> None:
     """Its KV would be everybody's."""
-    with pytest.raises(ValueError, match="without a client"):
+    with pytest.raises(ValueError, match="needs a client id"):
         World().add([1, 2], client="")

@@ -35,7 +35,7 @@ def test_a_session_keeps_its_slot_after_its_turn(table: SlotTable) -> None:
     assert (slot.busy, slot.empty, slot.tokens, slot.used_s) == (False, False, [4, 5], 7.0)
 
 
-def test_a_slot_without_tokens_is_nobodys(table: SlotTable) -> None:
+def test_a_slot_without_tokens_has_no_owner(table: SlotTable) -> None:
     """A turn that ended before it decoded anything leaves an empty slot."""
     table.assign(table[2], request("t3", session="c"), keep_tokens=0)
     table.free(table[2], now=8.0)
@@ -49,7 +49,7 @@ def test_a_turn_builds_on_its_own_tokens(table: SlotTable) -> None:
     assert table[1].tokens == [4]
 
 
-def test_nobody_builds_on_anothers_tokens(table: SlotTable) -> None:
+def test_no_client_builds_on_anothers_tokens(table: SlotTable) -> None:
     """Keeping tokens for another client than the one they belong to is refused; its other sessions may."""
     with pytest.raises(ValueError, match="of client x, not of y"):
         table.assign(table[1], request("t4", session="c", client="y"), keep_tokens=1)
@@ -98,7 +98,7 @@ def test_contradictions_are_found(table: SlotTable) -> None:
     with pytest.raises(AssertionError, match="more than 2"):
         table.check_integrity(n_ctx=2)
     table[2].tokens.append(1)
-    with pytest.raises(AssertionError, match="nobody's"):
+    with pytest.raises(AssertionError, match="not owned"):
         table.check_integrity(n_ctx=8)
     table[2].session_id = "a"
     with pytest.raises(AssertionError, match="two slots"):
