@@ -32,8 +32,8 @@ from inferencecenter.auth.bootstrap import ensure_admin
 from inferencecenter.auth.quotas import Allowances
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.engines import make_models
 from inferencecenter.hardware.nvml import Gpu
+from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.base import Event, Request, build_messages
 from inferencecenter.protocol.values import Value
@@ -49,33 +49,45 @@ from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.recorder import utc_day
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import SessionStore
-from inferencecenter.supervisor.engine_options import remove_ram_cache
+from inferencecenter.supervisor.crash_limit import CrashLimit
+from inferencecenter.supervisor.engine_options import (
+    cache_key,
+    engine_options,
+    kv_cache_paths,
+    remove_ram_cache,
+    remove_stale_caches,
+    restart_policy,
+)
 from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, reader
+from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
+from inferencecenter.supervisor.planning import Planner
+from inferencecenter.supervisor.poison_turn_store import PoisonTurnStore
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
+from inferencecenter.supervisor.step_metrics import StepMeter
+from inferencecenter.supervisor.supervisor import Supervisor
 from inferencecenter.supervisor.thermal import ThermalThrottler
-from inferencecenter.systemd_notifier import SystemdNotifier
+from inferencecenter.systemd_notifier import Notifier, SystemdNotifier
 from inferencecenter.telemetry.loop_monitor import LoopMonitor
 from inferencecenter.telemetry.metrics import DaemonMetrics
-from inferencecenter.telemetry.notify import Notifier
 from inferencecenter.telemetry.traces import open_traces
 
 if TYPE_CHECKING:
     import socket
     import ssl
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
     from pathlib import Path
 
     from inferencecenter.auth.authentication import ExternalAuthProvider
     from inferencecenter.config.settings import Settings
     from inferencecenter.ipc.port import EngineStatus, ModelsPort
-    from inferencecenter.models.registry import Registry
+    from inferencecenter.models.registry import ModelSpec, Registry
     from inferencecenter.protocol.params import Params
     from inferencecenter.server.context import UsageReader
     from inferencecenter.sessions.client import Allowance
     from inferencecenter.sessions.observability import Totals, TurnObserver
     from inferencecenter.sessions.store.archive import UsageLine
     from inferencecenter.sessions.store.recorder import PurgeKind
-    from inferencecenter.supervisor.model_manager import ModelManager
+    from inferencecenter.telemetry.engine_metrics import EngineMetrics
     from inferencecenter.telemetry.otlp import Traces
 
 
@@ -165,6 +177,7 @@ def other_accounts(settings: Settings) -> ExternalAuthProvider | None:
 
 
 ACCOUNTS_FILE: Final = "accounts.sqlite3"
+_SUSPECTS_FILE: Final = "suspects.json"
 STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
 """How long stopping takes at most when turns have had their time, and what the store needs at the end."""
 
@@ -474,3 +487,105 @@ def _only_daemon(state_dir: Path) -> Iterator[None]:
                 field="state_dir",
             ) from None
         yield
+
+
+def make_models(
+    settings: Settings,
+    registry: Registry,
+    *,
+    metrics: EngineMetrics,
+    live_sessions: Callable[[], Collection[str]] | None = None,
+) -> ModelManager:
+    """Return the models, of which none is loaded yet, and delete what was parked for those that there are no more.
+
+    Args:
+        settings: Where things are kept, and what is set about GPUs.
+        registry: The models by name.
+        metrics: Where their steps are counted.
+        live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
+    """
+    remove_stale_caches(settings.kv, settings.state_dir, registry.models.values())
+    suspicion_file = PoisonTurnStore(settings.state_dir / _SUSPECTS_FILE)
+    crash_limit = CrashLimit(
+        max_deaths=settings.engine.max_client_crashes,
+        window_s=settings.engine.client_crash_window_s,
+        monotonic=time.monotonic,
+    )
+    calibration = VramCalibration(settings.state_dir / PLAN_FILE)
+
+    first: Supervisor | None = None
+
+    def ends_daemon(supervisor: Supervisor) -> bool:
+        if supervisor.given_up:
+            return settings.engine.exit_when_failed and supervisor is models.engine(models.default)
+        return supervisor.load_failure is not None and supervisor is first
+
+    def make(spec: ModelSpec, admit: Callable[[ManagedModel], Awaitable[bool]]) -> ManagedModel:
+        return _model(
+            spec,
+            admit,
+            # What is wrong with the GPUs that are set is to end the daemon, and others are planned when they load.
+            plan_now=first is None,
+            settings=settings,
+            calibration=calibration,
+            metrics=metrics,
+            live_sessions=live_sessions,
+            ends_daemon=ends_daemon,
+            crash_limit=crash_limit,
+            suspicion_file=suspicion_file,
+        )
+
+    models = ModelManager(
+        registry,
+        make=make,
+        max_resident=settings.engine.max_resident,
+        min_residency_s=settings.engine.min_residency_s,
+    )
+    first = models.engine(registry.default)
+    return models
+
+
+def _model(  # noqa: PLR0913 - what it is put together from, by name
+    spec: ModelSpec,
+    admit: Callable[[ManagedModel], Awaitable[bool]],
+    *,
+    plan_now: bool,
+    settings: Settings,
+    calibration: VramCalibration,
+    metrics: EngineMetrics,
+    live_sessions: Callable[[], Collection[str]] | None,
+    ends_daemon: Callable[[Supervisor], bool],
+    crash_limit: CrashLimit,
+    suspicion_file: PoisonTurnStore,
+) -> ManagedModel:
+    engine = spec.engine
+    planner = Planner(engine=engine, gpu=settings.gpu, calibration=calibration)
+    options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec), settings.kv)
+    if plan_now:
+        options = planner.first(options)
+    meter = StepMeter(metrics, model=spec.name)
+
+    async def may_load() -> bool:
+        return await admit(model)
+
+    supervisor = Supervisor(
+        options,
+        policy=restart_policy(engine),
+        max_queue=engine.max_queue,
+        queue_warning=engine.queue_warning,
+        load_timeout_s=engine.load_timeout_s,
+        hang_timeout_s=engine.hang_timeout_s,
+        sleep_after_s=engine.sleep_after_s if engine.sleep_after_s > 0 else None,
+        live_sessions=live_sessions,
+        plan_again=planner.again,
+        ends_with_it=lambda: ends_daemon(supervisor),
+        admit=may_load,
+        on_step=meter.step,
+        crash_limit=crash_limit,
+        suspicion_file=suspicion_file,
+        lock_path=settings.state_dir / f"engine-{cache_key(spec)}.lock",
+    )
+    supervisor.subscribe(planner.on_status)
+    supervisor.subscribe(meter.engine_changed)
+    model = ManagedModel(spec, planner, supervisor)
+    return model

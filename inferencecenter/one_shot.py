@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.config.settings import bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.vram_calibration import VramCalibration
+from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.models.registry import DEMO, ModelSpec, not_registered, read_registry
 from inferencecenter.protocol import requests
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.protocol.base import Event
 
-_PLAN_FILE: Final = "plan.json"
 _NOWHERE: Final = KvCachePaths(ram_dir=Path(), ram_bytes=0, disk_dir=Path(), disk_bytes=0)
 _STOP_S: Final = 1.0
 _CLIENT: Final = Principal("shell", max_sessions=1, priority="interactive", scopes=frozenset({"user"}))
@@ -243,7 +242,7 @@ def _supervisor(spec: ModelSpec, settings: Settings) -> Supervisor:
     """Return what runs the engine; corrections of plans are heeded and left as they are."""
     engine = spec.engine.model_copy(update={"slots": 1})
     alone = replace(spec, engine=engine)
-    planner = Planner(engine=engine, gpu=settings.gpu, calibration=VramCalibration(settings.state_dir / _PLAN_FILE))
+    planner = Planner(engine=engine, gpu=settings.gpu, calibration=VramCalibration(settings.state_dir / PLAN_FILE))
     return Supervisor(
         planner.first(engine_options(alone, _NOWHERE, settings.kv)),
         policy=restart_policy(engine),

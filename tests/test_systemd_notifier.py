@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.ipc.port import EnginePort
-    from inferencecenter.telemetry.notify import Notifier
+    from inferencecenter.systemd_notifier import Notifier
 
 LOADING = EngineStatus(state=EngineState.STARTING, load_fraction=0.4)
 READY = EngineStatus(state=EngineState.READY, pid=77)

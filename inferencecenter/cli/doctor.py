@@ -94,7 +94,7 @@ def as_data(shape: ModelShape, made: PlacementPlan, wished: PlacementConstraints
             "layers": shape.n_layers,
             "bytes": shape.bytes,
         },
-        **plan_report(made, model=shape, host=host, wishes=wished).model_dump(),
+        **plan_report(made, model=shape, host=host, constraints=wished).model_dump(),
         "main_gpu": made.main_gpu,
         "tensor_split": made.tensor_split,
         "cpu_tensors": made.cpu_tensors,

@@ -17,7 +17,12 @@ _SET: Final = "set"
 
 
 def reasons(
-    model: ModelShape, chosen: Placement, *, n_threads: int, devices: Sequence[Device], wishes: PlacementConstraints
+    model: ModelShape,
+    chosen: Placement,
+    *,
+    n_threads: int,
+    devices: Sequence[Device],
+    constraints: PlacementConstraints,
 ) -> tuple[Reason, ...]:
     """Return each number of a plan with its reason."""
     setup = chosen.setup
@@ -27,64 +32,64 @@ def reasons(
         Reason(
             "n_gpu_layers",
             f"{chosen.n_gpu_layers} of {model.n_layers + 1}",
-            _why_layers(model, chosen, devices, wishes),
-            explicit=wishes.n_gpu_layers >= 0,
+            _why_layers(model, chosen, devices, constraints),
+            explicit=constraints.n_gpu_layers >= 0,
         ),
-        Reason("devices", _devices(chosen), _why_devices(chosen, devices), explicit=_devices_are_set(wishes)),
+        Reason("devices", _devices(chosen), _why_devices(chosen, devices), explicit=_devices_are_set(constraints)),
         *experts,
         *adapters,
-        Reason("slots", str(setup.slots), _why_slots(model, chosen, wishes), explicit=bool(wishes.slots)),
-        Reason("n_ctx", str(setup.n_ctx), _why_n_ctx(model, chosen, wishes), explicit=bool(wishes.n_ctx)),
+        Reason("slots", str(setup.slots), _why_slots(model, chosen, constraints), explicit=bool(constraints.slots)),
+        Reason("n_ctx", str(setup.n_ctx), _why_n_ctx(model, chosen, constraints), explicit=bool(constraints.n_ctx)),
         Reason(
             "kv_type_k, kv_type_v",
             f"{setup.kv_type_k}, {setup.kv_type_v}",
-            _why_kv(model, chosen, wishes),
-            explicit=_kv_is_set(wishes),
+            _why_kv(model, chosen, constraints),
+            explicit=_kv_is_set(constraints),
         ),
         Reason(
             "flash_attention",
             "on" if setup.flash_attention else "off",
-            _why_flash_attention(chosen, wishes),
-            explicit=wishes.flash_attention != "auto",
+            _why_flash_attention(chosen, constraints),
+            explicit=constraints.flash_attention != "auto",
         ),
         Reason(
             "n_batch, n_ubatch",
             f"{setup.n_batch}, {setup.n_ubatch}",
-            _SET if wishes.n_ubatch or wishes.n_batch else _why_batch(chosen),
-            explicit=bool(wishes.n_ubatch or wishes.n_batch),
+            _SET if constraints.n_ubatch or constraints.n_batch else _why_batch(chosen),
+            explicit=bool(constraints.n_ubatch or constraints.n_batch),
         ),
         Reason(
             "n_threads",
             str(n_threads),
-            _why_threads(n_threads, model, chosen, wishes),
-            explicit=bool(wishes.n_threads),
+            _why_threads(n_threads, model, chosen, constraints),
+            explicit=bool(constraints.n_threads),
         ),
     )
 
 
 def advice(
-    model: ModelShape, chosen: Placement, *, fits: bool, host: Host, wishes: PlacementConstraints
+    model: ModelShape, chosen: Placement, *, fits: bool, host: Host, constraints: PlacementConstraints
 ) -> tuple[str, ...]:
     """Return what else could be chosen, and what should be known."""
     return tuple(
         [
-            *_shortages(chosen, fits=fits, host=host, wishes=wishes),
+            *_shortages(chosen, fits=fits, host=host, constraints=constraints),
             *_about_model(model),
-            *_about_slots(model, chosen, wishes),
-            *_about_precision(model, chosen, wishes),
+            *_about_slots(model, chosen, constraints),
+            *_about_precision(model, chosen, constraints),
         ]
     )
 
 
-def _shortages(chosen: Placement, *, fits: bool, host: Host, wishes: PlacementConstraints) -> Iterator[str]:
+def _shortages(chosen: Placement, *, fits: bool, host: Host, constraints: PlacementConstraints) -> Iterator[str]:
     if fits:
         return
     for device, demand in zip(chosen.devices, chosen.demand.devices, strict=True):
-        have = usable_bytes(device, wishes)
+        have = usable_bytes(device, constraints)
         if demand.bytes > have:
             yield (
                 f"Does not fit on {device.name}: has {mib(have)} after a margin of "
-                f"{mib(margin_bytes(device, wishes))}, needs {mib(demand.bytes)}."
+                f"{mib(margin_bytes(device, constraints))}, needs {mib(demand.bytes)}."
             )
     need, available = chosen.demand.host_bytes, host.available_bytes
     if available is not None and need > available:
@@ -99,40 +104,42 @@ def _about_model(model: ModelShape) -> Iterator[str]:
         )
 
 
-def _about_slots(model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> Iterator[str]:
+def _about_slots(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> Iterator[str]:
     """Say what the memory of the slots would be if there were fewer, or more."""
     setup, total = chosen.setup, chosen.setup.slots * chosen.setup.n_ctx
-    if wishes.slots or wishes.n_ctx or setup.slots == 1 or setup.n_ctx >= model.n_ctx_train:
+    if constraints.slots or constraints.n_ctx or setup.slots == 1 or setup.n_ctx >= model.n_ctx_train:
         return
     longest = min(model.n_ctx_train, total)
-    if wishes.prefer == "many":
+    if constraints.prefer == "many":
         yield (
             f"For one user who wants a long context: 1 slot of {longest} tokens takes the same memory "
             'as these; gpu.prefer = "long" chooses so.'
         )
 
 
-def _about_precision(model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> Iterator[str]:
-    gave_up = chosen.n_gpu_layers <= model.n_layers or (not wishes.slots and chosen.setup.slots < 8)
-    if chosen.devices and gave_up and not wishes.quantized_kv and not _kv_is_set(wishes):
+def _about_precision(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> Iterator[str]:
+    gave_up = chosen.n_gpu_layers <= model.n_layers or (not constraints.slots and chosen.setup.slots < 8)
+    if chosen.devices and gave_up and not constraints.quantized_kv and not _kv_is_set(constraints):
         yield "gpu.quantized_kv = true would keep KV in about half the memory (q8_0), at a small loss of precision."
 
 
-def _why_layers(model: ModelShape, chosen: Placement, devices: Sequence[Device], wishes: PlacementConstraints) -> str:
-    if wishes.n_gpu_layers >= 0:
+def _why_layers(
+    model: ModelShape, chosen: Placement, devices: Sequence[Device], constraints: PlacementConstraints
+) -> str:
+    if constraints.n_gpu_layers >= 0:
         return _SET
     if not devices:
         return "there is no GPU that llama.cpp can use"
     if not chosen.n_gpu_layers:
         return "not even the output matrix fits beside the buffers on a GPU: the processor does it all"
-    if wishes.most_gpu_layers is not None and chosen.n_gpu_layers == wishes.most_gpu_layers:
+    if constraints.most_gpu_layers is not None and chosen.n_gpu_layers == constraints.most_gpu_layers:
         return "more did not load the last time"
     if chosen.n_gpu_layers > model.n_layers:
         return "all layers and the output matrix fit"
     start = model.n_layers + 1 - chosen.n_gpu_layers
     next_layer = model.layers[start - 1]
     room = sum(
-        usable_bytes(device, wishes) - demand.bytes
+        usable_bytes(device, constraints) - demand.bytes
         for device, demand in zip(chosen.devices, chosen.demand.devices, strict=True)
     )
     return (
@@ -141,12 +148,12 @@ def _why_layers(model: ModelShape, chosen: Placement, devices: Sequence[Device],
     )
 
 
-def _devices_are_set(wishes: PlacementConstraints) -> bool:
-    return bool(wishes.tensor_split) or wishes.main_gpu >= 0 or wishes.split_mode != "auto"
+def _devices_are_set(constraints: PlacementConstraints) -> bool:
+    return bool(constraints.tensor_split) or constraints.main_gpu >= 0 or constraints.split_mode != "auto"
 
 
-def _kv_is_set(wishes: PlacementConstraints) -> bool:
-    return wishes.kv_type_k != "auto" or wishes.kv_type_v != "auto"
+def _kv_is_set(constraints: PlacementConstraints) -> bool:
+    return constraints.kv_type_k != "auto" or constraints.kv_type_v != "auto"
 
 
 def _devices(chosen: Placement) -> str:
@@ -187,42 +194,42 @@ def _why_lora(chosen: Placement) -> str:
     return f"{_SET}; adapters are counted among the layers' weights, {where}"
 
 
-def _why_slots(model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> str:
+def _why_slots(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> str:
     setup = chosen.setup
     each = sum(kv_bytes(layer, setup) for layer in model.layers) // setup.slots
     cost = f"the KV of one takes {mib(each)}"
-    if wishes.slots:
+    if constraints.slots:
         return f"{_SET}; {cost}"
     if setup.slots == 8:
         return f"the usual number; {cost}"
     return f"what is left beside the layers; {cost}. More sessions take turns, their KV is parked meanwhile"
 
 
-def _why_n_ctx(model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> str:
+def _why_n_ctx(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> str:
     n_ctx = chosen.setup.n_ctx
-    if wishes.n_ctx:
+    if constraints.n_ctx:
         return _SET
     if n_ctx == model.n_ctx_train:
         return "all that the model was trained for"
     trained = f"the model was trained for {model.n_ctx_train}"
-    if wishes.prefer == "long":
+    if constraints.prefer == "long":
         return f"the longest that fits; {trained}"
     if n_ctx > 4096:
         return f"what the GPU has room for in all slots; {trained}"
     return f"usual; {trained}" if n_ctx == 4096 else f"more does not fit in memory; {trained}"
 
 
-def _why_kv(model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> str:
+def _why_kv(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> str:
     setup = chosen.setup
     per_token = kv_bytes_per_token(model, type_k=setup.kv_type_k, type_v=setup.kv_type_v)
     cost = f"{per_token / 1024:.0f} KiB a token"
-    if _kv_is_set(wishes):
+    if _kv_is_set(constraints):
         return f"{_SET}; {cost}"
     return f"full precision; {cost}" if setup.kv_type_k == "f16" else f"full precision leaves room for less; {cost}"
 
 
-def _why_flash_attention(chosen: Placement, wishes: PlacementConstraints) -> str:
-    if wishes.flash_attention != "auto":
+def _why_flash_attention(chosen: Placement, constraints: PlacementConstraints) -> str:
+    if constraints.flash_attention != "auto":
         return _SET
     if chosen.n_gpu_layers:
         return "where a GPU has kernels for the model"
@@ -237,8 +244,8 @@ def _why_batch(chosen: Placement) -> str:
     return f"llama.cpp's own; {cost}" if chosen.setup.n_ubatch == 512 else f"smaller leaves room for layers; {cost}"
 
 
-def _why_threads(n_threads: int, model: ModelShape, chosen: Placement, wishes: PlacementConstraints) -> str:
-    if wishes.n_threads:
+def _why_threads(n_threads: int, model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> str:
+    if constraints.n_threads:
         return _SET
     if chosen.n_gpu_layers > model.n_layers and not chosen.experts_in_host:
         return "the processor only looks up embeddings"

@@ -1,4 +1,4 @@
-"""What a plan is made from and consists of: GPUs, host, wishes, demand, and the plan itself. Values only."""
+"""What a plan is made from and consists of: GPUs, host, constraints, demand, and the plan itself. Values only."""
 
 from __future__ import annotations
 
@@ -166,13 +166,13 @@ class PlacementPlan:
     advice: tuple[str, ...]
 
 
-def margin_bytes(device: Device, wishes: PlacementConstraints) -> int:
+def margin_bytes(device: Device, constraints: PlacementConstraints) -> int:
     """Return what is left free on a GPU."""
-    if wishes.margin_bytes is not None:
-        return wishes.margin_bytes
+    if constraints.margin_bytes is not None:
+        return constraints.margin_bytes
     return max(_LEAST_MARGIN_BYTES, device.total_bytes // 20)
 
 
-def usable_bytes(device: Device, wishes: PlacementConstraints) -> int:
+def usable_bytes(device: Device, constraints: PlacementConstraints) -> int:
     """Return what a plan may use of a GPU: what is free less the margin, corrected by what was measured."""
-    return max(0, device.free_bytes - margin_bytes(device, wishes) - device.correction_bytes)
+    return max(0, device.free_bytes - margin_bytes(device, constraints) - device.correction_bytes)

@@ -1,4 +1,4 @@
-"""Divides a model between GPUs and the host: ``plan(model, devices, host, wishes)``. Pure.
+"""Divides a model between GPUs and the host: ``plan(model, devices, host, constraints)``. Pure.
 
 llama.cpp puts the output matrix and the *last* layers on GPUs: ``n_gpu_layers`` of ``n`` is the output and ``n - 1``
 layers. A layer's KV is where its weights are. What does not fit is given up in this order: slots, the precision of the
@@ -39,7 +39,7 @@ def place(
     setup: RuntimeConfig,
     devices: tuple[Device, ...],
     division: tuple[int, int],
-    wishes: PlacementConstraints,
+    constraints: PlacementConstraints,
 ) -> Placement:
     """Put as many layers on the devices as ``division`` says; those with more room get more.
 
@@ -50,12 +50,13 @@ def place(
     units = list(_units(model, setup, start, experts_in_host)) if n_gpu_layers else []
     buffers = [_buffer_bytes(model, setup, number, len(devices), division) for number in range(len(devices))]
     rooms = [
-        usable_bytes(device, wishes) - buffer - CONTEXT_BYTES for device, buffer in zip(devices, buffers, strict=True)
+        usable_bytes(device, constraints) - buffer - CONTEXT_BYTES
+        for device, buffer in zip(devices, buffers, strict=True)
     ]
     sizes = [weights + kv for weights, kv in units]
     counts = None
-    if wishes.tensor_split and len(devices) == len(wishes.tensor_split):
-        counts = by_proportion(wishes.tensor_split, len(sizes))
+    if constraints.tensor_split and len(devices) == len(constraints.tensor_split):
+        counts = by_proportion(constraints.tensor_split, len(sizes))
     elif devices:
         counts = _evenly_filled(sizes, rooms)
     fits = counts is not None and _holds(sizes, counts, rooms)
@@ -192,13 +193,15 @@ _FLOATS: Final = frozenset({"f32", "f16", "bf16"})
 _FEW_THREADS: Final = 4
 
 
-def plan(model: ModelShape, devices: Sequence[Device], host: Host, wishes: PlacementConstraints) -> PlacementPlan:
+def plan(model: ModelShape, devices: Sequence[Device], host: Host, constraints: PlacementConstraints) -> PlacementPlan:
     """Return the plan; where even the least does not fit, one that says so."""
-    usable = tuple(devices) if wishes.main_gpu < 0 else tuple(devices[wishes.main_gpu : wishes.main_gpu + 1])
-    search = _Search(model, usable, host, wishes)
+    usable = (
+        tuple(devices) if constraints.main_gpu < 0 else tuple(devices[constraints.main_gpu : constraints.main_gpu + 1])
+    )
+    search = _Search(model, usable, host, constraints)
     found = search.best()
     chosen = found or search.last_resort()
-    n_threads = threads(model, chosen, host, wishes)
+    n_threads = threads(model, chosen, host, constraints)
     return PlacementPlan(
         setup=chosen.setup,
         n_gpu_layers=chosen.n_gpu_layers,
@@ -212,27 +215,27 @@ def plan(model: ModelShape, devices: Sequence[Device], host: Host, wishes: Place
         n_threads=n_threads,
         fits=found is not None,
         demand=chosen.demand,
-        reasons=reasons(model, chosen, n_threads=n_threads, devices=usable, wishes=wishes),
-        advice=advice(model, chosen, fits=found is not None, host=host, wishes=wishes),
+        reasons=reasons(model, chosen, n_threads=n_threads, devices=usable, constraints=constraints),
+        advice=advice(model, chosen, fits=found is not None, host=host, constraints=constraints),
     )
 
 
-def threads(model: ModelShape, chosen: Placement, host: Host, wishes: PlacementConstraints) -> int:
+def threads(model: ModelShape, chosen: Placement, host: Host, constraints: PlacementConstraints) -> int:
     """Return the threads that compute: few where the processor only looks up embeddings."""
-    if wishes.n_threads:
-        return wishes.n_threads
+    if constraints.n_threads:
+        return constraints.n_threads
     everything = chosen.n_gpu_layers > model.n_layers and not chosen.cpu_tensors
     return min(_FEW_THREADS, host.cores) if everything else host.cores
 
 
-def uses_flash_attention(wishes: PlacementConstraints, *, n_gpu_layers: int, kv_types: tuple[str, str]) -> bool:
+def uses_flash_attention(constraints: PlacementConstraints, *, n_gpu_layers: int, kv_types: tuple[str, str]) -> bool:
     """Tell whether flash attention is used: as it is set, else where a GPU computes or KV is quantized.
 
     On a processor llama.cpp has it go row by row through what is read after a long history, and through every token
     that is generated; short questions then take three times as long (docs/decisions/0008-speed-levers.md).
     """
-    if wishes.flash_attention != "auto":
-        return wishes.flash_attention == "on"
+    if constraints.flash_attention != "auto":
+        return constraints.flash_attention == "on"
     return n_gpu_layers > 0 or not set(kv_types) <= _FLOATS
 
 
@@ -240,24 +243,24 @@ class _Search:
     """Goes through what could be given up, in order, and stops at the first that fits."""
 
     def __init__(
-        self, model: ModelShape, devices: tuple[Device, ...], host: Host, wishes: PlacementConstraints
+        self, model: ModelShape, devices: tuple[Device, ...], host: Host, constraints: PlacementConstraints
     ) -> None:
         self._model = model
         self._host = host
-        self._wishes = wishes
+        self._constraints = constraints
         by_size = sorted(devices, key=lambda device: -device.free_bytes)
         # As few GPUs as hold it: what is on one needs no transfers.
         self._teams = [
             tuple(device for device in devices if device in by_size[:count]) for count in range(1, len(devices) + 1)
         ]
-        if (wishes.split_mode == "layer" or wishes.tensor_split) and self._teams:
+        if (constraints.split_mode == "layer" or constraints.tensor_split) and self._teams:
             self._teams = self._teams[-1:]
-        elif wishes.split_mode == "none":
+        elif constraints.split_mode == "none":
             self._teams = self._teams[:1]
 
     def best(self) -> Placement | None:
         """Return what fits with the most layers on GPUs and then the least given up; ``None`` if nothing does."""
-        usual = self._wishes.n_ctx or min(USUAL_N_CTX, self._model.n_ctx_train)
+        usual = self._constraints.n_ctx or min(USUAL_N_CTX, self._model.n_ctx_train)
         n_ctx = usual
         while True:
             for n_gpu_layers in self._layer_counts():
@@ -265,19 +268,19 @@ class _Search:
                     found = self._first_fit((n_gpu_layers, in_host), n_ctx, usual=usual)
                     if found is not None:
                         return found
-            if self._wishes.n_ctx or n_ctx <= _LEAST_N_CTX:
+            if self._constraints.n_ctx or n_ctx <= _LEAST_N_CTX:
                 return None
             n_ctx = max(_LEAST_N_CTX, n_ctx // 2)
 
     def last_resort(self) -> Placement:
         """Return what takes least, to say what is missing."""
-        usual = self._wishes.n_ctx or min(USUAL_N_CTX, self._model.n_ctx_train)
-        least = self._wishes.n_ctx or min(_LEAST_N_CTX, usual)
+        usual = self._constraints.n_ctx or min(USUAL_N_CTX, self._model.n_ctx_train)
+        least = self._constraints.n_ctx or min(_LEAST_N_CTX, usual)
         *_, n_gpu_layers = self._layer_counts()
         *_, in_host = self._experts_in_host(n_gpu_layers)
         setup = self._least(least, n_gpu_layers=n_gpu_layers)
         team = self._teams[-1] if n_gpu_layers and self._teams else ()
-        return place(self._model, setup, team, (n_gpu_layers, in_host), self._wishes)
+        return place(self._model, setup, team, (n_gpu_layers, in_host), self._constraints)
 
     def _first_fit(self, division: tuple[int, int], n_ctx: int, *, usual: int) -> Placement | None:
         # What takes least, of everything and on each GPU. Where it does not fit, none does.
@@ -292,7 +295,7 @@ class _Search:
     def _fit(self, setup: RuntimeConfig, division: tuple[int, int]) -> Placement | None:
         """Return the place on the first team that holds it."""
         for team in self._teams if division[0] else [()]:
-            found = place(self._model, setup, team, division, self._wishes)
+            found = place(self._model, setup, team, division, self._constraints)
             if found.fits and self._host_holds(found):
                 return found
         return None
@@ -302,13 +305,13 @@ class _Search:
 
         The host's memory is not taken for that, nor another GPU.
         """
-        wishes, setup = self._wishes, found.setup
+        constraints, setup = self._constraints, found.setup
         everything = found.n_gpu_layers > self._model.n_layers and not found.experts_in_host
-        if not everything or wishes.n_ctx or setup.slots < (wishes.slots or USUAL_SLOTS):
+        if not everything or constraints.n_ctx or setup.slots < (constraints.slots or USUAL_SLOTS):
             return found
         for longer in self._longer(setup.n_ctx, min(self._model.n_ctx_train, _MOST_N_CTX_FOR_MANY)):
             division = (found.n_gpu_layers, found.experts_in_host)
-            more = place(self._model, replace(setup, n_ctx=longer), found.devices, division, wishes)
+            more = place(self._model, replace(setup, n_ctx=longer), found.devices, division, constraints)
             if more.fits and self._host_holds(more):
                 return more
         return found
@@ -319,19 +322,19 @@ class _Search:
 
     def _layer_counts(self) -> Sequence[int]:
         everything = self._model.n_layers + 1
-        asked = self._wishes.n_gpu_layers
+        asked = self._constraints.n_gpu_layers
         if asked >= 0:
             return [min(asked, everything) if self._teams else 0]
-        limit = self._wishes.most_gpu_layers
+        limit = self._constraints.most_gpu_layers
         most = everything if limit is None else min(limit, everything)
         return range(most, -1, -1) if self._teams else [0]
 
     def _experts_in_host(self, n_gpu_layers: int) -> Sequence[int]:
         """Return of how many layers, the first on a GPU, the experts stay with the host."""
         on_gpu = max(0, n_gpu_layers - 1)
-        if not self._model.has_experts or not on_gpu or self._wishes.expert_offload == "never":
+        if not self._model.has_experts or not on_gpu or self._constraints.expert_offload == "never":
             return [0]
-        if self._wishes.expert_offload == "all":
+        if self._constraints.expert_offload == "all":
             return [on_gpu]
         return range(on_gpu + 1) if n_gpu_layers > self._model.n_layers else [on_gpu]
 
@@ -343,7 +346,7 @@ class _Search:
                     yield self._setup(batch, kv_types, slots, n_gpu_layers=n_gpu_layers)
 
     def _least(self, n_ctx: int, *, n_gpu_layers: int) -> RuntimeConfig:
-        slots = (self._wishes.slots or 1, n_ctx)
+        slots = (self._constraints.slots or 1, n_ctx)
         return self._setup(self._batches()[-1], self._kv_types()[-1], slots, n_gpu_layers=n_gpu_layers)
 
     def _setup(
@@ -356,14 +359,14 @@ class _Search:
             n_ubatch=batch[1],
             kv_type_k=kv_types[0],
             kv_type_v=kv_types[1],
-            flash_attention=uses_flash_attention(self._wishes, n_gpu_layers=n_gpu_layers, kv_types=kv_types),
+            flash_attention=uses_flash_attention(self._constraints, n_gpu_layers=n_gpu_layers, kv_types=kv_types),
         )
 
     def _slots(self, n_ctx: int) -> Iterator[tuple[int, int]]:
         """Yield slots and the tokens of each: as many slots as can be, or before that contexts as long as can be."""
-        counts = [self._wishes.slots] if self._wishes.slots else range(USUAL_SLOTS, 0, -1)
+        counts = [self._constraints.slots] if self._constraints.slots else range(USUAL_SLOTS, 0, -1)
         lengths = [n_ctx]
-        if self._wishes.prefer == "long" and not self._wishes.n_ctx:
+        if self._constraints.prefer == "long" and not self._constraints.n_ctx:
             lengths = [*self._longer(n_ctx, self._model.n_ctx_train), n_ctx]
         for length in lengths:
             yield from ((count, length) for count in counts)
@@ -376,15 +379,17 @@ class _Search:
         return lengths[::-1]
 
     def _kv_types(self) -> list[tuple[str, str]]:
-        k, v = self._wishes.kv_type_k, self._wishes.kv_type_v
-        auto = ["f16", *(_QUANTIZED if self._wishes.quantized_kv else ())]
+        k, v = self._constraints.kv_type_k, self._constraints.kv_type_v
+        auto = ["f16", *(_QUANTIZED if self._constraints.quantized_kv else ())]
         pairs = [(each if k == "auto" else k, each if v == "auto" else v) for each in auto]
-        if self._wishes.flash_attention == "off" and v == "auto":
+        if self._constraints.flash_attention == "off" and v == "auto":
             pairs = [(kind, "f16") for kind, _ in pairs]
         return list(dict.fromkeys(pairs))
 
     def _batches(self) -> list[tuple[int, int]]:
-        wishes = self._wishes
-        pairs = [(wishes.n_batch or n_batch, wishes.n_ubatch or n_ubatch) for n_batch, n_ubatch in _BATCHES]
-        valid = [(max(n_batch, n_ubatch) if not wishes.n_batch else n_batch, n_ubatch) for n_batch, n_ubatch in pairs]
+        constraints = self._constraints
+        pairs = [(constraints.n_batch or n_batch, constraints.n_ubatch or n_ubatch) for n_batch, n_ubatch in _BATCHES]
+        valid = [
+            (max(n_batch, n_ubatch) if not constraints.n_batch else n_batch, n_ubatch) for n_batch, n_ubatch in pairs
+        ]
         return list(dict.fromkeys((n_batch, min(n_ubatch, n_batch)) for n_batch, n_ubatch in valid))

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MOST_ENTRIES: Final = 256
+PLAN_FILE: Final = "plan.json"
 _MAX_FILE_BYTES: Final = 2**20
 _MAX_BYTES: Final = 2**50
 _Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_BYTES)]

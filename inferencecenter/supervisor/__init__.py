@@ -1,1 +1,1 @@
-"""Keeps the engine processes alive and is their only peer in the daemon."""
+"""Plans, starts and restarts the engine processes, and is their only peer in the daemon."""

@@ -1,9 +1,9 @@
-"""How many deaths of engines a client's turns may cause before it is refused new ones for a while.
+"""Refuses new turns to a client whose turns have caused too many deaths of engines.
 
-A conviction ends one turn and starts the engine's restart budget anew, so a client could repeat its text for ever; and
-one that withdraws its turn before it is tried is never convicted. So deaths are counted by client. A dead engine names
-the turns of its step, most of which are innocent: the death counts against the client of each until that turn is
-cleared, by as many further tokens as clear a suspect or by an end of its own. A turn that is withdrawn is not cleared.
+Convicting a turn resets the engine's restart budget, so a client could repeat its poison prompt for ever; and a client
+that cancels its turn before it is isolated is never convicted. So deaths are also counted by client. A dead engine
+names the turns of its step, most of which are innocent: the death counts against the client of each until that turn is
+cleared, by as many further tokens as clear a suspect or by ending on its own. A cancelled turn is not cleared.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Death:
-    """When an engine died, in seconds, and the turns that may have done it, by client, without those cleared since."""
+    """The time of an engine's death in seconds and, by client, the suspected turns that are not cleared yet."""
 
     at_s: float
     suspected: dict[str, set[str]]
 
 
 class CrashLimit:
-    """Deaths of engines within a window of time, by the clients whose turns may have caused them.
+    """Counts deaths of engines within a time window by the clients whose turns may have caused them.
 
     Args:
-        max_deaths: Deaths at which a client's new turns are refused; 0 refuses none.
+        max_deaths: Deaths at which a client's new turns are refused; 0 disables the limit.
         window_s: How long a death counts, in seconds.
-        monotonic: Seconds that only rise.
+        monotonic: Monotonic clock in seconds.
     """
 
     def __init__(self, *, max_deaths: int, window_s: float, monotonic: Callable[[], float]) -> None:
@@ -49,10 +49,10 @@ class CrashLimit:
         return f"{type(self).__name__}({len(self._deaths)} deaths)"
 
     def engine_died(self, suspects: Mapping[str, str]) -> frozenset[str]:
-        """Count an engine's death against the clients of ``suspects``, which maps turns to clients.
+        """Count a death against the clients of ``suspects``, which maps turns to clients.
 
         Returns:
-            The clients that are refused from now on, and were not before.
+            The clients that are refused from now on and were not before.
         """
         if not self._max_deaths or not suspects:
             return frozenset()
@@ -67,7 +67,7 @@ class CrashLimit:
         return refused
 
     def cleared(self, turn_id: str) -> None:
-        """Take note that a turn has ended no engine."""
+        """Clear a turn of all deaths."""
         if not self._deaths:
             return
         for death in self._deaths:
@@ -78,16 +78,16 @@ class CrashLimit:
         self._deaths = deque(death for death in self._deaths if death.suspected)
 
     def check(self, client_id: str) -> None:
-        """Refuse a new turn of a client that has caused too many deaths.
+        """Raise if a client's turns have caused too many deaths.
 
         Raises:
-            InferenceCenterError: ``rate_limited``, with the time until it may ask again.
+            InferenceCenterError: ``rate_limited``, with the time after which to retry.
         """
         if (error := self.refusal(client_id)) is not None:
             raise error
 
     def refusal(self, client_id: str) -> InferenceCenterError | None:
-        """Return why a client's new turns are refused, if they are."""
+        """Return the error with which a client's new turns are refused, if they are."""
         if not self._deaths:
             return None
         self._expire()
@@ -97,8 +97,8 @@ class CrashLimit:
         left_s = counted[-self._max_deaths] + self._window_s - self._monotonic()
         return InferenceCenterError(
             ErrorCode.RATE_LIMITED,
-            f"turns of this client have ended {len(counted)} engines within {self._window_s:g} s",
-            hint="Leave out what ends them: turns that failed with engine_crashed. Ask again after retry_after_ms; "
+            f"turns of this client have crashed {len(counted)} engines within {self._window_s:g} s",
+            hint="Do not repeat turns that failed with engine_crashed. Retry after retry_after_ms; "
             "the operator's limit is engine.max_client_crashes.",
             retry_after_ms=max(1, round(1000 * left_s)),
         )

@@ -1,4 +1,4 @@
-"""Whether an engine is to be started, when it may be, and when an idle one is to be suspended."""
+"""Whether an engine should run, when it may be started, and when an idle one is suspended."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ if TYPE_CHECKING:
 
 
 class EngineDemand:
-    """An engine is wanted while turns wait or somebody has called for one; not while paused, and not after the end.
+    """An engine is wanted while turns wait or a caller has requested one, unless it is paused or ended.
 
     Args:
         has_turns: Whether turns wait for an engine.
-        admit: Waits until the engine may be started, or is wanted no more, and tells which; none to start it at once.
+        admit: Waits until the engine may be started or is no longer wanted, and returns whether it may; ``None``
+            starts it at once.
     """
 
     def __init__(self, *, has_turns: Callable[[], bool], admit: Callable[[], Awaitable[bool]] | None) -> None:
@@ -33,44 +34,44 @@ class EngineDemand:
 
     @property
     def callers(self) -> frozenset[str]:
-        """Who has called for an engine; the empty name stands for no client in particular."""
+        """The clients that have requested an engine; the empty name stands for no client in particular."""
         return frozenset(self._callers)
 
     @property
     def is_urgent(self) -> bool:
-        """Whether one of them was an operator."""
+        """Whether an operator has requested the engine."""
         return self._is_urgent
 
     def request(self, caller: str = "", *, urgent: bool = False) -> None:
-        """Want an engine, though no turn does."""
+        """Request an engine independently of turns."""
         self._callers.add(caller)
         self._is_urgent |= urgent
         self._news.set()
 
     def notify(self) -> None:
-        """Take note that turns may have come."""
+        """Check again whether turns wait."""
         self._news.set()
 
     def pause(self, *, paused: bool) -> None:
-        """Want none while ``paused``, whatever waits."""
+        """Suppress the demand while ``paused``, whatever waits."""
         self._paused = paused
         self._news.set()
 
     def fulfil(self) -> None:
-        """Take note that the engine is there: who called has been heard."""
+        """Clear the requests: the engine is ready."""
         self._callers.clear()
         self._is_urgent = False
 
     def end(self) -> None:
-        """Want none any more."""
+        """End the demand for good."""
         self._over = True
         self._news.set()
 
     async def wait_admitted(self) -> None:
-        """Wait until an engine is wanted and may be started, or none is to be any more.
+        """Wait until an engine is wanted and may be started, or the demand has ended.
 
         Raises:
-            InferenceCenterError: Why it never may.
+            InferenceCenterError: The engine can never be started.
         """
         while not self._over:
             if not self:
@@ -81,12 +82,12 @@ class EngineDemand:
 
 
 class IdleTimer:
-    """Counts how long nothing was asked: one timer while the engine is idle, none while it works or sleeps.
+    """Calls ``on_idle`` after a period without work; one timer runs while the engine is idle, none otherwise.
 
     Args:
         after_s: Idle seconds after which ``on_idle`` is called; ``None`` for never.
-        on_tired: Called once for each time of idleness that lasts so long.
-        call_later: Arranges for a call after some seconds.
+        on_idle: Called once in each idle period that lasts so long.
+        call_later: Schedules a call after some seconds.
     """
 
     def __init__(
@@ -97,12 +98,12 @@ class IdleTimer:
         call_later: Callable[[float, Callable[[], None]], TimerHandle],
     ) -> None:
         self._after_s = after_s
-        self._on_tired = on_idle
+        self._on_idle = on_idle
         self._call_later = call_later
         self._timer: TimerHandle | None = None
 
     def keep(self, *, idle: bool) -> None:
-        """Begin to count, or end it; counting goes on where it is if nothing has changed."""
+        """Start or cancel the timer; one that runs is not restarted."""
         if idle and self._timer is None and self._after_s is not None:
             self._timer = self._call_later(self._after_s, self._expire)
         elif not idle and self._timer is not None:
@@ -111,4 +112,4 @@ class IdleTimer:
 
     def _expire(self) -> None:
         self._timer = None
-        self._on_tired()
+        self._on_idle()

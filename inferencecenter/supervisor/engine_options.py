@@ -1,4 +1,4 @@
-"""What an engine is told at its start: its options, and the directories of its KV cache."""
+"""Builds an engine's options and the paths of its KV cache from the settings."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from inferencecenter.hardware.placement import MIB
 from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
 from inferencecenter.ipc.messages import Adapter, EngineOptions
 from inferencecenter.supervisor.restart_policy import RestartPolicy
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import EngineSettings, KvSettings
     from inferencecenter.models.registry import ModelSpec
 
-_MIB: Final = 2**20
 _NAME_CHARS: Final = 12
 
 _log = structlog.get_logger(__name__)
@@ -31,7 +31,7 @@ _MAX_WORKER_THREADS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class KvCachePaths:
-    """A directory in memory and one on disk, each this daemon's own; one without bytes is not used."""
+    """A directory in memory and one on disk, both exclusive to this daemon; one with a size of 0 is not used."""
 
     ram_dir: Path
     ram_bytes: int
@@ -40,28 +40,28 @@ class KvCachePaths:
 
 
 def kv_cache_paths(settings: KvSettings, state_dir: Path, spec: ModelSpec) -> KvCachePaths:
-    """Return the places of a model, for a daemon with this ``state_dir``, which no other has at the same time.
+    """Return the KV cache paths of a model for the daemon with this ``state_dir``.
 
-    The bytes in memory are clipped to what is free there, with a line in the log: a tmpfs may be smaller than thought,
-    in a container as a rule 64 MiB, and a page that does not fit it ends the process that writes it.
+    The size in memory is clipped to what the file system has free, with a log line: a tmpfs may be small (64 MiB in
+    most containers), and a page that does not fit kills the process that writes it.
     """
     name = cache_key(spec)
     ram_dir = _own(settings.ram_dir, state_dir) / name
     disk_dir = _own(settings.disk_dir or state_dir / "kv", state_dir) / name
     if not settings.parking:
         return KvCachePaths(ram_dir, 0, disk_dir, 0)
-    return KvCachePaths(ram_dir, _clipped(ram_dir, settings.ram_mib * _MIB), disk_dir, settings.disk_mib * _MIB)
+    return KvCachePaths(ram_dir, _clipped(ram_dir, settings.ram_mib * MIB), disk_dir, settings.disk_mib * MIB)
 
 
 def cache_key(spec: ModelSpec) -> str:
-    """Return a name for files, the same for what parks KV that is alike and for nothing else."""
+    """Return a file name that two models share exactly if their parked KV is interchangeable."""
     engine = spec.engine
     kind = (spec.name, spec.path, spec.lora, engine.kv_type_k, engine.kv_type_v, engine.flash_attention)
     return hashlib.sha256(repr(kind).encode()).hexdigest()[:_NAME_CHARS]
 
 
 def remove_stale_caches(settings: KvSettings, state_dir: Path, specs: Iterable[ModelSpec]) -> None:
-    """Delete what was kept of models that there are no more, or that are run otherwise now."""
+    """Delete the caches of models that no longer exist or whose KV would differ now."""
     known = {cache_key(spec) for spec in specs}
     for directory in (settings.ram_dir, settings.disk_dir or state_dir / "kv"):
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ def remove_stale_caches(settings: KvSettings, state_dir: Path, specs: Iterable[M
 
 
 def remove_ram_cache(settings: KvSettings, state_dir: Path) -> None:
-    """Delete what is in memory: without the daemon nobody asks for it, and it takes memory from others."""
+    """Delete the cache in memory: it is of no use without the daemon."""
     shutil.rmtree(_own(settings.ram_dir, state_dir), ignore_errors=True)
 
 
@@ -80,7 +80,6 @@ def _own(directory: Path, state_dir: Path) -> Path:
 
 
 def _clipped(ram_dir: Path, wanted_bytes: int) -> int:
-    """Return ``wanted_bytes``, or what the directory's file system can take if that is less."""
     try:
         existing = next(place for place in (ram_dir, *ram_dir.parents) if place.exists())
         system = os.statvfs(existing)
@@ -90,19 +89,19 @@ def _clipped(ram_dir: Path, wanted_bytes: int) -> int:
     free_bytes = system.f_bavail * system.f_frsize + _size_bytes(ram_dir)
     if wanted_bytes <= free_bytes:
         return wanted_bytes
-    _log.warning("kv_ram_clipped", path=str(ram_dir), wanted_mib=wanted_bytes // _MIB, free_mib=free_bytes // _MIB)
+    _log.warning("kv_ram_clipped", path=str(ram_dir), wanted_mib=wanted_bytes // MIB, free_mib=free_bytes // MIB)
     return free_bytes
 
 
 def _size_bytes(directory: Path) -> int:
-    """What is left there of an earlier daemon takes room that the first engine makes free."""
+    # Files left by an earlier daemon count as free: the first engine deletes them.
     with contextlib.suppress(OSError):
         return sum(path.stat().st_blocks * 512 for path in directory.iterdir())
     return 0
 
 
 def engine_options(spec: ModelSpec, places: KvCachePaths, kv: KvSettings) -> EngineOptions:
-    """Return what an engine is told: what is set, and what is usual where that is left open and no plan can be made."""
+    """Return an engine's options from the settings, with defaults for what is unset in case no plan can be made."""
     engine = spec.engine
     return EngineOptions(
         backend=engine.backend,
@@ -140,7 +139,7 @@ def engine_options(spec: ModelSpec, places: KvCachePaths, kv: KvSettings) -> Eng
 
 
 def restart_policy(engine: EngineSettings) -> RestartPolicy:
-    """Return when and how often an engine that was lost is started again."""
+    """Return the restart policy that the settings describe."""
     return RestartPolicy(
         min_s=engine.restart_backoff_min_s,
         max_s=engine.restart_backoff_max_s,

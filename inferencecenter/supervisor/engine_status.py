@@ -1,4 +1,4 @@
-"""How far an engine has loaded its model, and the listeners that are told of its state."""
+"""An engine's load progress, and the listeners to its status."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _log = structlog.get_logger(__name__)
 
 
 class StatusListeners:
-    """Calls for each status, in the order in which they were added."""
+    """Calls each listener with each status, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._listeners: list[Callable[[EngineStatus], None]] = []
 
     def add(self, listener: Callable[[EngineStatus], None]) -> None:
-        """Call ``listener`` from now on."""
+        """Call ``listener`` with each status from now on."""
         self._listeners.append(listener)
 
     def notify(self, status: EngineStatus) -> None:
-        """Call them all; the fault of one is logged."""
+        """Call all listeners; an exception of one is logged."""
         for listener in self._listeners:
             try:
                 listener(status)
-            # A border: whoever listens must not keep the engine from being started again.
+            # A border: a faulty listener must not keep the engine from being restarted.
             except Exception:  # noqa: BLE001
                 _log.exception("engine_listener_failed", state=status.state.value)
 
 
 class LoadProgress:
-    """What the engine that was started last said about its loading.
+    """The load progress of the engine that was started last.
 
     Args:
-        monotonic: Seconds that only rise.
+        monotonic: Monotonic clock in seconds.
     """
 
     def __init__(self, *, monotonic: Callable[[], float]) -> None:
@@ -55,16 +55,16 @@ class LoadProgress:
         self.fraction = 0.0
 
     def may_lack_gpu_memory(self, options: EngineOptions) -> bool:
-        """Tell whether an engine that did not load with these options may have put too much on a GPU."""
+        """Return whether an engine that failed to load with these options may have exceeded a GPU's memory."""
         tried = self._offloads and options.n_gpu_layers != 0
         return tried and (self._refusal is None or lacks_memory(self._refusal.message))
 
     def begin(self) -> None:
-        """Take note that an engine is started."""
+        """Reset the progress for an engine that is being started."""
         self.fraction, self._offloads, self._refusal = 0.0, False, None
 
     def advance(self, message: Loading) -> bool:
-        """Take note of progress, and tell whether it is worth telling: each tenth is."""
+        """Record progress; return whether to publish it, which is at each tenth."""
         before, self.fraction, self._offloads = self.fraction, message.fraction, message.offloads
         if int(before * _SHOWN_STEPS) == int(message.fraction * _SHOWN_STEPS):
             return False
@@ -75,13 +75,13 @@ class LoadProgress:
         return True
 
     def refuse(self, message: LoadFailed) -> None:
-        """Take note that the model could not be loaded."""
+        """Record and log why the model could not be loaded."""
         _log.error("model_not_loaded", code=message.code, reason=message.message, hint=message.hint)
         self._refusal = message
 
 
 def log_ready(model: ModelInfo) -> None:
-    """Write down what was loaded, and how."""
+    """Log what was loaded, and with which parameters."""
     _log.info(
         "engine_ready",
         model=model.name,
@@ -93,7 +93,7 @@ def log_ready(model: ModelInfo) -> None:
 
 
 def with_fewer_layers(options: EngineOptions, known: ModelInfo | None) -> EngineOptions:
-    """Return what to try next where memory of the GPU was lacking, and write it down."""
+    """Return the options to try after a GPU ran out of memory, and log the change."""
     layers = fewer_layers(options.n_gpu_layers, known.n_layers if known else None)
     _log.warning("engine_uses_fewer_layers", n_gpu_layers=layers, before=options.n_gpu_layers)
     return msgspec.structs.replace(options, n_gpu_layers=layers)

@@ -1,4 +1,4 @@
-"""Watches memory while an engine is ready: when it is short, parked KV is released, then new turns are refused."""
+"""Monitors memory while an engine is ready: when it is short, parked KV is released, then new turns are refused."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.memory import cgroup_memory, machine_memory, resident_memory
 from inferencecenter.hardware.nvml import read_gpus
+from inferencecenter.hardware.placement import MIB
 from inferencecenter.hardware.pressure import MAIN_MEMORY, MemoryUsage, Pressure, PressureState, next_pressure
 from inferencecenter.hardware.thermal import watched
 from inferencecenter.ipc.messages import KvRamLimit
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 BUSY_EVERY_S: Final = 2.0
 IDLE_EVERY_S: Final = 30.0
-_MIB: Final = 2**20
 
 _log = structlog.get_logger(__name__)
 _OF_CGROUP: Final = 0.90
@@ -37,29 +37,29 @@ _OF_MACHINE: Final = 0.95
 
 
 class MonitoredEngine(Protocol):
-    """An engine as the guard sees it."""
+    """An engine as the monitor sees it."""
 
     @property
     def status(self) -> EngineStatus:
-        """The engine's state now."""
+        """The engine's current status."""
 
     def send(self, message: KvRamLimit) -> None:
-        """Tell the engine if it is ready."""
+        """Send a message if the engine is ready."""
 
 
 class MemoryPressureMonitor:
-    """Measures memory every 2 s while turns run or memory is short, every 30 s else, and not without a ready engine.
+    """Measures memory every 2 s while turns run or memory is short, else every 30 s, and not without a ready engine.
 
-    Above a ceiling the engines give up parked KV, down to where memory counts as calm, and may park no more than is
-    left. If that does not help within a look, no turn begins until it is calm: those that have begun go on. When the
-    last engine is gone so is most of what was used: the next turn may start another.
+    Above a limit the engines release parked KV until usage is calm, and may park no more than is left. If it is still
+    above the limit at the next measurement, no turn is admitted until it is calm; running turns continue. When the last
+    engine is gone the pressure is reset: most memory was the engine's, and the next turn may start another.
 
     Args:
-        engines: All engines there are, whatever their state.
-        measure: What is used, around engines in these states; called off the event loop.
-        metrics: Where it is shown.
+        engines: All engines, whatever their state.
+        measure: Measures memory given the engines' statuses; called off the event loop.
+        metrics: Where the state is recorded.
         sleep: Waits for seconds.
-        monotonic: Seconds that only rise.
+        monotonic: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class MemoryPressureMonitor:
 
     @property
     def pressure(self) -> Pressure:
-        """How short memory was at the last look."""
+        """The pressure at the last measurement."""
         return self._pressure
 
     def admit(self) -> None:
-        """Refuse a turn that has not begun, if none may now.
+        """Raise if a turn that has not begun may not begin now.
 
         Raises:
             InferenceCenterError: ``overloaded``.
@@ -98,11 +98,11 @@ class MemoryPressureMonitor:
             raise InferenceCenterError(
                 ErrorCode.OVERLOADED,
                 "memory is short, no turn can begin",
-                hint="Ask again later; turns that run go on.",
+                hint="Retry later; running turns continue.",
             )
 
     def engine_changed(self, _status: EngineStatus) -> None:
-        """Take note that the state of an engine has changed; to be subscribed at all of them."""
+        """Start or stop monitoring; to be subscribed to every engine."""
         if self._any_ready and self._watching is None:
             self._watching = self._tasks.keep_running(self._watch, name="watch", pause=self._sleep)
         elif not self._any_ready and self._watching is not None:
@@ -110,7 +110,7 @@ class MemoryPressureMonitor:
             self._rest()
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop monitoring."""
         await self._tasks.cancel()
 
     @property
@@ -118,7 +118,7 @@ class MemoryPressureMonitor:
         return any(engine.status.state is EngineState.READY for engine in self._engines())
 
     async def _watch(self) -> None:
-        # After a failure nothing is known: memory that cannot be measured refuses no turn.
+        # Reset after a fault: memory that cannot be measured refuses no turn.
         self._become(Pressure(), action=self._act(Pressure()))
         while self._any_ready:
             usages = await asyncio.to_thread(self._measure, [engine.status for engine in self._engines()])
@@ -149,13 +149,13 @@ class MemoryPressureMonitor:
         level("memory_pressure", state=pressure.state.value, reason=describe(pressure.usages), action=action)
 
     def _act(self, pressure: Pressure) -> str:
-        """Tell the engines what they may park, and return that in words."""
+        """Send the engines the limits of their parked KV; return what was done as text."""
         main = pressure.usage(MAIN_MEMORY)
         words = "no turn begins" if pressure.state is PressureState.FULL else "turns begin"
         if main is not None and main.is_over:
             for engine in self._engines():
                 engine.send(KvRamLimit(kept_by(engine.status, main)))
-            return f"parked KV takes {main.kept_bytes // _MIB} MiB at most, {words}"
+            return f"parked KV takes {main.kept_bytes // MIB} MiB at most, {words}"
         if pressure.state is PressureState.EASY and self._pressure.state is not PressureState.EASY:
             for engine in self._engines():
                 engine.send(KvRamLimit(None))
@@ -164,21 +164,21 @@ class MemoryPressureMonitor:
 
 
 def kept_by(engine: EngineStatus, main: MemoryUsage) -> int:
-    """Return what an engine's parked KV may take, as large a part of its own as all engines keep of theirs."""
+    """Return the bytes that an engine's parked KV may keep: the same fraction for every engine."""
     return engine.parked_ram_bytes * main.kept_bytes // main.parked_bytes if main.parked_bytes else 0
 
 
 def describe(usages: Iterable[MemoryUsage]) -> str:
-    """Return figures in words, for people."""
+    """Return memory usages as text for people."""
     return ", ".join(
-        f"{each.name}: {each.used_bytes // _MIB} of {each.limit_bytes // _MIB} MiB"
-        + (f", {each.parked_bytes // _MIB} of them parked" if each.parked_bytes else "")
+        f"{each.name}: {each.used_bytes // MIB} of {each.limit_bytes // MIB} MiB"
+        + (f", {each.parked_bytes // MIB} of them parked" if each.parked_bytes else "")
         for each in usages
     )
 
 
 def reader(memory: MemorySettings, gpu: GpuSettings) -> Callable[[Sequence[EngineStatus]], list[MemoryUsage]]:
-    """Return what measures the memory around engines in these states; it blocks for some milliseconds."""
+    """Return a function that measures memory around engines in given states; it blocks for some milliseconds."""
     return partial(_read, memory, gpu)
 
 
@@ -186,21 +186,21 @@ def _read(memory: MemorySettings, gpu: GpuSettings, engines: Sequence[EngineStat
     main = main_memory(memory, engines)
     usages = [] if main is None else [main]
     if memory.vram_floor_mib is not None:
-        floor_bytes = memory.vram_floor_mib * _MIB
+        floor_bytes = memory.vram_floor_mib * MIB
         readings = watched(read_gpus().readings, gpu.devices)
         usages += gpu_memory(readings, floor_bytes=floor_bytes, hysteresis=memory.hysteresis_percent / 100)
     return usages
 
 
 def main_memory(memory: MemorySettings, engines: Sequence[EngineStatus]) -> MemoryUsage | None:
-    """Return what is used of main memory: by this daemon if a ceiling is set, else of its group's or the machine's.
+    """Return the usage of main memory: this daemon's if a ceiling is set, else its cgroup's or the machine's.
 
-    The daemon's own is, of its processes, ``RssAnon + RssShmem``. What is parked counts once: as shared memory of an
-    engine that has touched it, or as files that it has not.
+    The daemon's is ``RssAnon + RssShmem`` of its processes. Parked KV counts once: as shared memory of the engine that
+    has touched it, or as files that it has not.
     """
     parked_bytes = sum(each.parked_ram_bytes for each in engines)
     if memory.ram_ceiling_mib is not None:
-        used_bytes, limit_bytes = _own_bytes(engines), memory.ram_ceiling_mib * _MIB
+        used_bytes, limit_bytes = _own_bytes(engines), memory.ram_ceiling_mib * MIB
     elif (group := cgroup_memory()) is not None:
         used_bytes, limit_bytes = group.used_bytes, int(group.total_bytes * _OF_CGROUP)
     elif (machine := machine_memory()) is not None:
@@ -217,7 +217,7 @@ def main_memory(memory: MemorySettings, engines: Sequence[EngineStatus]) -> Memo
 
 
 def gpu_memory(readings: Iterable[GpuReading], *, floor_bytes: int, hysteresis: float) -> list[MemoryUsage]:
-    """Return what is used of each GPU, where ``floor_bytes`` are to be free, and are amply by ``hysteresis`` more."""
+    """Return each GPU's usage: at the limit ``floor_bytes`` are free, when calm by ``hysteresis`` more."""
     return [
         MemoryUsage(
             name=f"GPU {reading.index}",

@@ -1,4 +1,4 @@
-"""The models of this daemon, each with an engine of its own: which are loaded, and which is the default."""
+"""The models of this daemon, each with its own engine: which are loaded, and which is the default."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input, reason_of
 from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.hardware.placement import MIB
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.events import Swap
 from inferencecenter.protocol.values import ModelSummary
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from inferencecenter.supervisor.planning import Planner
     from inferencecenter.supervisor.supervisor import Supervisor
 
-_MIB: Final = 2**20
 _STATES: Final[Mapping[EngineState, Literal["loading", "loaded", "failed"]]] = {
     EngineState.STARTING: "loading",
     EngineState.BACKOFF: "loading",
@@ -42,7 +42,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ManagedModel:
-    """A model that was asked for, with what plans and runs its engines. Implements ``residency.Tenant``."""
+    """A requested model, with what plans and runs its engines. Implements ``model_cache.ResidentModel``."""
 
     spec: ModelSpec
     planner: Planner
@@ -50,17 +50,17 @@ class ManagedModel:
 
     @property
     def name(self) -> str:
-        """What clients call it."""
+        """The name that clients use."""
         return self.spec.name
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody waits for it to be loaded."""
+        """Whether it still waits to be loaded."""
         return self.supervisor.wanted
 
     @property
     def holds_memory(self) -> bool:
-        """Whether it is loaded, or about to be, or on its way out."""
+        """Whether it is loaded, loading or being unloaded."""
         return self.supervisor.holds_memory
 
     @property
@@ -70,43 +70,43 @@ class ManagedModel:
 
     @property
     def last_used_s(self) -> float:
-        """When it was asked last."""
+        """When it was last used, in monotonic seconds."""
         return self.supervisor.last_used_s
 
     @property
     def clients(self) -> frozenset[str]:
-        """Who waits for it to be loaded, as far as that is known."""
+        """The clients that wait for it to be loaded, as far as they are known."""
         return self.supervisor.clients
 
     @property
     def users(self) -> frozenset[str]:
-        """Whose turns it has run since it was loaded."""
+        """The clients whose turns it has run since it was loaded."""
         return self.supervisor.users
 
     @property
     def loaded_at_s(self) -> float | None:
-        """When it was loaded, now for one that is being loaded; ``None`` where it is neither."""
+        """When it was loaded, in monotonic seconds; now while it is loading, ``None`` otherwise."""
         return self.supervisor.loaded_at_s
 
     @property
     def is_urgent(self) -> bool:
-        """Whether an operator wants it loaded."""
+        """Whether an operator requested it."""
         return self.supervisor.is_urgent
 
     def delay(self, seconds: float) -> None:
-        """Tell the turns that wait for it how long the others keep their place at least."""
+        """Notify the turns that wait for it how long they have to wait at least."""
         self.supervisor.delay(seconds)
 
     async def evict(self) -> None:
-        """Give up its memory, as soon as its turns have ended or have had the time that they get."""
+        """Unload it as soon as its turns have ended, or have had their time."""
         await self.supervisor.evict(patience_s=self.spec.engine.swap_patience_s)
 
 
 async def fits_beside(model: ManagedModel, others: Sequence[ManagedModel]) -> bool:
-    """Tell whether a model has as much beside the others, which are loaded, as it would have alone.
+    """Return whether a model gets as much beside the others, which are loaded, as it would alone.
 
     Raises:
-        InferenceCenterError: Why that cannot be told, whatever the planner raises: the model has failed to load then.
+        InferenceCenterError: The model cannot be planned, whatever the planner raised.
     """
     planners = [each.planner for each in others]
     with foreign_input(partial(_not_planned, model.name)):
@@ -120,7 +120,7 @@ def _not_planned(name: str, reason: str) -> InferenceCenterError:
 
 
 def summary(name: str, model: ManagedModel | None, *, default: bool) -> ModelSummary:
-    """Return a model in a list; nobody has asked for one that is ``None``."""
+    """Return a model's entry in a list; ``None`` is a model that was never requested."""
     status = model.supervisor.status if model else None
     loaded = status.model if status else None
     if status is None:
@@ -137,22 +137,22 @@ def summary(name: str, model: ManagedModel | None, *, default: bool) -> ModelSum
         n_ctx=loaded.n_ctx,
         slots=loaded.slots,
         parameters=loaded.n_params,
-        size_mb=round(loaded.size_bytes / _MIB, 1),
+        size_mb=round(loaded.size_bytes / MIB, 1),
     )
 
 
 class ModelManager:
-    """Implements ``ipc.port.EnginesPort``. Of a model that nobody has asked for there is only its entry.
+    """Implements ``ipc.port.ModelsPort``. A model that was never requested is only an entry in the registry.
 
-    To those who look at one engine it shows the default's. A swap changes the default when the new model is ready, and
-    not before: turns that the old one has end there, those that wait are submitted again, and a model that cannot be
-    loaded changes nothing.
+    Where one engine is expected, that of the default model is shown. A swap changes the default when the new model is
+    ready, and not before: turns that the old model runs end there, those that wait are submitted to the new one, and a
+    model that cannot be loaded changes nothing.
 
     Args:
         registry: The models by name.
-        make: Builds a model from its entry; its supervisor asks the given function before each start.
+        make: Builds a model from its entry; its supervisor awaits the given function before each start.
         max_resident: Models loaded at once; 0 for as many as fit.
-        min_residency_s: Seconds for which a model that was loaded makes no way for clients other than its users.
+        min_residency_s: Seconds for which a loaded model is evicted only for its own users.
     """
 
     def __init__(
@@ -186,40 +186,40 @@ class ModelManager:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._default}, {sorted(self._models)})"
 
-    # What there is.
+    # State.
 
     @property
     def default(self) -> str:
-        """Name of the model of all sessions that name none."""
+        """The model of all sessions that name none."""
         return self._default
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all models."""
+        """The names of all models."""
         return tuple(sorted(self._registry.models))
 
     @property
     def status(self) -> EngineStatus:
-        """The default's engine now."""
+        """The status of the default's engine."""
         return self._get(self._default).supervisor.status
 
     @property
     def plan(self) -> EnginePlan | None:
-        """How the default was divided between GPUs and host when it was started last."""
+        """How the default was divided between GPUs and host at its last start."""
         return self._get(self._default).planner.report
 
     @property
     def statuses(self) -> Mapping[str, EngineStatus]:
-        """The engines of all models that were asked for, by name."""
+        """The engine status of each model that was requested, by name."""
         return {name: model.supervisor.status for name, model in self._models.items()}
 
     @property
     def supervisors(self) -> tuple[Supervisor, ...]:
-        """All that were begun, with those that are to take another's place and those that finish what they have."""
+        """All that were begun, with those that are to replace another and those that finish their turns."""
         return tuple(model.supervisor for model in self._begun)
 
     def params_of(self, name: str) -> Mapping[str, Any]:
-        """Return the parameters that a model's entry sets; none for one that is gone."""
+        """Return the parameters that a model's entry sets; none for a model that was removed."""
         spec = self._registry.models.get(name)
         return spec.params if spec else {}
 
@@ -247,19 +247,19 @@ class ModelManager:
         """Call ``listener`` with the model that has become the default."""
         self._swap_listeners.append(listener)
 
-    # What is asked of it.
+    # Commands.
 
     def rescan(self) -> None:
-        """Take in models that have come into ``models_dir``; what cannot be read now changes nothing."""
+        """Register models that were added to ``models_dir``; if it cannot be read, nothing changes."""
         try:
             self._registry = self._registry.with_new_files()
         except InferenceCenterError as error:
             _log.warning("models_dir", reason=error.message)
 
     def start(self, *, after_crash: bool = False) -> None:
-        """Load the default; to be called once, from the main thread. What was asked for before is begun now.
+        """Load the default and begin what was requested before; call it once, from the main thread.
 
-        Turns that came before were left by an earlier daemon, which died with them if this is ``after_crash``.
+        Turns that exist already were left by an earlier daemon, which died with them if this is ``after_crash``.
         """
         self._get(self._default)
         self._started = True
@@ -273,11 +273,11 @@ class ModelManager:
         await self._retiring.cancel()
 
     def ensure_loaded(self, name: str, client_id: str = "") -> None:
-        """Load a model for a client, if it is not loaded, though no turn asks for it yet.
+        """Load a model for a client, if it is not loaded, before there is a turn for it.
 
         Raises:
-            InferenceCenterError: ``model_not_found``, or why it could not be loaded. The next call tries again, but not
-                where its engine was lost too often.
+            InferenceCenterError: ``model_not_found``, or why it could not be loaded. The next call tries again unless
+                its engine was lost too often.
         """
         model = self._get(name)
         if (failure := model.supervisor.load_failure) is not None:
@@ -291,22 +291,22 @@ class ModelManager:
         model.supervisor.wake(client_id)
 
     def release(self, session_id: str) -> None:
-        """Let all engines forget a session's KV."""
+        """Have all engines drop a session's KV."""
         for supervisor in self.supervisors:
             supervisor.release(session_id)
 
     def limit(self, limit_for: Callable[[int], EngineLimits]) -> None:
-        """Tell every ready engine what it may do, which depends on its slots."""
+        """Send every ready engine its limits, which depend on its slots."""
         for supervisor in self.supervisors:
             status = supervisor.status
             if status.state is EngineState.READY and status.model is not None:
                 supervisor.send(limit_for(status.model.slots))
 
     def swap(self, name: str, tell: Callable[[Swap], None]) -> None:
-        """Load a model and make it the default; ``tell`` hears how far that is.
+        """Load a model and make it the default; ``tell`` is called with the progress.
 
         Raises:
-            InferenceCenterError: ``model_not_found``, or ``model_loading`` while another swap is going on.
+            InferenceCenterError: ``model_not_found``, or ``model_loading`` during another swap.
         """
         self._registry.get(name, field="name")
         if self._changing.locked():
@@ -316,7 +316,7 @@ class ModelManager:
         self._tasks.spawn(self._swap(name, tell), name="swap")
 
     def unload(self, name: str) -> None:
-        """Free a model's memory when its turns have ended.
+        """Unload a model when its turns have ended.
 
         Raises:
             InferenceCenterError: ``model_not_found``.
@@ -326,10 +326,10 @@ class ModelManager:
             self._tasks.spawn(model.supervisor.evict(patience_s=None), name="unload")
 
     def apply(self, registry: Registry) -> None:
-        """Go over to other entries: what runs otherwise now is loaded anew, and takes the place of what there was."""
+        """Change over to other entries; a running model whose entry differs is replaced."""
         self._tasks.spawn(self._apply(registry), name="apply")
 
-    # One after the other.
+    # Changes, one at a time.
 
     async def _swap(self, name: str, tell: Callable[[Swap], None]) -> None:
         async with self._changing:
@@ -338,13 +338,13 @@ class ModelManager:
     async def _make_default(self, name: str, tell: Callable[[Swap], None]) -> None:
         try:
             failure = await self._try_default(name, tell)
-        except Exception as error:  # noqa: BLE001 - a swap ends and its asker is told, whatever the new model raises
+        except Exception as error:  # noqa: BLE001 - a swap ends and is reported, whatever the new model raises
             failure = error.message if isinstance(error, InferenceCenterError) else reason_of(error)
         if failure is not None:
             _log.error("swap_failed", model=name, reason=failure, default=self._default)
             if name != self._default:
                 self._get(self._default).supervisor.wake(urgent=True)
-                # Answers that have begun wait until it is asked for again.
+                # Answers that have begun wait until the model is requested again.
                 if (model := self._models.get(name)) is not None and not model.supervisor.has_turns:
                     self._forget(model)
             tell(Swap(model=name, phase="failed", detail=failure))
@@ -355,12 +355,12 @@ class ModelManager:
                 listener(loaded)
 
     async def _try_default(self, name: str, tell: Callable[[Swap], None]) -> str | None:
-        """Load a model and make it the default; return why it is not."""
+        """Load a model and make it the default; return why that failed."""
         model = self._get(name)
         if model.supervisor.status.state is EngineState.FAILED:
             model = self._renew(model)
         old = self._get(self._default)
-        # What waits for it is to go to the new one: it would only want the memory back.
+        # Turns that wait for the old model go to the new one: they would only request the memory back.
         old.supervisor.pause(paused=old is not model)
         try:
             failure = await self._load(model, tell)
@@ -374,13 +374,13 @@ class ModelManager:
             old.supervisor.pause(paused=False)
 
     async def _load(self, model: ManagedModel, tell: Callable[[Swap], None]) -> str | None:
-        """Wait until a model is ready; return why it is not going to be."""
+        """Wait until a model is ready; return why it will not be."""
         told: Swap | None = None
         loads_before = model.supervisor.loads
         model.supervisor.wake(urgent=True)
         while True:
             status = model.supervisor.status
-            # One that got ready may have made way again before this could see it.
+            # One that got ready may have been evicted again before this coroutine ran.
             if status.state is EngineState.READY or model.supervisor.loads > loads_before:
                 return None
             if status.state not in _ON_ITS_WAY:
@@ -417,10 +417,10 @@ class ModelManager:
             _log.info("models_applied", models=self.names, default=self._default)
 
     async def _replace(self, old: ManagedModel, spec: ModelSpec) -> None:
-        """Have another engine take the place of a model's; one that cannot be loaded leaves it where it was.
+        """Replace a model's engine; if the new one cannot be loaded, the old one stays.
 
         The new one is loaded beside the old, unless both would keep KV in the same place: then the old one ends first,
-        and what it had begun goes on with the new.
+        and the new one continues its turns.
         """
         new = self._make(spec, self._model_cache.admit)
         same_place = cache_key(spec) == cache_key(old.spec)
@@ -445,7 +445,7 @@ class ModelManager:
         self._on_status(new, new.supervisor.status)
 
     def _get(self, name: str) -> ManagedModel:
-        """Return a model, made now if nobody has asked for it before.
+        """Return a model, built at the first request.
 
         Raises:
             InferenceCenterError: ``model_not_found``.
@@ -470,7 +470,7 @@ class ModelManager:
         for listener in self._model_listeners:
             try:
                 listener(model.name, status)
-            # The same border as in ``Listeners``.
+            # The same border as in ``StatusListeners``.
             except Exception:  # noqa: BLE001
                 _log.exception("engine_listener_failed", model=model.name, state=status.state.value)
         if model.name == self._default:
@@ -481,13 +481,13 @@ class ModelManager:
         self._news.clear()
 
     def _forget(self, model: ManagedModel) -> None:
-        """Let a model that could not be loaded go; it is made anew when it is asked for again."""
+        """Remove a model that could not be loaded; the next request builds it again."""
         if self._models.get(model.name) is model:
             del self._models[model.name]
         self._retire(model)
 
     def _renew(self, model: ManagedModel) -> ManagedModel:
-        """Have a new engine, which sleeps, take the place of one that has failed, with the turns that wait for it."""
+        """Replace a failed engine by a new one, which is asleep, with the turns that wait for it."""
         _log.info("engine_renewed", model=model.name, detail=model.supervisor.status.detail)
         renewed = self._models[model.name] = self._make(self._registry.get(model.name), self._model_cache.admit)
         renewed.supervisor.inherit(model.supervisor.status.model)
@@ -506,11 +506,11 @@ class ModelManager:
 
 
 def _runs_alike(spec: ModelSpec, other: ModelSpec | None) -> bool:
-    """Tell whether two entries need no other engine: parameters are looked up for each turn."""
+    # Parameters are looked up for each turn, so they need no other engine.
     return other is not None and replace(spec, params={}) == replace(other, params={})
 
 
 def _resubmit(model: ManagedModel, *, begun: bool = False) -> None:
-    """Have the turns that wait for a model submitted to the one that they should have now."""
+    """Submit the waiting turns of a model to the one that should run them now."""
     for turn in model.supervisor.recall(begun=begun):
         turn.recalled()

@@ -1,4 +1,4 @@
-"""Plans each engine's start by the memory that is free at that moment, and reports the plan in protocol terms."""
+"""Plans each engine's start by the memory free at that moment, and reports the plan in the protocol's terms."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MOST_ADVICE: Final = 128
 
 
 def placement_constraints(engine: EngineSettings, gpu: GpuSettings) -> PlacementConstraints:
-    """Return what the settings say about a plan."""
+    """Return the constraints that the settings put on a plan."""
     return PlacementConstraints(
         slots=engine.slots,
         n_ctx=engine.n_ctx,
@@ -67,7 +67,7 @@ def placement_constraints(engine: EngineSettings, gpu: GpuSettings) -> Placement
 
 
 def lora_bytes(paths: Iterable[Path]) -> int:
-    """Return the size of adapters' files together; one that cannot be looked at is left for the engine to refuse."""
+    """Return the total size of adapter files; a file that cannot be read is left for the engine to refuse."""
     total = 0
     for path in paths:
         with suppress(OSError):
@@ -76,18 +76,18 @@ def lora_bytes(paths: Iterable[Path]) -> int:
 
 
 class Planner:
-    """Completes the options of each engine, and compares what it took with what was planned.
+    """Completes the options of each engine, and compares the memory it took with the plan.
 
-    When an engine has been ready, later ones get the same slots, contexts and KV types, so that turns that wait still
-    fit and parked KV is still of use; layers and batches are planned anew.
+    Once an engine has been ready, later ones get the same slots, contexts and KV types, so that waiting turns still fit
+    and parked KV stays usable; layers and batches are planned anew.
 
     Args:
-        engine: What is set about the engine.
-        gpu: What is set about GPUs.
-        corrections: How far earlier plans were off.
-        devices: Looks for GPUs.
-        host: Looks at memory and cores.
-        used_bytes: Returns what a process (its id) has on a GPU (its index), if the driver tells.
+        engine: The engine settings.
+        gpu: The GPU settings.
+        calibration: How far earlier plans were off.
+        devices: Finds GPUs.
+        host: Reads memory and cores.
+        used_bytes: Returns what a process (by id) uses of a GPU (by index), if the driver reports it.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only; the last three are the surroundings
@@ -101,7 +101,7 @@ class Planner:
         used_bytes: Callable[[int, int], int | None] = nvml.process_bytes,
     ) -> None:
         self._gpu = gpu
-        self._wishes = placement_constraints(engine, gpu)
+        self._constraints = placement_constraints(engine, gpu)
         self._calibration = calibration
         self._find_devices = devices
         self._read_host = host
@@ -115,14 +115,14 @@ class Planner:
 
     @property
     def report(self) -> EnginePlan | None:
-        """The plan of the last start, with what it took where that was measured; ``None`` where none was made."""
+        """The plan of the last start, with measured usage where there is some; ``None`` if no plan was made."""
         return self._report
 
     def first(self, options: EngineOptions) -> EngineOptions:
         """Return the options of the first engine.
 
         Raises:
-            InferenceCenterError: ``invalid_config`` for a GPU that is set and not there.
+            InferenceCenterError: ``invalid_config`` for a configured GPU that does not exist.
         """
         if not self._knows_model(options):
             return options
@@ -138,18 +138,18 @@ class Planner:
         """Return the options of a further engine; fewer layers than were planned before are a limit from now on.
 
         Raises:
-            InferenceCenterError: ``invalid_config`` for a GPU that is set and not there.
+            InferenceCenterError: ``invalid_config`` for a configured GPU that does not exist.
         """
         if self._given_layers is not None and options.n_gpu_layers < self._given_layers:
-            self._wishes = replace(self._wishes, most_gpu_layers=options.n_gpu_layers)
+            self._constraints = replace(self._constraints, most_gpu_layers=options.n_gpu_layers)
         return self.first(options)
 
     def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
-        """Tell whether the model has as much beside the others, which are loaded, as it would have alone. Blocks.
+        """Return whether the model gets as much beside the others, which are loaded, as it would alone. Blocks.
 
         Raises:
-            InferenceCenterError: ``invalid_config`` for a model that was never loaded and does not fit even alone:
-                nobody is to make way for what would end for lack of memory, or take it from other programs.
+            InferenceCenterError: ``invalid_config`` for a model that was never loaded and does not fit even alone: no
+                model is evicted for one that would run out of memory, or take it from other programs.
         """
         if not self._knows_model(options):
             return True
@@ -159,15 +159,15 @@ class Planner:
     def _fits_beside(self, others: Sequence[Planner]) -> bool:
         assert self._model is not None, "its header was read"
         devices, host = self._devices(), self._read_host()
-        made = plan(self._model, devices, host, self._wishes)
+        made = plan(self._model, devices, host, self._constraints)
         taken = [other._plan for other in others if other._plan is not None]
-        alone = plan(self._model, _without(taken, devices), _freed(host, taken), self._wishes)
+        alone = plan(self._model, _without(taken, devices), _freed(host, taken), self._constraints)
         if not alone.fits and self._plan is None:
             raise InferenceCenterError(ErrorCode.INVALID_CONFIG, " ".join(alone.advice))
         return made.fits and _worth(made) >= _worth(alone)
 
     def on_status(self, status: EngineStatus) -> None:
-        """Compare, in a thread, what each engine took when it gets ready; called on the event loop."""
+        """Start, in a thread, the comparison for an engine that has become ready; call it on the event loop."""
         if status.state is EngineState.READY and status.model and status.pid and status.pid != self._compared_pid:
             self._compared_pid = status.pid
             asyncio.get_running_loop().run_in_executor(None, self._try_to_compare, status.model, status.pid)
@@ -175,17 +175,17 @@ class Planner:
     def _try_to_compare(self, model: ModelInfo, pid: int) -> None:
         try:
             self.compare(model, pid)
-        except Exception as error:  # noqa: BLE001 - the border to the driver: without its figures the plan stays as it is
+        except Exception as error:  # noqa: BLE001 - the driver may fail: without its figures the plan stays as it is
             _log.warning("vram_not_compared", reason=reason_of(error))
 
     def compare(self, model: ModelInfo, pid: int) -> None:
-        """Write down what an engine that is ready took of each GPU, and keep how far the plan was off. Blocks."""
+        """Log what a ready engine took of each GPU, and store how far the plan was off. Blocks."""
         made, report = self._plan, self._report
         if made is None or report is None or self._model is None:
             return
         setup = made.setup
-        self._wishes = replace(
-            self._wishes,
+        self._constraints = replace(
+            self._constraints,
             slots=setup.slots,
             n_ctx=setup.n_ctx,
             kv_type_k=setup.kv_type_k,
@@ -197,7 +197,7 @@ class Planner:
             if used_bytes is None:
                 continue
             if not demand.weight_bytes + demand.kv_bytes <= used_bytes <= _MOST_OFF * demand.bytes:
-                # What is free changed for other reasons too: nothing is learnt from it.
+                # Other programs changed the free memory too: the figure says nothing.
                 _log.info("vram_not_compared", gpu=device.name, used_mib=used_bytes // MIB)
                 continue
             _log.info(
@@ -213,37 +213,31 @@ class Planner:
             self._report = with_measured_usage(report, taken)
 
     def _knows_model(self, options: EngineOptions) -> bool:
-        """Read the model's header if that was not done before; tell whether there is one to plan by."""
+        """Read the model's header once; return whether there is one to plan by."""
         if self._model is None and not self._unknown and options.backend == "llama":
             try:
                 with foreign_input(partial(_unplannable, options)):
                     shape = describe(read_gguf(Path(options.model_path)))
                     self._model = with_adapters(shape, lora_bytes(Path(each.path) for each in options.lora))
             except InferenceCenterError as error:
-                # llama.cpp may read what is not understood here; if it cannot either, it says so.
+                # llama.cpp may read what this parser does not; if it cannot either, the engine reports it.
                 _log.warning("plan_impossible", reason=error.message)
                 self._unknown = True
         return self._model is not None
 
     def _planned(self, options: EngineOptions) -> EngineOptions:
-        """Make a plan of what is free now, and return the options with it.
-
-        Raises:
-            InferenceCenterError: ``invalid_config`` for a GPU that is set and not there; ``invalid_model_file`` for a
-                model of which no plan can be made.
-        """
         with foreign_input(partial(_unplannable, options)):
             return self._make_plan(options)
 
     def _make_plan(self, options: EngineOptions) -> EngineOptions:
-        model, wishes = self._model, self._wishes
+        model, constraints = self._model, self._constraints
         assert model is not None, "its header was read"
         devices, host = self._devices(), self._read_host()
-        made = plan(model, devices, host, wishes)
-        self._plan, self._report = made, plan_report(made, model=model, host=host, wishes=wishes)
+        made = plan(model, devices, host, constraints)
+        self._plan, self._report = made, plan_report(made, model=model, host=host, constraints=constraints)
         _report(made)
-        if not devices and wishes.n_gpu_layers > 0:
-            # Layers are asked for, and the engine says that there is nothing to put them on.
+        if not devices and constraints.n_gpu_layers > 0:
+            # Layers are requested, and the engine reports that there is no GPU for them.
             return _with_setup(options, made)
         self._given_layers = made.n_gpu_layers
         return msgspec.structs.replace(
@@ -256,7 +250,7 @@ class Planner:
             main_gpu=made.main_gpu,
             tensor_split=made.tensor_split,
             cpu_tensors=made.cpu_tensors,
-            gpu_optional=wishes.n_gpu_layers < 0,
+            gpu_optional=constraints.n_gpu_layers < 0,
         )
 
     def _devices(self) -> tuple[Device, ...]:
@@ -267,9 +261,9 @@ class Planner:
         )
 
     def _used(self, device: Device, pid: int, memory: Sequence[BufferUse]) -> int | None:
-        """Return what the engine has of a GPU: by the driver, else by how much less is free, else by its own account.
+        """Return what the engine uses of a GPU: by the driver, else by the decrease in free memory, else by llama.cpp.
 
-        What is free also changes with other programs; llama.cpp's account lacks what the driver takes for itself.
+        Free memory also changes with other programs; llama.cpp's figures lack what the driver allocates for itself.
         """
         if device.index >= 0:
             own = self._used_bytes(device.index, pid)
@@ -296,7 +290,7 @@ def _unplannable(options: EngineOptions, reason: str) -> InferenceCenterError:
 
 
 def _without(taken: Sequence[PlacementPlan], devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Return the GPUs as they were if nothing that was planned were there."""
+    """Return the GPUs with the memory of these plans added to what is free."""
     freed = Counter[str]()
     for made in taken:
         freed.update(
@@ -314,7 +308,7 @@ def _freed(host: Host, taken: Sequence[PlacementPlan]) -> Host:
 
 
 def _worth(made: PlacementPlan) -> tuple[int, int, int]:
-    """What must not become less because other models are loaded too; longer contexts are welcome, and no more."""
+    # What must not decrease because other models are loaded too; longer contexts are optional.
     return made.n_gpu_layers, -len(made.cpu_tensors), made.setup.slots
 
 
@@ -348,8 +342,8 @@ def _report(made: PlacementPlan) -> None:
         _log.warning("plan_does_not_fit", reason=" ".join(made.advice))
 
 
-def plan_report(made: PlacementPlan, *, model: ModelShape, host: Host, wishes: PlacementConstraints) -> EnginePlan:
-    """Return a plan with what it was made from. Texts, of which some come from files and drivers, have an end."""
+def plan_report(made: PlacementPlan, *, model: ModelShape, host: Host, constraints: PlacementConstraints) -> EnginePlan:
+    """Return a plan in the protocol's terms. Texts are truncated, since some come from files and drivers."""
     setup, demand = made.setup, made.demand
     parts = zip(made.devices, demand.devices, made.layer_counts, strict=True)
     return EnginePlan(
@@ -371,7 +365,7 @@ def plan_report(made: PlacementPlan, *, model: ModelShape, host: Host, wishes: P
                 name=_cut(device.name),
                 total_bytes=device.total_bytes,
                 free_bytes=device.free_bytes,
-                margin_bytes=margin_bytes(device, wishes),
+                margin_bytes=margin_bytes(device, constraints),
                 layers=layers,
                 weight_bytes=own.weight_bytes,
                 kv_bytes=own.kv_bytes,
@@ -396,7 +390,7 @@ def plan_report(made: PlacementPlan, *, model: ModelShape, host: Host, wishes: P
 
 
 def with_measured_usage(plan: EnginePlan, used_bytes: Mapping[str, int]) -> EnginePlan:
-    """Return the plan with what it took in fact of GPUs, by their ids."""
+    """Return the plan with the measured usage of GPUs, by their ids."""
     devices = (each.model_copy(update={"used_bytes": used_bytes.get(each.id)}) for each in plan.devices)
     return plan.model_copy(update={"devices": tuple(devices)})
 

@@ -1,8 +1,8 @@
-"""Turns under suspicion, kept from one daemon to the next: ``suspects.json`` in the state directory.
+"""Persists suspected poison turns across restarts of the daemon: ``suspects.json`` in the state directory.
 
-A stored turn may end the engine and the daemon together, as where both are killed for want of memory; or the engine may
-be given up and the daemon end before the turn is found. The next daemon resumes it, and so on. So what is suspected is
-written down when it changes, which is after an engine's death and while suspects are tried, and at no other time.
+A stored turn may kill the engine and the daemon together, for example when both run out of memory; or the daemon may
+end before the turn is identified. The next daemon resumes the turn and would fail again. So suspicions are written when
+they change, which is only after an engine's death and while suspects run in isolation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _log = structlog.get_logger(__name__)
 
 
 class SuspectedTurns(msgspec.Struct, frozen=True):
-    """How often each turn of a model was named by a death, and the tokens that it had then.
+    """By turn of a model: the deaths it was suspected of, and the tokens it had generated at the last one.
 
-    ``alone`` is the one that ran with no other.
+    ``alone`` is the turn that ran in isolation.
     """
 
     times: dict[str, int] = {}
@@ -36,7 +36,7 @@ class SuspectedTurns(msgspec.Struct, frozen=True):
 
 
 class PoisonTurnStore:
-    """The suspected turns by model. A file that cannot be read or written costs the memory of them and nothing else."""
+    """The suspected turns by model. A file that cannot be read or written only loses the suspicions."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -45,15 +45,15 @@ class PoisonTurnStore:
             self._models = _read(path)
         except FileNotFoundError:
             pass
-        except Exception as error:  # noqa: BLE001 - the border to a file that others may have changed
+        except Exception as error:  # noqa: BLE001 - other programs may have changed the file
             _log.warning("suspects_unreadable", path=str(path), reason=reason_of(error))
 
     def of(self, model: str) -> SuspectedTurns:
-        """Return what was written last of a model's turns."""
+        """Return the suspicions stored for a model."""
         return self._models.get(model, SuspectedTurns())
 
     def put(self, model: str, suspected: SuspectedTurns) -> None:
-        """Write down what is suspected of a model's turns now."""
+        """Store a model's suspicions if they have changed."""
         if suspected == self.of(model):
             return
         self._models[model] = suspected

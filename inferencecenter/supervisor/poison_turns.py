@@ -1,13 +1,13 @@
-"""Which turns may have ended an engine, and which of them is tried alone. Pure.
+"""Identifies turns that kill engines (poison turns). Pure.
 
-The turns that a dead engine was busy with are suspected. A suspect that generates ``PROVEN_TOKENS`` more than it had is
-cleared, alone or in company. One that is suspected a second time before is tried: it runs with no other turn in the
-engine. Only an engine that dies while it is busy with a turn that is tried convicts that turn. One that is killed from
-outside, by a person or for want of memory, need not have died of it: that convicts the second time.
+The turns that a dead engine was busy with are suspects. A suspect that generates ``PROVEN_TOKENS`` more tokens is
+cleared, alone or in company. One that is suspected a second time before that is isolated: it runs with no other turn in
+the engine. Only the death of an engine that was busy with the isolated turn alone convicts it. An engine that was
+killed from outside, by an operator or the OOM killer, need not have died of the turn: there the second death convicts.
 
-A daemon that dies is such a death of its engines too. The turns that the next daemon resumes are suspected of it, or
-the one alone that was tried; so a turn that ends daemon and engine together is found by the fifth. One that got any
-further between two deaths of daemons is not suspected of the first.
+The death of a daemon counts as a death of its engines. The turns that the next daemon resumes are suspected of it, or
+only the isolated one; so a turn that kills daemon and engine together is identified by the fifth death. A turn that
+made progress between two deaths of daemons is not suspected of the first.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 PROVEN_TOKENS: Final = 16
 TRIED_AFTER: Final = 2
-"""Suspicions after which a turn is tried alone."""
+"""Suspicions after which a turn is isolated."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Suspicion:
-    """``times`` a turn was named by a dead engine; ``clear_at_tokens`` generated tokens it is cleared."""
+    """A turn was suspected ``times`` times and is cleared at ``clear_at_tokens`` generated tokens."""
 
     times: int
     clear_at_tokens: int
 
 
 class PoisonTurnDetector:
-    """The turns under suspicion."""
+    """The suspected turns, and which of them is isolated."""
 
     def __init__(self) -> None:
         self._suspicions: dict[str, _Suspicion] = {}
@@ -45,9 +45,9 @@ class PoisonTurnDetector:
 
     @property
     def isolated(self) -> str | None:
-        """The turn that is to run alone; ``None`` while all may run together.
+        """The turn that must run alone; ``None`` while all may run together.
 
-        Between two losses of an engine it changes only when this turn is cleared or over.
+        Between two deaths of an engine it changes only when this turn is cleared or ends.
         """
         return next((name for name, suspicion in self._suspicions.items() if suspicion.times >= TRIED_AFTER), None)
 
@@ -58,19 +58,19 @@ class PoisonTurnDetector:
 
     @property
     def n_tokens(self) -> dict[str, int]:
-        """How many tokens each had when it was named last."""
+        """The generated tokens of each suspect when it was last named."""
         return {name: suspicion.clear_at_tokens - PROVEN_TOKENS for name, suspicion in self._suspicions.items()}
 
     def restore(self, turn_id: str, *, times: int, n_tokens: int) -> None:
-        """Take over what an earlier daemon suspected of a turn."""
+        """Restore a suspicion that an earlier daemon stored."""
         self._suspicions[turn_id] = _Suspicion(times, n_tokens + PROVEN_TOKENS)
 
     def lost(self, named: Mapping[str, int], *, from_outside: bool = False) -> str | None:
-        """Take note that an engine died; return the turn that did it, if that is known now.
+        """Record the death of an engine; return the turn that is convicted of it, if any.
 
         Args:
-            named: The turns that the engine was busy with, and how many tokens each had generated.
-            from_outside: Whether it was killed by something that may have nothing to do with them.
+            named: The turns that the engine was busy with, and the tokens that each had generated.
+            from_outside: Whether the engine was killed by something that may be unrelated to them.
         """
         on_trial = self.isolated
         if on_trial is not None and named.keys() == {on_trial}:
@@ -85,7 +85,7 @@ class PoisonTurnDetector:
         return None
 
     def clears(self, turn_id: str, n_tokens: int) -> bool:
-        """Take note of how many tokens a turn has generated; tell whether that frees it from suspicion."""
+        """Return whether a turn is cleared by the tokens it has generated, and if so drop the suspicion."""
         suspicion = self._suspicions.get(turn_id)
         if suspicion is None or n_tokens < suspicion.clear_at_tokens:
             return False
@@ -93,5 +93,5 @@ class PoisonTurnDetector:
         return True
 
     def forget(self, turn_id: str) -> None:
-        """Take note that a turn is over."""
+        """Drop a turn that has ended."""
         self._suspicions.pop(turn_id, None)

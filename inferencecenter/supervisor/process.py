@@ -1,4 +1,4 @@
-"""One engine process: the lock that outlives a dead daemon, its start, its messages, its end."""
+"""One engine process: the lock that outlives a dead daemon, the start, the messages and the exit."""
 
 from __future__ import annotations
 
@@ -28,18 +28,17 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import EngineOptions, FromEngine, LogLine, Suspended, ToEngine
 
-# Makes sure that the engine of a daemon that died is gone before the next one starts.
-#
-# The engine inherits a locked file that its daemon then closes. So the lock is held exactly as long as the engine
-# lives, whatever becomes of the daemon, and the file says for which process the next daemon has to wait.
+# The lock ensures that the engine of a dead daemon is gone before the next one starts: the engine inherits a locked
+# file that its daemon then closes. So the lock is held exactly as long as the engine lives, whatever happens to the
+# daemon, and the file names the process for which the next daemon has to wait.
 
 WAIT_S: Final = 10.0
-"""How long an orphan may take: the kernel kills it together with its parent, but freeing its memory takes a while."""
+"""How long to wait for an orphan: the kernel kills it with its parent, but freeing its memory takes a while."""
 MODULE: Final = "inferencecenter.engine"
 EXIT_GRACE_S: Final = 3.0
 """How long a process may outlive its pipe before it is killed."""
 SUSPEND_DEADLINE_S: Final = 10.0
-"""How long an engine may take to bring KV to disk when the daemon stops, or when nobody asks it anything."""
+"""How long an engine may take to write KV to disk when the daemon stops or the engine goes to sleep."""
 STOP_DEADLINE_S: Final = 3.0
 _MAX_LINE_BYTES: Final = 16 * 1024
 _MAX_SHOWN_CHARS: Final = 400
@@ -53,7 +52,7 @@ _log = structlog.get_logger("engine")
 
 
 class EngineLockError(Exception):
-    """Another engine holds the lock and does not go."""
+    """Another engine holds the lock and does not exit."""
 
 
 @asynccontextmanager
@@ -61,7 +60,7 @@ async def engine_lock(path: Path, *, wait_s: float = WAIT_S) -> AsyncIterator[in
     """Hold the lock on ``path`` and yield its file descriptor, for an engine to inherit.
 
     Raises:
-        OrphanError: The engine that holds the lock is still there after ``wait_s``.
+        EngineLockError: The engine that holds the lock is still there after ``wait_s``.
         OSError: The file cannot be opened.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -74,7 +73,7 @@ async def engine_lock(path: Path, *, wait_s: float = WAIT_S) -> AsyncIterator[in
 
 
 def record_holder(fd: int, pid: int) -> None:
-    """Write into the lock file which engine holds it from now on."""
+    """Write into the lock file which process holds it."""
     os.ftruncate(fd, 0)
     os.pwrite(fd, str(pid).encode(), 0)
 
@@ -100,7 +99,7 @@ async def _holder_gone(pid: int, *, wait_s: float) -> None:
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
-        # The lock outlives its holder's pid by the moment in which the kernel closes the holder's files.
+        # The lock outlives its holder's pid until the kernel has closed the holder's files.
         raise EngineLockError(f"the engine lock is held by process {pid}, which is gone") from None
     gone = asyncio.Event()
     loop.add_reader(pidfd, gone.set)
@@ -116,10 +115,10 @@ async def _holder_gone(pid: int, *, wait_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EngineExit:
-    """How an engine ended, and with which turns it was busy then.
+    """How an engine ended, and the turns that it was busy with.
 
-    It ended ``by_itself`` unless it was killed from here for a reason, and ``from_outside`` when something else killed
-    it, which a person or a kernel short of memory does.
+    It ended ``by_itself`` unless this daemon killed it for a reason, and ``from_outside`` if another process or the OOM
+    killer killed it.
     """
 
     detail: str
@@ -129,7 +128,7 @@ class EngineExit:
 
 
 class EngineProcess:
-    """A running ``python -m inferencecenter.engine``, the channel to it and its heartbeat; made by ``spawn``."""
+    """A running ``python -m inferencecenter.engine``, its channel and its heartbeat; made by ``spawn``."""
 
     def __init__(self, process: asyncio.subprocess.Process, channel: Channel, heartbeat: Heartbeat) -> None:
         self._process = process
@@ -150,12 +149,12 @@ class EngineProcess:
 
     @property
     def ticks(self) -> int:
-        """The engine's progress: another number than before means that it does something."""
+        """The engine's progress counter: it changes whenever the engine does something."""
         return self._heartbeat.ticks if self._heartbeat else 0
 
     @property
     def has_room(self) -> bool:
-        """Whether the engine has read most of what it was sent, so that more work may be sent."""
+        """Whether the channel has room for more work."""
         return self._channel.has_room
 
     @classmethod
@@ -169,12 +168,12 @@ class EngineProcess:
     ) -> EngineProcess:
         """Start an engine.
 
-        To be called from the main thread: the kernel kills the engine when the *thread* that started it ends.
+        Call it from the main thread: the kernel kills the engine when the *thread* that started it ends.
 
         Args:
             options: Sent as the first frame, with this process as the parent and a new heartbeat.
-            on_message: Called on the event loop with whatever the engine says.
-            on_drain: Called on the event loop when ``has_room`` is so again.
+            on_message: Called on the event loop with each message of the engine.
+            on_drain: Called on the event loop when ``has_room`` becomes true again.
             keep_open: File descriptors that stay open in the engine.
 
         Raises:
@@ -203,28 +202,28 @@ class EngineProcess:
         return cls(process, channel, heartbeat)
 
     def send(self, message: ToEngine) -> None:
-        """Send a message; nothing happens when the engine is gone.
+        """Send a message; does nothing if the engine is gone.
 
         Raises:
-            FrameError: The message is too large for a frame.
+            FramingError: The message is too large for a frame.
         """
         self._channel.send(message)
 
     def close(self) -> None:
-        """Ask the engine to end by closing the pipe."""
+        """Request the engine's exit by closing the pipe."""
         self._channel.close()
 
     def kill(self, *, because: str = "") -> None:
-        """End the engine at once; ``because`` is a reason in words, for ``gone``."""
+        """Kill the engine; ``because`` becomes the detail of its ``EngineExit``."""
         self._killed, self._killed_because = True, because or self._killed_because
         if self._process.returncode is None:
-            with suppress(ProcessLookupError):  # it has ended, of which the event loop has not heard yet
+            with suppress(ProcessLookupError):  # it has exited, and the event loop has not noticed yet
                 os.kill(self._process.pid, signal.SIGKILL)
 
     async def suspend(self, *, deadline_s: float, park_all: bool = False) -> None:
-        """Have the engine stop its turns and bring their KV to disk; wait until it has, at most ``deadline_s``.
+        """Have the engine stop its turns and write their KV to disk; wait for that at most ``deadline_s``.
 
-        With ``park_all`` what may not be on a disk stays in memory for the next engine.
+        With ``park_all``, KV that may not be written to disk stays in memory for the next engine.
         """
         self.send(Suspend(park_all))
         try:
@@ -234,7 +233,7 @@ class EngineProcess:
             _log.warning("engine_not_suspended", deadline_s=deadline_s)
 
     def suspended(self, message: Suspended) -> None:
-        """Take note that the engine has done what ``suspend`` asked for."""
+        """Handle the engine's confirmation of ``suspend``."""
         _log.info("engine_suspended", sessions=message.sessions)
         self._quiet.set()
 
@@ -245,11 +244,11 @@ class EngineProcess:
         deadline_s: float = STOP_DEADLINE_S,
         park_all: bool = False,
     ) -> None:
-        """Ask the engine to end, and wait until it is gone.
+        """Request the engine's exit, and wait until it is gone.
 
         Args:
-            suspend_deadline_s: Seconds it may take to ``suspend`` before; ``None`` where there is nothing to keep.
-            deadline_s: Seconds it may take to end after that, before it is killed.
+            suspend_deadline_s: Seconds for ``suspend`` before that; ``None`` if there is nothing to keep.
+            deadline_s: Seconds for the exit after that, before the engine is killed.
             park_all: See ``suspend``.
         """
         if suspend_deadline_s is not None:
@@ -288,7 +287,7 @@ class EngineProcess:
         )
 
     async def _log_output(self) -> None:
-        """Log what the process writes outside the channel: Python's and llama.cpp's last words."""
+        """Log what the process writes outside the channel, such as fatal errors of Python and llama.cpp."""
         stream = self._process.stdout
         assert stream is not None, "the process was started with a pipe"
         rest = b""
@@ -308,7 +307,7 @@ class EngineProcess:
 
 
 def log_line(message: LogLine) -> None:
-    """Write a line that the engine logged, with the name of what wrote it."""
+    """Log a line of the engine under the name of its logger there."""
     _log.log(_LEVELS.get(message.level, logging.INFO), message.event, logger=message.source)
 
 
@@ -320,14 +319,14 @@ async def launch(
     on_drain: Callable[[], None],
     lock_path: Path | None,
 ) -> EngineProcess:
-    """Start an engine that holds the lock at ``lock_path``, if there is one, and takes over what was parked.
+    """Start an engine that holds the lock at ``lock_path``, if given, and adopts parked KV.
 
-    Of what another daemon's engine parked, only durable sessions are still known. One that got ready here has deleted
-    the rest, so that what is there later was parked for sessions of this daemon.
+    Of the KV that another daemon's engine parked, only that of durable sessions is adopted. The first engine that is
+    ready deletes the rest, so all that is found later was parked for sessions of this daemon.
 
     Raises:
-        OrphanError: Another engine holds the lock and does not go.
-        OSError: The process cannot be started, or the lock not be opened.
+        EngineLockError: Another engine holds the lock and does not exit.
+        OSError: The process cannot be started, or the lock cannot be opened.
     """
     options = msgspec.structs.replace(options, kv_adopt="durable" if is_first else "all")
     if lock_path is None:

@@ -1,15 +1,13 @@
 """The turns that have not ended, and which of them the engine has.
 
-A new engine may be met by a thousand turns that wait. Each is rendered before it is handed over, which does not hold up
-those behind it, and may be megabytes long. So they are handed over one in a turn of the event loop, which serves
-all other work in between, and only while what the engine has not read yet is within the channel's window: it goes on
-when that has drained. A turn that cannot be submitted ends by itself in its own turn of the loop, so that any number of
-them in a row is no recursion.
+A new engine may find a thousand waiting turns. Each is rendered before it is sent, which does not delay those behind
+it, and may be megabytes long. So one turn is sent per iteration of the event loop, which leaves time for all other
+work, and only while the unread bytes are within the channel's window; sending continues when the channel has drained. A
+turn that cannot be submitted fails in an iteration of its own, so that any number of failures is no recursion.
 
-So are the turns of an engine that is lost, or given up, told of it: one in a turn of the loop, in their order, and all
-of them before the next engine is given any. What is to become of them is settled at once. A turn that is to end is not
-here any more, so that nothing else can end it; one that is only interrupted may be aborted or recalled before it hears
-of that.
+The turns of an engine that is lost or given up are notified the same way: one per iteration, in their order, all before
+the next engine gets any. What becomes of each is decided at once. A turn that is to end is removed at once, so that
+nothing else can end it; one that is only interrupted may be aborted or recalled before it is notified.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 _RETRY_MS: Final = 1000
 _GIVEN_UP: Final = (
-    "It was lost too often and is not started again; the daemon's log says why. Once that is mended, SIGHUP to the "
+    "It was lost too often and is not started again; the daemon's log says why. Once the cause is fixed, SIGHUP to the "
     "daemon, inferencecenter model load or a restart of the daemon starts it again."
 )
 _BY_ITSELF: Final = ("stop", "length")
@@ -46,7 +44,7 @@ _log = structlog.get_logger(__name__)
 
 
 def unavailable(engine: EngineStatus, *, given_up: bool, retry_after_ms: int = _RETRY_MS) -> InferenceCenterError:
-    """Return why an engine in this state takes no turns; one that is ``given_up`` will not before it is revived."""
+    """Return why an engine in this state accepts no turns; one that is ``given_up`` will not until it is revived."""
     return InferenceCenterError(
         ErrorCode.ENGINE_UNAVAILABLE,
         f"the engine is {engine.state.value}{': ' if engine.detail else ''}{engine.detail}",
@@ -56,21 +54,21 @@ def unavailable(engine: EngineStatus, *, given_up: bool, retry_after_ms: int = _
 
 
 def queue_full(max_queue: int) -> InferenceCenterError:
-    """Return why a turn is not taken when ``max_queue`` turns wait already."""
+    """Return why a turn is refused when ``max_queue`` turns wait already."""
     return InferenceCenterError(ErrorCode.QUEUE_FULL, f"{max_queue} turns are waiting already", retry_after_ms=1000)
 
 
 def not_loaded(message: LoadFailed) -> InferenceCenterError:
-    """Return why a model cannot be loaded, as the engine said it."""
+    """Return why a model cannot be loaded, as the engine reported it."""
     code = ErrorCode(message.code) if message.code in ERRORS else ErrorCode.INTERNAL
     return InferenceCenterError(code, message.message, hint=message.hint or None)
 
 
 class QueueLengthAlarm:
-    """Says once that the queue has become long, and again only after it has been half as long.
+    """Warns once that the queue is long, and again only after it has been half as long.
 
     Args:
-        threshold: Waiting turns that make a queue long; 0 for never.
+        threshold: Waiting turns that make a queue long; 0 disables the warning.
     """
 
     def __init__(self, threshold: int) -> None:
@@ -78,7 +76,7 @@ class QueueLengthAlarm:
         self._warned = False
 
     def should_warn(self, waiting: int) -> bool:
-        """Take note of how many turns wait, and tell whether to warn now."""
+        """Return whether to warn, now that ``waiting`` turns wait."""
         if not self._threshold:
             return False
         if waiting * 2 < self._threshold:
@@ -90,29 +88,29 @@ class QueueLengthAlarm:
 
 
 class EngineLink(Protocol):
-    """An engine, as far as turns are given to it."""
+    """An engine as the queue sees it."""
 
     @property
     def has_room(self) -> bool:
-        """Whether it may be sent another turn now."""
+        """Whether another turn may be sent now."""
 
     def send(self, message: ToEngine) -> None:
-        """Send a message; raises ``FramingError`` where it is too large."""
+        """Send a message; raises ``FramingError`` if it is too large."""
 
 
 class RequestQueue:
     """Keeps turns in the order of their submission and gives them to one engine after the other.
 
-    A turn is kept until its last event, not what it generated: that is its session's, which says what is left to do
-    each time an engine takes the turn. While a suspect is tried alone, all others wait here. One that was cleared and
-    has to make room for the next suspect *leaves*: it is aborted in the engine without hearing of it, and what the
-    engine still says of it is dropped, to be generated again.
+    A turn is kept until its last event, without its output: the session keeps that, and computes what is left to
+    generate each time the turn is submitted. While a suspect is isolated, all others wait here. A turn that the engine
+    runs when another is isolated *drains*: it is aborted in the engine without an event to its session, and further
+    events of it are dropped, to be generated again.
 
     Args:
-        call_soon: Arranges for a call in the next turn of the event loop.
-        changed: Called when the engine was given a turn that waited, or when there is none to give any more.
-        crash_limit: Where deaths of engines are counted by client.
-        remember: Called when others are suspected than before, or another is tried.
+        call_soon: Schedules a call in the next iteration of the event loop.
+        changed: Called when the engine was given a waiting turn, or when none is left to give.
+        crash_limit: Counts deaths of engines by client.
+        remember: Called when the suspicions change, or another turn is isolated.
     """
 
     def __init__(
@@ -128,23 +126,23 @@ class RequestQueue:
         self._crash_limit = crash_limit
         self._remember = remember
         self._remembered = SuspectedTurns()
-        self._tried: str | None = None
+        self._isolated_run: str | None = None
         self._turns: dict[str, EngineTurn] = {}
-        # Those that no engine has, in the order of their submission.
+        # Turns that no engine has, in the order of their submission.
         self._waiting: dict[str, None] = {}
-        # Those that were here before the engine: it may not refuse them for lack of room.
+        # Turns that are older than the engine: it may not refuse them for lack of room.
         self._accepted: set[str] = set()
-        # Those of them whose prompts are being rendered.
+        # Waiting turns whose prompts are being rendered.
         self._preparing: set[str] = set()
         self._given: set[str] = set()
         self._aborted: set[str] = set()
-        self._leaving: set[str] = set()
+        self._draining: set[str] = set()
         self._detector = PoisonTurnDetector()
         self._held = False
         self._engine: EngineLink | None = None
-        self._going_on = False
-        # Those that are to hear of their end, or that their engine is gone, where there is no event.
-        self._untold: OrderedDict[str, tuple[EngineTurn, TurnEvent | None]] = OrderedDict()
+        self._step_scheduled = False
+        # Turns to be notified of their last event or, where that is ``None``, of an interruption.
+        self._to_notify: OrderedDict[str, tuple[EngineTurn, TurnEvent | None]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._turns)}, given={len(self._given)}, {self._detector!r})"
@@ -154,35 +152,35 @@ class RequestQueue:
 
     @property
     def n_waiting(self) -> int:
-        """Turns that no engine has."""
+        """How many turns no engine has."""
         return len(self._waiting)
 
     @property
     def handing_over(self) -> bool:
-        """Whether the engine is about to be given turns that wait, some of which may have to be rendered first."""
-        return self._going_on or bool(self._preparing and self._engine is not None and not self._held)
+        """Whether waiting turns are about to be sent to the engine, some perhaps after being rendered."""
+        return self._step_scheduled or bool(self._preparing and self._engine is not None and not self._held)
 
     @property
-    def telling(self) -> bool:
-        """Whether turns have yet to hear what has become of them."""
-        return bool(self._untold)
+    def notifying(self) -> bool:
+        """Whether turns have yet to be notified of their end or interruption."""
+        return bool(self._to_notify)
 
     @property
     def clients(self) -> frozenset[str]:
-        """Whose turns have not ended."""
+        """The clients whose turns have not ended."""
         return frozenset(turn.client_id for turn in self._turns.values())
 
     @property
     def engine_is_busy(self) -> bool:
-        """Whether the engine has something to do."""
-        return bool(self._given or self._leaving)
+        """Whether the engine has turns."""
+        return bool(self._given or self._draining)
 
     def add(self, turn: EngineTurn) -> bool:
-        """Keep a turn, and give it to the engine if that may have it now; tell whether it waits for no engine.
+        """Keep a turn and give it to the engine if possible; return whether it waits for no engine.
 
         Raises:
-            InferenceCenterError: ``prompt_too_long``, ``rate_limited`` for one that has not begun of a client that has
-                ended too many engines, or what the turn says; it is not kept.
+            InferenceCenterError: ``prompt_too_long``; ``rate_limited`` for a turn that has not begun, of a client whose
+                turns have crashed too many engines; or what the turn raises. The turn is not kept then.
         """
         if not turn.n_tokens:
             self._crash_limit.check(turn.client_id)
@@ -196,7 +194,7 @@ class RequestQueue:
         return may_run
 
     def resume(self, known: SuspectedTurns, *, after_crash: bool) -> None:
-        """Go on with what an earlier daemon suspected of the turns that it left; ``after_crash`` it died with them."""
+        """Restore suspicions of turns that an earlier daemon left; ``after_crash`` it died with them."""
         n_tokens = {turn_id: turn.n_tokens for turn_id, turn in self._turns.items()}
         for turn_id, times in known.times.items():
             named_at = known.n_tokens.get(turn_id, 0)
@@ -214,14 +212,14 @@ class RequestQueue:
         """Give the turns to a new engine, one after the other."""
         self._engine, self._held = engine, False
         self._accepted = set(self._turns)
-        self.go_on()
+        self.schedule_step()
 
     def hold(self) -> None:
-        """Give the engine no more turns; those that it has go on."""
+        """Give the engine no more turns; it keeps those that it has."""
         self._held = True
 
     def recall(self, *, begun: bool) -> list[EngineTurn]:
-        """Give back the turns that no engine has, those with tokens only if ``begun``; they are not kept any more."""
+        """Remove and return the turns that no engine has, those with tokens only if ``begun``."""
         waiting = [self._turns[turn_id] for turn_id in self._waiting]
         recalled = [turn for turn in waiting if begun or not turn.n_tokens]
         for turn in recalled:
@@ -230,28 +228,28 @@ class RequestQueue:
             self._accepted.discard(turn.turn_id)
             self._preparing.discard(turn.turn_id)
             self._detector.forget(turn.turn_id)
-            if self._untold.pop(turn.turn_id, None) is not None:
+            if self._to_notify.pop(turn.turn_id, None) is not None:
                 _interrupt(turn)
         self._note_suspects()
         return recalled
 
     def delay(self, seconds: float) -> None:
-        """Tell the turns that wait how long that is at least."""
+        """Notify the waiting turns how long they have to wait at least."""
         for turn_id in list(self._waiting):
             turn = self._turns[turn_id]
             try:
                 turn.delayed(seconds)
-            # The same border as in ``_tell``.
+            # The same border as in ``_notify``.
             except Exception:  # noqa: BLE001
                 _log.exception("turn_listener_failed", turn=turn_id)
 
     def on_engine_event(self, event: TurnEvent) -> None:
-        """Pass on what the engine says of a turn."""
+        """Pass an event of the engine to its turn."""
         turn_id, is_last = event.turn_id, isinstance(event, _LAST)
-        if turn_id in self._leaving:
+        if turn_id in self._draining:
             if is_last:
-                self._leaving.discard(turn_id)
-                self.go_on()
+                self._draining.discard(turn_id)
+                self.schedule_step()
             return
         if turn_id not in self._given:
             return
@@ -261,15 +259,15 @@ class RequestQueue:
             self._end(event)
             return
         turn = self._turns[turn_id]
-        _tell(turn, event)
+        _notify(turn, event)
         if isinstance(event, TokenDelta) and self._detector and self._detector.clears(turn_id, turn.n_tokens):
             _log.info("turn_cleared", turn=turn_id)
             self._crash_limit.cleared(turn_id)
             self._note_suspects()
-            self.go_on()
+            self.schedule_step()
 
     def abort(self, turn_id: str) -> None:
-        """Have a turn end: by the engine if that has it, else at once."""
+        """End a turn: by the engine if that has it, else at once."""
         if turn_id in self._given and self._engine is not None:
             self._aborted.add(turn_id)
             self._engine.send(AbortTurn(turn_id))
@@ -277,21 +275,19 @@ class RequestQueue:
             self._end(Cancelled(turn_id))
 
     def lost(self, ended: EngineExit | None = None) -> bool:
-        """Take all turns back from an engine that has ended, or that is not to be heard any more.
-
-        They are told while ``telling``.
+        """Take all turns back from an engine that has ended or is being ended; they are notified while ``notifying``.
 
         Returns:
-            Whether what ended it is known and does not come again: a turn, or a client that is refused from now on.
+            Whether the cause is known and does not recur: a convicted turn, or a client that is refused from now on.
         """
         was_given, was_aborted = self._given, self._aborted
         suspects = {
             turn_id: self._turns[turn_id].n_tokens
             for turn_id in (ended.suspects if ended else ())
-            if turn_id in self._turns and (turn_id in was_given or turn_id in self._leaving)
+            if turn_id in self._turns and (turn_id in was_given or turn_id in self._draining)
         }
         self._engine, self._held, self._given, self._aborted = None, False, set(), set()
-        self._leaving.clear()
+        self._draining.clear()
         self._waiting = dict.fromkeys(self._turns)
         clients = {turn_id: self._turns[turn_id].client_id for turn_id in suspects}
         from_outside = ended is not None and ended.from_outside
@@ -303,60 +299,59 @@ class RequestQueue:
             elif turn_id in was_aborted:
                 self._end_soon(Cancelled(turn_id))
             else:
-                self._untold[turn_id] = self._turns[turn_id], None
+                self._to_notify[turn_id] = self._turns[turn_id], None
         if suspects and culprit is None:
             _log.warning("turns_suspected", turns=list(suspects), on_trial=self._detector.isolated)
         self._refuse(refused)
         self._note_suspects()
-        self.go_on()
+        self.schedule_step()
         return culprit is not None or bool(refused)
 
     def fail(self, error: InferenceCenterError, *, begun: bool) -> None:
-        """End all turns, which no engine has, in the same way; those with tokens only if ``begun``.
+        """End all turns, which no engine has, with ``error``; those with tokens only if ``begun``.
 
-        They are told while ``telling``.
+        They are notified while ``notifying``.
         """
         for turn in list(self._turns.values()):
             if begun or not turn.n_tokens:
                 self._end_soon(_failed(turn.turn_id, error))
         self._note_suspects()
-        self.go_on()
+        self.schedule_step()
 
     def _refuse(self, clients: Collection[str]) -> None:
-        """End the turns of clients that may begin none; answers that have begun go on."""
+        """End the turns of refused clients that have not begun; the others continue."""
         for turn in [turn for turn in self._turns.values() if turn.client_id in clients and not turn.n_tokens]:
             if (error := self._crash_limit.refusal(turn.client_id)) is not None:
                 self._end_soon(_failed(turn.turn_id, error))
 
-    def go_on(self) -> None:
-        """Have turns told what they have not heard; make room for the suspect that is to run alone; feed the engine."""
+    def schedule_step(self) -> None:
+        """Schedule the next step: notify turns, drain the engine for an isolated suspect, or send a waiting turn."""
         if self._engine is not None and (on_trial := self._detector.isolated) is not None:
             for turn_id in [each for each in self._turns if each in self._given - self._aborted - {on_trial}]:
                 self._given.discard(turn_id)
-                self._leaving.add(turn_id)
+                self._draining.add(turn_id)
                 self._engine.send(AbortTurn(turn_id))
-                self._untold[turn_id] = self._turns[turn_id], None
+                self._to_notify[turn_id] = self._turns[turn_id], None
             self._waiting = {turn_id: None for turn_id in self._turns if turn_id not in self._given}
-        if (self._untold or (self._waiting and self._engine is not None)) and not self._going_on:
-            self._going_on = True
+        if (self._to_notify or (self._waiting and self._engine is not None)) and not self._step_scheduled:
+            self._step_scheduled = True
             self._call_soon(self._take_step)
 
     def _take_step(self) -> None:
-        """Tell one turn what it has not heard, or else hand one over, and arrange for the next."""
-        self._going_on = False
-        if not self._untold:
+        """Notify one turn, or else send one to the engine, and schedule the next step."""
+        self._step_scheduled = False
+        if not self._to_notify:
             self._hand_over()
             return
-        _, (turn, event) = self._untold.popitem(last=False)
+        _, (turn, event) = self._to_notify.popitem(last=False)
         if event is None:
             _interrupt(turn)
         else:
-            _tell(turn, event)
-        self.go_on()
+            _notify(turn, event)
+        self.schedule_step()
         self._changed()
 
     def _hand_over(self) -> None:
-        """Give the engine one of the turns that wait, if it may have one, and arrange for the next."""
         if self._engine is None or (turn := self._next()) is None:
             self._changed()
             return
@@ -365,15 +360,15 @@ class RequestQueue:
                 self._give(turn, self._engine)
         except InferenceCenterError as error:
             self._end(_failed(turn.turn_id, error))
-        # The border between the turns: a fault in what one of them has left to do must not reach the others.
+        # The border between the turns: a fault in preparing one of them must not affect the others.
         except Exception:  # noqa: BLE001
             _log.exception("turn_not_submitted", turn=turn.turn_id)
             self._end(_failed(turn.turn_id, InferenceCenterError(ErrorCode.INTERNAL)))
-        self.go_on()
+        self.schedule_step()
         self._changed()
 
     def _next(self) -> EngineTurn | None:
-        """Return the turn that waits longest of those that may run now and have, or ask for, their prompts."""
+        """Return the turn that has waited longest of those that may run now and are not being rendered."""
         if self._engine is None or not self._engine.has_room or self._held:
             return None
         on_trial = self._detector.isolated
@@ -384,9 +379,9 @@ class RequestQueue:
         )
 
     def _is_prepared(self, turn: EngineTurn) -> bool:
-        """Tell whether a turn's prompt is there; if not, the turns go on once it is."""
+        """Return whether a turn's prompt is rendered; if not, the queue continues once it is."""
         if turn.turn_id == self._detector.isolated:
-            self._tried = turn.turn_id
+            self._isolated_run = turn.turn_id
             self._note_suspects()
         if turn.prepare(partial(self._prepared, turn.turn_id)):
             return True
@@ -395,10 +390,10 @@ class RequestQueue:
 
     def _prepared(self, turn_id: str) -> None:
         self._preparing.discard(turn_id)
-        self.go_on()
+        self.schedule_step()
 
     def _may_run(self, turn_id: str) -> bool:
-        if self._held or turn_id in self._leaving:
+        if self._held or turn_id in self._draining:
             return False
         on_trial = self._detector.isolated
         return on_trial is None or (on_trial == turn_id and not self.engine_is_busy)
@@ -414,19 +409,19 @@ class RequestQueue:
         self._given.add(turn.turn_id)
 
     def _end(self, event: TurnEvent) -> None:
-        """Tell a turn its last event; one that overflowed may have been submitted again when this returns."""
+        """Send a turn its last event; a turn whose context overflowed may have been submitted again on return."""
         turn_id = event.turn_id
         if turn_id not in self._turns:
             return
-        _tell(self._remove(turn_id), event)
+        _notify(self._remove(turn_id), event)
         if turn_id not in self._turns:
             self._detector.forget(turn_id)
             self._note_suspects()
-        self.go_on()
+        self.schedule_step()
 
     def _end_soon(self, event: TurnEvent) -> None:
-        """Have a turn told its last event with those that have to hear something."""
-        self._untold[event.turn_id] = self._remove(event.turn_id), event
+        """Schedule a turn's last event."""
+        self._to_notify[event.turn_id] = self._remove(event.turn_id), event
         self._detector.forget(event.turn_id)
 
     def _remove(self, turn_id: str) -> EngineTurn:
@@ -435,22 +430,21 @@ class RequestQueue:
         self._preparing.discard(turn_id)
         self._given.discard(turn_id)
         self._aborted.discard(turn_id)
-        self._untold.pop(turn_id, None)
+        self._to_notify.pop(turn_id, None)
         return self._turns.pop(turn_id)
 
     def _note_suspects(self) -> None:
-        """Have it remembered who is suspected, and who is tried, if that has changed."""
-        alone = self._tried if self._tried == self._detector.isolated else None
+        alone = self._isolated_run if self._isolated_run == self._detector.isolated else None
         suspected = SuspectedTurns(self._detector.times, self._detector.n_tokens, alone)
         if suspected != self._remembered:
             self._remembered = suspected
             self._remember(suspected)
 
 
-def _tell(turn: EngineTurn, event: TurnEvent) -> None:
+def _notify(turn: EngineTurn, event: TurnEvent) -> None:
     try:
         turn.on_engine_event(event)
-    # The border between the turns: a fault in what one of them does with an event must not reach the others.
+    # The border between the turns: a fault in one turn's handling of an event must not affect the others.
     except Exception:  # noqa: BLE001
         _log.exception("turn_listener_failed", turn=turn.turn_id)
 
@@ -458,7 +452,7 @@ def _tell(turn: EngineTurn, event: TurnEvent) -> None:
 def _interrupt(turn: EngineTurn) -> None:
     try:
         turn.interrupted()
-    # The same border as in ``_tell``.
+    # The same border as in ``_notify``.
     except Exception:  # noqa: BLE001
         _log.exception("turn_listener_failed", turn=turn.turn_id)
 
@@ -474,5 +468,5 @@ def _quarantined(turn_id: str, ended: EngineExit | None) -> Failed:
         turn_id=turn_id,
         code=ErrorCode.ENGINE_CRASHED.value,
         message=f"The engine died each time it ran this turn, the last time with no other ({detail}).",
-        hint="Change the question or its parameters; the session's history is as it was before.",
+        hint="Change the prompt or its parameters; the session's history is unchanged.",
     )

@@ -1,4 +1,4 @@
-"""When and how often a lost engine is started again, and with how many layers on the GPU. Pure."""
+"""When and how often a lost engine is restarted, and with how many layers on the GPU. Pure."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HEALTHY_AFTER_S: Final = 60.0
-"""An engine that was ready for so long starts the count of failures anew."""
+"""An engine that was ready this long resets the count of failures."""
 _MAX_DOUBLINGS: Final = 30
 _ASSUMED_LAYERS: Final = 64
-"""What "all" is taken for before the model is known; more than most models have."""
+"""Assumed for "all" before the model is known; more than most models have."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """Bounds of the wait, in seconds, and how many restarts within ``window_s`` are the last ones."""
+    """Bounds of the back-off in seconds, and how many restarts are allowed within ``window_s``."""
 
     min_s: float = 0.5
     max_s: float = 30.0
@@ -29,11 +29,11 @@ class RestartPolicy:
 
 
 class RestartBackoff:
-    """Doubles the wait with each failure in a row, with jitter.
+    """Exponential back-off with jitter over consecutive failures.
 
     Args:
         policy: Bounds.
-        random: Numbers from 0 to 1.
+        random: Returns numbers from 0 to 1.
     """
 
     def __init__(self, policy: RestartPolicy, *, random: Callable[[], float]) -> None:
@@ -45,7 +45,7 @@ class RestartBackoff:
         """Return how many seconds to wait.
 
         Args:
-            ready_s: How long the engine had been ready, 0 when it never was.
+            ready_s: How long the engine had been ready, 0 if it never was.
         """
         self._failures = 0 if ready_s >= HEALTHY_AFTER_S else self._failures
         wait_s = min(self._policy.max_s, math.ldexp(self._policy.min_s, min(self._failures, _MAX_DOUBLINGS)))
@@ -57,14 +57,14 @@ _LACKS_MEMORY: Final = re.compile(r"alloc|out.?of.?(device)?.?memory", re.IGNORE
 
 
 class RestartBudget:
-    """Counts restarts within a window of time."""
+    """Limits the restarts within a sliding window."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._restarts: deque[float] = deque()
 
     def take(self, *, now: float) -> bool:
-        """Count a restart at ``now``, in seconds that only rise; ``False`` if it is one too many."""
+        """Count a restart at ``now`` in monotonic seconds; return ``False`` if it exceeds the limit."""
         while self._restarts and now - self._restarts[0] > self._policy.window_s:
             self._restarts.popleft()
         if len(self._restarts) >= self._policy.max_restarts:
@@ -73,21 +73,21 @@ class RestartBudget:
         return True
 
     def give_back(self) -> None:
-        """Forget the last restart: what it was needed for was no fault of an engine."""
+        """Forget the last restart: no failure of an engine caused it."""
         if self._restarts:
             self._restarts.pop()
 
     def clear(self) -> None:
-        """Forget all restarts: what made them necessary is gone."""
+        """Forget all restarts: their cause is gone."""
         self._restarts.clear()
 
 
 def fewer_layers(current: int, known_layers: int | None) -> int:
-    """Return how many layers to put on the GPU after an engine died when it loaded ``current``: half, down to none.
+    """Return how many layers to offload after an engine died loading ``current`` of them: half, down to none.
 
     Args:
-        current: What was tried; -1 is all layers.
-        known_layers: How many the model has, if it was ever loaded.
+        current: The layers that were tried; -1 is all.
+        known_layers: The model's layers, if it was ever loaded.
     """
     if current < 0:
         current = _ASSUMED_LAYERS if known_layers is None else known_layers
@@ -97,5 +97,5 @@ def fewer_layers(current: int, known_layers: int | None) -> int:
 
 
 def lacks_memory(reason: str) -> bool:
-    """Tell whether llama.cpp refuses a model because it does not fit, by what it says."""
+    """Return whether llama.cpp's reason for refusing a model is lack of memory."""
     return bool(_LACKS_MEMORY.search(reason))

@@ -1,4 +1,4 @@
-"""The life of the engine process. Everything that decides which state follows which stands in the table here."""
+"""The state machine of an engine process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from inferencecenter.ipc.port import EngineState
 
 
 class EngineChange(StrEnum):
-    """What can happen to the engine process."""
+    """An event in the life of an engine process."""
 
     START = "start"
     LOADED = "loaded"
@@ -21,10 +21,9 @@ class EngineChange(StrEnum):
     ENDED = "ended"
 
 
-# FAILED takes no turns: a model that cannot be loaded, an engine that was lost too often, or one that was asleep, or
-# lost, and may not be started now. Only the last is started again, when what keeps it from that is gone; others are
-# replaced.
-# However an engine ends that is SUSPENDING, it is ASLEEP then and not lost: no turn was with it.
+# A FAILED engine accepts no turns: its model cannot be loaded, it was lost too often, or it was asleep or lost and may
+# not be started at the moment. Only the last is started again, once the obstacle is gone; the others are replaced.
+# An engine that exits while SUSPENDING is ASLEEP however it exited, and not lost: it had no turns.
 ENGINE: Final = StateMachine(
     "engine",
     {

@@ -1,4 +1,4 @@
-"""Metrics of an engine's steps: latencies as clients see them, and the work that was done."""
+"""Metrics of engine steps: latencies as clients see them, and the work done."""
 
 from __future__ import annotations
 
@@ -20,48 +20,48 @@ _LAST: Final = (Finished, Failed, ContextFull)
 
 
 class StepMeter:
-    """Counts the steps of one model's engines, in about a microsecond each and a fifth of one a frame.
+    """Counts the steps of one model's engines, in about 1 µs a step and 0.2 µs a frame.
 
-    What passes while no engine is there is not a time between tokens.
+    Time without an engine does not count as latency between tokens.
 
     Args:
-        metrics: Where it is counted.
-        model: Its name.
-        monotonic: Seconds that only rise.
+        metrics: Where the steps are recorded.
+        model: The model's name.
+        monotonic: Monotonic clock in seconds.
     """
 
     def __init__(self, metrics: EngineMetrics, *, model: str, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._model = label_text(model)
         self._meters = metrics.of(model)
         self._monotonic = monotonic
-        self._told_s: dict[str, float] = {}
+        self._last_token_s: dict[str, float] = {}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._model!r}, turns={len(self._told_s)})"
+        return f"{type(self).__name__}({self._model!r}, turns={len(self._last_token_s)})"
 
     def engine_changed(self, _status: EngineStatus) -> None:
-        """Take note that an engine has come or gone: turns that it had may have ended without it."""
-        self._told_s.clear()
+        """Forget the times of the last tokens: turns may have ended with the engine that was lost."""
+        self._last_token_s.clear()
 
     def step(self, step: StepOutput) -> None:
-        """Count a step and the tokens that it brought."""
-        meters, now, told_s = self._meters, self._monotonic(), self._told_s
+        """Record a step and the tokens it produced."""
+        meters, now, last_token_s = self._meters, self._monotonic(), self._last_token_s
         n_bytes, since_s, n_alike = 0, now, 0
         for event in step.events:
             if type(event) is TokenDelta:
                 if tokens := event.tokens:
                     n_bytes += len(tokens)
                     turn_id = event.turn_id
-                    before_s = told_s.get(turn_id)
-                    told_s[turn_id] = now
-                    # Turns that generate together were told together before: most steps have one time for all.
+                    before_s = last_token_s.get(turn_id)
+                    last_token_s[turn_id] = now
+                    # Turns that generate together received their last tokens together: most steps have one interval.
                     if before_s == since_s:
                         n_alike += 1
                     elif before_s is not None:
                         meters.inter_token_s.observe(now - since_s, n_alike)
                         since_s, n_alike = before_s, 1
             elif isinstance(event, _LAST):
-                told_s.pop(event.turn_id, None)
+                last_token_s.pop(event.turn_id, None)
         meters.inter_token_s.observe(now - since_s, n_alike)
         meters.tokens.value += n_bytes // _TOKEN_BYTES
         if (work := step.work) is not None:

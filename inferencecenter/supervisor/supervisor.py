@@ -1,4 +1,4 @@
-"""The engine as the rest of the daemon sees it: always there to be asked, though its process may die at any moment."""
+"""The engine as the rest of the daemon sees it: always available, though its process may die at any moment."""
 
 from __future__ import annotations
 
@@ -68,37 +68,38 @@ _log = structlog.get_logger(__name__)
 
 
 class Supervisor:
-    """Starts the engine, starts it again when it is lost, and carries turns to it and their events back.
+    """Starts the engine, restarts it when it is lost, and carries turns to it and their events back.
 
     Implements ``ipc.port.EnginePort``. ``_change`` is the only writer of the engine's state. A model that cannot be
-    loaded at first is not tried again: the engine stays ``failed`` and ``load_failure`` says why. Once a model was
-    loaded, every failure is taken to pass, until there are too many: then the engine is ``given_up``. In both cases its
-    turns fail, or wait for the next daemon if this one ``ends_with_it``. An engine that has no turns for a while is
-    ended, and the next turn starts another; so is one that is to ``evict``, whose turns go on with the next. One
-    that slept or was lost and may not be started, as its GPU is gone, is ``failed`` too: it is tried again after a
-    back-off until it is ready, and that counts as no restart. Answers that have begun wait for that, and for a model
-    that could not be loaded.
+    loaded at first is not tried again: the engine stays ``failed``, with the reason in ``load_failure``. Once a model
+    was loaded, every failure is treated as temporary until there are too many: then the engine is ``given_up``. In both
+    cases its turns fail, or wait for the next daemon if this one ``ends_with_it``.
+
+    An engine without turns for ``sleep_after_s`` is ended, and the next turn starts another; so is one that is evicted,
+    whose turns continue on the next. An engine that slept or was lost and may not be started, because its GPU is gone,
+    is ``failed`` too: it is retried with back-off until it is ready, which counts as no restart. Answers that have
+    begun wait for that, and for a model that could not be loaded.
 
     Args:
-        options: What each engine is told at its start.
-        policy: When and how often it is started again.
+        options: The options of the first engine.
+        policy: When and how often the engine is restarted.
         max_queue: Turns that may wait for a slot.
-        queue_warning: Turns that wait when a warning is logged; 0 logs none.
-        load_timeout_s: An engine that is not ready by then is killed and started again.
+        queue_warning: Waiting turns at which a warning is logged; 0 logs none.
+        load_timeout_s: An engine that is not ready by then is killed and restarted.
         hang_timeout_s: So is one that has turns and makes no progress for so long.
-        sleep_after_s: One that has no turns for so long is ended until it is wanted; ``None`` for never.
-        live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
-        plan_again: Completes the options of every engine but the first, from a thread, or raises why none may be
-            started now; none to leave them.
-        ends_with_it: Tells whether the daemon ends now that the engine is given up, or could not be loaded.
-        admit: Waits until an engine that sleeps may be started again, or is ``wanted`` no more, and tells which; raises
-            why a model that was never loaded cannot be.
-        on_step: Hears of each step of the engine before the turns do.
-        crash_limit: Counts deaths of engines by client, and says whose turns are refused; none to refuse no client.
-        suspicion_file: Where it is kept which turns may have ended engines, for the next daemon; none to forget it.
-        lock_path: File by which the engine of a daemon that died is noticed; none to do without.
-        jitter: Numbers from 0 to 1.
-        monotonic: Seconds that only rise.
+        sleep_after_s: One without turns for so long is ended until it is wanted; ``None`` for never.
+        live_sessions: Returns the sessions whose KV a new engine keeps; ``None`` keeps all.
+        plan_again: Completes the options of every engine but the first, in a thread, or raises why none may be started
+            now; ``None`` leaves them.
+        ends_with_it: Returns whether the daemon ends now that the engine is given up or could not be loaded.
+        admit: Waits until an engine that sleeps may be started again or is no longer ``wanted``, and returns whether it
+            may; raises why a model that was never loaded cannot be.
+        on_step: Called with each step of the engine before its events reach the turns.
+        crash_limit: Counts deaths of engines by client, and decides whose turns are refused; ``None`` refuses none.
+        suspicion_file: Stores the suspected turns for the next daemon; ``None`` stores nothing.
+        lock_path: The lock by which the engine of a dead daemon is detected; ``None`` for no lock.
+        jitter: Returns numbers from 0 to 1.
+        monotonic: Monotonic clock in seconds.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only; most have defaults
@@ -180,7 +181,7 @@ class Supervisor:
 
     @property
     def status(self) -> EngineStatus:
-        """The engine's state now; the model stays known while the engine restarts."""
+        """The engine's status; the model stays known while the engine restarts."""
         return EngineStatus(
             state=self._state,
             model=self._model,
@@ -198,7 +199,7 @@ class Supervisor:
 
     @property
     def options(self) -> EngineOptions:
-        """What the last engine was told, or the next one is if nothing is planned anew."""
+        """The options of the last engine, and of the next one unless it is planned anew."""
         return self._options
 
     @property
@@ -213,7 +214,7 @@ class Supervisor:
 
     @property
     def wanted(self) -> bool:
-        """Whether there is something for an engine to do, or somebody has called for one."""
+        """Whether there is work for an engine, or a caller has requested one."""
         return bool(self._demand)
 
     @property
@@ -223,12 +224,12 @@ class Supervisor:
 
     @property
     def clients(self) -> frozenset[str]:
-        """Whose turns have not ended, and who has called for an engine that is not ready."""
+        """The clients whose turns have not ended, and those that requested an engine that is not ready."""
         return (self._turns.clients | self._demand.callers) - {""}
 
     @property
     def users(self) -> frozenset[str]:
-        """Whose turns the engine has had, or is to have when it is ready; the empty name is an operator's load."""
+        """The clients whose turns the engine has had, or will have when ready; the empty name is an operator's load."""
         if self._state is EngineState.READY:
             return frozenset(self._users)
         return self.clients | ({""} if self._demand.is_urgent else frozenset())
@@ -240,14 +241,14 @@ class Supervisor:
 
     @property
     def loaded_at_s(self) -> float | None:
-        """When the engine got ready, in monotonic seconds; now while it is starting, ``None`` where there is none."""
+        """When the engine got ready, in monotonic seconds; now while it is starting, ``None`` otherwise."""
         if self._state is EngineState.STARTING:
             return self._monotonic()
         return self._ready_since if self._state is EngineState.READY else None
 
     @property
     def is_urgent(self) -> bool:
-        """Whether an operator has called for the engine."""
+        """Whether an operator has requested the engine."""
         return self._demand.is_urgent
 
     @property
@@ -261,13 +262,13 @@ class Supervisor:
         return self._turns.engine_is_busy
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
-        """Call ``listener`` when the state changes, and at each tenth of the loading."""
+        """Call ``listener`` when the state changes, and at each tenth of the load progress."""
         self._listeners.add(listener)
 
     def start(self, *, asleep: bool = False, after_crash: bool = False) -> None:
-        """Start the engine, or have it started when it is wanted; to be called once, from the main thread.
+        """Start the engine, or leave it ``asleep`` until it is wanted; call it once, from the main thread.
 
-        It is ready when ``status`` says so. Turns that are here already were left by an earlier daemon, which died with
+        It is ready when ``status`` says so. Turns that exist already were left by an earlier daemon, which died with
         them if this is ``after_crash``.
         """
         if self._suspicion_file is not None:
@@ -279,26 +280,26 @@ class Supervisor:
         self._keeper = self._tasks.keep_running(self._keep_alive, name="keep-alive", pause=self._pause)
 
     def inherit(self, model: ModelInfo | None) -> None:
-        """Take over what was known of the model from a supervisor that has failed; to be called before ``start``.
+        """Adopt what a failed supervisor knew of the model; call it before ``start``.
 
-        So sessions go on as with an engine that sleeps, and KV that is parked for them is kept.
+        So sessions continue as with an engine that is asleep, and the KV parked for them is kept.
         """
         self._model = model
 
     def wake(self, caller: str = "", *, urgent: bool = False) -> None:
-        """Start an engine that sleeps, for a client or an operator, though no turn wants it yet."""
+        """Start an engine that sleeps, for a client or an operator, before there is a turn for it."""
         if self._state is not EngineState.READY:
             self._demand.request(caller, urgent=urgent)
 
     def delay(self, seconds: float) -> None:
-        """Tell the turns that wait how long that is at least."""
+        """Notify the waiting turns how long they have to wait at least."""
         self._turns.delay(seconds)
 
     async def evict(self, *, patience_s: float | None) -> None:
-        """Have the engine end when its turns have, and wait until it is gone; what comes meanwhile waits.
+        """End the engine when its turns have ended, and wait until it is gone; turns that arrive meanwhile wait.
 
-        One that is being loaded gets ready first, and takes what waits for it. Turns that are not done after
-        ``patience_s`` are interrupted, and go on with the next engine; ``None`` waits for them as long as it takes.
+        One that is loading gets ready first, and takes the waiting turns. Turns that are not done after ``patience_s``
+        are interrupted and continue on the next engine; ``None`` waits for them without a limit.
         """
         while self.holds_memory:
             if self._state is EngineState.READY:
@@ -308,28 +309,28 @@ class Supervisor:
             await self._until(partial(self._has_left, self._state))
 
     def pause(self, *, paused: bool) -> None:
-        """While ``paused``, start no engine for what waits; one that is there goes on."""
+        """While ``paused``, start no engine for waiting turns; a running one continues."""
         self._demand.pause(paused=paused)
 
     def recall(self, *, begun: bool = False) -> list[EngineTurn]:
-        """Give back the turns that no engine has, those with tokens only if ``begun``; they are not here any more."""
+        """Remove and return the turns that no engine has, those with tokens only if ``begun``."""
         recalled = self._turns.recall(begun=begun)
         self._watch()
         return recalled
 
     async def retire(self) -> None:
-        """End for good when there are no turns any more."""
+        """Stop for good once there are no turns."""
         await self._until(lambda: not self._turns or self._state not in (*_HOLDS_MEMORY, EngineState.ASLEEP))
         await self.stop()
 
     async def stop(
         self, *, suspend_deadline_s: float = SUSPEND_DEADLINE_S, deadline_s: float = STOP_DEADLINE_S
     ) -> None:
-        """End the engine for good; turns that still run are interrupted, and hear nothing more.
+        """End the engine for good; running turns are interrupted and get no further events.
 
         Args:
-            suspend_deadline_s: Seconds it may take to bring KV to disk.
-            deadline_s: Seconds it may take to end after that, before it is killed.
+            suspend_deadline_s: Seconds for writing KV to disk.
+            deadline_s: Seconds for the exit after that, before the engine is killed.
         """
         if self._stop_asked.is_set():
             await self._until(lambda: self._state is EngineState.STOPPED)
@@ -341,7 +342,7 @@ class Supervisor:
         self._turns.lost()
         self._tokenizer.fail(self._unavailable())
         self._watch()
-        await self._until(lambda: not self._turns.telling)
+        await self._until(lambda: not self._turns.notifying)
         if (process := self._process) is not None:
             await process.end(suspend_deadline_s=suspend_deadline_s if was_loaded else None, deadline_s=deadline_s)
         if self._keeper is not None:
@@ -350,11 +351,11 @@ class Supervisor:
         self._change(EngineChange.ENDED)
 
     def submit(self, turn: EngineTurn) -> int:
-        """Hand over a turn; see ``EnginePort``.
+        """Submit a turn; see ``EnginePort``.
 
         Raises:
             InferenceCenterError: ``engine_unavailable``, ``queue_full``, ``prompt_too_long``, ``rate_limited``, or what
-                the turn says.
+                the turn raises.
         """
         self._on_demand()
         slots = self._model.slots if self._model else self._options.slots
@@ -367,20 +368,20 @@ class Supervisor:
         return position if given else max(1, position)
 
     def abort(self, turn_id: str) -> None:
-        """Ask for the turn's end."""
+        """Request the turn's end."""
         self._turns.abort(turn_id)
 
     def release(self, session_id: str) -> None:
-        """Let the engine forget a session's KV."""
+        """Have the engine drop a session's KV."""
         self.send(ReleaseSession(session_id))
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
-        """Ask for the tokens of a text; see ``EnginePort``."""
+        """Request the tokens of a text; see ``EnginePort``."""
         self._on_demand()
         return self._tokenizer.tokenize(pieces, first=first, client_id=client_id)
 
     def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
-        """Ask for the text of tokens; see ``EnginePort``."""
+        """Request the text of tokens; see ``EnginePort``."""
         self._on_demand()
         return self._tokenizer.detokenize(tokens, client_id=client_id)
 
@@ -389,21 +390,21 @@ class Supervisor:
             self._suspicion_file.put(self._options.model_name, suspected)
 
     def _on_demand(self) -> None:
-        """Let what comes now wake an engine that sleeps; refuse it where there will be none."""
+        """Wake an engine that sleeps; raise if there will be none."""
         if self._stop_asked.is_set() or self._state is EngineState.FAILED:
             raise self._unavailable()
         self.last_used_s = self._monotonic()
         self._demand.notify()
 
     def send(self, message: ReleaseSession | EngineLimits | KvRamLimit) -> None:
-        """Tell the engine if it is ready."""
+        """Send a message if the engine is ready."""
         if self._process is not None and self._state is EngineState.READY:
             self._process.send(message)
 
-    # One engine after the other.
+    # The engine's life cycle.
 
     async def _keep_alive(self) -> None:
-        """Run engines until the end. Begun again where it has failed, it takes the engine of before for lost."""
+        """Run one engine after the other until the end; after a fault here the previous engine counts as lost."""
         self._clear_up()
         while not self._stop_asked.is_set():
             if not await self._may_start():
@@ -428,7 +429,7 @@ class Supervisor:
             self._on_exit(ended)
 
     async def _may_start(self) -> bool:
-        """Wait until an engine may be started, as long as the state before wants it; ``False`` to look again."""
+        """Wait until an engine may be started from the current state; ``False`` to evaluate the state again."""
         match self._state:
             case EngineState.ASLEEP:
                 return await self._is_granted()
@@ -443,13 +444,13 @@ class Supervisor:
         return not self._stop_asked.is_set()
 
     async def _is_granted(self) -> bool:
-        """Wait until an engine is wanted and may be started, or none is to be; one that may not has failed."""
+        """Wait until an engine is wanted and admitted; return ``False`` if it was refused or the supervisor stops."""
         try:
             await self._demand.wait_admitted()
         except InferenceCenterError as refusal:
             self._refuse(refusal)
             return False
-        # A border: whether it may be started depends on files, devices, and engines that are to make way.
+        # A border: admission depends on files, devices, and engines that are evicted.
         except Exception:  # noqa: BLE001
             _log.exception("engine_not_admitted")
             self._refuse(InferenceCenterError(ErrorCode.INTERNAL))
@@ -458,7 +459,7 @@ class Supervisor:
         return not self._stop_asked.is_set()
 
     async def _is_fit_to_start(self) -> bool:
-        """Plan the engine that is about to be started; tell whether it may be, or has failed for a while."""
+        """Plan the engine that is about to be started; return ``False`` if it may not be started now."""
         plan_again, is_planned, self._is_planned = self._plan_again, self._is_planned, False
         if plan_again is None or is_planned:
             return True
@@ -471,9 +472,9 @@ class Supervisor:
         return True
 
     def _refuse(self, refusal: InferenceCenterError) -> None:
-        """Take note that the engine may not be started: for good if the model was never loaded, else for a while.
+        """Fail the engine that may not be started: for good if the model was never loaded, else until a retry.
 
-        One that was lost while it loaded the model first was started, so what it was planned for may come back.
+        An engine that was lost while loading the model first had been started, so its resources may come back.
         """
         if self._stop_asked.is_set():
             return
@@ -482,27 +483,26 @@ class Supervisor:
             _log.error("model_not_loaded", code=refusal.code.value, reason=refusal.message, hint=refusal.hint)
             self._load_failure = refusal
         else:
-            self._detail = f"{refusal.message} It is tried again until that has changed."
+            self._detail = f"{refusal.message} It is retried until that has changed."
             self._refused = True
             self._demand.request()
             self._back_off("engine_not_woken")
         self._give_up()
 
     def _back_off(self, event: str) -> None:
-        """Choose when the next engine is started, and log why not earlier."""
+        """Choose when the next engine is started, and log the delay."""
         ready_s = 0.0 if self._ready_since is None else self._monotonic() - self._ready_since
         self._ready_since = None
         self._retry_s = self._backoff.after_failure(ready_s=ready_s)
         _log.warning(event, delay_s=round(self._retry_s, 2), detail=self._detail)
 
     async def _pause(self, seconds: float) -> None:
-        """Wait, unless all is to end."""
+        """Wait, at most until the supervisor stops."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stop_asked.wait()
 
     def _idle(self, ended: EngineExit) -> None:
-        """Take note that an engine has gone to sleep; a turn may have come while it ended."""
         self._gauges = msgspec.structs.replace(self._gauges, running=0, waiting=0, rss_bytes=0)
         _log.info("engine_asleep", detail=ended.detail, parked_sessions=self._gauges.parked_sessions)
         self._change(EngineChange.ENDED)
@@ -510,8 +510,8 @@ class Supervisor:
     async def _drain(self, patience_s: float | None) -> None:
         try:
             async with asyncio.timeout(patience_s):
-                # An engine that got ready just now runs what has waited for it; else two models could take turns for
-                # ever in which neither does anything.
+                # An engine that got ready just now runs the turns that waited for it; else two models could evict each
+                # other for ever without running any.
                 await self._until(lambda: not self._turns.handing_over or self._state is not EngineState.READY)
                 self._turns.hold()
                 await self._until(lambda: not self.busy or self._state is not EngineState.READY)
@@ -534,7 +534,7 @@ class Supervisor:
                 self._options,
                 is_first=self._model is None,
                 on_message=self._on_message,
-                on_drain=self._turns.go_on,
+                on_drain=self._turns.schedule_step,
                 lock_path=self._lock_path,
             )
         except (OSError, EngineLockError) as error:
@@ -558,7 +558,7 @@ class Supervisor:
             process.kill(because=f"loading took longer than {self._load_timeout_s:g} s")
 
     def _on_exit(self, ended: EngineExit) -> None:
-        """Take note that the engine is gone, and choose whether and when to start another."""
+        """Handle an engine's exit: choose whether and when to start another."""
         was_loading = self._state is EngineState.STARTING
         self._detail = self._load_failure.message if self._load_failure else ended.detail
         self._gauges = _NOTHING_RUNS
@@ -580,9 +580,9 @@ class Supervisor:
         self._change(EngineChange.LOST)
 
     def _give_up(self) -> None:
-        """Take no turns any more; those that wait end, unless the next daemon goes on with them.
+        """Accept no more turns; waiting ones fail, unless the next daemon continues them.
 
-        A model that could not be loaded, or may not be started now, may be soon: answers that have begun wait for it.
+        A model that could not be loaded, or may not be started now, may be later: answers that have begun wait for it.
         """
         if self._state is not EngineState.FAILED:
             self._change(EngineChange.GIVE_UP)
@@ -602,7 +602,7 @@ class Supervisor:
         self._change(EngineChange.SLEEP)
         self._tasks.spawn(_suspend(self._process), name="fall-asleep")
 
-    # What it says.
+    # Messages of the engine.
 
     def _on_message(self, message: FromEngine) -> None:
         match message:
@@ -671,7 +671,7 @@ class Supervisor:
 
 
 async def _suspend(process: EngineProcess) -> None:
-    """End an engine that keeps its KV; one that cannot be asked is killed."""
+    """End an engine that keeps its KV; if that fails, kill it."""
     try:
         await process.end(park_all=True)
     except BaseException:

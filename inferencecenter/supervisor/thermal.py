@@ -1,4 +1,4 @@
-"""Watches the GPUs' temperatures while an engine is ready, and throttles it when they are hot."""
+"""Monitors the GPUs' temperatures while an engine is ready, and throttles the engines when they are hot."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ _log = structlog.get_logger(__name__)
 
 
 class ThrottledEngines(Protocol):
-    """The engines as the guard sees them."""
+    """The engines as the throttler sees them."""
 
     @property
     def statuses(self) -> Mapping[str, EngineStatus]:
-        """All of them, by the names of their models."""
+        """The status of each engine by model name."""
 
     def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
-        """Call ``listener`` with the name and the status of any whose state changes."""
+        """Call ``listener`` with a model's name and its engine's status when that changes."""
 
 
 class ThermalThrottler:
-    """Reads the GPUs every 2 s while turns run, every 30 s while none does, and not at all without a ready engine.
+    """Polls the GPUs every 2 s while turns run, every 30 s while none does, and not at all without a ready engine.
 
-    Where there is no GPU it looks once for each engine that gets ready, and keeps no timer. A limit outlives the engine
-    that it was made for: the next one is told before its first turn.
+    Without a GPU it polls once for each engine that gets ready, and keeps no timer. A limit outlives the engine that it
+    was set for: the next engine gets it before its first turn.
 
     Args:
-        gpu: Which GPUs are watched, from when on they are warm and hot, and whether anything is done about it.
-        engines: Whose turns heat them.
-        limit: Tells each ready engine what one of so many slots may do.
-        tell: Tells all clients.
-        metrics: Where it is shown how they are.
-        read: Readings of all GPUs; called off the event loop.
+        gpu: The monitored GPUs, their thresholds, and whether the throttler is enabled.
+        engines: The engines to throttle.
+        limit: Sends each ready engine the limits for its number of slots.
+        notify: Sends an event to all clients.
+        metrics: Where the state is recorded.
+        read: Reads all GPUs; called off the event loop.
         sleep: Waits for seconds.
-        monotonic: Seconds that only rise.
+        monotonic: Monotonic clock in seconds.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only; the last two have defaults
@@ -78,7 +78,7 @@ class ThermalThrottler:
         )
         self._engines = engines
         self._limit = limit
-        self._tell = notify
+        self._notify = notify
         self._metrics = metrics
         self._read = read
         self._sleep = sleep
@@ -91,12 +91,12 @@ class ThermalThrottler:
         return f"{type(self).__name__}({self._heat.state.value}, watching={self._watching is not None})"
 
     def begin(self) -> None:
-        """Watch whenever the engine is ready, if that is wanted; to be called before it is started."""
+        """Monitor whenever an engine is ready, if enabled; call it before engines are started."""
         if self._gpu.thermal_guard:
             self._engines.subscribe_models(self._engine_changed)
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop monitoring."""
         await self._tasks.cancel()
 
     def _engine_changed(self, _name: str, status: EngineStatus) -> None:
@@ -128,10 +128,10 @@ class ThermalThrottler:
         action = self._limit_engines()
         level = _log.info if heat.state is ThermalState.COOL else _log.warning
         level("thermal", state=heat.state.value, temp_c=heat.temperature_c, reason=heat.reason, action=action)
-        self._tell(Thermal(state=heat.state.value, temp=heat.temperature_c, action=action))
+        self._notify(Thermal(state=heat.state.value, temp=heat.temperature_c, action=action))
 
     def _limit_engines(self) -> str:
-        """Tell the engines what they may do, and return that in words."""
+        """Send the engines their limits; return these as text."""
         limit = partial(limit_for, self._heat.state, hot_pause_ms=self._gpu.hot_pause_ms)
         self._limit(lambda slots: limit(slots=slots))
         n_slots = [each.model.slots for each in self._engines.statuses.values() if each.model] or [1]
@@ -139,7 +139,7 @@ class ThermalThrottler:
 
 
 def limit_for(state: ThermalState, *, slots: int, hot_pause_ms: int) -> EngineLimits:
-    """Return what an engine of so many slots may do: half of all when warm, hot a quarter for those who wait for it."""
+    """Return an engine's limits: half its slots when warm; when hot, a quarter, for interactive turns only."""
     match state:
         case ThermalState.COOL:
             return EngineLimits(active_slots=slots, prefill_share=1.0, lowest_class=_BATCH, pause_ms=0)
@@ -152,7 +152,7 @@ def limit_for(state: ThermalState, *, slots: int, hot_pause_ms: int) -> EngineLi
 
 
 def describe(limit: EngineLimits, *, slots: int) -> str:
-    """Return a limit in words, for people."""
+    """Return limits as text for people."""
     parts = [f"{limit.active_slots} of {slots} slots"]
     if limit.prefill_share < 1:
         parts.append(f"prompts read at {limit.prefill_share:.0%}")

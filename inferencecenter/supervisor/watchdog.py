@@ -8,37 +8,37 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LOOKS: Final = 4
-"""How often the engine's progress is looked at within the time that it may make none."""
+POLLS: Final = 4
+"""Polls within the timeout."""
 
 
 class TimerHandle(Protocol):
-    """Something that will happen unless it is cancelled."""
+    """A scheduled call that can be cancelled."""
 
     def cancel(self) -> None:
-        """Keep it from happening."""
+        """Cancel the call."""
 
 
 def call_later(delay_s: float, call: Callable[[], None]) -> TimerHandle:
-    """Arrange for a call after some seconds, on the running event loop."""
+    """Schedule a call after ``delay_s`` seconds on the running event loop."""
     return asyncio.get_running_loop().call_later(delay_s, call)
 
 
 def call_soon(call: Callable[[], None]) -> None:
-    """Arrange for a call in the next turn of the running event loop."""
+    """Schedule a call in the next iteration of the running event loop."""
     asyncio.get_running_loop().call_soon(call)
 
 
 class Watchdog:
-    """Looks at a number now and then, for as long as it is told to, and says when it has stopped changing.
+    """Polls a progress counter while enabled, and calls ``on_hang`` when it has stopped changing.
 
-    Looks are counted, not seconds: a front that was stopped for a while itself has looked once in that time.
+    Unchanged polls are counted, not seconds: a daemon that was itself suspended has polled once in that time.
 
     Args:
-        timeout_s: Seconds without a change after which ``on_hang`` is called, a quarter more at most.
-        beats: Returns the number.
-        on_hang: Called once; the watch is over then.
-        call_later: Arranges for a call after some seconds.
+        timeout_s: Seconds without a change after which ``on_hang`` is called, at most a quarter late.
+        ticks: Returns the progress counter.
+        on_hang: Called once; polling stops then.
+        call_later: Schedules a call after some seconds.
     """
 
     def __init__(
@@ -49,29 +49,29 @@ class Watchdog:
         on_hang: Callable[[], None],
         call_later: Callable[[float, Callable[[], None]], TimerHandle],
     ) -> None:
-        self._pause_s = timeout_s / LOOKS
-        self._beats = ticks
+        self._pause_s = timeout_s / POLLS
+        self._ticks = ticks
         self._on_hang = on_hang
         self._call_later = call_later
         self._timer: TimerHandle | None = None
-        self._seen = 0
+        self._last_ticks = 0
         self._unchanged = 0
 
     def keep(self, *, watching: bool) -> None:
-        """Begin to watch, or end it; nothing is done, and no timer runs, while nobody is to be watched."""
+        """Start or stop polling; no timer runs while ``watching`` is false."""
         if watching and self._timer is None:
-            self._seen, self._unchanged = self._beats(), 0
-            self._timer = self._call_later(self._pause_s, self._look)
+            self._last_ticks, self._unchanged = self._ticks(), 0
+            self._timer = self._call_later(self._pause_s, self._poll)
         elif not watching and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
-        beats = self._beats()
-        self._unchanged = self._unchanged + 1 if beats == self._seen else 0
-        self._seen = beats
-        if self._unchanged < LOOKS:
-            self._timer = self._call_later(self._pause_s, self._look)
+    def _poll(self) -> None:
+        ticks = self._ticks()
+        self._unchanged = self._unchanged + 1 if ticks == self._last_ticks else 0
+        self._last_ticks = ticks
+        if self._unchanged < POLLS:
+            self._timer = self._call_later(self._pause_s, self._poll)
         else:
             self._timer = None
             self._on_hang()

@@ -98,7 +98,6 @@ LogFormat = Literal["auto", "pretty", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 REDACTED: Final = "***"
-_MIB: Final = 2**20
 _SECRET_KEYS: Final = frozenset({"token", "admin_token", "api_key", "authorization", "cookie", "password", "secret"})
 _TOKEN: Final = re.compile(r"\bic_([A-Za-z0-9]+)_[A-Za-z0-9_-]{8,}")
 _PRIORITIES: Final[Mapping[str, int]] = MappingProxyType(
@@ -157,7 +156,7 @@ def apply(settings: LogSettings) -> None:
     """
     stream: TextIO = getattr(sys, settings.output)
     if settings.file is not None:
-        file = LogFile(settings.file, max_bytes=settings.max_mib * _MIB, backups=settings.backups)
+        file = LogFile(settings.file, max_bytes=settings.max_mib * 2**20, backups=settings.backups)
         stream = cast("TextIO", file)
     before = [handler.stream for handler in logging.getLogger().handlers if isinstance(handler, logging.StreamHandler)]
     configure(level=settings.level, log_format=settings.format, stream=stream)

@@ -72,9 +72,9 @@ def model_file(data: bytes) -> None:
         return
     for sizes in _MACHINES:
         devices = tuple(_device(number, gib) for number, gib in enumerate(sizes))
-        for wishes in (PlacementConstraints(), PlacementConstraints(prefer="long", quantized_kv=True)):
-            made = plan(shape, devices, _HOST, wishes)
-            report = plan_report(made, model=shape, host=_HOST, wishes=wishes).model_dump(mode="json")
+        for constraints in (PlacementConstraints(), PlacementConstraints(prefer="long", quantized_kv=True)):
+            made = plan(shape, devices, _HOST, constraints)
+            report = plan_report(made, model=shape, host=_HOST, constraints=constraints).model_dump(mode="json")
             assert all(abs(number) < _MAX_INTEGER for number in _integers(report))
 
 

@@ -166,10 +166,10 @@ def _experts(made: PlacementPlan) -> int:
     return made.cpu_tensors[0].split(")")[0].count("|") + 1 if made.cpu_tensors else 0
 
 
-def _assert_it_fits(made: PlacementPlan, wishes: PlacementConstraints) -> None:
+def _assert_it_fits(made: PlacementPlan, constraints: PlacementConstraints) -> None:
     for device, demand in zip(made.devices, made.demand.devices, strict=True):
-        assert demand.bytes <= usable_bytes(device, wishes)
-        assert demand.bytes + margin_bytes(device, wishes) + device.correction_bytes <= device.free_bytes
+        assert demand.bytes <= usable_bytes(device, constraints)
+        assert demand.bytes + margin_bytes(device, constraints) + device.correction_bytes <= device.free_bytes
     assert HOST.available_bytes is not None
     assert made.demand.host_bytes <= HOST.available_bytes
 
@@ -195,18 +195,18 @@ def _machine(sizes: list[int]) -> tuple[Device, ...]:
 
 
 @settings(deadline=None)
-@given(name=MODELS, sizes=SIZES, wishes=WISHES)
+@given(name=MODELS, sizes=SIZES, constraints=WISHES)
 def test_never_more_than_free_less_the_margin(
-    shape_of: ShapeOf, name: HeaderName, sizes: list[int], wishes: PlacementConstraints
+    shape_of: ShapeOf, name: HeaderName, sizes: list[int], constraints: PlacementConstraints
 ) -> None:
-    """On any machine, with any wishes that leave the layers open; and what is set is kept."""
-    made = plan(shape_of(name), _machine(sizes), HOST, wishes)
+    """On any machine, with any constraints that leave the layers open; and what is set is kept."""
+    made = plan(shape_of(name), _machine(sizes), HOST, constraints)
     if made.fits:
-        _assert_it_fits(made, wishes)
+        _assert_it_fits(made, constraints)
     assert sum(made.tensor_split) in (0, made.n_gpu_layers)
-    assert wishes.slots in (0, made.setup.slots)
-    assert wishes.n_ctx in (0, made.setup.n_ctx)
-    assert wishes.n_ubatch in (0, made.setup.n_ubatch)
+    assert constraints.slots in (0, made.setup.slots)
+    assert constraints.n_ctx in (0, made.setup.n_ctx)
+    assert constraints.n_ubatch in (0, made.setup.n_ubatch)
     assert made.setup.n_ubatch <= made.setup.n_batch
 
 
@@ -248,7 +248,7 @@ def test_order_of_sacrifice(shape_of: ShapeOf) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gib", "wishes", "flashes"),
+    ("gib", "constraints", "flashes"),
     [
         ((), {}, False),
         ((12,), {}, True),
@@ -260,17 +260,17 @@ def test_order_of_sacrifice(shape_of: ShapeOf) -> None:
     ],
 )
 def test_flash_attention_where_it_pays(
-    shape_of: ShapeOf, gib: tuple[float, ...], wishes: dict[str, Any], flashes: bool
+    shape_of: ShapeOf, gib: tuple[float, ...], constraints: dict[str, Any], flashes: bool
 ) -> None:
     """On for GPUs and for quantized KV, off where a processor does it all; and as it is set."""
-    made = plan(shape_of("llama3.2-1b"), gpus(*gib), HOST, PlacementConstraints(**wishes))
+    made = plan(shape_of("llama3.2-1b"), gpus(*gib), HOST, PlacementConstraints(**constraints))
     reason = next(each for each in made.reasons if each.name == "flash_attention")
     assert made.setup.flash_attention is flashes
-    assert (reason.value, reason.explicit) == ("on" if flashes else "off", "flash_attention" in wishes)
+    assert (reason.value, reason.explicit) == ("on" if flashes else "off", "flash_attention" in constraints)
 
 
 @pytest.mark.parametrize(
-    ("wishes", "expected", "reason"),
+    ("constraints", "expected", "reason"),
     [
         ({"slots": 2}, {"slots": 2}, "slots"),
         ({"n_ctx": 1024}, {"n_ctx": 1024}, "n_ctx"),
@@ -279,9 +279,11 @@ def test_flash_attention_where_it_pays(
         ({"kv_type_v": "q8_0"}, {"kv_type_k": "f16", "kv_type_v": "q8_0"}, "kv_type_k, kv_type_v"),
     ],
 )
-def test_what_is_set_wins(shape_of: ShapeOf, wishes: dict[str, Any], expected: dict[str, Any], reason: str) -> None:
+def test_what_is_set_wins(
+    shape_of: ShapeOf, constraints: dict[str, Any], expected: dict[str, Any], reason: str
+) -> None:
     """Whatever the rest is planned around it; the report says that it was set."""
-    made = plan(shape_of("llama3.1-8b"), gpus(6), HOST, PlacementConstraints(**wishes))
+    made = plan(shape_of("llama3.1-8b"), gpus(6), HOST, PlacementConstraints(**constraints))
     assert {name: getattr(made.setup, name) for name in expected} == expected
     assert [each.name for each in made.reasons if each.explicit] == [reason]
 

@@ -15,7 +15,7 @@ from inferencecenter.ipc.channel import MAX_UNREAD_BYTES
 from inferencecenter.ipc.messages import Cancelled, Failed, Submit, TokenDelta
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
-from inferencecenter.supervisor.watchdog import LOOKS
+from inferencecenter.supervisor.watchdog import POLLS
 from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
 from tests.supervisor.stub_engine import HANGS, answer
@@ -103,8 +103,8 @@ async def test_an_engine_killed_twice_in_a_row() -> None:
 
 async def hang(clock: LoopClock) -> None:
     """Let the time be over in which an engine may make no progress."""
-    for _ in range(LOOKS):
-        await clock.go_on(HANG_TIMEOUT_S / LOOKS)
+    for _ in range(POLLS):
+        await clock.go_on(HANG_TIMEOUT_S / POLLS)
 
 
 async def test_a_stopped_engine_is_killed(clock: LoopClock) -> None:
@@ -132,7 +132,7 @@ async def test_an_idle_engine_is_not_watched() -> None:
 
     def watching() -> bool:
         timers = [each for each in asyncio.get_running_loop()._scheduled if not each.cancelled()]  # type: ignore[attr-defined]
-        return "_look" in {getattr(each._callback, "__name__", "") for each in timers}
+        return "_poll" in {getattr(each._callback, "__name__", "") for each in timers}
 
     watched = await ready(echo_delay_ms=5)
     assert not watching()

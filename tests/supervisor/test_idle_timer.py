@@ -322,7 +322,7 @@ async def test_an_engine_that_may_not_wake_has_failed_until_it_may(clock: LoopCl
         turn, begun = watched.submit("t1"), watched.submit("t2", answer=bytes(4))
         await watched.until(EngineState.FAILED)
         status = watched.supervisor.status
-        assert (status.serves, status.detail) == (False, "There is no GPU 7. It is tried again until that has changed.")
+        assert (status.serves, status.detail) == (False, "There is no GPU 7. It is retried until that has changed.")
         await asyncio.wait_for(turn.ended.wait(), TIMEOUT_S)
         (end,) = turn.terminal
         assert isinstance(end, Failed)

@@ -37,16 +37,18 @@ def gpus(*gib: float) -> tuple[Device, ...]:
     )
 
 
-def made(model: ModelShape, devices: tuple[Device, ...], wishes: PlacementConstraints | None = None) -> PlacementPlan:
+def made(
+    model: ModelShape, devices: tuple[Device, ...], constraints: PlacementConstraints | None = None
+) -> PlacementPlan:
     """Return the plan."""
-    return plan(model, devices, HOST, wishes or PlacementConstraints())
+    return plan(model, devices, HOST, constraints or PlacementConstraints())
 
 
 def test_each_gpu_has_its_part(tmp_path: Path) -> None:
     """Layers and bytes by device add up to the model; what others use is in what was free."""
     model = shape(tmp_path)
     planned = made(model, gpus(4, 6))
-    told = plan_report(planned, model=model, host=HOST, wishes=PlacementConstraints())
+    told = plan_report(planned, model=model, host=HOST, constraints=PlacementConstraints())
     assert (told.fits, told.n_gpu_layers, told.layers, told.split_mode) == (True, 29, 29, "layer")
     assert sum(each.layers for each in told.devices) == 29
     assert sum(each.weight_bytes for each in told.devices) + told.host.weight_bytes == model.bytes
@@ -60,7 +62,7 @@ def test_each_gpu_has_its_part(tmp_path: Path) -> None:
 def test_one_gpu_has_all_layers_that_are_on_gpus(tmp_path: Path) -> None:
     """The rest, with its KV, is the host's."""
     model = shape(tmp_path)
-    told = plan_report(made(model, gpus(3)), model=model, host=HOST, wishes=PlacementConstraints())
+    told = plan_report(made(model, gpus(3)), model=model, host=HOST, constraints=PlacementConstraints())
     (device,) = told.devices
     assert 0 < device.layers == told.n_gpu_layers < told.layers
     assert told.host.kv_bytes > 0
@@ -70,7 +72,7 @@ def test_one_gpu_has_all_layers_that_are_on_gpus(tmp_path: Path) -> None:
 def test_the_processor_alone(tmp_path: Path) -> None:
     """There is no device, and the first reason says why."""
     model = shape(tmp_path)
-    told = plan_report(made(model, ()), model=model, host=HOST, wishes=PlacementConstraints())
+    told = plan_report(made(model, ()), model=model, host=HOST, constraints=PlacementConstraints())
     assert (told.devices, told.n_gpu_layers, told.host.weight_bytes) == ((), 0, model.bytes)
     assert told.reasons[0].why == "there is no GPU that llama.cpp can use"
 
@@ -78,7 +80,7 @@ def test_the_processor_alone(tmp_path: Path) -> None:
 def test_experts_that_stay_with_the_host(tmp_path: Path) -> None:
     """Are counted in layers."""
     model = shape(tmp_path, "qwen3-30b-a3b")
-    told = plan_report(made(model, gpus(8)), model=model, host=HOST, wishes=PlacementConstraints())
+    told = plan_report(made(model, gpus(8)), model=model, host=HOST, constraints=PlacementConstraints())
     assert 0 < told.host.expert_layers < told.layers
 
 
@@ -86,7 +88,7 @@ def test_what_was_measured(tmp_path: Path) -> None:
     """Is with its device, and with no other."""
     model = shape(tmp_path)
     told = with_measured_usage(
-        plan_report(made(model, gpus(4, 6)), model=model, host=HOST, wishes=PlacementConstraints()), {"1": 5 * GIB}
+        plan_report(made(model, gpus(4, 6)), model=model, host=HOST, constraints=PlacementConstraints()), {"1": 5 * GIB}
     )
     assert [each.used_bytes for each in told.devices] == [None, 5 * GIB]
 
@@ -96,7 +98,7 @@ def test_long_texts_and_lists_have_an_end(tmp_path: Path) -> None:
     model = shape(tmp_path)
     planned = made(model, tuple(replace(each, name="long " * 1000) for each in gpus(8)))
     flooded = replace(planned, reasons=(Reason("n", "v" * 1000, "why"),) * 100, advice=("words " * 1000,) * 1000)
-    told = plan_report(flooded, model=model, host=HOST, wishes=PlacementConstraints())
+    told = plan_report(flooded, model=model, host=HOST, constraints=PlacementConstraints())
     assert (len(told.devices[0].name), told.devices[0].name[-1]) == (512, "\N{HORIZONTAL ELLIPSIS}")
     assert (len(told.reasons), len(told.advice)) == (32, 128)
     assert len(told.model_dump_json()) < 2**18

@@ -155,7 +155,7 @@ def test_a_turn_that_was_here_before_the_engine_is_accepted() -> None:
     first.has_room = False
     table.add(Heard(order("late")))
     first.has_room = True
-    table.go_on()
+    table.schedule_step()
     assert (first.took, first.accepted) == (["waited", "new", "late"], ["waited"])
     table.lost()
     table.connect(second)
@@ -203,7 +203,7 @@ def test_an_engine_that_is_behind_is_given_no_more() -> None:
     assert not table.add(late)
     assert (engine.took, table.n_waiting) == ([], 2)
     engine.has_room = True
-    table.go_on()
+    table.schedule_step()
     assert (engine.took, table.n_waiting) == (["early", "late"], 0)
 
 
@@ -292,7 +292,7 @@ def test_turns_of_an_engine_that_is_gone_are_told_one_in_a_turn_of_the_loop(*, g
     assert max(after - before for before, after in pairwise(counts)) == 1
     assert told == [turn.turn_id for turn in turns]
     assert {(turn.interruptions, len(turn.terminal)) for turn in turns} == {(0, 1) if given_up else (1, 0)}
-    assert not table.telling
+    assert not table.notifying
 
 
 def test_what_comes_before_a_turn_is_told_of_a_lost_engine() -> None:
@@ -324,7 +324,7 @@ def test_a_turn_that_is_to_hear_of_its_end_hears_no_other() -> None:
     failed, late = Heard(order("failed")), Heard(order("late"))
     table.add(failed)
     table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE), begun=True)
-    assert (failed.terminal, len(table), table.telling) == ([], 0, True)
+    assert (failed.terminal, len(table), table.notifying) == ([], 0, True)
     table.abort("failed")
     table.connect(engine)
     assert table.add(late)
@@ -688,7 +688,7 @@ class TurnsMachine(RuleBasedStateMachine):
         assert self.engine is not None
         self.engine.has_room = not self.engine.has_room
         if self.engine.has_room:
-            self.table.go_on()
+            self.table.schedule_step()
 
     @precondition(lambda self: self.engine is not None and self.engine.has)
     @rule(data=st.data())

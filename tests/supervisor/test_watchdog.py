@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.supervisor.watchdog import LOOKS, Watchdog
+from inferencecenter.supervisor.watchdog import POLLS, Watchdog
 from tests.supervisor.timers import Timers
 
 
@@ -29,9 +29,9 @@ def test_no_progress_for_the_whole_time_is_a_hang() -> None:
     """It is told once, after as many looks as the time has, and the watch is over."""
     clock = Clock()
     clock.watch.keep(watching=True)
-    for _ in range(LOOKS):
+    for _ in range(POLLS):
         assert clock.hangs == 0
-        assert [call.delay_s for call in clock.pending] == [60.0 / LOOKS]
+        assert [call.delay_s for call in clock.pending] == [60.0 / POLLS]
         clock.fire()
     assert (clock.hangs, clock.pending) == (1, [])
 
@@ -53,7 +53,7 @@ def test_time_without_work_does_not_count() -> None:
     clock = Clock()
     for _ in range(3):
         clock.watch.keep(watching=True)
-        for _ in range(LOOKS - 1):
+        for _ in range(POLLS - 1):
             clock.fire()
         clock.watch.keep(watching=False)
     assert clock.hangs == 0
@@ -69,6 +69,6 @@ def test_a_hang_is_a_row_of_looks_without_progress(progress: list[int]) -> None:
         clock.beats += step
         clock.fire()
         row = 0 if step else row + 1
-        assert clock.hangs == (row == LOOKS)
+        assert clock.hangs == (row == POLLS)
         if clock.hangs:
             break

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import structlog
 
-from inferencecenter.telemetry.notify import Notifier
+from inferencecenter.systemd_notifier import Notifier
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -34,28 +34,30 @@ MIXTURE = replace(HEADERS["qwen3-30b-a3b"], layers=6, experts=16, vocabulary=16_
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, GPUs with so much room beside the driver's part, and wishes."""
+    """A model, GPUs with so much room beside the driver's part, and constraints."""
 
     shape: HeaderShape
     mib: tuple[int, ...]
     n_gpu_layers: int
-    wishes: dict[str, Any] = field(default_factory=dict)
+    constraints: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
     "all layers": Case(shape=DENSE, mib=(2000,), n_gpu_layers=7),
     "some layers": Case(shape=DENSE, mib=(500,), n_gpu_layers=3),
-    "only the output": Case(shape=DENSE, mib=(2000,), n_gpu_layers=1, wishes={"n_gpu_layers": 1}),
+    "only the output": Case(shape=DENSE, mib=(2000,), n_gpu_layers=1, constraints={"n_gpu_layers": 1}),
     "two GPUs": Case(shape=DENSE, mib=(700, 900), n_gpu_layers=7),
     "two GPUs, some layers": Case(shape=DENSE, mib=(300, 420), n_gpu_layers=4),
-    "shares that are set": Case(shape=DENSE, mib=(2000, 2000), n_gpu_layers=7, wishes={"tensor_split": (1.0, 3.0)}),
-    "quantized KV": Case(
-        shape=DENSE, mib=(2000,), n_gpu_layers=7, wishes={"kv_type_k": "q8_0", "kv_type_v": "q8_0", "slots": 4}
+    "shares that are set": Case(
+        shape=DENSE, mib=(2000, 2000), n_gpu_layers=7, constraints={"tensor_split": (1.0, 3.0)}
     ),
-    "without flash attention": Case(shape=DENSE, mib=(2000,), n_gpu_layers=7, wishes={"flash_attention": "off"}),
+    "quantized KV": Case(
+        shape=DENSE, mib=(2000,), n_gpu_layers=7, constraints={"kv_type_k": "q8_0", "kv_type_v": "q8_0", "slots": 4}
+    ),
+    "without flash attention": Case(shape=DENSE, mib=(2000,), n_gpu_layers=7, constraints={"flash_attention": "off"}),
     "experts on the GPU": Case(shape=MIXTURE, mib=(2000,), n_gpu_layers=7),
     "experts of some layers in the host": Case(shape=MIXTURE, mib=(380,), n_gpu_layers=7),
-    "all experts in the host": Case(shape=MIXTURE, mib=(2000,), n_gpu_layers=7, wishes={"expert_offload": "all"}),
+    "all experts in the host": Case(shape=MIXTURE, mib=(2000,), n_gpu_layers=7, constraints={"expert_offload": "all"}),
 }
 
 
@@ -89,8 +91,8 @@ def _planned_and_taken(folder: Path, path: Path, case: Case) -> tuple[PlacementP
         )
         for number, room in enumerate(case.mib)
     ]
-    wishes = PlacementConstraints(**{"margin_bytes": 0, "n_ctx": 1024, "n_ubatch": 256, **case.wishes})
-    made = plan(describe(read_gguf(path)), devices, Host(available_bytes=None, cores=1), wishes)
+    constraints = PlacementConstraints(**{"margin_bytes": 0, "n_ctx": 1024, "n_ubatch": 256, **case.constraints})
+    made = plan(describe(read_gguf(path)), devices, Host(available_bytes=None, cores=1), constraints)
     setup = made.setup
     options = EngineOptions(
         backend="llama",
@@ -102,7 +104,7 @@ def _planned_and_taken(folder: Path, path: Path, case: Case) -> tuple[PlacementP
         n_ubatch=setup.n_ubatch,
         kv_type_k=setup.kv_type_k,
         kv_type_v=setup.kv_type_v,
-        flash_attention=wishes.flash_attention,
+        flash_attention=constraints.flash_attention,
         n_threads=1,
         n_gpu_layers=made.n_gpu_layers,
         devices=tuple(device.id for device in made.devices),
