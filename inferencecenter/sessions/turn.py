@@ -180,10 +180,10 @@ class Turn:
         Raises:
             InferenceCenterError: See ``output_spec``.
         """
-        self.output_spec = output_spec(spec.request, written=written, asked=prompt.text)
+        self.output_spec = output_spec(spec.request, capabilities=written, prompt=prompt.text)
         self.spec, self.prompt = spec, prompt
         self.assembler = assembler_for(
-            self.output_spec, self.assembler, turn_id=self.turn_id, said=self._text, n_tokens=self.n_tokens
+            self.output_spec, self.assembler, turn_id=self.turn_id, text=self._text, n_tokens=self.n_tokens
         )
 
     def start(self, event: Started, *, now: float) -> int:

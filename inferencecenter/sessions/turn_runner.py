@@ -35,7 +35,13 @@ from inferencecenter.sessions.client import check_model
 from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.journal import TurnQueued
 from inferencecenter.sessions.observability import end_trace, trace_turn
-from inferencecenter.sessions.prompt.plan import after_turn, messages_of, plan_context_shift, prompt_of, unread_prompt
+from inferencecenter.sessions.prompt.plan import (
+    after_turn,
+    messages_of,
+    plan_context_shift,
+    prompt_of,
+    unrendered_prompt,
+)
 from inferencecenter.sessions.states import TurnChange, TurnState
 from inferencecenter.sessions.turn_spec import (
     check_fits,
@@ -313,7 +319,7 @@ class TurnRunner:
         if isinstance(result, InferenceCenterError):
             raise result
         prompt = prompt_of(rendering.history, rendering.plan, result, implied_bos=rendering.implied_bos)
-        self.turn.set_prompt(prompt, rendering.spec, written=result.written)
+        self.turn.set_prompt(prompt, rendering.spec, written=result.capabilities)
         self._history = rendering.history
         self._rendering = None
         if rendering.spec != rendering.requested_spec:
@@ -520,7 +526,7 @@ class TurnRunner:
             return self._history
         prompt = turn.prompt
         if prompt is None:
-            prompt = unread_prompt(self._history, messages_of(turn.spec.request), turn.spec.view)
+            prompt = unrendered_prompt(self._history, messages_of(turn.spec.request), turn.spec.view)
         keeps_end = self._config.mode != "raw"
         return after_turn(self._history, prompt, answer=turn.answer, end=end, keeps_end=keeps_end)
 

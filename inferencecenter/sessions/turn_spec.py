@@ -11,7 +11,7 @@ from inferencecenter.ipc.messages import Failed, Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
 from inferencecenter.sessions.client import PRIORITY_RANK, check_model, limited
 from inferencecenter.sessions.journal import TurnSpec
-from inferencecenter.sessions.prompt.plan import PromptPlan, least_tokens, messages_of, next_view
+from inferencecenter.sessions.prompt.plan import PromptPlan, messages_of, min_tokens, next_view
 from inferencecenter.sessions.prompt.renderer import RenderInput
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def render_input(spec: TurnSpec, history: History) -> tuple[PromptPlan, RenderIn
         tools=tuple(request.tools or ()),
         thinking=request.thinking,
     )
-    return PromptPlan(messages, view, anew=spec.view is not None), conversation
+    return PromptPlan(messages, view, rerender=spec.view is not None), conversation
 
 
 def check_fits(plan: PromptPlan, model: ModelInfo, *, may_shift: bool) -> None:
@@ -156,7 +156,7 @@ def check_fits(plan: PromptPlan, model: ModelInfo, *, may_shift: bool) -> None:
     """
     if not model.max_token_bytes:
         return
-    n_tokens = least_tokens(plan, max_token_bytes=model.max_token_bytes, may_shift=may_shift)
+    n_tokens = min_tokens(plan, max_token_bytes=model.max_token_bytes, may_shift=may_shift)
     if n_tokens >= model.n_ctx:
         raise InferenceCenterError(
             ErrorCode.PROMPT_TOO_LONG,

@@ -90,28 +90,28 @@ def wide(n_parameters: int, n_chars: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(given_parameters=parameters(), several=st.booleans(), demands=st.booleans())
-@example(given_parameters=wide(1000, 300_000), several=True, demands=False)
+@given(given_parameters=parameters(), several=st.booleans(), required=st.booleans())
+@example(given_parameters=wide(1000, 300_000), several=True, required=False)
 @example(
     given_parameters={"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
     several=True,
-    demands=True,
+    required=True,
 )
 @example(
     given_parameters={"properties": {"k" * 90_000: {"type": "string", "enum": ["v"] * 3000}}},
     several=True,
-    demands=True,
+    required=True,
 )
 def test_any_schema_makes_a_grammar_of_bounded_size(
-    given_parameters: dict[str, Any], several: bool, demands: bool
+    given_parameters: dict[str, Any], several: bool, required: bool
 ) -> None:
     """Whatever the schema refers to, the grammar is no longer than it may be, or the tools are refused by name."""
     tools = [Tool(name="f", parameters=given_parameters), Tool(name="g")]
     for name in ANSWERS:
-        call_format = speaking_model(name).written.call_format
+        call_format = speaking_model(name).capabilities.call_format
         assert call_format is not None
         start = AnswerStart(control=frozenset(CONTROL))
-        made = outcome(partial(calls_grammar, call_format, tools, start=start, demands=demands, several=several))
+        made = outcome(partial(calls_grammar, call_format, tools, start=start, required=required, several=several))
         if isinstance(made, InferenceCenterError):
             assert (made.code in EXPECTED, made.field) == (True, "tools")
         else:
@@ -130,5 +130,5 @@ def test_any_schema_is_written_or_refused(given_parameters: dict[str, Any]) -> N
         return
     (value,) = values
     assert repr(value["function"]["parameters"]) == repr(given_parameters)
-    (message,) = as_text([ChatMessage(role="user", content="Hi")], [tool], knows_system=False)
+    (message,) = as_text([ChatMessage(role="user", content="Hi")], [tool], supports_system=False)
     assert message.content.endswith("Hi")

@@ -63,11 +63,11 @@ class ResponseAssembler:
     @classmethod
     def restored(cls, turn_id: str, emitted: Iterable[Part]) -> ResponseAssembler:
         """Return the assembler of a turn that had ``emitted`` parts before a restart."""
-        speaking = cls(turn_id)
-        speaking._emitted = list(emitted)
-        for part in speaking._emitted:
-            speaking._take(part)
-        return speaking
+        assembler = cls(turn_id)
+        assembler._emitted = list(emitted)
+        for part in assembler._emitted:
+            assembler._take(part)
+        return assembler
 
     @property
     def has_parser(self) -> bool:
@@ -115,16 +115,16 @@ class ResponseAssembler:
             tool_calls=self.complete_calls or None,
         )
 
-    def set_parser(self, speech: OutputSpec, said: str, *, n_tokens: int = 0) -> None:
-        """Parse the answer from now on according to ``speech``.
+    def set_parser(self, spec: OutputSpec, text: str, *, n_tokens: int = 0) -> None:
+        """Parse the answer from now on according to ``spec``.
 
         Args:
-            speech: The output format.
-            said: The whole text so far; parts of it may have been sent.
+            spec: The output format.
+            text: The whole text so far; parts of it may have been sent.
             n_tokens: Tokens of that text.
         """
-        self._parser = speech.reader()
-        self._due = remaining_parts(self._emitted, self._feed(self._parser, said, n_tokens))
+        self._parser = spec.new_parser()
+        self._due = remaining_parts(self._emitted, self._feed(self._parser, text, n_tokens))
         self._emitted = []
 
     def feed(self, delta: TokenDelta) -> OutputDelta:
@@ -140,12 +140,12 @@ class ResponseAssembler:
             parts = (TextDelta(""),)
         return self._emit(parts, ())
 
-    def _feed(self, reader: OutputParser, text: str, n_tokens: int) -> Parts:
+    def _feed(self, parser: OutputParser, text: str, n_tokens: int) -> Parts:
         """Parse text and count the reasoning tokens in it."""
-        is_reasoning = reader.chars_after_reasoning is None
-        parts = reader.feed(text)
+        is_reasoning = parser.chars_after_reasoning is None
+        parts = parser.feed(text)
         if is_reasoning:
-            behind = reader.chars_after_reasoning or 0
+            behind = parser.chars_after_reasoning or 0
             # Rounded up: the token that contains the end of the closing tag counts.
             self._n_reasoning_tokens += n_tokens - (n_tokens * behind // len(text) if behind else 0)
         return parts
@@ -175,25 +175,25 @@ class ResponseAssembler:
 
 
 def assembler_for(
-    speech: OutputSpec, before: ResponseAssembler | None, *, turn_id: str, said: str, n_tokens: int
+    spec: OutputSpec, before: ResponseAssembler | None, *, turn_id: str, text: str, n_tokens: int
 ) -> ResponseAssembler | None:
-    """Return the assembler of an answer whose format is ``speech``; ``None`` for plain text.
+    """Return the assembler of an answer whose format is ``spec``; ``None`` for plain text.
 
     Args:
-        speech: The output format.
+        spec: The output format.
         before: The current assembler, if any.
         turn_id: The turn.
-        said: The whole text so far.
+        text: The whole text so far.
         n_tokens: Tokens generated so far; a started answer keeps its format.
     """
-    begun = n_tokens > 0
-    if begun and (before is None or before.has_parser):
+    started = n_tokens > 0
+    if started and (before is None or before.has_parser):
         return before
-    if before is None or not begun:
-        if speech.plain:
+    if before is None or not started:
+        if spec.plain:
             return None
         before = ResponseAssembler(turn_id)
-    before.set_parser(speech, said, n_tokens=n_tokens)
+    before.set_parser(spec, text, n_tokens=n_tokens)
     return before
 
 

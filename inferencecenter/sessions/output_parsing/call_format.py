@@ -45,7 +45,9 @@ class ToolCallFormat(Protocol):
     def markers(self) -> tuple[str, ...]:
         """Texts that delimit calls; they may be control tokens."""
 
-    def read(self, tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
+    def read(
+        self, stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool], trigger: str
+    ) -> Reading[bool]:
         """Parse what follows a trigger and commit the stream; return ``False``, without parts, if it is no call."""
 
     def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:

@@ -26,14 +26,14 @@ class CharStream:
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._again: list[str] = []  # pushed back characters, the next one last
-        self._tried: list[str] | None = None  # characters read since ``mark``
+        self._pushed_back: list[str] = []  # pushed back characters, the next one last
+        self._since_mark: list[str] | None = None  # characters read since ``mark``
         self.ended = False
 
     @property
     def n_unread(self) -> int:
         """Characters that are available and unread."""
-        return len(self._again) + len(self._text) - self._at
+        return len(self._pushed_back) + len(self._text) - self._at
 
     def extend(self, text: str) -> None:
         """Append a chunk; all earlier text must have been read."""
@@ -41,8 +41,8 @@ class CharStream:
 
     def next(self) -> Reading[str]:
         """Read a character; empty at the end of the text."""
-        if self._again:
-            char = self._again.pop()
+        if self._pushed_back:
+            char = self._pushed_back.pop()
         else:
             while self._at == len(self._text):
                 if self.ended:
@@ -50,8 +50,8 @@ class CharStream:
                 yield
             char = self._text[self._at]
             self._at += 1
-        if self._tried is not None:
-            self._tried.append(char)
+        if self._since_mark is not None:
+            self._since_mark.append(char)
         return char
 
     def match(self, pattern: re.Pattern[str]) -> str:
@@ -59,7 +59,7 @@ class CharStream:
 
         The match must be valid to read whatever text follows.
         """
-        if self._again or self._tried is not None:
+        if self._pushed_back or self._since_mark is not None:
             return ""
         found = pattern.match(self._text, self._at)
         if found is None:
@@ -69,22 +69,22 @@ class CharStream:
 
     def push_back(self, text: str) -> None:
         """Unread ``text``, which was read last."""
-        self._again.extend(reversed(text))
-        if self._tried and text:
-            del self._tried[-len(text) :]
+        self._pushed_back.extend(reversed(text))
+        if self._since_mark and text:
+            del self._since_mark[-len(text) :]
 
     def mark(self) -> None:
         """Start recording, so that ``rollback`` can return to this position."""
-        self._tried = []
+        self._since_mark = []
 
     def commit(self) -> None:
         """Discard the mark."""
-        self._tried = None
+        self._since_mark = None
 
     def rollback(self) -> None:
         """Return to the mark."""
-        tried, self._tried = self._tried or [], None
-        self._again.extend(reversed(tried))
+        since_mark, self._since_mark = self._since_mark or [], None
+        self._pushed_back.extend(reversed(since_mark))
 
     def read_blank(self) -> Reading[str]:
         """Read white space."""
@@ -113,49 +113,49 @@ _HEX_DIGITS: Final = 4
 _MAX_KEY_CHARS: Final = 256
 
 
-def read_value(tape: CharStream, emit: Callable[[str], None]) -> Reading[None]:
+def read_value(stream: CharStream, emit: Callable[[str], None]) -> Reading[None]:
     """Read one JSON value and emit its text incrementally."""
-    first = yield from tape.next()
+    first = yield from stream.next()
     if first and first in "{[":
         emit(first)
-        yield from _read_nested(tape, emit)
+        yield from _read_nested(stream, emit)
     elif first == '"':
         emit(first)
-        yield from _read_raw_string(tape, emit)
+        yield from _read_raw_string(stream, emit)
     else:
         while first and _IN_PRIMITIVE.match(first):
             emit(first)
-            first = yield from tape.next()
-        tape.push_back(first)
+            first = yield from stream.next()
+        stream.push_back(first)
 
 
-def read_arguments(tape: CharStream, emit: Callable[[str], None]) -> Reading[None]:
+def read_arguments(stream: CharStream, emit: Callable[[str], None]) -> Reading[None]:
     """Read arguments and emit them as JSON, unwrapping a JSON string that contains the JSON."""
-    if (yield from tape.accept('"')):
-        yield from read_string(tape, emit)
+    if (yield from stream.accept('"')):
+        yield from read_string(stream, emit)
     else:
-        yield from read_value(tape, emit)
+        yield from read_value(stream, emit)
 
 
-def read_string(tape: CharStream, emit: Callable[[str], None]) -> Reading[bool]:
+def read_string(stream: CharStream, emit: Callable[[str], None]) -> Reading[bool]:
     """Read a string after its opening quote and emit its decoded text; return whether it is terminated.
 
     Lone surrogates become U+FFFD; an unknown escape becomes the escaped character.
     """
     while True:
-        emit(tape.match(_IN_STRING))
-        char = yield from tape.next()
+        emit(stream.match(_IN_STRING))
+        char = yield from stream.next()
         if char == "\\":
-            emit((yield from _read_escape(tape)))
+            emit((yield from _read_escape(stream)))
         elif not char or char == '"':
             return bool(char)
         else:
             emit(char)
 
 
-def read_key(tape: CharStream) -> Reading[str | None]:
+def read_key(stream: CharStream) -> Reading[str | None]:
     """Read a short string and return it decoded; ``None``, with some of it read, if there is none."""
-    if not (yield from tape.accept('"')):
+    if not (yield from stream.accept('"')):
         return None
     texts: list[str] = []
     n_chars = 0
@@ -166,9 +166,9 @@ def read_key(tape: CharStream) -> Reading[str | None]:
         n_chars += len(text)
 
     while True:
-        char = yield from tape.next()
+        char = yield from stream.next()
         if char == "\\":
-            emit((yield from _read_escape(tape)))
+            emit((yield from _read_escape(stream)))
         elif char == '"':
             return "".join(texts)
         elif not char or n_chars > _MAX_KEY_CHARS:
@@ -182,52 +182,52 @@ def json_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _read_nested(tape: CharStream, emit: Callable[[str], None]) -> Reading[None]:
+def _read_nested(stream: CharStream, emit: Callable[[str], None]) -> Reading[None]:
     depth = 1
     while depth:
-        emit(tape.match(_BETWEEN))
-        char = yield from tape.next()
+        emit(stream.match(_BETWEEN))
+        char = yield from stream.next()
         if not char:
             return
         emit(char)
         if char == '"':
-            yield from _read_raw_string(tape, emit)
+            yield from _read_raw_string(stream, emit)
         elif char in "{[":
             depth += 1
         elif char in "}]":
             depth -= 1
 
 
-def _read_raw_string(tape: CharStream, emit: Callable[[str], None]) -> Reading[None]:
+def _read_raw_string(stream: CharStream, emit: Callable[[str], None]) -> Reading[None]:
     while True:
-        emit(tape.match(_IN_STRING))
-        char = yield from tape.next()
+        emit(stream.match(_IN_STRING))
+        char = yield from stream.next()
         if char == "\\":
-            char += yield from tape.next()
+            char += yield from stream.next()
         emit(char)
         if not char or char == '"':
             return
 
 
-def _read_escape(tape: CharStream) -> Reading[str]:
-    char = yield from tape.next()
+def _read_escape(stream: CharStream) -> Reading[str]:
+    char = yield from stream.next()
     if char != "u":
         return _ESCAPES.get(char, char)
-    unit = yield from _read_unit(tape)
-    if 0xD800 <= unit < 0xDC00 and (yield from tape.accept("\\u")):
-        low = yield from _read_unit(tape)
+    unit = yield from _read_unit(stream)
+    if 0xD800 <= unit < 0xDC00 and (yield from stream.accept("\\u")):
+        low = yield from _read_unit(stream)
         if 0xDC00 <= low < 0xE000:
             return chr(0x10000 + (unit - 0xD800) * 0x400 + low - 0xDC00)
         return "\ufffd" + _character(low)
     return _character(unit)
 
 
-def _read_unit(tape: CharStream) -> Reading[int]:
+def _read_unit(stream: CharStream) -> Reading[int]:
     digits = ""
     while len(digits) < _HEX_DIGITS:
-        char = yield from tape.next()
+        char = yield from stream.next()
         if not char or char not in "0123456789abcdefABCDEF":
-            tape.push_back(char)
+            stream.push_back(char)
             return 0xFFFD
         digits += char
     return int(digits, 16)

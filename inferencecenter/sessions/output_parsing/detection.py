@@ -30,13 +30,13 @@ class TemplateForm:
     """The form in which a template expects a conversation.
 
     A ``native`` template renders tools itself; it takes arguments as ``text_arguments`` or objects, and ``short_ids``
-    or any ids. Others get tools as text, in a system prompt if the template ``knows_system`` prompts.
+    or any ids. Others get tools as text, in a system prompt if the template ``supports_system`` prompts.
     """
 
     native: bool = False
     text_arguments: bool = False
     short_ids: bool = False
-    knows_system: bool = True
+    supports_system: bool = True
 
 
 class TemplateProbe(Protocol):
@@ -92,9 +92,9 @@ def detect(write: TemplateProbe, *, source: str, control: Collection[str]) -> tu
         source: The source of the template.
         control: The texts of the model's control tokens.
     """
-    knows_system = "probe_system" in write((_SYSTEM, _ASKS), (), TemplateForm())
-    found = _native(write, knows_system=knows_system)
-    form, call_format, several = found or (TemplateForm(knows_system=knows_system), FALLBACK, True)
+    supports_system = "probe_system" in write((_SYSTEM, _ASKS), (), TemplateForm())
+    found = _native(write, supports_system=supports_system)
+    form, call_format, several = found or (TemplateForm(supports_system=supports_system), FALLBACK, True)
     thinking = next((pair for pair in _THINKING if pair.closes in source or pair.closes in control), None)
     marks = {*call_format.markers, *((thinking.opens, thinking.closes) if thinking is not None else ())}
     written = TemplateCapabilities(
@@ -103,22 +103,24 @@ def detect(write: TemplateProbe, *, source: str, control: Collection[str]) -> tu
     return form, written
 
 
-def style_in(text: str) -> tuple[ToolCallFormat, bool] | None:
+def find_call_format(text: str) -> tuple[ToolCallFormat, bool] | None:
     """Return the call format found in the rendered probe conversation, and whether more calls followed."""
-    for pattern, call_format in _STYLES:
+    for pattern, call_format in _FORMATS:
         if found := pattern.search(text):
             return call_format(found.groupdict("")), found["between"] is not None
     return None
 
 
-def _native(write: TemplateProbe, *, knows_system: bool) -> tuple[TemplateForm, ToolCallFormat, bool] | None:
+def _native(write: TemplateProbe, *, supports_system: bool) -> tuple[TemplateForm, ToolCallFormat, bool] | None:
     """Return the form, the call format, and whether it allows several calls; ``None`` without native tools."""
     if _TOOL.name not in write((_ASKS,), (_TOOL,), TemplateForm(native=True)):
         return None
     for calls, short_ids, text_arguments in product((_CALLS, _CALLS[:1]), (False, True), (True, False)):
-        form = TemplateForm(native=True, text_arguments=text_arguments, short_ids=short_ids, knows_system=knows_system)
+        form = TemplateForm(
+            native=True, text_arguments=text_arguments, short_ids=short_ids, supports_system=supports_system
+        )
         text = write(_conversation(calls), (_TOOL,), form)
-        found = style_in(text) if f"probe_result_{len(calls)}" in text else None
+        found = find_call_format(text) if f"probe_result_{len(calls)}" in text else None
         if found is not None and (found[1] or len(calls) == 1):
             return form, *found
     return None
@@ -168,7 +170,7 @@ def _bare(found: Mapping[str, str]) -> ToolCallFormat:
     return JsonCalls(key=found["key"], between=found["between"] or "; ")
 
 
-_STYLES: Final[tuple[tuple[re.Pattern[str], Callable[[Mapping[str, str]], ToolCallFormat]], ...]] = (
+_FORMATS: Final[tuple[tuple[re.Pattern[str], Callable[[Mapping[str, str]], ToolCallFormat]], ...]] = (
     (_IN_TAGS, _in_tags),
     (_IN_ARRAY, _in_array),
     (_IN_PARAMETER_TAGS, _in_parameter_tags),
@@ -191,11 +193,11 @@ _AFTER: Final = (
 )
 
 
-def as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], *, knows_system: bool) -> list[ChatMessage]:
+def as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], *, supports_system: bool) -> list[ChatMessage]:
     """Return the conversation with tools, calls and results as text.
 
     Consecutive results and the following user message are merged, since many templates require alternating roles. The
-    tools go into the system prompt if the template ``knows_system`` prompts, else into the first user message.
+    tools go into the system prompt if the template ``supports_system`` prompts, else into the first user message.
     """
     written: list[ChatMessage] = []
     joined: list[str] = []  # texts of the message being merged
@@ -211,7 +213,7 @@ def as_text(messages: Sequence[ChatMessage], tools: Sequence[Tool], *, knows_sys
             written.append(plain)
     if joined:
         written.append(_of_user(joined))
-    return _with_tools(written, tools, knows_system=knows_system) if tools else written
+    return _with_tools(written, tools, supports_system=supports_system) if tools else written
 
 
 def _of_user(texts: list[str]) -> ChatMessage:
@@ -236,12 +238,12 @@ def _call_text(call: ToolCall) -> str:
     return f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {arguments}}}\n</tool_call>'
 
 
-def _with_tools(messages: list[ChatMessage], tools: Sequence[Tool], *, knows_system: bool) -> list[ChatMessage]:
+def _with_tools(messages: list[ChatMessage], tools: Sequence[Tool], *, supports_system: bool) -> list[ChatMessage]:
     offer = _BEFORE + "\n".join(map(_description, tools)) + _AFTER
     if messages and messages[0].role == "system":
         first = messages[0].content
         return [ChatMessage(role="system", content=f"{first}\n\n{offer}" if first else offer), *messages[1:]]
-    if knows_system:
+    if supports_system:
         return [ChatMessage(role="system", content=offer), *messages]
     place = next((index for index, message in enumerate(messages) if message.role == "user"), None)
     if place is None:

@@ -73,16 +73,16 @@ def form_grammar(request: Infer, start: AnswerStart) -> Grammar | None:
         lark.schema("answer", request.json_schema)
     elif form.kind != "gbnf":
         lark.rule("answer", _expression(form))
-    answer = joined(lark.spelled(start.address), "answer")
-    _begin(lark, start, after=joined(_BLANK, answer), plain=answer)
+    answer = joined(lark.literal(start.address), "answer")
+    _add_start_rule(lark, start, after=joined(_BLANK, answer), plain=answer)
     # The engine converts GBNF to Lark and adds the rule.
     return Grammar("gbnf", form.text, frame=lark.text) if form.kind == "gbnf" else Grammar("lark", lark.text)
 
 
 def calls_grammar(
-    call_format: ToolCallFormat, tools: Sequence[Tool], *, start: AnswerStart, demands: bool, several: bool
+    call_format: ToolCallFormat, tools: Sequence[Tool], *, start: AnswerStart, required: bool, several: bool
 ) -> Grammar:
-    """Return the grammar of an answer that may call tools, or must if it ``demands`` it.
+    """Return the grammar of an answer that may call tools, or must if ``required``.
 
     Nothing follows the calls. Without ``several`` there is at most one.
 
@@ -96,17 +96,17 @@ def calls_grammar(
     lark = GrammarBuilder(start.control, max_chars=MAX_CALLS_CHARS)
     rules = call_format.rules(tools, lark)
     calls = lark.rule("calls", joined(rules.first, repeated(rules.next) if several else "", rules.end))
-    if demands:
-        called = joined("" if start.begun else _opened(lark, call_format), calls)
-        _begin(lark, start, after=joined(_BLANK, called), plain=called)
+    if required:
+        called = joined("" if start.begun else _trigger(lark, call_format), calls)
+        _add_start_rule(lark, start, after=joined(_BLANK, called), plain=called)
     else:
         lark.rule("TEXT", _text(call_format))
-        spoken = _spoken(lark, call_format, calls, text="TEXT", start=start)
+        spoken = _text_or_calls(lark, call_format, calls, text="TEXT", start=start)
         plain = spoken
         if start.thinking is not None and start.thinking.opens not in start.control:
             lark.rule("FIRST", rf"TEXT & ~/(?s:\s*{escaped(start.thinking.opens)}.*)/")
-            plain = _spoken(lark, call_format, calls, text="FIRST", start=start)
-        _begin(lark, start, after=spoken, plain=plain)
+            plain = _text_or_calls(lark, call_format, calls, text="FIRST", start=start)
+        _add_start_rule(lark, start, after=spoken, plain=plain)
     return Grammar("lark", lark.text)
 
 
@@ -116,8 +116,8 @@ def no_calls_grammar(call_format: ToolCallFormat, *, start: AnswerStart) -> Gram
     text = _text(call_format)
     if call_format.trigger not in start.control and not call_format.opening:
         text += f" & ~/(?s:.*{escaped(call_format.trigger)}.*)/"
-    said = joined(lark.spelled(start.address), lark.rule("TEXT", text))
-    _begin(lark, start, after=said, plain=said)
+    said = joined(lark.literal(start.address), lark.rule("TEXT", text))
+    _add_start_rule(lark, start, after=said, plain=said)
     return Grammar("lark", lark.text)
 
 
@@ -126,39 +126,41 @@ def _text(call_format: ToolCallFormat) -> str:
     return rf"/\s*([^\s{escaped(call_format.opening)}](.|\n)*)?/" if call_format.opening else _ANYTHING
 
 
-def _opened(lark: GrammarBuilder, call_format: ToolCallFormat) -> str:
+def _trigger(lark: GrammarBuilder, call_format: ToolCallFormat) -> str:
     if call_format.opening:
-        return optional(lark.spelled(call_format.trigger)) if lark.knows(call_format.trigger) else ""
-    return lark.spelled(call_format.trigger)
+        return optional(lark.literal(call_format.trigger)) if lark.is_control(call_format.trigger) else ""
+    return lark.literal(call_format.trigger)
 
 
-def _spoken(lark: GrammarBuilder, call_format: ToolCallFormat, calls: str, *, text: str, start: AnswerStart) -> str:
+def _text_or_calls(
+    lark: GrammarBuilder, call_format: ToolCallFormat, calls: str, *, text: str, start: AnswerStart
+) -> str:
     """Return the expression of text optionally followed by calls; rule names derive from the terminal ``text``."""
-    said = lark.spelled(start.address)
+    said = lark.literal(start.address)
     options = [joined(said, text)]
-    if lark.knows(call_format.trigger):
-        options.append(joined(said, text, lark.spelled(call_format.trigger), calls))
+    if lark.is_control(call_format.trigger):
+        options.append(joined(said, text, lark.literal(call_format.trigger), calls))
     elif not call_format.opening:
         head = f"head_{text.lower()}"
-        lark.rule(f"{head}[lazy]", f"{text} {lark.spelled(call_format.trigger)}")
+        lark.rule(f"{head}[lazy]", f"{text} {lark.literal(call_format.trigger)}")
         options.append(joined(said, head, calls))
     if start.begun or call_format.opening:
         options.append(calls)
     return either(*options)
 
 
-def _begin(lark: GrammarBuilder, start: AnswerStart, *, after: str, plain: str) -> None:
+def _add_start_rule(lark: GrammarBuilder, start: AnswerStart, *, after: str, plain: str) -> None:
     """Add the start rule: ``plain``, or reasoning and ``after``."""
     thinking = start.thinking
     if thinking is None:
         lark.rule("start", plain)
         return
     if thinking.closes in start.control:
-        lark.rule("thoughts", joined(_ANYTHING, lark.spelled(thinking.closes)))
+        lark.rule("thoughts", joined(_ANYTHING, lark.literal(thinking.closes)))
     else:
         lark.rule("thoughts[lazy]", rf"/(.|\n)*{escaped(thinking.closes)}/")
     thought = joined("thoughts", after)
-    lark.rule("start", thought if start.opened else either(joined(lark.spelled(thinking.opens), thought), plain))
+    lark.rule("start", thought if start.opened else either(joined(lark.literal(thinking.opens), thought), plain))
 
 
 def _form(request: Infer) -> Grammar | None:

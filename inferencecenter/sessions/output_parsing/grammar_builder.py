@@ -53,11 +53,11 @@ class GrammarBuilder:
         self._rules.append(rule)
         return name
 
-    def knows(self, text: str) -> bool:
+    def is_control(self, text: str) -> bool:
         """Return whether a text is a control token."""
         return text in self._control
 
-    def spelled(self, *texts: str) -> str:
+    def literal(self, *texts: str) -> str:
         """Return the expression of a sequence of texts, each a control token or literal text."""
         expressions: list[str] = []
         plain = ""

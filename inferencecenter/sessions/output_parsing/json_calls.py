@@ -62,130 +62,134 @@ class JsonCalls:
         """The delimiters of calls."""
         return (self.trigger, self.closes) if self.closes else (self.trigger,)
 
-    def read(self, tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
+    def read(
+        self, stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool], trigger: str
+    ) -> Reading[bool]:
         """Parse the calls after a trigger."""
         if trigger == self.opening:
-            called = yield from _read_members(tape, outlet, tools=tools)
+            called = yield from _read_members(stream, builder, tools=tools)
         else:
-            called = yield from self._read_behind_mark(tape, outlet, tools=tools)
+            called = yield from self._read_behind_mark(stream, builder, tools=tools)
         if called and self.closes:
-            yield from tape.read_blank()
-            yield from tape.accept(self.closes)
+            yield from stream.read_blank()
+            yield from stream.accept(self.closes)
         elif called:
-            yield from self._read_separator(tape)
+            yield from self._read_separator(stream)
         return called
 
-    def _read_behind_mark(self, tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool]) -> Reading[bool]:
-        yield from tape.read_blank()
-        if self.array and (yield from tape.accept("[")):
-            return (yield from _read_array(tape, outlet, tools=tools))
-        return (yield from _read_call(tape, outlet, tools=tools))
+    def _read_behind_mark(
+        self, stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool]
+    ) -> Reading[bool]:
+        yield from stream.read_blank()
+        if self.array and (yield from stream.accept("[")):
+            return (yield from _read_array(stream, builder, tools=tools))
+        return (yield from _read_call(stream, builder, tools=tools))
 
-    def _read_separator(self, tape: CharStream) -> Reading[None]:
+    def _read_separator(self, stream: CharStream) -> Reading[None]:
         separator = self.between.strip()
         if separator and not self.array:
-            yield from tape.read_blank()
-            yield from tape.accept(separator)
+            yield from stream.read_blank()
+            yield from stream.accept(separator)
 
     def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:
         """Add the rules for calls of ``tools``."""
         call = lark.rule("call", either(*(self._object(index, tool, lark) for index, tool in enumerate(tools))))
         if self.array:
             return CallRules(
-                joined(lark.spelled(self.lead, "["), call),
-                joined(lark.spelled(self.between), call),
-                lark.spelled("]", self.trail, self.closes),
+                joined(lark.literal(self.lead, "["), call),
+                joined(lark.literal(self.between), call),
+                lark.literal("]", self.trail, self.closes),
             )
-        ends = lark.spelled(self.trail, self.closes)
+        ends = lark.literal(self.trail, self.closes)
         return CallRules(
-            joined(lark.spelled(self.lead), call, ends),
-            joined(lark.spelled(self.between, self.opens, self.lead), call, ends),
+            joined(lark.literal(self.lead), call, ends),
+            joined(lark.literal(self.between, self.opens, self.lead), call, ends),
         )
 
     def _object(self, index: int, tool: Tool, lark: GrammarBuilder) -> str:
         arguments = lark.schema(rule_name(f"arguments_{index}", tool.name), schema_of(tool))
         head = f'{{"name": {json.dumps(tool.name)}, "{self.key}": '
-        return joined(lark.spelled(head), arguments, lark.spelled("}"))
+        return joined(lark.literal(head), arguments, lark.literal("}"))
 
 
-def _read_array(tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool]) -> Reading[bool]:
+def _read_array(stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool]) -> Reading[bool]:
     """Parse calls up to the closing bracket, or up to the first element that is no call."""
     called = False
     while True:
-        yield from tape.read_blank()
-        if not (yield from _read_call(tape, outlet, tools=tools)):
+        yield from stream.read_blank()
+        if not (yield from _read_call(stream, builder, tools=tools)):
             if called:
-                tape.rollback()
+                stream.rollback()
             return called
         called = True
-        yield from tape.read_blank()
-        if not (yield from tape.accept(",")):
-            yield from tape.accept("]")
+        yield from stream.read_blank()
+        if not (yield from stream.accept(",")):
+            yield from stream.accept("]")
             return True
-        tape.mark()
+        stream.mark()
 
 
-def _read_call(tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool]) -> Reading[bool]:
-    if not (yield from tape.accept("{")):
+def _read_call(stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool]) -> Reading[bool]:
+    if not (yield from stream.accept("{")):
         return False
-    return (yield from _read_members(tape, outlet, tools=tools))
+    return (yield from _read_members(stream, builder, tools=tools))
 
 
-def _read_members(tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool]) -> Reading[bool]:
+def _read_members(stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool]) -> Reading[bool]:
     """Parse the members of a call: the name comes first, or after other short texts."""
     name = None
     while True:
-        key = yield from _read_member(tape)
+        key = yield from _read_member(stream)
         if key in _ARGUMENT_KEYS:
             break
-        value = None if key is None else (yield from read_key(tape))
+        value = None if key is None else (yield from read_key(stream))
         if value is None:
             return False
         if key == "name":
             name = value
-        yield from tape.read_blank()
-        follows = yield from tape.accept(",", "}")
+        yield from stream.read_blank()
+        follows = yield from stream.accept(",", "}")
         if follows == "}" and name in tools:
-            _begin(tape, outlet, name)
-            outlet.add_arguments("{}")
+            _begin(stream, builder, name)
+            builder.add_arguments("{}")
             return True
         if not follows:
             return False
     if name not in tools:
         return False
-    _begin(tape, outlet, name)
-    yield from read_arguments(tape, outlet.add_arguments)
-    yield from _read_remainder(tape)
+    _begin(stream, builder, name)
+    yield from read_arguments(stream, builder.add_arguments)
+    yield from _read_remainder(stream)
     return True
 
 
-def _begin(tape: CharStream, outlet: PartBuilder, name: str | None) -> None:
+def _begin(stream: CharStream, builder: PartBuilder, name: str | None) -> None:
     assert name is not None
-    tape.commit()
-    outlet.start_call(name)
+    stream.commit()
+    builder.start_call(name)
 
 
-def _read_member(tape: CharStream) -> Reading[str | None]:
+def _read_member(stream: CharStream) -> Reading[str | None]:
     """Read a key and its colon, up to the value."""
-    yield from tape.read_blank()
-    key = yield from read_key(tape)
-    yield from tape.read_blank()
-    if not (yield from tape.accept(":")):
+    yield from stream.read_blank()
+    key = yield from read_key(stream)
+    yield from stream.read_blank()
+    if not (yield from stream.accept(":")):
         return None
-    yield from tape.read_blank()
+    yield from stream.read_blank()
     return key
 
 
-def _read_remainder(tape: CharStream) -> Reading[None]:
+def _read_remainder(stream: CharStream) -> Reading[None]:
     """Skip the members after the arguments."""
     while True:
-        yield from tape.read_blank()
-        follows = yield from tape.accept("}", ",")
+        yield from stream.read_blank()
+        follows = yield from stream.accept("}", ",")
         if follows != ",":
             return
-        if (yield from _read_member(tape)) is None:
+        if (yield from _read_member(stream)) is None:
             return
-        yield from read_value(tape, _ignore)
+        yield from read_value(stream, _ignore)
 
 
 def _ignore(text: str) -> None:

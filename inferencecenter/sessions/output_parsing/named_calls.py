@@ -62,25 +62,27 @@ class NamedCalls:
         texts = (self.opens, _CALL_ID if self.call_ids else "", self.then, self.closes)
         return tuple(text for text in texts if text)
 
-    def read(self, tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
+    def read(
+        self, stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool], trigger: str
+    ) -> Reading[bool]:
         """Parse a call, or the recipient of text."""
-        name = yield from _read_name(tape)
-        if self.call_ids and (yield from tape.accept(_CALL_ID)):
-            yield from _read_name(tape)
-        if not (yield from tape.accept(self.then)):
+        name = yield from _read_name(stream)
+        if self.call_ids and (yield from stream.accept(_CALL_ID)):
+            yield from _read_name(stream)
+        if not (yield from stream.accept(self.then)):
             return False
         if self.recipients and name == _ALL_RECIPIENTS:
-            tape.commit()
+            stream.commit()
             return True
         if name not in tools:
             return False
-        tape.commit()
-        outlet.start_call(name)
-        yield from tape.read_blank()
-        yield from read_arguments(tape, outlet.add_arguments)
+        stream.commit()
+        builder.start_call(name)
+        yield from stream.read_blank()
+        yield from read_arguments(stream, builder.add_arguments)
         if self.closes:
-            yield from tape.read_blank()
-            yield from tape.accept(self.closes)
+            yield from stream.read_blank()
+            yield from stream.accept(self.closes)
         return True
 
     def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:
@@ -90,7 +92,7 @@ class NamedCalls:
             InferenceCenterError: ``invalid_request`` for a tool named ``all`` in a format with recipients.
         """
         call = lark.rule("call", either(*(self._call(index, tool, lark) for index, tool in enumerate(tools))))
-        return CallRules(call, joined(lark.spelled(self.between, self.opens), call))
+        return CallRules(call, joined(lark.literal(self.between, self.opens), call))
 
     def _call(self, index: int, tool: Tool, lark: GrammarBuilder) -> str:
         if self.recipients and tool.name == _ALL_RECIPIENTS:
@@ -101,17 +103,17 @@ class NamedCalls:
             )
         arguments = lark.schema(rule_name(f"arguments_{index}", tool.name), schema_of(tool))
         if self.call_ids:
-            head = joined(lark.spelled(tool.name, _CALL_ID), "/[A-Za-z0-9]{9}/", lark.spelled(self.then))
+            head = joined(lark.literal(tool.name, _CALL_ID), "/[A-Za-z0-9]{9}/", lark.literal(self.then))
         else:
-            head = lark.spelled(tool.name, self.then)
-        return joined(head, arguments, lark.spelled(self.closes))
+            head = lark.literal(tool.name, self.then)
+        return joined(head, arguments, lark.literal(self.closes))
 
 
-def _read_name(tape: CharStream) -> Reading[str]:
+def _read_name(stream: CharStream) -> Reading[str]:
     name = ""
-    while len(name) < _MAX_NAME_CHARS and (char := (yield from tape.next())):
+    while len(name) < _MAX_NAME_CHARS and (char := (yield from stream.next())):
         if not _OF_NAME.match(char):
-            tape.push_back(char)
+            stream.push_back(char)
             break
         name += char
     return name

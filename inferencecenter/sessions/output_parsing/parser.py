@@ -68,65 +68,67 @@ class StructuredOutputParser:
         call_format: ToolCallFormat | None,
         tools: Mapping[str, Tool],
     ) -> None:
-        self._tape = CharStream()
-        self._outlet = PartBuilder()
-        self._reading = _read_answer(self._tape, self._outlet, thinking=thinking, call_format=call_format, tools=tools)
+        self._stream = CharStream()
+        self._builder = PartBuilder()
+        self._coroutine = _read_answer(
+            self._stream, self._builder, thinking=thinking, call_format=call_format, tools=tools
+        )
         self.feed(begun)
 
     @property
     def chars_after_reasoning(self) -> int | None:
         """Characters after the end of the reasoning in the chunk that contained it; ``None`` before."""
-        return self._outlet.chars_after_reasoning
+        return self._builder.chars_after_reasoning
 
     def feed(self, text: str) -> tuple[Part, ...]:
         """Add text and return the parts that are final."""
-        self._tape.extend(text)
-        next(self._reading, None)
-        return self._outlet.take()
+        self._stream.extend(text)
+        next(self._coroutine, None)
+        return self._builder.take()
 
     def finish(self) -> tuple[Part, ...]:
         """Return the text that was held back, at the end of the answer."""
-        self._tape.ended = True
+        self._stream.ended = True
         return self.feed("")
 
 
 def _read_answer(
-    tape: CharStream,
-    outlet: PartBuilder,
+    stream: CharStream,
+    builder: PartBuilder,
     *,
     thinking: ReasoningTags | None,
     call_format: ToolCallFormat | None,
     tools: Mapping[str, Tool],
 ) -> Reading[None]:
-    thought = thinking is not None and (yield from _read_thoughts(tape, outlet, thinking))
-    outlet.chars_after_reasoning = tape.n_unread
+    reasoned = thinking is not None and (yield from _read_reasoning(stream, builder, thinking))
+    builder.chars_after_reasoning = stream.n_unread
     if call_format is None:
-        if thought:
-            yield from tape.read_blank()
-        yield from _read_rest(tape, outlet)
+        if reasoned:
+            yield from stream.read_blank()
+        yield from _read_rest(stream, builder)
     else:
-        yield from _read_speech(tape, outlet, call_format=call_format, tools=tools, fresh=thought)
+        yield from _read_text_and_calls(stream, builder, call_format=call_format, tools=tools, fresh=reasoned)
 
 
-def _read_rest(tape: CharStream, outlet: PartBuilder) -> Reading[None]:
-    while char := (yield from tape.next()):
-        outlet.add_text(char)
-        outlet.add_text(tape.match(_REST_OF_CHUNK))
+def _read_rest(stream: CharStream, builder: PartBuilder) -> Reading[None]:
+    while char := (yield from stream.next()):
+        builder.add_text(char)
+        builder.add_text(stream.match(_REST_OF_CHUNK))
 
 
-def _read_thoughts(tape: CharStream, outlet: PartBuilder, thinking: ReasoningTags) -> Reading[bool]:
+def _read_reasoning(stream: CharStream, builder: PartBuilder, thinking: ReasoningTags) -> Reading[bool]:
     """Read the reasoning if the answer begins with it."""
-    blank = yield from tape.read_blank()
-    if not (yield from tape.accept(thinking.opens)):
-        tape.push_back(blank)
+    blank = yield from stream.read_blank()
+    if not (yield from stream.accept(thinking.opens)):
+        stream.push_back(blank)
         return False
-    yield from tape.read_blank()
-    yield from _read_until(tape, outlet.add_reasoning, thinking.closes)
+    yield from stream.read_blank()
+    yield from _read_until(stream, builder.add_reasoning, thinking.closes)
     return True
 
 
-def _read_speech(
-    tape: CharStream, outlet: PartBuilder, *, call_format: ToolCallFormat, tools: Mapping[str, Tool], fresh: bool
+def _read_text_and_calls(
+    stream: CharStream, builder: PartBuilder, *, call_format: ToolCallFormat, tools: Mapping[str, Tool], fresh: bool
 ) -> Reading[None]:
     """Read text and calls.
 
@@ -134,33 +136,33 @@ def _read_speech(
     """
     first = True
     while True:
-        blank = yield from tape.read_blank()
+        blank = yield from stream.read_blank()
         opening = (fresh or first) and call_format.opening
-        trigger = (yield from tape.accept(call_format.trigger, opening)) if opening else ""
+        trigger = (yield from stream.accept(call_format.trigger, opening)) if opening else ""
         if not trigger:
-            tape.push_back("" if fresh else blank)
-            blank, trigger = yield from _read_until(tape, outlet.add_text, call_format.trigger)
+            stream.push_back("" if fresh else blank)
+            blank, trigger = yield from _read_until(stream, builder.add_text, call_format.trigger)
         if not trigger:
-            outlet.add_text(blank)
+            builder.add_text(blank)
             return
-        tape.mark()
-        fresh = yield from call_format.read(tape, outlet, tools=tools, trigger=trigger)
+        stream.mark()
+        fresh = yield from call_format.read(stream, builder, tools=tools, trigger=trigger)
         if not fresh:
-            tape.rollback()
-            outlet.add_text(blank + trigger)
+            stream.rollback()
+            builder.add_text(blank + trigger)
         first = False
 
 
-def _read_until(tape: CharStream, emit: Callable[[str], None], end: str) -> Reading[tuple[str, str]]:
+def _read_until(stream: CharStream, emit: Callable[[str], None], end: str) -> Reading[tuple[str, str]]:
     """Emit text up to ``end``; return the white space before it, which is not emitted, and ``end`` if found."""
     # Words and the white space before them; possessive, so that matching is linear.
     ordinary = re.compile(rf"(?:\s*+[^\s{re.escape(end[0])}]++)++")
     while True:
-        emit(tape.match(ordinary))
-        blank = yield from tape.read_blank()
-        if (yield from tape.accept(end)):
+        emit(stream.match(ordinary))
+        blank = yield from stream.read_blank()
+        if (yield from stream.accept(end)):
             return blank, end
-        char = yield from tape.next()
+        char = yield from stream.next()
         if not char:
             return blank, ""
         emit(blank + char)
@@ -186,7 +188,7 @@ class OutputSpec:
         """Whether the whole answer is text."""
         return self.thinking is None and self.call_format is None
 
-    def reader(self) -> OutputParser:
+    def new_parser(self) -> OutputParser:
         """Return a new parser."""
         if self.plain:
             return PlainTextParser()
@@ -195,54 +197,54 @@ class OutputSpec:
         )
 
 
-def output_spec(request: Infer, *, written: TemplateCapabilities, asked: str) -> OutputSpec:
+def output_spec(request: Infer, *, capabilities: TemplateCapabilities, prompt: str) -> OutputSpec:
     """Return how the answer to ``request`` is constrained and parsed.
 
     Args:
         request: The request.
-        written: The model's capabilities.
-        asked: The rendered prompt; its end shows whether the reasoning is already open.
+        capabilities: The model's capabilities.
+        prompt: The rendered prompt; its end shows whether the reasoning is already open.
 
     Raises:
         InferenceCenterError: ``invalid_request`` for tools if the model does not support them, and see
             ``form_grammar`` and ``calls_grammar``.
     """
-    call_format = written.call_format
+    call_format = capabilities.call_format
     if request.tools and call_format is None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST, "this session's model does not support tools", field="tools"
         )
     begun = (
         call_format.trigger
-        if call_format is not None and call_format.address and asked.endswith(call_format.trigger)
+        if call_format is not None and call_format.address and prompt.endswith(call_format.trigger)
         else ""
     )
-    thinks = _thinks(request, written, asked=asked)
+    state = _reasoning_state(request, capabilities, prompt=prompt)
     start = AnswerStart(
-        control=written.control,
-        thinking=None if thinks == "not" else written.thinking,
-        opened=thinks == "already",
+        control=capabilities.control,
+        thinking=None if state == "not" else capabilities.thinking,
+        opened=state == "already",
         begun=bool(begun),
         address=call_format.address if call_format is not None and begun else "",
     )
-    opened = written.thinking.opens if written.thinking is not None and start.opened else ""
+    opened = capabilities.thinking.opens if capabilities.thinking is not None and start.opened else ""
     calls = bool(request.tools) and request.tool_choice != "none"
-    read_style = call_format if calls or start.address else None
-    marks = (written.thinking.opens, written.thinking.closes) if written.thinking is not None else ()
+    parsed_format = call_format if calls or start.address else None
+    marks = (capabilities.thinking.opens, capabilities.thinking.closes) if capabilities.thinking is not None else ()
     return OutputSpec(
-        grammar=form_grammar(request, start) or _calls(request, written, start),
+        grammar=form_grammar(request, start) or _calls(request, capabilities, start),
         markers=tuple(
-            mark for mark in (*marks, *(read_style.markers if read_style else ())) if mark in written.control
+            mark for mark in (*marks, *(parsed_format.markers if parsed_format else ())) if mark in capabilities.control
         ),
         begun=begun or opened,
-        thinking=written.thinking,
-        call_format=read_style,
+        thinking=capabilities.thinking,
+        call_format=parsed_format,
         tools={tool.name: tool for tool in request.tools or ()} if calls else {},
     )
 
 
-def _calls(request: Infer, written: TemplateCapabilities, start: AnswerStart) -> Grammar | None:
-    call_format, tools, choice = written.call_format, request.tools, request.tool_choice
+def _calls(request: Infer, capabilities: TemplateCapabilities, start: AnswerStart) -> Grammar | None:
+    call_format, tools, choice = capabilities.call_format, request.tools, request.tool_choice
     if call_format is None or not tools:
         return None
     if choice == "none":
@@ -252,16 +254,18 @@ def _calls(request: Infer, written: TemplateCapabilities, start: AnswerStart) ->
         call_format,
         [tool for tool in tools if tool.name == choice.name] if isinstance(choice, NamedTool) else tools,
         start=start,
-        demands=named or choice == "required",
-        several=request.parallel_tool_calls and written.several and not named,
+        required=named or choice == "required",
+        several=request.parallel_tool_calls and capabilities.several and not named,
     )
 
 
-def _thinks(request: Infer, written: TemplateCapabilities, *, asked: str) -> Literal["already", "perhaps", "not"]:
+def _reasoning_state(
+    request: Infer, capabilities: TemplateCapabilities, *, prompt: str
+) -> Literal["already", "perhaps", "not"]:
     """Return whether the model reasons, by the end of the prompt."""
-    thinking = written.thinking
+    thinking = capabilities.thinking
     if thinking is None or request.thinking is False:
         return "not"
-    if asked.rstrip().endswith(thinking.opens):
+    if prompt.rstrip().endswith(thinking.opens):
         return "already"
-    return "not" if asked.rstrip().endswith(thinking.closes) else "perhaps"
+    return "not" if prompt.rstrip().endswith(thinking.closes) else "perhaps"

@@ -139,26 +139,28 @@ class TaggedCalls:
         """The outer tags."""
         return _OPENS, _CLOSES
 
-    def read(self, tape: CharStream, outlet: PartBuilder, *, tools: Mapping[str, Tool], trigger: str) -> Reading[bool]:
+    def read(
+        self, stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool], trigger: str
+    ) -> Reading[bool]:
         """Parse a call and emit its arguments as a JSON object."""
-        yield from tape.read_blank()
-        if not (yield from tape.accept(_FUNCTION)):
+        yield from stream.read_blank()
+        if not (yield from stream.accept(_FUNCTION)):
             return False
-        name = yield from _read_up_to_bracket(tape)
+        name = yield from _read_up_to_bracket(stream)
         if name is None or name not in tools:
             return False
-        tape.commit()
-        outlet.start_call(name)
-        yield from _read_parameters(tape, outlet.add_arguments, properties=_properties(tools[name]))
-        yield from tape.read_blank()
-        yield from tape.accept(_CLOSES)
+        stream.commit()
+        builder.start_call(name)
+        yield from _read_parameters(stream, builder.add_arguments, properties=_properties(tools[name]))
+        yield from stream.read_blank()
+        yield from stream.accept(_CLOSES)
         return True
 
     def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:
         """Add the rules for calls of ``tools``."""
         lark.rule("open_text[lazy]", rf"/(.|\n)*\n{escaped(_VALUE_ENDS)}\n/")
         call = lark.rule("call", either(*(_call(index, tool, lark) for index, tool in enumerate(tools))))
-        return CallRules(call, joined(lark.spelled("\n", _OPENS), call))
+        return CallRules(call, joined(lark.literal("\n", _OPENS), call))
 
 
 def _call(index: int, tool: Tool, lark: GrammarBuilder) -> str:
@@ -175,22 +177,22 @@ def _call(index: int, tool: Tool, lark: GrammarBuilder) -> str:
         for key, parameter in zip(properties, parameters, strict=True)
     ]
     if not properties and schema.get("additionalProperties", True) is not False:
-        wanted = [repeated(joined(lark.spelled(_PARAMETER), r"/[^>\n]+/", lark.spelled(">\n"), "open_text"))]
-    head = lark.spelled(f"\n{_FUNCTION}{tool.name}>\n")
-    return joined(head, *wanted, lark.spelled(f"{_FUNCTION_ENDS}\n", _CLOSES))
+        wanted = [repeated(joined(lark.literal(_PARAMETER), r"/[^>\n]+/", lark.literal(">\n"), "open_text"))]
+    head = lark.literal(f"\n{_FUNCTION}{tool.name}>\n")
+    return joined(head, *wanted, lark.literal(f"{_FUNCTION_ENDS}\n", _CLOSES))
 
 
 def _parameter(rule: str, key: str, subschema: Any, definitions: SchemaDefinitions, lark: GrammarBuilder) -> str:
-    head = lark.spelled(f"{_PARAMETER}{key}>\n")
+    head = lark.literal(f"{_PARAMETER}{key}>\n")
     ends = f"\n{_VALUE_ENDS}\n"
     choices = _texts(subschema)
     if choices:
-        return joined(head, either(*(lark.spelled(choice + ends) for choice in choices)))
+        return joined(head, either(*(lark.literal(choice + ends) for choice in choices)))
     if _is_text(subschema):
         return joined(head, "open_text")
     if isinstance(subschema, dict):
         subschema = definitions.beside(subschema)
-    return joined(head, lark.schema(rule, subschema), lark.spelled(ends))
+    return joined(head, lark.schema(rule, subschema), lark.literal(ends))
 
 
 def _required(schema: Mapping[str, Any]) -> frozenset[str]:
@@ -215,48 +217,50 @@ def _texts(subschema: Any) -> list[str]:
     return [choice for choice in choices if isinstance(choice, str)] if isinstance(choices, list) else []
 
 
-def _read_parameters(tape: CharStream, emit: Callable[[str], None], *, properties: Mapping[str, Any]) -> Reading[None]:
+def _read_parameters(
+    stream: CharStream, emit: Callable[[str], None], *, properties: Mapping[str, Any]
+) -> Reading[None]:
     """Parse parameters up to the end of the function and emit an object; a missing end leaves it open."""
     before = "{"
     while True:
-        yield from tape.read_blank()
-        if (yield from tape.accept(_FUNCTION_ENDS)):
+        yield from stream.read_blank()
+        if (yield from stream.accept(_FUNCTION_ENDS)):
             emit("{}" if before == "{" else "}")
             return
-        key = (yield from _read_up_to_bracket(tape)) if (yield from tape.accept(_PARAMETER)) else None
+        key = (yield from _read_up_to_bracket(stream)) if (yield from stream.accept(_PARAMETER)) else None
         if key is None:
             return
         emit(f'{before}"{json_string(key)}": ')
         before = ", "
-        yield from tape.accept("\n")
+        yield from stream.accept("\n")
         if _is_text(properties.get(key)):
             emit('"')
-            ended = yield from _read_value(tape, lambda text: emit(json_string(text)))
+            ended = yield from _read_value(stream, lambda text: emit(json_string(text)))
             emit('"' if ended else "")
         else:
             texts: list[str] = []
-            ended = yield from _read_value(tape, texts.append)
+            ended = yield from _read_value(stream, texts.append)
             emit(_as_json("".join(texts)) if ended else "")
         if not ended:
             return
 
 
-def _read_value(tape: CharStream, emit: Callable[[str], None]) -> Reading[bool]:
+def _read_value(stream: CharStream, emit: Callable[[str], None]) -> Reading[bool]:
     """Read a value and the line feed after it; return whether it is terminated."""
     while True:
-        emit(tape.match(_IN_VALUE))
-        if (yield from tape.accept(f"\n{_VALUE_ENDS}", _VALUE_ENDS)):
+        emit(stream.match(_IN_VALUE))
+        if (yield from stream.accept(f"\n{_VALUE_ENDS}", _VALUE_ENDS)):
             return True
-        char = yield from tape.next()
+        char = yield from stream.next()
         if not char:
             return False
         emit(char)
 
 
-def _read_up_to_bracket(tape: CharStream) -> Reading[str | None]:
+def _read_up_to_bracket(stream: CharStream) -> Reading[str | None]:
     text = ""
     while len(text) <= _MAX_KEY_CHARS:
-        char = yield from tape.next()
+        char = yield from stream.next()
         if char == ">":
             return text
         if not char:

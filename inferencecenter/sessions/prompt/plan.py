@@ -70,14 +70,14 @@ def n_kept(messages: tuple[ChatMessage, ...], n_keep: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """Input of a rendering: the ``view`` of ``messages``; ``anew`` discards the history's tokens."""
+    """Input of a rendering: the ``view`` of ``messages``; ``rerender`` discards the history's tokens."""
 
     messages: tuple[ChatMessage, ...]
     view: HistoryView
-    anew: bool = False
+    rerender: bool = False
 
 
-def least_tokens(plan: PromptPlan, *, max_token_bytes: int, may_shift: bool) -> int:
+def min_tokens(plan: PromptPlan, *, max_token_bytes: int, may_shift: bool) -> int:
     """Return a lower bound of the prompt's tokens, computed from its characters before it is rendered.
 
     Contents of users, tools and system prompts are rendered verbatim except for surrounding white space; a template may
@@ -104,7 +104,7 @@ def prompt_of(history: History, plan: PromptPlan, rendered: RenderedPrompt, *, i
     """
     messages, view = plan.messages, plan.view
     rendering = rendered.rendering
-    if not plan.anew and history.tokens and rendering.text.startswith(history.covered):
+    if not plan.rerender and history.tokens and rendering.text.startswith(history.covered):
         return Prompt(messages, view, rendering.text, history.tokens, rendering.pieces(len(history.covered)))
     # The engine prepends BOS; the template's own would duplicate it.
     start = len(implied_bos) if rendering.text.startswith(implied_bos) else 0
@@ -115,7 +115,7 @@ def prompt_of(history: History, plan: PromptPlan, rendered: RenderedPrompt, *, i
     return Prompt(messages, view, rendering.text, b"", pieces, len(shared))
 
 
-def unread_prompt(history: History, new: tuple[ChatMessage, ...], view: HistoryView | None) -> Prompt:
+def unrendered_prompt(history: History, new: tuple[ChatMessage, ...], view: HistoryView | None) -> Prompt:
     """Return the prompt of a turn that ends before it is rendered: its messages and nothing to submit."""
     return Prompt(history.messages + new, view or history.view, "", b"", ())
 

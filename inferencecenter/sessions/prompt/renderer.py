@@ -36,12 +36,12 @@ class RenderInput:
 class RenderedPrompt:
     """A rendered conversation whose first ``system_end`` characters come from the system prompt alone.
 
-    ``written`` describes how the model writes tool calls and reasoning.
+    ``capabilities`` describes how the model writes tool calls and reasoning.
     """
 
     rendering: RenderedText
     system_end: int
-    written: TemplateCapabilities
+    capabilities: TemplateCapabilities
 
 
 RenderResult: TypeAlias = RenderedPrompt | InferenceCenterError
@@ -106,7 +106,7 @@ def render_prompt(renderer: ConversationRenderer, conversation: RenderInput) -> 
         InferenceCenterError: See ``ConversationRenderer.render``.
     """
     rendering = _render(renderer, conversation, conversation.messages)
-    return RenderedPrompt(rendering, _system_end(renderer, conversation, rendering), renderer.written)
+    return RenderedPrompt(rendering, _system_end(renderer, conversation, rendering), renderer.capabilities)
 
 
 def _render(

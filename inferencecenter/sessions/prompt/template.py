@@ -30,8 +30,8 @@ CHATML: Final = (
 )
 """Template of a model that has none."""
 
-_SOME_DAY: Final = datetime(2026, 1, 1, tzinfo=UTC)
-_TRIAL_OPERATIONS: Final = 20_000
+_PROBE_TIME: Final = datetime(2026, 1, 1, tzinfo=UTC)
+_PROBE_OPERATIONS: Final = 20_000
 _SWITCHES: Final = frozenset(("enable_thinking", "thinking"))
 
 
@@ -43,7 +43,7 @@ class ConversationRenderer(Protocol):
     keeps_end: bool
     """Whether the end-of-turn token is part of the rendered history."""
 
-    written: TemplateCapabilities
+    capabilities: TemplateCapabilities
     """How the model writes tool calls and reasoning."""
 
     def render(
@@ -71,7 +71,7 @@ class RawText:
 
     implied_bos = ""
     keeps_end = False
-    written = PLAIN
+    capabilities = PLAIN
 
     def render(
         self,
@@ -119,8 +119,8 @@ class ChatTemplate:
             self._template = self._sandbox.from_string(source)
             self._switches = _SWITCHES & find_undeclared_variables(self._sandbox.parse(source))
         except (TemplateError, RecursionError) as error:
-            raise _broken(error) from error
-        self._form, self.written = detect(self._try, source=source, control=model.special_tokens)
+            raise _template_error(error) from error
+        self._form, self.capabilities = detect(self._probe, source=source, control=model.special_tokens)
 
     def render(
         self,
@@ -137,8 +137,8 @@ class ChatTemplate:
             InferenceCenterError: See ``ConversationRenderer``.
         """
         values = {
-            **self._given(messages, tools, self._form),
-            **self._switched(thinking),
+            **self._variables(messages, tools, self._form),
+            **self._thinking_variables(thinking),
             "add_generation_prompt": asks,
         }
         try:
@@ -154,13 +154,15 @@ class ChatTemplate:
             ) from error
         # Boundary to untrusted code from a model file, which can raise any exception.
         except Exception as error:
-            raise _unsuitable(error, messages, tools) or _broken(error) from error
+            raise _tools_error(error, messages, tools) or _template_error(error) from error
 
-    def _given(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> dict[str, object]:
+    def _variables(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm
+    ) -> dict[str, object]:
         mark = self._special.mark
         offered = tool_values(tools, mark=mark)
         if not form.native:
-            messages, offered = as_text(messages, tools, knows_system=form.knows_system), []
+            messages, offered = as_text(messages, tools, supports_system=form.supports_system), []
         return {
             **self._constants,
             "messages": message_values(
@@ -169,15 +171,15 @@ class ChatTemplate:
             "tools": offered or None,
         }
 
-    def _try(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> str:
+    def _probe(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> str:
         """Return the output for a probe, empty if the template fails or exceeds the limit."""
-        values = {**self._given(messages, tools, form), "add_generation_prompt": False}
+        values = {**self._variables(messages, tools, form), "add_generation_prompt": False}
         try:
-            return self._sandbox.run(self._template, values, now=_SOME_DAY, max_operations=_TRIAL_OPERATIONS)
+            return self._sandbox.run(self._template, values, now=_PROBE_TIME, max_operations=_PROBE_OPERATIONS)
         except Exception:  # noqa: BLE001 - the same boundary as above; a failed probe counts as unsupported
             return ""
 
-    def _switched(self, thinking: bool | None) -> dict[str, bool]:
+    def _thinking_variables(self, thinking: bool | None) -> dict[str, bool]:
         """Return the template's variables that turn reasoning on or off."""
         if thinking is None:
             return {}
@@ -190,7 +192,7 @@ class ChatTemplate:
         return dict.fromkeys(self._switches, thinking)
 
 
-def _unsuitable(
+def _tools_error(
     error: Exception, messages: Sequence[ChatMessage], tools: Sequence[Tool]
 ) -> InferenceCenterError | None:
     """Return an error that blames tools or their results, ``None`` if the conversation has none."""
@@ -208,7 +210,7 @@ def _unsuitable(
     )
 
 
-def _broken(error: Exception) -> InferenceCenterError:
+def _template_error(error: Exception) -> InferenceCenterError:
     what = "it exceeds its memory limit" if isinstance(error, MemoryError) else type(error).__name__
     return InferenceCenterError(
         ErrorCode.INTERNAL,

@@ -24,7 +24,7 @@ MAX_FRAME_BYTES: Final = 256 * 1024 * 1024
 """Largest reply in bytes; below the memory limit of the process."""
 LENGTH_BYTES: Final = 4
 
-_STYLES: Final[dict[str, type[ToolCallFormat]]] = {
+_FORMATS: Final[dict[str, type[ToolCallFormat]]] = {
     call_format.__name__: call_format for call_format in (JsonCalls, NamedCalls, TaggedCalls)
 }
 
@@ -75,7 +75,7 @@ class TemplateLoaded(msgspec.Struct, frozen=True, tag=True):
     """The template compiles; carries the detected ``TemplateCapabilities``."""
 
     call_format: str | None
-    style_fields: dict[str, Any]
+    format_fields: dict[str, Any]
     several: bool
     thinking: tuple[str, str] | None
     control: list[str]
@@ -176,30 +176,30 @@ def _message(row: MessageRow) -> ChatMessage:
     )
 
 
-def loaded(written: TemplateCapabilities) -> TemplateLoaded:
+def loaded(capabilities: TemplateCapabilities) -> TemplateLoaded:
     """Return a model's capabilities as a frame."""
-    call_format, thinking = written.call_format, written.thinking
+    call_format, thinking = capabilities.call_format, capabilities.thinking
     return TemplateLoaded(
         call_format=None if call_format is None else type(call_format).__name__,
-        style_fields={} if call_format is None else msgspec.to_builtins(call_format),
-        several=written.several,
+        format_fields={} if call_format is None else msgspec.to_builtins(call_format),
+        several=capabilities.several,
         thinking=None if thinking is None else (thinking.opens, thinking.closes),
-        control=sorted(written.control),
+        control=sorted(capabilities.control),
     )
 
 
-def written_of(reply: TemplateLoaded) -> TemplateCapabilities:
+def capabilities_of(reply: TemplateLoaded) -> TemplateCapabilities:
     """Return the model's capabilities that a process detected.
 
     Raises:
         msgspec.ValidationError: The frame is malformed.
     """
-    if reply.call_format is not None and reply.call_format not in _STYLES:
+    if reply.call_format is not None and reply.call_format not in _FORMATS:
         raise msgspec.ValidationError(f"unknown tool call format {reply.call_format}")
     return TemplateCapabilities(
         call_format=None
         if reply.call_format is None
-        else msgspec.convert(reply.style_fields, _STYLES[reply.call_format]),
+        else msgspec.convert(reply.format_fields, _FORMATS[reply.call_format]),
         several=reply.several,
         thinking=None if reply.thinking is None else ReasoningTags(*reply.thinking),
         control=frozenset(reply.control),
@@ -212,7 +212,7 @@ def rendered(prompt: RenderedPrompt) -> RenderReply:
     return RenderReply(rendering.text, list(rendering.cuts), sorted(rendering.literals), prompt.system_end)
 
 
-def prompt_of(reply: RenderReply, written: TemplateCapabilities) -> RenderedPrompt:
+def prompt_of(reply: RenderReply, capabilities: TemplateCapabilities) -> RenderedPrompt:
     """Return the rendered conversation of a frame."""
     rendering = RenderedText(reply.text, tuple(reply.cuts), frozenset(reply.literals))
-    return RenderedPrompt(rendering, reply.system_end, written)
+    return RenderedPrompt(rendering, reply.system_end, capabilities)

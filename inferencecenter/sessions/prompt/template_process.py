@@ -38,11 +38,11 @@ from inferencecenter.sessions.prompt.template_frames import (
     TemplateLoaded,
     TemplateSource,
     WorkerReply,
+    capabilities_of,
     encode,
     prompt_of,
     reply_decoder,
     request_of,
-    written_of,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 MODULE: Final = "inferencecenter.sessions.prompt.template_worker"
 MAX_PROCESSES: Final = 4
 """Most template processes that are kept."""
-COMPILE_AGAIN_S: Final = 60.0
+COMPILE_RETRY_S: Final = 60.0
 """Seconds until a template that exceeded a limit during compilation is tried again; the host may have been busy."""
 _READ_BYTES: Final = 1024 * 1024
 
@@ -66,14 +66,14 @@ _log = structlog.get_logger(__name__)
 class RenderLimits:
     """Limits of one rendering: CPU seconds, rounded up to whole ones, memory, and wall-clock seconds.
 
-    ``wall_s`` covers a stopped or starved process, so it is far longer; ``withdrawn_s`` applies to a cancelled
+    ``wall_s`` covers a stopped or starved process, so it is far longer; ``cancelled_s`` applies to a cancelled
     rendering.
     """
 
     cpu_s: float = 2.0
     memory_bytes: int = 512 * 1024 * 1024
     wall_s: float = 60.0
-    withdrawn_s: float = 0.3
+    cancelled_s: float = 0.3
 
 
 class WorkerLostError(Exception):
@@ -149,20 +149,20 @@ class TemplateProcess:
 class RenderJob:
     """A queued rendering; ``done`` receives the outcome and is ``None`` once the job is cancelled.
 
-    While the job runs, ``patience`` is its timeout; cancellation reschedules that to ``may_take_until``.
+    ``timeout`` is set while the job runs; cancellation reschedules it to ``deadline``.
     """
 
     client_id: str
     conversation: RenderInput
     done: Callable[[RenderResult], None] | None
-    patience: asyncio.Timeout | None = None
-    may_take_until: float = 0.0
+    timeout: asyncio.Timeout | None = None
+    deadline: float = 0.0
 
-    def withdraw(self) -> None:
+    def cancel(self) -> None:
         """Cancel the job: discard its result and limit its remaining time."""
         self.done = None
-        if self.patience is not None:
-            self.patience.reschedule(self.may_take_until)
+        if self.timeout is not None:
+            self.timeout.reschedule(self.deadline)
 
 
 class ProcessRenderer:
@@ -184,7 +184,7 @@ class ProcessRenderer:
         self._warming = False
         self._working = False
         self._process: TemplateProcess | None = None
-        self._written: TemplateCapabilities | None = None
+        self._capabilities: TemplateCapabilities | None = None
         self._refusal: InferenceCenterError | None = None
         self._refused_until = 0.0
 
@@ -219,7 +219,7 @@ class ProcessRenderer:
         job = RenderJob(client_id, conversation, done)
         self._queue.add(client_id, job)
         self._work()
-        return partial(self._withdraw, job)
+        return partial(self._cancel, job)
 
     async def end(self) -> None:
         """End the process; the next request starts another."""
@@ -227,8 +227,8 @@ class ProcessRenderer:
         if process is not None:
             await process.end()
 
-    def _withdraw(self, job: RenderJob) -> None:
-        job.withdraw()
+    def _cancel(self, job: RenderJob) -> None:
+        job.cancel()
         self._queue.withdraw(job.client_id, job)
 
     def _work(self) -> None:
@@ -252,14 +252,14 @@ class ProcessRenderer:
     async def _result(self, job: RenderJob | None) -> RenderResult | None:
         """Return the outcome of a job; ``None`` if only a warm process was wanted."""
         try:
-            process, written = await self._ready()
+            process, capabilities = await self._ready()
             if job is None or job.done is None:
                 return None
-            return await self._rendered(process, written, job)
+            return await self._rendered(process, capabilities, job)
         except InferenceCenterError as error:
             return error
         except WorkerLostError as error:
-            return await self._lost(str(error))
+            return await self._on_lost(str(error))
         except OSError as error:
             _log.error("template_process_not_started", model=self._name, reason=str(error))
             return InferenceCenterError(ErrorCode.INTERNAL, "The process that runs chat templates cannot be started.")
@@ -270,7 +270,7 @@ class ProcessRenderer:
             return InferenceCenterError(ErrorCode.INTERNAL)
 
     async def _rendered(
-        self, process: TemplateProcess, written: TemplateCapabilities, job: RenderJob
+        self, process: TemplateProcess, capabilities: TemplateCapabilities, job: RenderJob
     ) -> RenderResult | None:
         """Return the outcome of a conversation; ``None`` if it was cancelled and timed out.
 
@@ -278,9 +278,9 @@ class ProcessRenderer:
             WorkerLostError: There is no valid reply; the process must be ended.
         """
         frame = encode(request_of(job.conversation))
-        job.may_take_until = asyncio.get_running_loop().time() + self._limits.withdrawn_s
+        job.deadline = asyncio.get_running_loop().time() + self._limits.cancelled_s
         try:
-            async with asyncio.timeout(None) as job.patience:
+            async with asyncio.timeout(None) as job.timeout:
                 reply = await process.request(frame)
         except TimeoutError:
             _log.debug("rendering_abandoned", model=self._name, pid=process.pid)
@@ -288,10 +288,10 @@ class ProcessRenderer:
             await self.end()
             return None
         finally:
-            job.patience = None
+            job.timeout = None
         if reply.last:
             await self.end()
-        return _result_of(reply, written, model=self._name)
+        return _result_of(reply, capabilities, model=self._name)
 
     async def _ready(self) -> tuple[TemplateProcess, TemplateCapabilities]:
         """Return the process, started if there is none, and the model's capabilities.
@@ -302,20 +302,20 @@ class ProcessRenderer:
         """
         if (refusal := self.refusal) is not None:
             raise refusal
-        await self._owner.used(self)
-        if self._process is None or self._written is None or not self._process.alive:
+        await self._owner.touch(self)
+        if self._process is None or self._capabilities is None or not self._process.alive:
             await self.end()
             self._process = await TemplateProcess.spawn(wall_s=self._limits.wall_s)
-            self._written = await self._compile(self._process)
-        return self._process, self._written
+            self._capabilities = await self._compile(self._process)
+        return self._process, self._capabilities
 
     async def _compile(self, process: TemplateProcess) -> TemplateCapabilities:
         try:
             outcome = (await process.request(encode(self._load))).outcome
         except WorkerLostError as error:
-            raise self._refuse(await self._lost(str(error)), for_s=COMPILE_AGAIN_S) from error
+            raise self._refuse(await self._on_lost(str(error)), for_s=COMPILE_RETRY_S) from error
         if isinstance(outcome, TemplateLoaded):
-            return written_of(outcome)
+            return capabilities_of(outcome)
         await self.end()
         if isinstance(outcome, RenderRefusal):
             raise self._refuse(_error_of(outcome, model=self._name), for_s=math.inf)
@@ -325,7 +325,7 @@ class ProcessRenderer:
         self._refusal, self._refused_until = refusal, self._owner.monotonic() + for_s
         return refusal
 
-    async def _lost(self, reason: str) -> InferenceCenterError:
+    async def _on_lost(self, reason: str) -> InferenceCenterError:
         await self.end()
         limits = self._limits
         _log.warning("template_process_lost", model=self._name, reason=reason)
@@ -373,7 +373,7 @@ class TemplateProcessPool:
         renderer.warm()
         return renderer
 
-    async def used(self, renderer: ProcessRenderer) -> None:
+    async def touch(self, renderer: ProcessRenderer) -> None:
         """Mark a renderer as most recently used and end surplus idle processes."""
         self._started[renderer] = None
         self._started.move_to_end(renderer)
@@ -390,10 +390,10 @@ class TemplateProcessPool:
         self._started.clear()
 
 
-def _result_of(reply: WorkerReply, written: TemplateCapabilities, *, model: str) -> RenderResult:
+def _result_of(reply: WorkerReply, capabilities: TemplateCapabilities, *, model: str) -> RenderResult:
     match reply.outcome:
         case RenderReply() as outcome:
-            return prompt_of(outcome, written)
+            return prompt_of(outcome, capabilities)
         case RenderRefusal() as outcome:
             return _error_of(outcome, model=model)
         case _:

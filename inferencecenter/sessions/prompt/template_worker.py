@@ -68,7 +68,7 @@ def main() -> int:
 
 def _compile(source: TemplateSource, compiled: list[ChatTemplate]) -> TemplateLoaded:
     compiled.append(ChatTemplate(source))
-    return loaded(compiled[0].written)
+    return loaded(compiled[0].capabilities)
 
 
 def _render(template: ChatTemplate, request: RenderRequest) -> RenderReply:

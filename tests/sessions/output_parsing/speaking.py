@@ -89,12 +89,12 @@ def speech(name: str, *, control: tuple[str, ...] = CONTROL, **wants: Any) -> Ou
     asked = template.render(
         [ChatMessage(role="user", content="Hi")], now=NOW, tools=request.tools or (), thinking=request.thinking
     )
-    return output_spec(request, written=template.written, asked=asked.text)
+    return output_spec(request, capabilities=template.capabilities, prompt=asked.text)
 
 
 def read(spoken: OutputSpec, *pieces: str) -> list[Part]:
     """The parts of an answer that comes in pieces, neighbours of one kind put together."""
-    reader = spoken.reader()
+    reader = spoken.new_parser()
     parts = [part for piece in pieces for part in reader.feed(piece)]
     return merged([*parts, *reader.finish()])
 

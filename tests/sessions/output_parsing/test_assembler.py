@@ -24,7 +24,7 @@ from inferencecenter.sessions.prompt.template import ChatTemplate
 from tests.sessions.conftest import make_model
 from tests.sessions.talking import ANSWER, CALL, HERMES, WEATHER
 
-WRITTEN = ChatTemplate(make_model(chat_template=HERMES)).written
+CAPABILITIES = ChatTemplate(make_model(chat_template=HERMES)).capabilities
 REQUEST = Infer.model_validate({"op": "infer", "session_id": "s", "prompt": "?", "tools": [WEATHER]})
 
 texts = st.text("ab", max_size=3)
@@ -37,7 +37,7 @@ part = st.one_of(
 
 def speech() -> OutputSpec:
     """How the answers here are read."""
-    return output_spec(REQUEST, written=WRITTEN, asked="")
+    return output_spec(REQUEST, capabilities=CAPABILITIES, prompt="")
 
 
 def delta(text: str, *, logprobs: int = 0) -> TokenDelta:
@@ -146,16 +146,16 @@ def test_logprobs_wait_for_a_part() -> None:
 def test_an_answer_goes_on_as_it_began() -> None:
     """One that began as plain text stays that; one that said nothing is read as its model of now writes."""
     plain, rich = OutputSpec(), speech()
-    assert assembler_for(plain, None, turn_id="t", said="", n_tokens=0) is None
-    fresh = assembler_for(rich, None, turn_id="t", said="", n_tokens=0)
+    assert assembler_for(plain, None, turn_id="t", text="", n_tokens=0) is None
+    fresh = assembler_for(rich, None, turn_id="t", text="", n_tokens=0)
     assert fresh is not None
     assert fresh.has_parser
-    assert assembler_for(rich, None, turn_id="t", said="old", n_tokens=1) is None
-    assert assembler_for(plain, fresh, turn_id="t", said="", n_tokens=0) is None
-    assert assembler_for(rich, fresh, turn_id="t", said="x", n_tokens=1) is fresh
+    assert assembler_for(rich, None, turn_id="t", text="old", n_tokens=1) is None
+    assert assembler_for(plain, fresh, turn_id="t", text="", n_tokens=0) is None
+    assert assembler_for(rich, fresh, turn_id="t", text="x", n_tokens=1) is fresh
     restored = ResponseAssembler.restored("t", [TextDelta("x")])
     assert restored.finish().parts == ()
-    assert assembler_for(rich, restored, turn_id="t", said="xy", n_tokens=1) is restored
+    assert assembler_for(rich, restored, turn_id="t", text="xy", n_tokens=1) is restored
     assert whole(list(restored.finish().parts)) == [TextDelta("y")]
 
 

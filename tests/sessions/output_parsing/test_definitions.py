@@ -35,7 +35,7 @@ def tool(*, n_parameters: int, part: dict[str, Any], n_defs: int) -> Tool:
 
 def grammar_of(one: Tool) -> str:
     """The grammar of calls of a tool whose arguments stand in tags."""
-    return calls_grammar(TaggedCalls(), [one], start=AnswerStart(), demands=False, several=True).text
+    return calls_grammar(TaggedCalls(), [one], start=AnswerStart(), required=False, several=True).text
 
 
 @given(st.dictionaries(st.sampled_from(_NAMES), st.lists(st.sampled_from(_NAMES))), st.lists(st.sampled_from(_NAMES)))
@@ -94,7 +94,7 @@ def test_a_long_key_with_many_choices_is_spelled_once() -> None:
         name="paint",
         parameters={"properties": {"k" * 50_000: {"type": "string", "enum": [str(n) for n in range(999)]}}},
     )
-    grammar = calls_grammar(TaggedCalls(), [choice], start=AnswerStart(), demands=False, several=True)
+    grammar = calls_grammar(TaggedCalls(), [choice], start=AnswerStart(), required=False, several=True)
     assert len(grammar.text) < 150_000
 
 
@@ -103,7 +103,7 @@ def test_results_and_what_follows_them_are_one_message() -> None:
     roles: tuple[Role, ...] = ("user", "tool", "tool", "user", "user", "tool", "assistant", "tool")
     ids = {"tool": "call_a"}
     messages = [ChatMessage(role=role, content=str(n), tool_call_id=ids.get(role)) for n, role in enumerate(roles)]
-    text = as_text(messages, (), knows_system=True)
+    text = as_text(messages, (), supports_system=True)
 
     def result(n: int) -> str:
         return f"<tool_response>\n{n}\n</tool_response>"

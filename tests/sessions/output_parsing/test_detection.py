@@ -59,17 +59,17 @@ NATIVE = [name for name, call_format in STYLES.items() if call_format is not FAL
 @pytest.mark.parametrize("name", STYLES)
 def test_a_template_shows_how_calls_are_written(name: str) -> None:
     """What it writes of a known conversation tells the form; where it writes nothing known, ours is used."""
-    assert model(name).written.call_format == STYLES[name]
-    assert model(name).written.several is (name != "LLAMA31")
+    assert model(name).capabilities.call_format == STYLES[name]
+    assert model(name).capabilities.several is (name != "LLAMA31")
 
 
 def test_a_template_shows_whether_its_model_thinks() -> None:
     """By the marks that it looks for, or by the model's control tokens."""
     marks = ReasoningTags("<think>", "</think>")
-    assert [name for name in STYLES if model(name).written.thinking is not None] == ["QWEN3", "R1"]
-    assert model("QWEN3").written.thinking == marks
-    assert model("HERMES", control=("<think>", "</think>")).written.thinking == marks
-    assert model("MISTRAL11", control=("[THINK]", "[/THINK]")).written.control == {"[THINK]", "[/THINK]"}
+    assert [name for name in STYLES if model(name).capabilities.thinking is not None] == ["QWEN3", "R1"]
+    assert model("QWEN3").capabilities.thinking == marks
+    assert model("HERMES", control=("<think>", "</think>")).capabilities.thinking == marks
+    assert model("MISTRAL11", control=("[THINK]", "[/THINK]")).capabilities.control == {"[THINK]", "[/THINK]"}
 
 
 @pytest.mark.parametrize("name", NATIVE)
@@ -219,7 +219,7 @@ def test_results_in_plain_text_keep_roles_taking_turns() -> None:
 def test_a_template_that_never_ends_is_not_waited_for() -> None:
     """Finding out how it writes costs little, whatever it does with tools."""
     source = "{% if tools %}{% for a in range(99999) %}{{ range(99999) | length }}{% endfor %}{% endif %}probe_tool"
-    assert ChatTemplate(make_model(chat_template=source)).written.call_format == FALLBACK
+    assert ChatTemplate(make_model(chat_template=source)).capabilities.call_format == FALLBACK
 
 
 def test_the_bundled_model_calls_tools_natively(demo_model_path: Path) -> None:

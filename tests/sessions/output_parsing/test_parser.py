@@ -125,7 +125,7 @@ def test_text_without_calls_is_said_to_the_letter(name: str, fragments: list[str
 )
 def test_no_more_is_held_back_than_may_become_a_mark(pieces: list[str], told: list[str]) -> None:
     """Text goes out at once but for the beginning of a mark and the white space before it."""
-    reader = speech("HERMES").reader()
+    reader = speech("HERMES").new_parser()
     assert [
         "".join(part.text for part in reader.feed(piece) if isinstance(part, TextDelta)) for piece in pieces
     ] == told
@@ -133,7 +133,7 @@ def test_no_more_is_held_back_than_may_become_a_mark(pieces: list[str], told: li
 
 def test_arguments_come_as_they_are_written() -> None:
     """A call is told with its name, and each piece of its arguments as it arrives."""
-    reader = speech("HERMES").reader()
+    reader = speech("HERMES").new_parser()
     assert reader.feed('<tool_call>\n{"name": "get_weather", "argum') == ()
     assert reader.feed('ents": {"ci') == (ToolCallStart(0, "get_weather"), ArgumentsDelta(0, '{"ci'))
     assert reader.feed('ty": "O') == (ArgumentsDelta(0, 'ty": "O'),)

@@ -20,15 +20,15 @@ from inferencecenter.sessions.prompt.renderer import RenderedPrompt, RenderInput
 from inferencecenter.sessions.prompt.template import ChatTemplate
 from inferencecenter.sessions.prompt.template_frames import (
     LENGTH_BYTES,
+    capabilities_of,
     encode,
     input_of,
     loaded,
     request_decoder,
     request_of,
-    written_of,
 )
 from inferencecenter.sessions.prompt.template_process import (
-    COMPILE_AGAIN_S,
+    COMPILE_RETRY_S,
     RenderLimits,
     TemplateProcessPool,
 )
@@ -126,8 +126,8 @@ def test_a_conversation_crosses_unchanged(conversation: RenderInput) -> None:
 @pytest.mark.parametrize("name", ANSWERS)
 def test_how_a_model_writes_crosses_unchanged(name: str) -> None:
     """The front knows of every style what the process found out."""
-    written = speaking_model(name).written
-    assert written_of(loaded(written)) == written
+    capabilities = speaking_model(name).capabilities
+    assert capabilities_of(loaded(capabilities)) == capabilities
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ async def test_a_process_renders_as_this_one_would(name: str) -> None:
     expected = render_prompt(ChatTemplate(model), conversation)
     assert isinstance(result, RenderedPrompt)
     assert (result.rendering.text, result.rendering.pieces()) == (expected.rendering.text, expected.rendering.pieces())
-    assert (result.system_end, result.written) == (expected.system_end, expected.written)
+    assert (result.system_end, result.capabilities) == (expected.system_end, expected.capabilities)
 
 
 async def test_a_template_that_does_not_compile_is_known_after_the_first_time() -> None:
@@ -229,7 +229,7 @@ async def test_a_template_that_takes_too_much_when_it_is_compiled_is_refused_for
         with pytest.raises(InferenceCenterError) as refused:
             processes.of(model)
         assert refused.value is error
-        now[0] += COMPILE_AGAIN_S
+        now[0] += COMPILE_RETRY_S
         assert await failure(processes, model, said("x")) is not error
 
 
@@ -275,7 +275,7 @@ async def test_a_rendering_that_is_withdrawn_is_ended() -> None:
     """Its process is replaced though nothing waits for one, and who comes next has not waited for its end."""
     model = make_model(chat_template=WHEN_TOLD.replace("WORK", LONG_LOOPS))
     told: list[RenderResult] = []
-    async with running(limits=RenderLimits(cpu_s=600.0, wall_s=600.0, withdrawn_s=0.0)) as processes:
+    async with running(limits=RenderLimits(cpu_s=600.0, wall_s=600.0, cancelled_s=0.0)) as processes:
         await text(processes, model, said("x"))
         withdraw = await begun(processes, model, told)
         renderer = processes.of(model)
@@ -293,7 +293,7 @@ async def test_what_is_withdrawn_while_its_process_starts_is_not_rendered() -> N
     """The process starts for those behind it all the same."""
     model = make_model(chat_template=WHEN_TOLD.replace("WORK", LONG_LOOPS))
     told: list[RenderResult] = []
-    async with running(limits=RenderLimits(cpu_s=600.0, wall_s=600.0, withdrawn_s=600.0)) as processes:
+    async with running(limits=RenderLimits(cpu_s=600.0, wall_s=600.0, cancelled_s=600.0)) as processes:
         (await begun(processes, model, told))()
         assert await text(processes, model, said("y")) == "[y]"
     assert told == []
@@ -303,7 +303,7 @@ async def test_a_short_rendering_that_is_withdrawn_may_end() -> None:
     """Another process would cost more."""
     model = make_model(chat_template=BRACKETS)
     told: list[RenderResult] = []
-    async with running(limits=RenderLimits(withdrawn_s=600.0)) as processes:
+    async with running(limits=RenderLimits(cancelled_s=600.0)) as processes:
         await text(processes, model, said("x"))
         withdraw = await begun(processes, model, told)
         before = processes.of(model).pid
