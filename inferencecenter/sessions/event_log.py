@@ -2,12 +2,12 @@
 
 ``EventLog`` numbers each event with the session's next ``seq``, writes its journal record, and hands the event to the
 ``Subscription``. The journal holds back delivery until the record is committed (commit before publish), so a client
-never sees an event that a crash could revoke. The ``ReplayBuffer`` keeps the latest events up to a limit of bytes;
-adjacent deltas of one text are stored as runs and replayed joined. A reconnecting client sends its epoch and the number
-of its last event: it is replayed exactly the events after it, or receives the reason and the whole state if the buffer
-no longer holds them. The epoch names one history of events; it changes when committed events were lost, since the
-numbers of the old history then mean other events. Invariant: within an epoch no number is used for two events, and a
-subscriber receives the events in order, each once.
+never sees an event that a crash of the process could revoke. The ``ReplayBuffer`` keeps the latest events up to a limit
+of bytes; adjacent deltas of one text are stored as runs and replayed joined. A reconnecting client sends its epoch and
+the number of its last event: it is replayed exactly the events after it, or receives the reason and the whole state if
+the buffer no longer holds them. The epoch names one history of events; it changes after an unclean stop, since a power
+loss may have revoked tokens and their numbers are then given to other events. Invariant: within an epoch no number is
+used for two events, and a subscriber receives the events in order, each once.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ NumberedEvent: TypeAlias = "SessionEvent | Error"
 MAX_JOINED_BYTES: Final = 64 * 1024
 """Token text in one event: below the default limit of WebSocket clients (1 MiB), with room for the JSON around it."""
 _TOKEN_BYTES: Final = 64
+_LOGPROB_BYTES: Final = 64
 
 _log = structlog.get_logger(__name__)
-_LOGPROB_BYTES: Final = 64
 
 
 class _Run:
@@ -464,11 +464,11 @@ class EventLog:
         """
         shown = bool(event.text or event.logprobs)
         seq = self._next() if shown else self.seq
-        said = TokensAppended(
+        record = TokensAppended(
             session_id=self._session_id, seq=seq, turn_id=event.turn_id, tokens=event.tokens, text=event.text
         )
         if not shown:
-            self.write(said)
+            self.write(record)
             return
         token = events.Token.model_construct(
             op="token",
@@ -479,13 +479,13 @@ class EventLog:
             content=event.text,
             logprobs=tuple(_logprobs(entry) for entry in event.logprobs) or None,
         )
-        self.publish(token, said)
+        self.publish(token, record)
 
     def publish_parts(self, event: ipc.TokenDelta, delta: OutputDelta) -> None:
         """Publish the parts of new text; text without visible parts is only recorded."""
-        told = [self._part_event(event.turn_id, part) for part in delta.parts]
-        if told and delta.logprobs:
-            told[0] = told[0].model_copy(update={"logprobs": tuple(map(_logprobs, delta.logprobs))})
+        part_events = [self._part_event(event.turn_id, part) for part in delta.parts]
+        if part_events and delta.logprobs:
+            part_events[0] = part_events[0].model_copy(update={"logprobs": tuple(map(_logprobs, delta.logprobs))})
         self.write(
             TokensAppended(
                 session_id=self._session_id,
@@ -496,8 +496,8 @@ class EventLog:
                 parts=delta.parts,
             )
         )
-        for spoken in told:
-            self._subscription.publish(spoken)
+        for part_event in part_events:
+            self._subscription.publish(part_event)
 
     def reply(self, event: SessionEvent, record: Record, sink: EventSink) -> None:
         """Commit ``record`` and send the event that was built last to the requester."""
@@ -509,7 +509,7 @@ class EventLog:
         self._subscription.send(event.model_copy(update={"id": request_id}))
 
     def _part_event(self, turn_id: str, part: Part) -> events.Token | events.Reasoning | events.ToolCall:
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "id": None,
             "session_id": self._session_id,
             "seq": self._next(),
@@ -518,14 +518,14 @@ class EventLog:
         }
         match part:
             case parts.TextDelta(text):
-                return events.Token.model_construct(op="token", content=text, **told)
+                return events.Token.model_construct(op="token", content=text, **fields)
             case parts.ReasoningDelta(text):
-                return events.Reasoning.model_construct(op="reasoning", content=text, **told)
+                return events.Reasoning.model_construct(op="reasoning", content=text, **fields)
             case parts.ToolCallStart(index, name):
-                told |= {"index": index, "name": name, "arguments": ""}
+                fields |= {"index": index, "name": name, "arguments": ""}
             case parts.ArgumentsDelta(index, text):
-                told |= {"index": index, "name": None, "arguments": text}
-        return events.ToolCall.model_construct(op="tool_call", call_id=call_id(turn_id, part.index), **told)
+                fields |= {"index": index, "name": None, "arguments": text}
+        return events.ToolCall.model_construct(op="tool_call", call_id=call_id(turn_id, part.index), **fields)
 
     def _next(self) -> int:
         self.seq += 1

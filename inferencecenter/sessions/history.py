@@ -21,6 +21,15 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES: Final = 4
 """Bytes of one packed token id."""
+MAX_TURNS: Final = 1000
+"""Maximum number of turns listed."""
+MAX_TURN_KEYS: Final = 64
+"""Maximum number of turns found by a repeated ``turn_key``."""
+MAX_FAILURES: Final = 16
+"""Maximum number of failed turns remembered."""
+_NO_ENDS: Final[Mapping[str, End]] = MappingProxyType({})
+_NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
+_NO_FAILURES: Final[Mapping[str, TurnFailure]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +93,16 @@ class HistoryLimits:
     max_chars: int
     max_entries: int
 
-    def check(self, extent: HistorySize) -> None:
+    def check(self, size: HistorySize) -> None:
         """Refuse a size above the limits.
 
         Raises:
             InferenceCenterError: ``context_full``.
         """
-        if extent.n_chars > self.max_chars:
-            raise _too_long(f"{extent.n_chars} characters; {self.max_chars} are allowed")
-        if extent.n_entries > self.max_entries:
-            raise _too_long(f"{extent.n_entries} messages and tool calls; {self.max_entries} are allowed")
+        if size.n_chars > self.max_chars:
+            raise _too_long(f"{size.n_chars} characters; {self.max_chars} are allowed")
+        if size.n_entries > self.max_entries:
+            raise _too_long(f"{size.n_entries} messages and tool calls; {self.max_entries} are allowed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +119,7 @@ class History:
     turns: tuple[TurnCheckpoint, ...] = ()
     model_fingerprint: str = ""
     # Computed on first use and carried along, so that appending costs only the size of what is appended.
-    _extent: HistorySize | None = field(default=None, repr=False, compare=False)
+    _size: HistorySize | None = field(default=None, repr=False, compare=False)
 
     @property
     def n_tokens(self) -> int:
@@ -120,10 +129,10 @@ class History:
     @property
     def size(self) -> HistorySize:
         """The size of all messages."""
-        if self._extent is None:
-            object.__setattr__(self, "_extent", HistorySize.of(self.messages))
-        assert self._extent is not None
-        return self._extent
+        if self._size is None:
+            object.__setattr__(self, "_size", HistorySize.of(self.messages))
+        assert self._size is not None
+        return self._size
 
     def for_model(self, model: str) -> History:
         """Return the history for ``model``: the tokens of another model are dropped."""
@@ -139,9 +148,9 @@ class History:
         Raises:
             InferenceCenterError: See ``HistoryLimits.check``.
         """
-        extent = self.size + HistorySize.of(messages)
-        limits.check(extent)
-        return replace(self, messages=self.messages + messages, _extent=extent)
+        size = self.size + HistorySize.of(messages)
+        limits.check(size)
+        return replace(self, messages=self.messages + messages, _size=size)
 
     def check_tool_results(self, messages: tuple[ChatMessage, ...]) -> None:
         """Refuse tool results without a matching tool call in the history or in ``messages``.
@@ -183,8 +192,8 @@ class History:
             n_chars=len(now.covered),
             view=now.view,
         )
-        extent = self.size + HistorySize.of(now.messages[len(self.messages) :])
-        return replace(now, turns=(*earlier, mark), _extent=extent)
+        size = self.size + HistorySize.of(now.messages[len(self.messages) :])
+        return replace(now, turns=(*earlier, mark), _size=size)
 
     def until(self, turn: str) -> History:
         """Return the history at the end of a turn, or before the first turn for ``START``.
@@ -231,17 +240,6 @@ def _too_long(what: str) -> InferenceCenterError:
 def _without_tokens(turns: tuple[TurnCheckpoint, ...]) -> tuple[TurnCheckpoint, ...]:
     """Return the checkpoints without tokens."""
     return tuple(replace(turn, n_tokens=0, n_chars=0) if turn.n_chars else turn for turn in turns)
-
-
-MAX_TURNS: Final = 1000
-"""Maximum number of turns listed."""
-MAX_TURN_KEYS: Final = 64
-"""Maximum number of turns found by a repeated ``turn_key``."""
-MAX_FAILURES: Final = 16
-"""Maximum number of failed turns remembered."""
-_NO_ENDS: Final[Mapping[str, End]] = MappingProxyType({})
-_NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
-_NO_FAILURES: Final[Mapping[str, TurnFailure]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,12 +344,12 @@ class TurnLog:
     def rewind(self, turn: str) -> None:
         """Remove all turns after ``turn``, which must exist, or all turns for ``START``, and all failures."""
         length = self._length(turn)
-        gone = {later.turn_id for later in self._turns[length:]}
+        removed = {later.turn_id for later in self._turns[length:]}
         del self._turns[length:]
         self.usage = _sum(self._turns)
-        for key in [key for key, end in self._ends.items() if end.turn_id in gone]:
+        for key in [key for key, end in self._ends.items() if end.turn_id in removed]:
             del self._ends[key]
-        for turn_id in gone:
+        for turn_id in removed:
             self._notes.pop(turn_id, None)
         self._failures.clear()
 

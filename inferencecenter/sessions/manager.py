@@ -247,12 +247,12 @@ class SessionManager:
     def purge(self, kind: Literal["session", "client"], name: str) -> int:
         """End a session, or all sessions of a client, as if the client had closed them; return their number."""
         if kind == "client":
-            doomed = self._table.all_of(name)
+            sessions = self._table.all_of(name)
         else:
-            doomed = [session for session in (self._table.get(name),) if session is not None]
-        for session in doomed:
+            sessions = [session for session in (self._table.get(name),) if session is not None]
+        for session in sessions:
             self._close(session)
-        return len(doomed)
+        return len(sessions)
 
     def create(
         self, client: Principal, request: requests.CreateSession, sink: EventSink, *, stateless: bool = False
@@ -306,9 +306,9 @@ class SessionManager:
             InferenceCenterError: ``session_not_found``, and see ``LiveSession.set_metadata``.
         """
         session = self._table.get_owned(client, request.session_id)
-        told = session.set_metadata(request.metadata)
+        reply = session.set_metadata(request.metadata)
         self._notifier.notify_metadata(session, by=sink)
-        return told
+        return reply
 
     def resume(self, client: Principal, request: requests.ResumeSession, sink: ReplaySink) -> None:
         """Make ``sink`` the subscriber of a session and replay the events it has missed.
@@ -575,7 +575,7 @@ def restore_sessions(stored: Iterable[StoredSession], *, clean: bool, services: 
         clean: Whether all published events were stored; if not, every session gets a new epoch.
         services: The services of the daemon.
     """
-    going_on: list[tuple[float, LiveSession]] = []
+    pending: list[tuple[float, LiveSession]] = []
     sessions: list[LiveSession] = []
     for each in sorted(stored, key=lambda each: each.config.created_at):
         config, journal = each.config, services.journal.of_client(each.config.client_id)
@@ -592,7 +592,7 @@ def restore_sessions(stored: Iterable[StoredSession], *, clean: bool, services: 
         if not clean:
             journal.write(EpochChanged(session_id=config.session_id, epoch=config.epoch), flush=True)
         if each.pending_turn is not None:
-            going_on.append((each.pending_turn.spec.submitted_at, sessions[-1]))
-    for _, session in sorted(going_on, key=lambda pair: pair[0]):
+            pending.append((each.pending_turn.spec.submitted_at, sessions[-1]))
+    for _, session in sorted(pending, key=lambda pair: pair[0]):
         session.recover()
     return sessions

@@ -277,7 +277,7 @@ def trace_turn(tracer: Tracer, config: SessionConfig, spec: TurnSpec, *, restore
     if not trace.wanted:
         return trace
     params = spec.params
-    asked = {
+    attributes = {
         "gen_ai.operation.name": "chat" if config.mode == "chat" else "text_completion",
         "gen_ai.provider.name": "inferencecenter",
         "gen_ai.request.model": spec.model or config.model,
@@ -291,7 +291,7 @@ def trace_turn(tracer: Tracer, config: SessionConfig, spec: TurnSpec, *, restore
         "inferencecenter.client": config.client_id,
         "inferencecenter.priority": spec.rank,
     }
-    trace.describe({name: value for name, value in asked.items() if value is not None})
+    trace.describe({name: value for name, value in attributes.items() if value is not None})
     if restored_tokens:
         trace.note("continued", {"inferencecenter.tokens": restored_tokens})
     return trace

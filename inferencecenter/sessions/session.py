@@ -139,13 +139,13 @@ class SessionSnapshot:
         messages = self.history.messages
         mark = next((mark for mark in self.history.turns if mark.turn_id == turn_id), None)
         begin, end = (listed.messages, listed.messages) if mark is None else (mark.n_before, mark.n_messages)
-        said = messages[begin:end]
+        turn_messages = messages[begin:end]
         return TurnSnapshot(
             turn_id=turn_id,
             note=note,
             before=messages[:begin],
-            input_messages=said[:-1],
-            answer=said[-1] if said else None,
+            input_messages=turn_messages[:-1],
+            answer=turn_messages[-1] if turn_messages else None,
             finish_reason=listed.finish_reason,
             usage=listed.usage,
         )
@@ -158,8 +158,8 @@ class SessionSnapshot:
             turn: The running turn.
             request_id: The id of the request frame.
         """
-        asked = messages_of(turn.spec.request) if turn else ()
-        speaking = turn.assembler if turn else None
+        input_messages = messages_of(turn.spec.request) if turn else ()
+        assembler = turn.assembler if turn else None
         return events.SessionResumed(
             id=request_id,
             session_id=self.config.session_id,
@@ -170,9 +170,9 @@ class SessionSnapshot:
             seq=self.seq,
             turn_id=turn.turn_id if turn else None,
             content=turn.content if turn and lost else None,
-            reasoning=(speaking.reasoning or None) if speaking and lost else None,
-            tool_calls=(speaking.calls or None) if speaking and lost else None,
-            transcript=self.history.messages + asked if lost else None,
+            reasoning=(assembler.reasoning or None) if assembler and lost else None,
+            tool_calls=(assembler.calls or None) if assembler and lost else None,
+            transcript=self.history.messages + input_messages if lost else None,
             turns=self.turn_log.turns if lost else None,
         )
 
@@ -289,12 +289,12 @@ class LiveSession:
         turn = self._runner.turn if self._runner else None
         if turn is None or turn.turn_id != turn_id:
             return self.snapshot.turn(turn_id)
-        asked = messages_of(turn.spec.request)
+        input_messages = messages_of(turn.spec.request)
         return TurnSnapshot(
             turn_id,
             turn.spec.note,
             before=self._history.messages,
-            input_messages=asked,
+            input_messages=input_messages,
             finish_reason=turn.forced_finish,
             running=True,
         )
@@ -543,12 +543,12 @@ class LiveSession:
         services, config = self._services, self.config
         check_writable(self.journal)
         services.admit()
-        noted = self._turn_log.n_note_chars + len(options.note)
-        asked = messages_of(request)
-        self._history.check_tool_results(asked)
-        extent = HistorySize.of(asked)
-        services.history_limits(noted_chars=noted).check(self._history.size + extent)
-        self._check_text_quota(extent.n_chars)
+        note_chars = self._turn_log.n_note_chars + len(options.note)
+        input_messages = messages_of(request)
+        self._history.check_tool_results(input_messages)
+        size = HistorySize.of(input_messages)
+        services.history_limits(noted_chars=note_chars).check(self._history.size + size)
+        self._check_text_quota(size.n_chars)
         spec = new_turn_spec(request, options, config=config, services=services)
         now = services.monotonic()
         runner = self._new_runner(Turn(spec, submitted_at=now, now=now))
@@ -622,9 +622,9 @@ class LiveSession:
         )
         self._events.reply(event, record, sink)
 
-    def _check_idle(self, doing: str) -> None:
+    def _check_idle(self, action: str) -> None:
         if self._runner is not None:
-            raise InferenceCenterError(ErrorCode.SESSION_BUSY, hint=f"{doing} after its turn has ended.")
+            raise InferenceCenterError(ErrorCode.SESSION_BUSY, hint=f"{action} after its turn has ended.")
 
     def _limit_replay(self) -> None:
         if self._runner is not None:

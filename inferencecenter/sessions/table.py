@@ -1,7 +1,7 @@
 """The table of open sessions: lookup, limits, eviction and expiry.
 
-Sessions are indexed by name, client and socket, so that no operation walks over all of them: what one costs depends on
-the sessions of one client or one socket.
+Sessions are indexed by id, client and socket, so that the cost of an operation depends on the
+sessions of one client or one socket, not on all of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ MAX_BATCH: Final = 100
 """Keys handled per iteration of the event loop; the rest follows in the next."""
 _MAX_TIMER_S: Final = 86_400.0
 _SPARE_ENTRIES: Final = 64
+MIN_TTL_S: Final = 1.0
+"""Minimum idle seconds of a session: a shorter ``ttl_s`` is raised to this, which bounds the rate of expiries."""
+_CLOSE_ONE: Final = (
+    "Close one that is no longer needed (list_sessions shows them). A stored session is closed to make room only if"
+    " the operator has set sessions.when_full to evict."
+)
+_DAY_S: Final = 86_400.0
+_Key = TypeVar("_Key", str, int)
 
 
 class ExpiryQueue:
@@ -102,16 +110,6 @@ class ExpiryQueue:
                 del self._due_at[key]
                 self._due(key)
         self._arm()
-
-
-MIN_TTL_S: Final = 1.0
-"""Minimum idle seconds of a session: a shorter ``ttl_s`` is raised to this, which bounds the rate of expiries."""
-_CLOSE_ONE: Final = (
-    "Close one that is no longer needed (list_sessions shows them). A stored session is closed to make room only if"
-    " the operator has set sessions.when_full to evict."
-)
-_DAY_S: Final = 86_400.0
-_Key = TypeVar("_Key", str, int)
 
 
 class SessionTable:

@@ -305,13 +305,13 @@ class TurnRunner:
         return True
 
     def _render(self, serving: ServedModel, model_fingerprint: str) -> _Rendering:
-        asked = self.turn.spec
+        requested_spec = self.turn.spec
         spec = spec_for_model(self.turn, serving, config=self._config, services=self._services)
         history = self._history.for_model(model_fingerprint)
         plan, conversation = render_input(spec, history)
         check_fits(plan, serving.model(), may_shift=self._config.on_full == "shift")
         renderer = serving.renderer(self._config.mode)
-        rendering = _Rendering(asked, model_fingerprint, spec, history, plan, renderer.implied_bos)
+        rendering = _Rendering(requested_spec, model_fingerprint, spec, history, plan, renderer.implied_bos)
         rendering.cancel = renderer.render(conversation, client_id=self._config.client_id, done=rendering.finish)
         return rendering
 

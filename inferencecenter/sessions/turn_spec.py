@@ -127,11 +127,11 @@ def spec_for_model(turn: Turn, serving: ServedModel, *, config: SessionConfig, s
     spec = replace(spec, model=serving.name, model_fingerprint=serving.fingerprint())
     if now == before:
         return spec
-    asked = turn_params(spec.request).model_fields_set
+    own_fields = turn_params(spec.request).model_fields_set
     own = {name: getattr(spec.params, name) for name in Params.model_fields}
-    own = {name: value for name, value in own.items() if name in asked or value != getattr(before, name)}
+    own = {name: value for name, value in own.items() if name in own_fields or value != getattr(before, name)}
     params = now.model_copy(update=own)
-    return replace(spec, params=params, warnings=config.warnings(params, chosen=config.chosen | asked))
+    return replace(spec, params=params, warnings=config.warnings(params, chosen=config.chosen | own_fields))
 
 
 def render_input(spec: TurnSpec, history: History) -> tuple[PromptPlan, RenderInput]:

@@ -1,4 +1,4 @@
-"""An engine that does only what a test tells it, and sessions around it."""
+"""Sessions on a scripted engine: a fake engine, journal, socket, timer and clock that a test controls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 DETACHED_TURN_S = 900.0
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>")
 BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-"""A template that is short to read."""
+"""A short template."""
 
 
 def make_model(**changes: Any) -> ModelInfo:
@@ -89,7 +89,7 @@ def packed(text: str) -> bytes:
 
 
 class InlineTemplates:
-    """Renders with chat templates at once, in this process. Implements ``sessions.rendering.PromptRenderers``."""
+    """Renders chat templates synchronously in this process. Implements ``sessions.prompt.renderer.PromptRenderers``."""
 
     def of(self, model: ModelInfo) -> InlineRenderer:
         """Return the renderer of a model's template."""
@@ -97,13 +97,13 @@ class InlineTemplates:
 
 
 def failure_of(turn_id: str, error: InferenceCenterError) -> Failed:
-    """The end of a turn that cannot run."""
+    """The failure of a turn."""
     return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
 
 
 @dataclass
 class FakeEngine(CharacterTokens):
-    """Takes turns and says what a test wants said."""
+    """Accepts turns and emits the events that a test sends."""
 
     status: EngineStatus = field(default_factory=lambda: EngineStatus(state=EngineState.READY, model=make_model()))
     submitted: list[Submit] = field(default_factory=list)
@@ -115,7 +115,7 @@ class FakeEngine(CharacterTokens):
     refusal: Exception | None = None
 
     def submit(self, turn: EngineTurn) -> int:
-        """Take the turn, or refuse it; while no engine is ready it waits for ``ready``."""
+        """Accept or refuse the turn; while no engine is ready it waits for ``ready``."""
         if self.refusal is not None:
             raise self.refusal
         if self.status.state is EngineState.READY:
@@ -124,13 +124,13 @@ class FakeEngine(CharacterTokens):
         return self.position
 
     def lose(self) -> None:
-        """Let the engine die: all turns wait for the next one."""
+        """Lose the engine: all turns are interrupted."""
         self.status = replace(self.status, state=EngineState.BACKOFF)
         for turn in self.turns.values():
             turn.interrupted()
 
     def ready(self, model: ModelInfo | None = None) -> None:
-        """Let an engine be ready, and take all turns that wait for one."""
+        """Start an engine and submit all waiting turns to it."""
         self.status = EngineStatus(state=EngineState.READY, model=model or self.status.model or make_model())
         for turn_id, turn in tuple(self.turns.items()):
             try:
@@ -140,7 +140,6 @@ class FakeEngine(CharacterTokens):
                 turn.on_engine_event(failure_of(turn_id, error))
 
     def _take(self, turn: EngineTurn) -> None:
-        """Take a turn whose prompt is there; one that has none yet is taken when it has."""
         if turn.prepare(partial(self._take_later, turn)):
             self.submitted.append(turn.submission())
 
@@ -154,26 +153,26 @@ class FakeEngine(CharacterTokens):
             turn.on_engine_event(failure_of(turn.turn_id, error))
 
     def recall(self, *, begun: bool = False) -> None:
-        """Give back the turns that have no tokens yet, as when sessions have another default, or all of them."""
+        """Recall the turns without tokens, as after a change of the default, or all turns."""
         for turn_id, turn in tuple(self.turns.items()):
             if begun or not turn.n_tokens:
                 del self.turns[turn_id]
                 turn.recalled()
 
     def abort(self, turn_id: str) -> None:
-        """Take note."""
+        """Record the abort."""
         self.aborted.append(turn_id)
 
     def withdraw(self, turn_id: str) -> None:
-        """Let a turn end that no engine has."""
+        """End a turn that no engine has."""
         self.turns.pop(turn_id).on_engine_event(Cancelled(turn_id))
 
     def release(self, session_id: str) -> None:
-        """Take note."""
+        """Record the release."""
         self.released.append(session_id)
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
-        """The state never changes here."""
+        """Ignore the listener; the state never changes."""
 
     @property
     def last(self) -> Submit:
@@ -186,7 +185,7 @@ class FakeEngine(CharacterTokens):
         return "".join(piece.text for piece in self.last.pieces)
 
     def say(self, event: TurnEvent) -> None:
-        """Let the last turn hear ``event``."""
+        """Deliver ``event`` to the last turn."""
         turn_id = self.last.turn_id
         turn = self.turns.get(turn_id) or self.over[turn_id]
         if isinstance(event, Finished | Failed):
@@ -200,17 +199,17 @@ class FakeEngine(CharacterTokens):
         self.say(Started(turn.turn_id, turn.tokens + packed(self.last_text), len(turn.tokens) // 4))
 
     def generate(self, text: str) -> None:
-        """Let the last turn say ``text``."""
+        """Generate ``text`` in the last turn."""
         self.say(TokenDelta(self.last.turn_id, packed(text), text))
 
     def finish(self, reason: str = "stop", *, kept: str = "", end_text: str = "<|im_end|>", **changes: Any) -> None:
-        """End the last turn, of which ``kept`` stays; an end text counts as one token."""
+        """Finish the last turn, keeping ``kept``; an end text counts as one token."""
         if end_text:
             self.say(TokenDelta(self.last.turn_id, packed("\0"), ""))
         self.say(self.finished(reason, kept=kept, end_text=end_text, **changes))
 
     def finished(self, reason: str, *, kept: str, end_text: str = "", **changes: Any) -> Finished:
-        """The end of the last turn, of which ``kept`` stays."""
+        """The ``Finished`` event of the last turn, keeping ``kept``."""
         config: dict[str, Any] = {
             "turn_id": self.last.turn_id,
             "reason": reason,
@@ -229,7 +228,7 @@ class FakeEngine(CharacterTokens):
         return Finished(**(config | changes))
 
     def overflow(self, n_tokens: int, *, said: str | None = None, text: str = "", **changes: Any) -> None:
-        """Let the last turn not fit its context; without anything ``said`` it never began."""
+        """Report a full context for the last turn; without ``said`` it never started."""
         end = None if said is None else self.finished("context_full", kept=said + text, **changes)
         self.say(ContextFull(turn_id=self.last.turn_id, n_tokens=n_tokens, text=text, end=end))
 
@@ -240,13 +239,13 @@ class FakeEngine(CharacterTokens):
         self.finish(kept=text)
 
     def fail(self, code: str = "engine_crashed") -> None:
-        """Let the last turn fail."""
+        """Fail the last turn."""
         self.say(Failed(turn_id=self.last.turn_id, code=code, message="It failed."))
 
 
 @dataclass
 class FakeEngines:
-    """Models by their names, each with an engine; another default is what a swap makes of it."""
+    """Models by name, each with an engine; a swap changes the default."""
 
     engines: dict[str, EnginePort] = field(default_factory=lambda: {"toy": FakeEngine()})
     default: str = "toy"
@@ -257,29 +256,29 @@ class FakeEngines:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All of them."""
+        """The names of all models."""
         return tuple(self.engines)
 
     def engine(self, name: str) -> EnginePort:
-        """Return an engine, or say that there is none."""
+        """Return an engine, or raise ``model_not_found``."""
         if name not in self.engines:
             raise not_registered(name, self.engines)
         return self.engines[name]
 
     def ensure_loaded(self, name: str, client_id: str = "") -> None:
-        """Take note, or say why it cannot be loaded."""
+        """Record the request, or raise why the model cannot be loaded."""
         self.engine(name)
         self.wanted.append(name)
         if name in self.unloadable:
             raise self.unloadable[name]
 
     def params_of(self, name: str) -> dict[str, Any]:
-        """Return what a test gave the model."""
+        """Return the parameters that a test set for the model."""
         self.engine(name)
         return self.own_params.get(name, {})
 
     def release(self, session_id: str) -> None:
-        """Take note, and let every engine."""
+        """Record the release and pass it to every engine."""
         self.released.append(session_id)
         for engine in self.engines.values():
             engine.release(session_id)
@@ -292,37 +291,37 @@ def one_model(engine: EnginePort, name: str = "toy") -> FakeEngines:
 
 @dataclass
 class FakeSink:
-    """A socket that keeps what it is sent."""
+    """A socket that records its events."""
 
     events: list[Event] = field(default_factory=list)
 
     def send(self, event: Event) -> None:
-        """Keep the event."""
+        """Record the event."""
         self.events.append(event)
 
     def replay(self, missed: Sequence[Event]) -> None:
-        """Keep the events."""
+        """Record the events."""
         self.events.extend(missed)
 
     @property
     def ops(self) -> list[str]:
-        """The ops sent so far."""
+        """The ops received so far."""
         return [event.op for event in self.events]
 
     @property
     def last(self) -> Any:
-        """The event sent last."""
+        """The event received last."""
         return self.events[-1]
 
     @property
     def text(self) -> str:
-        """All text shown so far."""
+        """All text received so far."""
         return "".join(event.content for event in self.events if isinstance(event, events.Token))
 
 
 @dataclass
 class FakeJournal:
-    """A store that keeps records in memory, and makes them safe when a test says so."""
+    """A journal in memory that commits when a test says so."""
 
     records: list[Record] = field(default_factory=list)
     flushed: list[bool] = field(default_factory=list)
@@ -333,50 +332,50 @@ class FakeJournal:
     n_set_aside: int = 0
 
     def lacks(self, session_id: str) -> bool:
-        """Nothing is left out."""
+        """Return ``False``: no record is lost."""
         return False
 
     def of_client(self, client_id: str) -> Journal:
-        """All clients have the same."""
+        """Return itself: all clients share one journal."""
         return self
 
     def write(self, record: Record, *, flush: bool) -> None:
-        """Keep the record."""
+        """Record the record."""
         self.records.append(record)
         self.flushed.append(flush)
 
-    def release(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` at once, or hold it."""
+    def release(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` at once, or hold it back."""
         if self.holding or self.held:
-            self.held.append(tell)
+            self.held.append(callback)
         else:
-            tell()
+            callback()
 
     def let_go(self, count: int | None = None) -> None:
-        """Release what is held, or the first ``count`` of it."""
+        """Release everything held back, or the first ``count`` calls."""
         for _ in range(len(self.held) if count is None else min(count, len(self.held))):
             self.held.popleft()()
 
     def of(self, kind: type[Any]) -> list[Any]:
-        """The records of a kind."""
+        """The records of a type."""
         return [record for record in self.records if isinstance(record, kind)]
 
 
 @dataclass
 class FakeTimer:
-    """A call that a test makes happen."""
+    """A scheduled call that a test fires."""
 
     delay_s: float
     callback: Callable[[], None]
     cancelled: bool = False
 
     def cancel(self) -> None:
-        """Take note."""
+        """Record the cancellation."""
         self.cancelled = True
 
 
 class FakeAllowance(UnlimitedAllowance):
-    """Counts nothing, and lets through what is within limits."""
+    """Counts nothing and only applies the limits."""
 
     def __init__(self, limits: AccessLimits) -> None:
         self.limits = limits
@@ -384,7 +383,7 @@ class FakeAllowance(UnlimitedAllowance):
 
 @dataclass
 class World:
-    """Sessions with one client, engines and a clock that a test moves."""
+    """Sessions with one client, engines and a clock that a test controls."""
 
     engines: FakeEngines = field(default_factory=FakeEngines)
     renderers: PromptRenderers = field(default_factory=InlineTemplates)
@@ -415,7 +414,7 @@ class World:
         self.sessions = self.reopen()
 
     def reopen(self) -> SessionManager:
-        """Sessions with the settings as they are now."""
+        """Create the session manager again with the current settings."""
         self.sessions = SessionManager(
             engines=self.engines,
             renderers=self.renderers,
@@ -459,7 +458,7 @@ class World:
         return engine
 
     def add_model(self, name: str, *, loaded: bool = True, **changes: Any) -> FakeEngine:
-        """Have another model, and return its engine."""
+        """Add another model and return its engine."""
         model = make_model(name=name, **changes) if loaded else None
         status = EngineStatus(state=EngineState.READY if loaded else EngineState.ASLEEP, model=model)
         engine = self.engines.engines[name] = FakeEngine(status=status)
@@ -470,7 +469,7 @@ class World:
             raise self.refusal
 
     def turn_ended(self, record: TurnRecord) -> None:
-        """Keep the record."""
+        """Record the ended turn."""
         self.records.append(record)
 
     def create(self, client: Principal | None = None, **fields: Any) -> str:
@@ -496,7 +495,7 @@ class World:
         return engine.last.turn_id
 
     def append(self, session_id: str, *messages: tuple[Any, str]) -> None:
-        """Add messages, each a role and what is said."""
+        """Append messages, given as role and content."""
         said = [ChatMessage(role=role, content=content) for role, content in messages]
         request = requests.Append(op="append", session_id=session_id, messages=said)
         self.sessions.append(self.client, request, self.sink)
@@ -515,7 +514,7 @@ class World:
         return rewound
 
     def resume(self, session_id: str, sink: FakeSink | None = None, **fields: Any) -> None:
-        """Come back to a session."""
+        """Resume a session."""
         request = requests.ResumeSession(op="resume_session", session_id=session_id, **fields)
         self.sessions.resume(self.client, request, sink or self.sink)
 
@@ -525,11 +524,11 @@ class World:
         self.sessions.close(self.client, request, self.sink)
 
     def abort(self, session_id: str, **fields: Any) -> None:
-        """Ask for the running turn's end."""
+        """Abort the running turn."""
         self.sessions.abort(self.client, requests.Abort(op="abort", session_id=session_id, **fields))
 
     def get(self, session_id: str) -> events.Session:
-        """Everything about a session."""
+        """The full description of a session."""
         return self.sessions.get(self.client, requests.GetSession(op="get_session", session_id=session_id))
 
     def transcript(self, session_id: str) -> list[tuple[str, str]]:
@@ -537,7 +536,7 @@ class World:
         return [(message.role, message.content) for message in self.get(session_id).transcript]
 
     def fire(self) -> None:
-        """Let the last timer's time come."""
+        """Fire the last timer."""
         timer = self.timers[-1]
         assert not timer.cancelled
         timer.callback()

@@ -1,4 +1,4 @@
-"""An engine whose answers follow from their prompts, a store in memory, and a client that counts events."""
+"""An engine with deterministic answers, a store in memory, and a client that checks event numbers."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ END = "\0"
 
 
 def script(prompt: str) -> str:
-    """What the oracle answers to a prompt: different ones get different answers, of different length."""
+    """The oracle's answer to a prompt: different prompts get answers of different text and length."""
     digest = zlib.crc32(prompt.encode())
     return "".join(f"{digest + n:x} " for n in range(3 + digest % 5))
 
 
 @dataclass
 class _Running:
-    """A turn in the engine. ``shown`` counts characters that were told."""
+    """A turn in the engine. ``shown`` counts the emitted characters."""
 
     turn: EngineTurn
     prompt: str
@@ -67,7 +67,7 @@ class _Running:
 
 @dataclass
 class Oracle(CharacterTokens):
-    """An engine that says one character a step, and shows it ``lag`` characters later, as if for a stop string."""
+    """An engine that generates one character per step and emits it ``lag`` characters later, as for a stop string."""
 
     lag: int = 2
     status: EngineStatus = field(default_factory=lambda: EngineStatus(EngineState.READY, model=make_model()))
@@ -78,7 +78,7 @@ class Oracle(CharacterTokens):
     prompts: dict[str, str] = field(default_factory=dict)
 
     def submit(self, turn: EngineTurn) -> int:
-        """Take a turn; without an engine it waits."""
+        """Accept a turn; without an engine it waits."""
         if self.status.state is EngineState.READY:
             self._take(turn)
         else:
@@ -86,20 +86,20 @@ class Oracle(CharacterTokens):
         return 0
 
     def abort(self, turn_id: str) -> None:
-        """End a turn with its next step, or at once where no engine has it."""
+        """End a turn with its next step, or at once if no engine has it."""
         if (turn := self.waiting.pop(turn_id, None)) is not None:
             turn.on_engine_event(Cancelled(turn_id))
         elif turn_id in self.running:
             self.aborted.add(turn_id)
 
     def release(self, session_id: str) -> None:
-        """Nothing is kept."""
+        """Do nothing: no KV cache is kept."""
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
-        """Nobody is told."""
+        """Do nothing: the state never changes."""
 
     def lose(self) -> None:
-        """Let the engine die with all it knows."""
+        """Lose the engine with all its state."""
         self.status = replace(self.status, state=EngineState.BACKOFF)
         lost, self.running = self.running, {}
         for turn_id, running in lost.items():
@@ -111,7 +111,7 @@ class Oracle(CharacterTokens):
         self.aborted.clear()
 
     def ready(self, model: ModelInfo | None = None) -> None:
-        """Let an engine be ready, and take the turns that wait."""
+        """Start an engine and submit the waiting turns to it."""
         self.status = EngineStatus(EngineState.READY, model=model or self.status.model or make_model())
         taken, self.waiting = self.waiting, {}
         for turn_id, turn in taken.items():
@@ -121,12 +121,12 @@ class Oracle(CharacterTokens):
                 turn.on_engine_event(Failed(turn_id=turn_id, code=error.code.value, message=error.message))
 
     def step(self) -> None:
-        """Let each turn start, or say its next character, or end."""
+        """Start each turn, generate its next character, or end it."""
         for turn_id, running in list(self.running.items()):
             self._advance(turn_id, running)
 
     def run(self) -> None:
-        """Let all turns end."""
+        """Run all turns to their end."""
         while self.running:
             self.step()
 
@@ -184,7 +184,7 @@ class Oracle(CharacterTokens):
 
 
 def kept(records: Iterable[Record]) -> list[StoredSession]:
-    """What a store gives back that was written ``records``."""
+    """The session that a store restores from ``records``."""
     sessions: dict[str, StoredSession] = {}
     for record in records:
         if isinstance(record, SessionOpened):
@@ -271,9 +271,9 @@ def _after(
 
 @dataclass
 class Reader:
-    """A client's side of one session: it applies events by their numbers, and takes none twice.
+    """A client of one session that applies each numbered event once and in order.
 
-    ``answers`` are the texts of turns that have ended, by turn; ``text`` is that of the one that runs.
+    ``answers`` are the texts of ended turns by turn id; ``text`` is that of the running turn.
     """
 
     epoch: str
@@ -296,7 +296,7 @@ class Reader:
             case events.SessionResumed():
                 assert event.epoch == self.epoch
             case events.End() if event.id is not None and event.seq <= self.last_seq:
-                pass  # a repeated request is answered with the end that is known already
+                pass  # a repeated request is answered with the known end
             case events.Queued() | events.Token() | events.End():
                 self._follow(event)
             case _:

@@ -1,4 +1,4 @@
-"""While no turn may begin: who is refused, and who goes on."""
+"""Admission control: new turns are refused while existing turns continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ N_CTX = 400
 
 @pytest.fixture
 def full(world: World) -> World:
-    """Sessions on a small context, with a turn that runs; no other may begin."""
+    """Sessions on a small context with a running turn; no other turn is admitted."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=N_CTX))
     session_id = world.create()
     for number in (1, 2, 3):
@@ -24,8 +24,8 @@ def full(world: World) -> World:
     return world
 
 
-def test_a_turn_that_would_begin_is_refused(full: World) -> None:
-    """It leaves no trace, and may be asked again."""
+def test_a_new_turn_is_refused(full: World) -> None:
+    """The refused turn leaves no trace and may be retried."""
     session_id = full.create()
     submitted = len(full.engine.submitted)
     with pytest.raises(InferenceCenterError) as refused:
@@ -38,8 +38,8 @@ def test_a_turn_that_would_begin_is_refused(full: World) -> None:
     assert full.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
 
 
-def test_a_turn_that_runs_ends(full: World) -> None:
-    """Whoever asks it again attaches to it."""
+def test_a_running_turn_ends(full: World) -> None:
+    """A repeated request attaches to the running turn."""
     session_id = full.sink.last.session_id
     full.infer(session_id, "And now?", turn_key="k")
     assert full.sink.last.op == "queued"
@@ -50,8 +50,8 @@ def test_a_turn_that_runs_ends(full: World) -> None:
 
 
 @pytest.mark.parametrize("said", [None, "Now "])
-def test_a_turn_whose_context_is_full_is_shifted(full: World, said: str | None) -> None:
-    """Whether it has said something or its prompt was too long."""
+def test_a_running_turn_is_shifted(full: World, said: str | None) -> None:
+    """A full context is shifted, with or without a partial answer."""
     turn_id = full.engine.last.turn_id
     if said is not None:
         full.engine.start()
@@ -60,16 +60,16 @@ def test_a_turn_whose_context_is_full_is_shifted(full: World, said: str | None) 
     assert (full.engine.last.turn_id, full.sink.last.op) == (turn_id, "context_shifted")
 
 
-def test_a_turn_whose_engine_is_lost_goes_on(full: World) -> None:
-    """With the next one, though it has said nothing."""
+def test_an_interrupted_turn_resumes(full: World) -> None:
+    """The turn continues on the next engine, even without tokens."""
     turn_id, submitted = full.engine.last.turn_id, len(full.engine.submitted)
     full.engine.lose()
     full.engine.ready()
     assert (full.engine.last.turn_id, len(full.engine.submitted)) == (turn_id, submitted + 1)
 
 
-def test_a_turn_that_an_earlier_daemon_left_goes_on(full: World) -> None:
-    """It was told that it waits."""
+def test_a_pending_turn_of_an_earlier_daemon_resumes(full: World) -> None:
+    """The pending turn was acknowledged and is not refused."""
     turn_id, submitted = full.engine.last.turn_id, len(full.engine.submitted)
     assert full.journal is not None
     full.reopen().restore(kept(tuple(full.journal.records)), clean=True)

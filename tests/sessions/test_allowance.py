@@ -1,4 +1,4 @@
-"""Tests of turns that count for a token: refused, cut off, and counted once whatever becomes of them."""
+"""Rate limits and quotas of a token: turns are refused, cut off, and counted exactly once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PHONE = Principal("ada", 4, "normal", frozenset({"user"}), token_id="aabb")
 
 @dataclass
 class Counter:
-    """An allowance that counts, and has what a test gives it."""
+    """An allowance that counts usage and has the limits of a test."""
 
     limits: AccessLimits = NO_LIMITS
     left: int = 10**9
@@ -36,30 +36,30 @@ class Counter:
     refusal: InferenceCenterError | None = None
 
     def check_turn(self) -> None:
-        """Refuse if a test wants that."""
+        """Refuse the turn if the test says so."""
         if self.refusal is not None:
             raise self.refusal
 
     def begin_turn(self) -> None:
-        """Count."""
+        """Count the turn."""
         self.begun += 1
 
     def resume_turn(self, n_tokens: int) -> None:
-        """Count."""
+        """Count the restored turn."""
         self.taken_over.append(n_tokens)
 
     def use(self, n_tokens: int) -> bool:
-        """Count."""
+        """Count the tokens."""
         self.used += n_tokens
         return self.used < self.left
 
     def end_turn(self) -> None:
-        """Count."""
+        """Count the end."""
         self.ended += 1
 
 
 def counted(**config: Any) -> tuple[World, Counter]:
-    """Sessions of a client whose phone has an allowance; other tokens have one without limits."""
+    """Sessions of a client with an allowance for its phone; other tokens are unlimited."""
     counter, other = Counter(**config), Counter()
     world = World(client=PHONE, allowance_of=lambda _client, token: counter if token == "aabb" else other)
     return world, counter
@@ -71,8 +71,8 @@ def end_of(world: World) -> End:
     return world.sink.last
 
 
-def test_what_is_read_and_said_is_counted() -> None:
-    """Of a prompt what has to be read, of an answer all; each turn begins and ends once."""
+def test_prefilled_and_generated_tokens_are_counted() -> None:
+    """Cached prompt tokens are free; each turn begins and ends once."""
     world, counter = counted()
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -84,7 +84,7 @@ def test_what_is_read_and_said_is_counted() -> None:
 
 
 def test_the_last_token_of_a_quota_ends_the_turn() -> None:
-    """What was said stays in the history, the usage is right, and the reason is told."""
+    """The partial answer stays in the history, and the end reports usage and reason."""
     world, counter = counted()
     session_id = world.create()
     world.infer(session_id)
@@ -105,7 +105,7 @@ def test_the_last_token_of_a_quota_ends_the_turn() -> None:
 
 
 def test_a_prompt_may_take_the_whole_quota() -> None:
-    """Then nothing is said, and the turn ends when its engine has let go of it."""
+    """The turn ends without an answer as soon as the engine has aborted it."""
     world, _ = counted(left=2)
     session_id = world.create()
     world.infer(session_id)
@@ -116,8 +116,8 @@ def test_a_prompt_may_take_the_whole_quota() -> None:
     assert world.sink.text == ""
 
 
-def test_a_turn_that_ends_with_the_last_token_has_ended_by_itself() -> None:
-    """The engine's own reason is told."""
+def test_a_turn_that_finishes_with_the_last_token_keeps_its_reason() -> None:
+    """The finish reason of the engine is reported."""
     world, counter = counted()
     session_id = world.create()
     world.infer(session_id)
@@ -128,8 +128,8 @@ def test_a_turn_that_ends_with_the_last_token_has_ended_by_itself() -> None:
     assert end_of(world).finish_reason == "stop"
 
 
-def test_who_aborts_a_turn_without_quota_is_answered() -> None:
-    """It was aborted then, and its end answers the frame."""
+def test_an_abort_of_a_turn_without_quota_is_answered() -> None:
+    """The turn ends as aborted, and its end answers the frame."""
     world, counter = counted()
     session_id = world.create()
     world.infer(session_id)
@@ -141,8 +141,8 @@ def test_who_aborts_a_turn_without_quota_is_answered() -> None:
     assert (end_of(world).finish_reason, end_of(world).id) == ("aborted", "7")
 
 
-def test_a_turn_without_quota_is_not_continued() -> None:
-    """Neither with a shorter prompt when its context is full, nor by another engine when its own is lost."""
+def test_a_turn_without_quota_is_not_resumed() -> None:
+    """Neither a context shift nor the loss of the engine submits it again."""
     for lose in (True, False):
         world, counter = counted()
         session_id = world.create()
@@ -160,7 +160,7 @@ def test_a_turn_without_quota_is_not_continued() -> None:
         assert counter.ended == 1
 
 
-def test_a_turn_that_is_refused_leaves_nothing() -> None:
+def test_a_refused_turn_leaves_nothing() -> None:
     """The session is idle, nothing is counted, and the next turn runs."""
     world, counter = counted()
     session_id = world.create()
@@ -179,8 +179,8 @@ def test_a_turn_that_is_refused_leaves_nothing() -> None:
     assert (counter.begun, counter.ended) == (1, 1)
 
 
-def test_a_repeated_turn_is_no_other_request() -> None:
-    """A key that is known attaches to its turn, whatever the limits."""
+def test_a_repeated_turn_key_is_not_counted() -> None:
+    """A known key attaches to its turn, regardless of the limits."""
     world, counter = counted()
     session_id = world.create()
     world.infer(session_id, turn_key="k")
@@ -193,8 +193,8 @@ def test_a_repeated_turn_is_no_other_request() -> None:
 
 
 @given(st.lists(st.sampled_from(["stop", "fail", "withdraw", "close", "lose", "expire"]), max_size=8))
-def test_whatever_becomes_of_turns_each_ends_once(fates: list[str]) -> None:
-    """As many have ended as have begun, when none runs."""
+def test_each_counted_turn_ends_once(fates: list[str]) -> None:
+    """As many turns have ended as have begun when none is running."""
     world, counter = counted()
     for fate in fates:
         session_id = world.create()
@@ -218,8 +218,8 @@ def test_whatever_becomes_of_turns_each_ends_once(fates: list[str]) -> None:
     assert counter.begun == counter.ended == len(fates)
 
 
-def test_a_turn_of_an_earlier_daemon_goes_on_for_its_token() -> None:
-    """It takes its place with what it had said, is no new request, and its end counts for the same token."""
+def test_a_restored_turn_counts_for_its_token() -> None:
+    """It is not a new request, and its end is charged to the same token."""
     world, counter = counted()
     session_id = world.create()
     world.infer(session_id)
@@ -236,8 +236,8 @@ def test_a_turn_of_an_earlier_daemon_goes_on_for_its_token() -> None:
     assert counter.ended == 1
 
 
-def test_sessions_that_may_not_be_kept_are_counted() -> None:
-    """Nothing is written down of them but the sum, and not even that while nothing can be."""
+def test_sessions_that_are_not_stored_are_counted() -> None:
+    """Only their usage is recorded, and only while the store can write."""
     world, _ = counted()
     session_id = world.create(store=False)
     world.turn(session_id, "Hi", "Hello")
@@ -252,8 +252,8 @@ def test_sessions_that_may_not_be_kept_are_counted() -> None:
 
 
 @given(fates=st.lists(st.sampled_from(["stop", "fail", "kill", "fail unread"]), max_size=4), store=st.booleans())
-def test_what_is_written_down_is_what_was_counted(fates: list[str], *, store: bool) -> None:
-    """Of turns that end or fail, and of the prompts of a daemon that is killed, when its next one adds them up."""
+def test_recorded_usage_equals_counted_usage(fates: list[str], *, store: bool) -> None:
+    """The next daemon sums the same usage, also of failed turns and after a crash."""
     world, counter = counted()
     assert world.journal is not None
     for fate in fates:
@@ -281,8 +281,8 @@ def test_what_is_written_down_is_what_was_counted(fates: list[str], *, store: bo
 
 
 @pytest.mark.parametrize("fate", ["stop", "fail", "kill"])
-def test_long_answers_that_are_not_stored_are_counted_while_they_come(fate: str) -> None:
-    """In coarse steps, each token once; those of a stored one with its end, which the next daemon reaches."""
+def test_long_answers_that_are_not_stored_are_counted_in_steps(fate: str) -> None:
+    """Each token counts once; a stored answer is counted at its end."""
     for store in (True, False):
         world, counter = counted()
         world.infer(world.create(store=store))
@@ -303,7 +303,7 @@ def test_long_answers_that_are_not_stored_are_counted_while_they_come(fate: str)
 
 
 def spent_of(world: World) -> list[UsageRecorded]:
-    """All that is written down as spent."""
+    """All recorded usage."""
     assert world.journal is not None
     found: list[UsageRecorded] = []
     for record in world.journal.records:
@@ -318,15 +318,15 @@ def spent_of(world: World) -> list[UsageRecorded]:
 
 
 def counted_tokens(world: World) -> int:
-    """Tokens that the next daemon counts for today."""
+    """The tokens that the next daemon counts for today."""
     return sum(each.prompt_tokens - each.cached_tokens + each.completion_tokens for each in spent_of(world))
 
 
 # Models and the length of answers.
 
 
-def test_models_that_may_not_be_used() -> None:
-    """Neither by opening a session, nor in one that another token has opened."""
+def test_forbidden_models_are_refused() -> None:
+    """Neither a new session nor a session of another token gives access."""
     world, _ = counted(limits=AccessLimits(models=("other",)))
     with pytest.raises(InferenceCenterError) as caught:
         world.create()
@@ -338,8 +338,8 @@ def test_models_that_may_not_be_used() -> None:
     check_model("any", NO_LIMITS)
 
 
-def test_answers_are_as_long_as_they_may_be() -> None:
-    """A turn that asks for nothing gets the limit, one that asks for less gets that; the session stays as it was."""
+def test_answers_are_bounded_by_max_tokens() -> None:
+    """Without a value the limit applies, a smaller value stays; the session is unchanged."""
     world, _ = counted(limits=AccessLimits(max_tokens=50))
     session_id = world.create()
     assert world.get(session_id).params["max_tokens"] is None
@@ -348,8 +348,8 @@ def test_answers_are_as_long_as_they_may_be() -> None:
         assert b'"max_tokens":%d' % expected in world.engine.last.params_json
 
 
-def test_who_asks_for_longer_answers_is_told() -> None:
-    """The field and the limit, whether the session asks, the turn, or a session that another token has opened."""
+def test_a_longer_answer_is_refused() -> None:
+    """The error names the field and the limit, whether the session or the turn asks for it."""
     world, _ = counted(limits=AccessLimits(max_tokens=50))
     more = {"max_tokens": 51}
     mine, others = world.create(), world.create(client=replace(PHONE, token_id=""), params=more)
@@ -365,8 +365,8 @@ def test_who_asks_for_longer_answers_is_told() -> None:
         assert (no.value.code, no.value.field) == (ErrorCode.INVALID_REQUEST, "params.max_tokens")
 
 
-def test_what_the_daemon_sets_for_everybody_is_no_wish() -> None:
-    """More tokens by configuration are cut to the limit, fewer stay."""
+def test_configured_max_tokens_is_cut_to_the_limit() -> None:
+    """A larger value of the configuration is cut, a smaller one stays."""
     limits = AccessLimits(max_tokens=50)
     assert limited(Params(), limits, session=Params(max_tokens=60), chosen=()).max_tokens == 50
     assert "max_tokens" not in limited(Params(), limits, session=Params(max_tokens=40), chosen=()).model_fields_set

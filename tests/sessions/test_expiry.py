@@ -1,4 +1,4 @@
-"""The queue of due times: one timer, bounded batches, no entry too many."""
+"""The expiry queue: one timer, bounded batches, no stale entries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Bench:
-    """A queue whose clock moves from one timer to the next."""
+    """An expiry queue whose clock advances from timer to timer."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -27,11 +27,11 @@ class Bench:
 
     @property
     def armed(self) -> list[FakeTimer]:
-        """Timers that will come."""
+        """The pending timers."""
         return [timer for timer in self.timers if not timer.cancelled]
 
     def run(self) -> None:
-        """Let all timers come that there are."""
+        """Fire all pending timers."""
         while self.armed:
             (timer,) = self.armed
             self.timers.clear()
@@ -47,7 +47,7 @@ class Bench:
     steps=st.lists(st.tuples(st.sampled_from("abcdefgh"), st.none() | st.integers(0, 500_000)), max_size=60),
 )
 def test_each_key_is_due_once_at_its_last_time(steps: list[tuple[str, int | None]]) -> None:
-    """What was put again counts from then on, what was discarded is never due, and there is one timer at most."""
+    """A key put again is due at its latest time, a discarded one never, and there is at most one timer."""
     bench = Bench()
     expected: dict[str, float] = {}
     for key, at in steps:
@@ -63,8 +63,8 @@ def test_each_key_is_due_once_at_its_last_time(steps: list[tuple[str, int | None
     assert len(bench.queue) == 0
 
 
-def test_keys_that_come_and_go_leave_no_entries() -> None:
-    """A client that opens and closes sessions with a long ttl does not make the heap grow."""
+def test_discarded_keys_leave_no_entries() -> None:
+    """Opening and closing sessions with a long ttl does not grow the heap."""
     bench = Bench()
     bench.queue.put("stays", 1e6)
     for n in range(10_000):

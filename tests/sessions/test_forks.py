@@ -1,4 +1,4 @@
-"""Forks, rewinds and what they take along: the history up to a turn, exactly as it was then."""
+"""Forks and rewinds restore the history of a turn exactly."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
 
 
 def talk(world: World, **fields: Any) -> tuple[str, list[str]]:
-    """A session of three turns, and their ids."""
+    """A session with three turns, and their ids."""
     session_id = world.create(**fields)
     turns = [world.turn(session_id, prompt, answer) for prompt, answer in (("a", "one"), ("b", "two"), ("c", "three"))]
     return session_id, turns
 
 
-def test_a_rewound_session_goes_on_with_the_tokens_of_then(world: World) -> None:
-    """What was generated is not tokenized again: the next turn submits the very tokens, and only the new question."""
+def test_a_rewound_session_reuses_its_tokens(world: World) -> None:
+    """Generated tokens are not tokenized again: the next turn submits them with the new question."""
     session_id, turns = talk(world, system="Be kind.")
     world.infer(session_id, "b again")
     kept = world.engine.last.tokens
@@ -49,8 +49,8 @@ def test_a_rewound_session_goes_on_with_the_tokens_of_then(world: World) -> None
     assert world.engine.last_text == "\n<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_editing_the_last_question_reads_only_new_words(world: World) -> None:
-    """A rewind to the turn before and another question submit what that turn left, and no word of the old question."""
+def test_editing_the_last_question_submits_only_the_new_text(world: World) -> None:
+    """After a rewind the prompt contains nothing of the old question."""
     session_id, turns = talk(world)
     world.rewind(session_id, turns[1])
     world.infer(session_id, "C")
@@ -61,8 +61,8 @@ def test_editing_the_last_question_reads_only_new_words(world: World) -> None:
     assert [content for _, content in world.transcript(session_id)] == ["a", "one", "b", "two", "C", "drei"]
 
 
-def test_a_rewind_forgets_turns_usage_and_keys(world: World) -> None:
-    """The list of turns, the sum of tokens and the answers to repeated keys end with the named turn."""
+def test_a_rewind_drops_turns_usage_and_keys(world: World) -> None:
+    """Turns, usage and turn keys end with the named turn."""
     session_id = world.create()
     first = world.turn(session_id, "a", "one", turn_key="k1")
     usage = world.get(session_id).usage
@@ -77,8 +77,8 @@ def test_a_rewind_forgets_turns_usage_and_keys(world: World) -> None:
     assert len(world.engine.submitted) == submitted + 1
 
 
-def test_events_keep_their_numbers_over_a_rewind(world: World) -> None:
-    """The answer to the rewind has the next number, and so has what comes after it."""
+def test_event_numbers_continue_after_a_rewind(world: World) -> None:
+    """The reply to the rewind and the events after it take the next numbers."""
     session_id, turns = talk(world)
     last = world.sink.last.seq
     assert world.rewind(session_id, turns[0]).seq == last + 1
@@ -86,8 +86,8 @@ def test_events_keep_their_numbers_over_a_rewind(world: World) -> None:
     assert world.sink.last.seq == last + 2
 
 
-def test_the_start_is_before_the_first_turn(world: World) -> None:
-    """System prompt and what was appended before the first turn stay; what was appended later goes."""
+def test_start_is_before_the_first_turn(world: World) -> None:
+    """The system prompt and messages appended before the first turn stay; later ones are removed."""
     session_id = world.create(system="Be kind.")
     world.append(session_id, ("user", "1+1?"), ("assistant", "2"))
     world.turn(session_id, "2+2?", "4")
@@ -100,15 +100,15 @@ def test_the_start_is_before_the_first_turn(world: World) -> None:
     assert [content for _, content in world.transcript(session_id)] == ["Be kind.", "1+1?", "2", "3+3?", "6"]
 
 
-def test_what_was_appended_after_a_turn_is_later(world: World) -> None:
-    """A rewind to the last turn takes it out."""
+def test_a_rewind_removes_messages_appended_after_the_turn(world: World) -> None:
+    """A rewind to the last turn removes them."""
     session_id, turns = talk(world)
     world.append(session_id, ("user", "x"), ("assistant", "y"))
     assert world.rewind(session_id, turns[2]).messages == 6
 
 
-def test_a_fork_goes_its_own_way(world: World) -> None:
-    """Both begin with the same tokens; neither hears of what the other says."""
+def test_a_fork_is_independent_of_its_parent(world: World) -> None:
+    """Both begin with the same tokens; neither receives the other's changes."""
     parent, turns = talk(world)
     child = world.fork(parent, turns[1])
     assert world.transcript(child) == world.transcript(parent)[:4]
@@ -123,8 +123,8 @@ def test_a_fork_goes_its_own_way(world: World) -> None:
     assert [content for _, content in world.transcript(parent)][-2:] == ["d", "four"]
 
 
-def test_a_fork_takes_over_what_was_chosen(world: World) -> None:
-    """Parameters, class, metadata, time to live and what happens at the limits hold for the fork too."""
+def test_a_fork_keeps_the_configuration(world: World) -> None:
+    """Parameters, priority, metadata, ttl and policies are copied."""
     parent = world.create(
         params={"top_k": 7}, priority="batch", metadata={"a": "b"}, ttl_s=9, on_full="stop", store=False, mode="raw"
     )
@@ -142,7 +142,7 @@ def test_a_fork_takes_over_what_was_chosen(world: World) -> None:
 
 
 def test_a_fork_of_everything_or_of_the_start(world: World) -> None:
-    """Without a turn also what was appended last is taken over; the start leaves the opening."""
+    """Without a turn appended messages are copied too; ``START`` copies only the opening."""
     parent, turns = talk(world, system="Be kind.")
     world.append(parent, ("user", "x"), ("assistant", "y"))
     whole = world.get(world.fork(parent))
@@ -153,7 +153,7 @@ def test_a_fork_of_everything_or_of_the_start(world: World) -> None:
 
 
 def test_a_fork_can_be_rewound_to_its_parents_turns(world: World) -> None:
-    """The turns keep their ids; the keys they were asked with stay with the parent."""
+    """Turns keep their ids; their keys stay with the parent."""
     parent = world.create()
     first = world.turn(parent, "a", "one", turn_key="k")
     world.turn(parent, "b", "two")
@@ -166,7 +166,7 @@ def test_a_fork_can_be_rewound_to_its_parents_turns(world: World) -> None:
 
 
 def test_a_busy_session_is_neither_forked_nor_rewound(world: World) -> None:
-    """While it waits and while it answers; afterwards both work."""
+    """The fork and the rewind work after the turn has ended."""
     session_id, turns = talk(world)
     world.infer(session_id, "d")
     steps: list[Callable[[], None]] = [lambda: None, world.engine.start, lambda: world.engine.generate("f")]
@@ -181,7 +181,7 @@ def test_a_busy_session_is_neither_forked_nor_rewound(world: World) -> None:
 
 @pytest.mark.parametrize("turn", ["t_unknown", "START", "s_1"])
 def test_an_unknown_turn_changes_nothing(world: World, turn: str) -> None:
-    """It is named as such, and the session is as before."""
+    """The error names the turn, and the session is unchanged."""
     session_id, _ = talk(world)
     before = world.get(session_id)
     for call in (world.fork, world.rewind):
@@ -190,8 +190,8 @@ def test_an_unknown_turn_changes_nothing(world: World, turn: str) -> None:
     assert world.sessions.totals().total_sessions == 1
 
 
-def test_turns_that_left_nothing_behind_are_unknown(world: World) -> None:
-    """A failed turn and a discarded one are not part of the history, and neither is one that was rewound."""
+def test_turns_outside_the_history_are_unknown(world: World) -> None:
+    """Failed, discarded and rewound turns cannot be named."""
     session_id = world.create()
     first = world.turn(session_id, "a", "one")
     world.infer(session_id, "b")
@@ -208,8 +208,8 @@ def test_turns_that_left_nothing_behind_are_unknown(world: World) -> None:
         refused(ErrorCode.TURN_NOT_FOUND, world.rewind, session_id, turn)
 
 
-def test_an_aborted_turn_can_be_gone_back_to(world: World) -> None:
-    """What was shown of it is part of the history."""
+def test_a_rewind_to_an_aborted_turn_works(world: World) -> None:
+    """Its partial answer is part of the history."""
     session_id = world.create()
     world.infer(session_id, "a")
     world.engine.start()
@@ -224,8 +224,8 @@ def test_an_aborted_turn_can_be_gone_back_to(world: World) -> None:
     assert world.engine.last_text.startswith("<|im_end|>\n<|im_start|>user\nc")
 
 
-def test_a_turn_aborted_while_it_waited_can_be_gone_back_to(world: World) -> None:
-    """It held no tokens of its own; those before it stay."""
+def test_a_rewind_to_a_turn_aborted_in_the_queue_works(world: World) -> None:
+    """It has no tokens of its own; those before it stay."""
     session_id = world.create()
     world.turn(session_id, "a", "one")
     world.infer(session_id, "b")
@@ -240,7 +240,7 @@ def test_a_turn_aborted_while_it_waited_can_be_gone_back_to(world: World) -> Non
 
 
 def test_forks_count_as_sessions(world: World) -> None:
-    """At the client's limit a fork is refused, and what it would have forked stays."""
+    """At the client's limit a fork is refused and its parent stays."""
     parent, _ = talk(world)
     for _ in range(3):
         world.fork(parent)
@@ -248,8 +248,8 @@ def test_forks_count_as_sessions(world: World) -> None:
     assert world.sessions.totals().total_sessions == 4
 
 
-def test_no_fork_pushes_out_its_own_parent(world: World) -> None:
-    """Where the oldest detached session makes room, it is not the one that is forked."""
+def test_a_fork_never_evicts_its_parent(world: World) -> None:
+    """Another detached session makes room for it."""
     world.evicts_stored = True
     world.reopen()
     made = [
@@ -267,8 +267,8 @@ def test_no_fork_pushes_out_its_own_parent(world: World) -> None:
     assert world.engine.released == [made[1]]
 
 
-def test_a_session_of_somebody_else_is_not_there(world: World) -> None:
-    """Whatever its state and whatever turn is named, the answer is that for a random id."""
+def test_a_session_of_another_client_is_not_found(world: World) -> None:
+    """The answer is the same as for a random id, in every state."""
     session_id, turns = talk(world)
     answers = set()
     for target in (session_id, "s_AAAAAAAAAAAAAAAAAAAAAA"):
@@ -290,8 +290,8 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS)
-def test_going_back_is_as_if_nothing_had_come_after(steps: list[Any]) -> None:
-    """After any mixture of turns, forks and rewinds a session holds what a plain list of its turns says."""
+def test_rewinding_restores_the_earlier_history(steps: list[Any]) -> None:
+    """After any mix of turns, forks and rewinds the session equals a plain model of its turns."""
     world = World(max_sessions=1000, client=Principal("ada", 1000, "normal", frozenset({"user"})))
     session_id = world.create(system="s")
     model = [(START, ["s"])]

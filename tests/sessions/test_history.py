@@ -1,4 +1,4 @@
-"""What a session holds, and how it is cut back."""
+"""The history of a session and its truncation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def grown(
     history: History, turn_id: str, text: str, *, goes_on: bool = True, view: HistoryView | None = None
 ) -> History:
-    """The history with a turn more, which adds ``text`` or has only ``text`` left."""
+    """The history with one more turn, which adds ``text`` or leaves only ``text``."""
     messages = (*history.messages, ChatMessage(role="user", content=text))
     covered = history.covered + text if goes_on else text
     return history.with_turn(
@@ -31,8 +31,8 @@ def grown(
     )
 
 
-def test_a_view_leaves_out_the_middle() -> None:
-    """The first messages and the last are given; a view that resumes among the first leaves out none."""
+def test_a_view_drops_the_middle() -> None:
+    """The first and the last messages stay; a view that resumes among the first drops none."""
     messages = tuple(ChatMessage(role="user", content=str(number)) for number in range(6))
     assert "".join(message.content for message in HistoryView(2, 4).of(messages)) == "0145"
     assert HistoryView(2, 4).n_dropped == 2
@@ -42,8 +42,8 @@ def test_a_view_leaves_out_the_middle() -> None:
 
 
 @given(texts=st.lists(st.text(alphabet="ab", max_size=5), max_size=6), data=st.data())
-def test_every_turn_can_be_gone_back_to(texts: list[str], data: st.DataObject) -> None:
-    """What a history is cut back to equals what it was then."""
+def test_every_turn_can_be_restored(texts: list[str], data: st.DataObject) -> None:
+    """A truncated history equals the history at that time."""
     histories = [History()]
     for number, text in enumerate(texts):
         histories.append(grown(histories[-1], f"t{number}", text))
@@ -55,8 +55,8 @@ def test_every_turn_can_be_gone_back_to(texts: list[str], data: st.DataObject) -
     assert grown(back, "new", "x").until("new").messages[:-1] == back.messages
 
 
-def test_a_new_rendering_leaves_older_turns_without_tokens() -> None:
-    """Their messages and what was read of them are known, but no token is taken for one of theirs."""
+def test_a_new_rendering_clears_older_checkpoints() -> None:
+    """Their messages and views stay, but none of the new tokens belong to them."""
     history = grown(grown(History(), "t0", "a"), "t1", "b")
     history = grown(history, "t2", "new", goes_on=False, view=HistoryView(0, 2))
     assert history.until("t2") == history
@@ -68,8 +68,8 @@ def test_a_new_rendering_leaves_older_turns_without_tokens() -> None:
 
 
 @pytest.mark.parametrize("turn", ["t1", "", "T0"])
-def test_a_turn_that_is_not_there_is_named(turn: str) -> None:
-    """The error is the request's, and says where turns are listed."""
+def test_an_unknown_turn_is_reported(turn: str) -> None:
+    """The error concerns the request and its hint names get_session."""
     with pytest.raises(InferenceCenterError, match="no turn") as caught:
         grown(History(), "t0", "a").until(turn)
     assert (caught.value.code, caught.value.field) == (ErrorCode.TURN_NOT_FOUND, "turn")
@@ -77,7 +77,7 @@ def test_a_turn_that_is_not_there_is_named(turn: str) -> None:
 
 
 class Counted(tuple[ChatMessage, ...]):
-    """Messages that count how often all of them are gone through."""
+    """Messages that count how often they are iterated."""
 
     times = 0
 
@@ -90,12 +90,12 @@ ROOM = HistoryLimits(max_chars=1000, max_entries=100)
 
 
 def message(content: str = "", **fields: Any) -> ChatMessage:
-    """A message of the user, or as ``fields`` say."""
+    """A user message with optional ``fields``."""
     return ChatMessage(**{"role": "user", "content": content, **fields})
 
 
 def call(call_id: str, name: str = "f") -> ToolCall:
-    """A call without arguments."""
+    """A tool call without arguments."""
     return ToolCall(call_id=call_id, name=name, arguments="{}")
 
 
@@ -111,8 +111,8 @@ messages_of_any_kind = st.lists(
 
 
 @given(st.lists(messages_of_any_kind, max_size=5), st.data())
-def test_what_is_carried_along_is_what_would_be_measured(batches: list[list[ChatMessage]], data: st.DataObject) -> None:
-    """However a history grew or was cut back, its extent is that of all its messages."""
+def test_the_carried_size_equals_the_measured_size(batches: list[list[ChatMessage]], data: st.DataObject) -> None:
+    """After any growth or truncation the size is that of all messages."""
     history = History()
     for number, batch in enumerate(batches):
         if data.draw(st.booleans()):
@@ -124,8 +124,8 @@ def test_what_is_carried_along_is_what_would_be_measured(batches: list[list[Chat
         assert history.until(turn.turn_id).size == HistorySize.of(history.until(turn.turn_id).messages)
 
 
-def test_appending_looks_at_new_messages_only() -> None:
-    """A history that was measured once is not gone through again for each message that follows."""
+def test_appending_measures_only_new_messages() -> None:
+    """A measured history is not measured again."""
     history = History(Counted([message("a")] * 50))
     assert history.size == HistorySize(50, 50)
     Counted.times = 0
@@ -144,14 +144,14 @@ def test_appending_looks_at_new_messages_only() -> None:
     ],
 )
 def test_a_history_has_bounds(new: list[ChatMessage], says: str) -> None:
-    """Characters are counted, and messages and calls by their number, since empty ones cost, too."""
+    """Characters are limited, and so is the number of messages and tool calls."""
     with pytest.raises(InferenceCenterError, match=says) as caught:
         History().appended(tuple(new), limits=ROOM)
     assert caught.value.code is ErrorCode.CONTEXT_FULL
 
 
-def test_a_session_takes_so_many_messages(world: World) -> None:
-    """What would be one message too many is refused, by ``append`` and by a turn, and changes nothing."""
+def test_a_session_has_a_message_limit(world: World) -> None:
+    """One message too many is refused by ``append`` and ``infer`` and changes nothing."""
     world.max_messages = 3
     world.reopen()
     session_id = world.create(system="s")
@@ -164,8 +164,8 @@ def test_a_session_takes_so_many_messages(world: World) -> None:
     assert len(world.transcript(session_id)) == 3
 
 
-def test_results_are_looked_for_from_the_last_call_on() -> None:
-    """The results of the last calls are found without the messages before them."""
+def test_tool_results_are_matched_from_the_end() -> None:
+    """Results of the latest calls are matched without reading earlier messages."""
     asked = message(role="assistant", tool_calls=[call("a"), call("b")])
     history = History((message("early"), asked))
     history.check_tool_results((message(role="tool", tool_call_id="b"), message(role="tool", tool_call_id="a")))

@@ -1,4 +1,4 @@
-"""Turns whose engine is lost: they wait, and go on as if nothing had been in between."""
+"""Turns whose engine is lost wait and resume with the same text."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
-def test_a_running_turn_goes_on_with_the_next_engine(world: World) -> None:
-    """It is submitted with the same prompt, all its tokens, and how much of their text was told."""
+def test_a_running_turn_resumes_on_the_next_engine(world: World) -> None:
+    """It is submitted with the same prompt, all its tokens, and the number of emitted characters."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     world.infer(session_id, "Go on")
@@ -59,8 +59,8 @@ def replace_submit(submit: Any, **changes: Any) -> Any:
     return type(submit)(**{name: getattr(submit, name) for name in submit.__struct_fields__} | changes)
 
 
-def test_figures_of_an_interrupted_turn_count_its_prompt_once(world: World) -> None:
-    """Times are those of the whole turn, waiting included; that it was read twice is no usage."""
+def test_an_interrupted_turn_counts_its_prompt_once(world: World) -> None:
+    """Times cover the whole turn; the second prefill is not usage."""
     session_id = world.create()
     world.infer(session_id)
     prompt = len(world.engine.last_text)
@@ -82,8 +82,8 @@ def test_figures_of_an_interrupted_turn_count_its_prompt_once(world: World) -> N
     assert end.stats.preempted == 1
 
 
-def test_a_turn_that_waited_is_interrupted_without_a_trace(world: World) -> None:
-    """It is submitted as it was."""
+def test_a_queued_turn_is_resubmitted_unchanged(world: World) -> None:
+    """An interruption before the start leaves no trace."""
     session_id = world.create()
     world.infer(session_id)
     first = world.engine.last
@@ -95,8 +95,8 @@ def test_a_turn_that_waited_is_interrupted_without_a_trace(world: World) -> None
     assert world.sink.ops == ["queued", "token", "end"]
 
 
-def test_time_goes_on_without_an_engine(world: World) -> None:
-    """``max_time_ms`` is not given again."""
+def test_max_time_continues_without_an_engine(world: World) -> None:
+    """The elapsed part of ``max_time_ms`` is not granted again."""
     session_id = world.create()
     world.infer(session_id, params={"max_time_ms": 10_000})
     world.engine.start()
@@ -107,8 +107,8 @@ def test_time_goes_on_without_an_engine(world: World) -> None:
     assert decode(world.engine.last.params_json).max_time_ms == 3000
 
 
-def test_a_question_is_taken_while_the_engine_restarts(world: World) -> None:
-    """It waits; before any model was known there is nothing to write it for."""
+def test_a_turn_is_accepted_while_the_engine_restarts(world: World) -> None:
+    """It waits; before the first load there is no template to render it."""
     session_id = world.create()
     world.engine.lose()
     world.infer(session_id)
@@ -121,8 +121,8 @@ def test_a_question_is_taken_while_the_engine_restarts(world: World) -> None:
     assert world.get(session_id).state == "idle"
 
 
-def test_a_turn_that_no_engine_has_can_be_aborted(world: World) -> None:
-    """What was said stays, its end answers the abort, and the session goes on."""
+def test_a_turn_without_an_engine_can_be_aborted(world: World) -> None:
+    """The partial answer stays, its end answers the abort, and the session is usable."""
     session_id = world.create()
     world.infer(session_id)
     world.engine.start()
@@ -139,8 +139,8 @@ def test_a_turn_that_no_engine_has_can_be_aborted(world: World) -> None:
     assert "assistant\nHel<|im_end|>" in world.engine.last_text
 
 
-def test_an_abort_is_obeyed_also_when_its_turn_fails(world: World) -> None:
-    """A turn that was to end anyway leaves what it said."""
+def test_an_abort_applies_when_the_turn_fails(world: World) -> None:
+    """The partial answer of a turn that was being aborted is kept."""
     session_id = world.create()
     world.infer(session_id)
     world.engine.start()
@@ -151,8 +151,8 @@ def test_an_abort_is_obeyed_also_when_its_turn_fails(world: World) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", "Hel")
 
 
-def test_closing_while_no_engine_has_the_turn_ends_it_once(world: World) -> None:
-    """An engine that says so at once, or asks for the turn later, changes nothing."""
+def test_closing_without_an_engine_ends_the_turn_once(world: World) -> None:
+    """Late calls of the engine change nothing."""
     session_id = world.create()
     world.infer(session_id)
     turn = world.engine.turns[world.engine.last.turn_id]
@@ -166,8 +166,8 @@ def test_closing_while_no_engine_has_the_turn_ends_it_once(world: World) -> None
     assert world.sink.ops == ["queued", "end"]
 
 
-def test_another_model_cannot_finish_a_sentence(world: World) -> None:
-    """What was said is kept, the end says why there is no more, and the next turn reads it with the new model."""
+def test_another_model_does_not_continue_an_answer(world: World) -> None:
+    """The partial answer is kept, a warning gives the reason, and the next turn uses the new model."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     world.infer(session_id, "Go on")
@@ -185,8 +185,8 @@ def test_another_model_cannot_finish_a_sentence(world: World) -> None:
     assert (world.get(session_id).model, world.get(session_id).n_ctx) == ("toy", 77)
 
 
-def test_a_turn_that_has_said_nothing_is_answered_by_whatever_model_serves(world: World) -> None:
-    """It is rendered anew, without the other's tokens, and written down as the new model's."""
+def test_a_turn_without_tokens_moves_to_the_serving_model(world: World) -> None:
+    """It is rendered again and recorded with the new model."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     world.infer(session_id, "Go on")
@@ -206,8 +206,8 @@ def test_a_turn_that_has_said_nothing_is_answered_by_whatever_model_serves(world
     assert world.engine.last_text == "[user]And?[assistant]"
 
 
-def test_a_model_loaded_again_goes_on_with_its_tokens(world: World) -> None:
-    """Where only its place or its slots differ, it is the same model."""
+def test_a_reloaded_model_resumes_its_tokens(world: World) -> None:
+    """A different path or slot count does not change the model's fingerprint."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     world.engine.lose()
@@ -218,7 +218,7 @@ def test_a_model_loaded_again_goes_on_with_its_tokens(world: World) -> None:
 
 
 def fill(world: World) -> str:
-    """A session whose three turns take most of a small context."""
+    """A session whose three turns fill most of a small context."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=N_CTX))
     session_id = world.create(system="Be kind.")
     for number in (1, 2, 3):
@@ -229,8 +229,8 @@ def fill(world: World) -> str:
     return session_id
 
 
-def test_a_shifted_turn_is_interrupted_with_its_shorter_prompt(world: World) -> None:
-    """What was held back is not known to be told, and is held back again; both prompts are counted, each once."""
+def test_a_shifted_turn_is_resubmitted_with_its_shorter_prompt(world: World) -> None:
+    """Held-back text is held back again; both prompts are counted once each."""
     session_id = fill(world)
     longer = len(world.engine.last.tokens) // 4 + len(world.engine.last_text)
     world.engine.overflow(N_CTX, said="ab", text="c")
@@ -249,8 +249,8 @@ def test_a_shifted_turn_is_interrupted_with_its_shorter_prompt(world: World) -> 
 
 
 @pytest.mark.parametrize("said_again", [True, False])
-def test_what_a_shifted_turn_held_back_is_told_when_it_is_aborted_waiting(world: World, said_again: bool) -> None:
-    """The engine says it once more if it has the turn; if not, the session knows."""
+def test_held_back_text_is_published_by_an_abort_in_the_queue(world: World, said_again: bool) -> None:
+    """The session publishes it if no engine repeats it."""
     session_id = fill(world)
     world.engine.overflow(N_CTX, said="ab", text="c")
     world.abort(session_id)
@@ -262,8 +262,8 @@ def test_what_a_shifted_turn_held_back_is_told_when_it_is_aborted_waiting(world:
     assert world.transcript(session_id)[-1] == ("assistant", "abc")
 
 
-def test_what_a_shifted_turn_held_back_is_told_when_it_is_withdrawn(world: World) -> None:
-    """No engine has it any more, but the session does."""
+def test_held_back_text_is_published_when_the_turn_is_withdrawn(world: World) -> None:
+    """No engine has the turn, but the session has the text."""
     session_id = fill(world)
     world.engine.overflow(N_CTX, said="ab", text="c")
     world.engine.lose()
@@ -273,8 +273,8 @@ def test_what_a_shifted_turn_held_back_is_told_when_it_is_withdrawn(world: World
 
 
 @given(lag=st.integers(0, 3), losses=st.lists(st.integers(0, 40), max_size=4), prompt=st.text("ab", min_size=1))
-def test_interruptions_change_no_word(lag: int, losses: list[int], prompt: str) -> None:
-    """Wherever engines are lost, the text is the same, in each turn and in the next that builds on it."""
+def test_interruptions_do_not_change_the_text(lag: int, losses: list[int], prompt: str) -> None:
+    """Wherever engines are lost, each turn and the next have the same text."""
     oracle, sink = Oracle(lag=lag), FakeSink()
     sessions = SessionManager(
         engines=one_model(oracle),

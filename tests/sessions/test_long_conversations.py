@@ -1,4 +1,4 @@
-"""Turns that do not fit their context any more: shifted, stopped, refused."""
+"""Turns that exceed their context: shifted, stopped or refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def small_world() -> World:
 
 
 def fill(world: World, **fields: Any) -> str:
-    """A session whose three turns take most of its context."""
+    """A session whose three turns fill most of its context."""
     session_id = world.create(**{"system": SYSTEM, **fields})
     for number in (1, 2, 3):
         world.turn(session_id, f"question {number}", f"answer {number}")
@@ -46,18 +46,18 @@ def fill(world: World, **fields: Any) -> str:
 
 
 def length(world: World) -> int:
-    """Tokens of the last submission: those it had, one for each new character, and its answer so far."""
+    """Tokens of the last submission: its tokens, one per new character, and the answer so far."""
     turn = world.engine.last
     return (len(turn.tokens) + len(turn.answer)) // 4 + len(world.engine.last_text)
 
 
 def spelled(tokens: bytes) -> str:
-    """What tokens spell."""
+    """The text of packed tokens."""
     return "".join(map(chr, unpack_tokens(tokens)))
 
 
-def test_an_answer_that_fills_the_context_goes_on(world: World) -> None:
-    """The oldest turns are no longer read, the turn keeps its id, and what it said is handed over as tokens."""
+def test_an_answer_that_fills_the_context_is_shifted(world: World) -> None:
+    """The oldest turns are dropped, the turn keeps its id, and its answer is submitted as tokens."""
     session_id = fill(world)
     world.infer(session_id, "question 4", id="i4")
     world.engine.start()
@@ -92,8 +92,8 @@ def test_an_answer_that_fills_the_context_goes_on(world: World) -> None:
     assert session.n_tokens < N_CTX
 
 
-def test_the_turns_after_a_shift_go_on_from_it(world: World) -> None:
-    """The next prompt keeps all tokens of the shifted turn, its answer in both halves, and adds only what is new."""
+def test_the_next_turn_builds_on_the_shift(world: World) -> None:
+    """Its prompt keeps all tokens of the shifted turn and adds only new text."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
     world.engine.start()
@@ -109,8 +109,8 @@ def test_the_turns_after_a_shift_go_on_from_it(world: World) -> None:
     assert world.engine.last.shared_pieces == 0
 
 
-def test_figures_are_of_the_whole_turn(world: World) -> None:
-    """Tokens, time, waiting and preemptions add up over both submissions; prompts are counted as often as read."""
+def test_figures_cover_the_whole_turn(world: World) -> None:
+    """Tokens, times and preemptions add up over both submissions; each prefill counts."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
     prompt = length(world)
@@ -135,8 +135,8 @@ def test_figures_are_of_the_whole_turn(world: World) -> None:
     assert world.records[-1].preempted == 3
 
 
-def test_a_prompt_that_never_began_is_made_shorter(world: World) -> None:
-    """It is submitted again as soon as the engine says that it is too long."""
+def test_a_prompt_that_is_too_long_is_shortened(world: World) -> None:
+    """It is submitted again when the engine reports the overflow."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
     world.engine.overflow(length(world) + 100)
@@ -149,7 +149,7 @@ def test_a_prompt_that_never_began_is_made_shorter(world: World) -> None:
 
 
 def test_a_turn_can_be_shifted_again(world: World) -> None:
-    """Each shift gives up more, and says so."""
+    """Each shift drops more and is announced."""
     session_id = world.create(system=SYSTEM)
     for number in range(1, 9):
         world.turn(session_id, f"question {number}", f"answer {number}")
@@ -172,8 +172,8 @@ def test_a_turn_can_be_shifted_again(world: World) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", "abcd")
 
 
-def test_with_nothing_to_drop_the_answer_ends(world: World) -> None:
-    """Its last text is shown, then its end with ``context_full``; it stays in the history."""
+def test_a_full_context_without_older_turns_ends_the_answer(world: World) -> None:
+    """Its last text is published, then ``context_full``; it stays in the history."""
     session_id = world.create(system=SYSTEM)
     world.infer(session_id, "Tell me all")
     world.engine.start()
@@ -186,8 +186,8 @@ def test_with_nothing_to_drop_the_answer_ends(world: World) -> None:
     assert len(world.engine.submitted) == 1
 
 
-def test_with_nothing_to_drop_a_prompt_that_never_began_is_too_long(world: World) -> None:
-    """The turn fails, the history is as before, and the session goes on."""
+def test_a_prompt_that_cannot_be_shortened_fails(world: World) -> None:
+    """The turn fails, the history is unchanged, and the session is usable."""
     session_id = fill(world)
     before = world.get(session_id)
     world.infer(session_id, "x" * 400, id="i")
@@ -200,8 +200,8 @@ def test_with_nothing_to_drop_a_prompt_that_never_began_is_too_long(world: World
     world.turn(session_id, "short", "yes")
 
 
-def test_a_session_that_stops_is_not_shifted(world: World) -> None:
-    """The engine is not told that it may shift, and its ``context_full`` is the end."""
+def test_on_full_stop_does_not_shift(world: World) -> None:
+    """The submission forbids a shift, and ``context_full`` ends the turn."""
     session_id = fill(world, on_full="stop")
     world.infer(session_id, "question 4")
     assert not world.engine.last.may_shift
@@ -215,16 +215,16 @@ def test_a_session_that_stops_is_not_shifted(world: World) -> None:
     ("fields", "on_full"),
     [({}, "shift"), ({"mode": "raw"}, "stop"), ({"mode": "raw", "on_full": "shift"}, "shift")],
 )
-def test_chats_shift_and_raw_text_stops_unless_told(world: World, fields: dict[str, Any], on_full: str) -> None:
-    """The mode decides where the client does not."""
+def test_the_mode_selects_the_default_of_on_full(world: World, fields: dict[str, Any], on_full: str) -> None:
+    """Chat sessions shift and raw sessions stop."""
     session_id = world.create(**fields)
     assert world.get(session_id).on_full == on_full
     world.infer(session_id)
     assert world.engine.last.may_shift is (on_full == "shift")
 
 
-def test_raw_text_loses_its_oldest_prompts(world: World) -> None:
-    """What is left is submitted as it was, without a template."""
+def test_raw_sessions_drop_their_oldest_prompts(world: World) -> None:
+    """The rest is submitted unchanged, without a template."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=40))
     session_id = world.create(mode="raw", on_full="shift", system="Once ")
     for number in (1, 2, 3):
@@ -242,8 +242,8 @@ def test_raw_text_loses_its_oldest_prompts(world: World) -> None:
     assert len(world.transcript(session_id)) == 9
 
 
-def test_first_messages_are_kept_on_demand(world: World) -> None:
-    """``n_keep`` holds for the session or a turn, and with ``stop`` it is named as without effect."""
+def test_n_keep_keeps_the_first_messages(world: World) -> None:
+    """It applies to a session or a turn; with ``stop`` a warning says it has no effect."""
     session_id = fill(world, params={"memory": {"n_keep": 2}})
     world.infer(session_id, "question 4")
     world.engine.overflow(length(world))
@@ -258,8 +258,8 @@ def test_first_messages_are_kept_on_demand(world: World) -> None:
     assert world.sink.last.warnings == ("n_keep has no effect: on_full is stop.",)
 
 
-def test_an_abort_that_meets_an_overflow_ends_the_turn(world: World) -> None:
-    """Whether it had begun or not: nothing is submitted again, and what was shown stays."""
+def test_an_abort_during_an_overflow_ends_the_turn(world: World) -> None:
+    """Nothing is submitted again, and published text stays."""
     for said, shown in (("ab", "abc"), (None, "")):
         session_id = fill(world)
         world.infer(session_id, "question 4")
@@ -274,8 +274,8 @@ def test_an_abort_that_meets_an_overflow_ends_the_turn(world: World) -> None:
         assert len(world.engine.submitted) == submitted
 
 
-def test_an_abort_with_discard_leaves_the_whole_history(world: World) -> None:
-    """A shift that happened for the discarded turn is forgotten with it."""
+def test_an_abort_with_discard_restores_the_whole_history(world: World) -> None:
+    """The shift of the discarded turn is discarded with it."""
     session_id = fill(world)
     before = world.get(session_id)
     world.infer(session_id, "question 4")
@@ -289,8 +289,8 @@ def test_an_abort_with_discard_leaves_the_whole_history(world: World) -> None:
     assert (after.transcript, after.n_tokens, after.dropped_messages) == (before.transcript, before.n_tokens, 0)
 
 
-def test_an_abort_while_a_shifted_turn_waits_keeps_its_text(world: World) -> None:
-    """The next turn reads the shorter conversation, the partial answer included."""
+def test_an_abort_of_a_queued_shifted_turn_keeps_its_text(world: World) -> None:
+    """The next turn builds on the shortened conversation with the partial answer."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
     world.engine.start()
@@ -307,8 +307,8 @@ def test_an_abort_while_a_shifted_turn_waits_keeps_its_text(world: World) -> Non
     assert "question 4<|im_end|>\n<|im_start|>assistant\nab<|im_end|>" in world.engine.last_text
 
 
-def test_a_shifted_turn_that_fails_leaves_the_history_as_it_was(world: World) -> None:
-    """A crash after a shift takes both back."""
+def test_a_failed_shifted_turn_leaves_the_history_unchanged(world: World) -> None:
+    """The failure reverts the shift as well."""
     session_id = fill(world)
     before = world.get(session_id)
     world.infer(session_id, "question 4")
@@ -320,8 +320,8 @@ def test_a_shifted_turn_that_fails_leaves_the_history_as_it_was(world: World) ->
     assert (after.transcript, after.n_tokens, after.dropped_messages) == (before.transcript, before.n_tokens, 0)
 
 
-def test_an_engine_that_refuses_the_shorter_prompt_ends_the_turn(world: World) -> None:
-    """What was said stays, with the reason as a warning; a turn that said nothing fails with the engine's code."""
+def test_a_refused_shorter_prompt_ends_the_turn(world: World) -> None:
+    """The partial answer stays with a warning; a turn without one fails with the engine's code."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
     world.engine.start()
@@ -341,8 +341,8 @@ def test_an_engine_that_refuses_the_shorter_prompt_ends_the_turn(world: World) -
     assert "context_shifted" not in world.sink.ops
 
 
-def test_a_template_that_refuses_what_is_left_ends_the_turn(world: World) -> None:
-    """A conversation that may not begin without its first question is not shifted."""
+def test_a_template_error_after_a_shift_ends_the_turn(world: World) -> None:
+    """A conversation that cannot begin without its first question is not shifted."""
     source = (
         "{% if messages[0].content != 'question 1' %}{{ raise_exception('question 1 is missing') }}{% endif %}"
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -357,8 +357,8 @@ def test_a_template_that_refuses_what_is_left_ends_the_turn(world: World) -> Non
     assert "question 1 is missing" in world.sink.last.warnings[0]
 
 
-def test_a_shorter_prompt_that_does_not_fit_either_ends_what_was_said(world: World) -> None:
-    """An answer is never lost as a prompt that is too long; the text that was held back is shown."""
+def test_a_shorter_prompt_that_does_not_fit_ends_the_answer(world: World) -> None:
+    """The answer is kept and its held-back text published."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
     world.engine.start()
@@ -369,8 +369,8 @@ def test_a_shorter_prompt_that_does_not_fit_either_ends_what_was_said(world: Wor
     assert world.transcript(session_id)[-1] == ("assistant", "abc")
 
 
-def test_the_place_in_the_queue_is_told_again(world: World) -> None:
-    """A shifted turn that has to wait says so, and only changes are told."""
+def test_the_queue_position_of_a_shifted_turn_is_published(world: World) -> None:
+    """Only changes are published."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
     world.engine.start()
@@ -385,8 +385,8 @@ def test_the_place_in_the_queue_is_told_again(world: World) -> None:
     assert [getattr(event, "position", event.op) for event in told] == ["context_shifted", 2, 1, 0]
 
 
-def test_time_that_has_passed_is_not_given_again(world: World) -> None:
-    """``max_time_ms`` counts from ``infer``; what is submitted again has what is left of it."""
+def test_elapsed_time_is_not_granted_again(world: World) -> None:
+    """``max_time_ms`` counts from ``infer``; a new submission gets the rest."""
     session_id = fill(world)
     world.infer(session_id, "question 4", params={"max_time_ms": 10_000})
     world.engine.start()
@@ -402,8 +402,8 @@ def test_time_that_has_passed_is_not_given_again(world: World) -> None:
     assert decode(world.engine.last.params_json).max_time_ms == 1
 
 
-def test_going_back_over_a_shift_brings_the_old_turns_back(world: World) -> None:
-    """What the model reads is as it was when the turn ended; tokens that spell something else by now are gone."""
+def test_a_rewind_across_a_shift_restores_the_old_turns(world: World) -> None:
+    """The view is that of the turn's end; tokens of another rendering are dropped."""
     session_id = fill(world)
     first, last = (world.get(session_id).turns[index].turn_id for index in (0, 2))
     world.infer(session_id, "question 4")
@@ -432,7 +432,7 @@ STEPS = st.lists(
 @settings(deadline=None)
 @given(steps=STEPS)
 def test_overflows_never_lose_or_double_an_end(steps: list[str]) -> None:
-    """Whatever is mixed with overflows: every turn ends once, numbers rise by one, the system prompt is always read."""
+    """Every turn ends once, numbers rise by one, and the system prompt is always in the prompt."""
     world = small_world()
     session_id = fill(world)
     world.infer(session_id)

@@ -1,4 +1,4 @@
-"""All sessions of all clients: ownership, limits, expiry, levels of parameters."""
+"""The session manager: ownership, limits, expiry and levels of parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
 
 
 def answers(world: World, client: Principal, session_id: str) -> list[tuple[object, ...]]:
-    """What every op that names a session answers to ``client``."""
+    """The replies to ``client`` of every op that names a session."""
     sessions, message = world.sessions, ChatMessage(role="user", content="x")
     calls: list[Callable[[], object]] = [
         lambda: sessions.infer(client, requests.Infer(op="infer", session_id=session_id, prompt="x"), world.sink),
@@ -63,15 +63,15 @@ def answers(world: World, client: Principal, session_id: str) -> list[tuple[obje
     ]
 
 
-def test_a_foreign_session_and_none_are_the_same(world: World) -> None:
-    """No op tells a client whether another's session exists."""
+def test_a_foreign_session_looks_nonexistent(world: World) -> None:
+    """No op reveals whether another client's session exists."""
     session_id = world.create()
     assert answers(world, EVE, session_id) == answers(world, EVE, "s_AAAAAAAAAAAAAAAAAAAAAA")
     assert world.get(session_id).state == "idle"
 
 
-def test_names_are_given_by_the_server(world: World) -> None:
-    """Session and epoch differ, and differ again for the next session."""
+def test_ids_are_chosen_by_the_server(world: World) -> None:
+    """Session id and epoch differ for every session."""
     made = [
         world.sessions.create(world.client, requests.CreateSession(op="create_session"), world.sink) for _ in range(2)
     ]
@@ -80,8 +80,8 @@ def test_names_are_given_by_the_server(world: World) -> None:
     assert all(created.session_id.startswith("s_") and len(created.session_id) == 24 for created in made)
 
 
-def test_each_level_of_parameters_wins_over_the_one_before(world: World) -> None:
-    """Model, configuration, session, turn: what is not given comes from below."""
+def test_parameter_levels_override_in_order(world: World) -> None:
+    """Model, configuration, session, turn."""
     world.engine.status = EngineStatus(
         state=EngineState.READY,
         model=make_model(sampling_defaults_json=b'{"temp": 0.1, "top_k": 11, "top_p": 0.1, "min_p": 0.01}'),
@@ -96,8 +96,8 @@ def test_each_level_of_parameters_wins_over_the_one_before(world: World) -> None
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.1, 12, 0.3, 0.04)
 
 
-def test_a_models_bad_recommendation_is_ignored_loudly(world: World) -> None:
-    """A file in error does not keep anybody from talking, but the log says so."""
+def test_an_invalid_model_recommendation_is_ignored(world: World) -> None:
+    """The session works and the log has a warning."""
     world.engine.status = EngineStatus(
         state=EngineState.READY, model=make_model(sampling_defaults_json=b'{"temp": "hot"}')
     )
@@ -106,8 +106,8 @@ def test_a_models_bad_recommendation_is_ignored_loudly(world: World) -> None:
     assert "model_recommendation_ignored" in [line["event"] for line in logs]
 
 
-def test_what_is_wrong_with_parameters_is_named(world: World) -> None:
-    """A bad value and a value given twice are errors of the request; the session goes on."""
+def test_parameter_errors_name_the_field(world: World) -> None:
+    """Invalid and duplicate values are errors of the request; the session is usable."""
     session_id = world.create()
     error = refused(ErrorCode.INVALID_REQUEST, world.infer, session_id, params={"temp": 99})
     assert error.field == "params.temp"
@@ -119,14 +119,14 @@ def test_what_is_wrong_with_parameters_is_named(world: World) -> None:
 
 
 def test_a_refused_session_is_not_opened(world: World) -> None:
-    """Parameters that exclude each other leave no session behind."""
+    """Conflicting parameters leave no session behind."""
     error = refused(ErrorCode.INVALID_REQUEST, world.create, params={"mirostat": 2, "adaptive_target": 0.5})
     assert error.field == "params.adaptive_target"
     assert world.sessions.totals().total_sessions == 0
 
 
 def test_priority_comes_from_turn_session_or_client(world: World) -> None:
-    """Lowering is free for session and turn; raising is refused without the scope."""
+    """Lowering is free for session and turn; raising needs the scope."""
     session_id = world.create(priority="batch")
     world.infer(session_id)
     assert world.engine.last.priority == 2
@@ -138,8 +138,8 @@ def test_priority_comes_from_turn_session_or_client(world: World) -> None:
     refused(ErrorCode.FORBIDDEN, world.create, priority="interactive")
 
 
-def test_only_the_loaded_model_can_be_named(world: World) -> None:
-    """Another name is answered with what there is."""
+def test_an_unknown_model_is_refused(world: World) -> None:
+    """The error lists the available models."""
     world.create(model="toy")
     error = refused(ErrorCode.MODEL_NOT_FOUND, world.create, model="gpt")
     assert "toy" in (error.hint or "")
@@ -153,14 +153,14 @@ def test_only_the_loaded_model_can_be_named(world: World) -> None:
         (EngineState.FAILED, ErrorCode.ENGINE_UNAVAILABLE),
     ],
 )
-def test_no_session_before_the_model_is_known(world: World, state: EngineState, code: ErrorCode) -> None:
-    """Without a model there is nothing to open a session on."""
+def test_no_session_before_the_first_load(world: World, state: EngineState, code: ErrorCode) -> None:
+    """Without a model no session can be opened."""
     world.engine.status = EngineStatus(state=state)
     refused(code, world.create)
 
 
-def test_limits_are_per_client_and_for_all(world: World) -> None:
-    """Nobody's attached session is closed for another; a closed one makes room."""
+def test_limits_are_per_client_and_global(world: World) -> None:
+    """An attached session is never evicted; a closed one makes room."""
     own = [world.create() for _ in range(4)]
     assert "4 sessions of 4" in refused(ErrorCode.SESSION_LIMIT, world.create).message
     for _ in range(2):
@@ -170,8 +170,8 @@ def test_limits_are_per_client_and_for_all(world: World) -> None:
     world.create(EVE)
 
 
-def test_a_lost_socket_closes_its_sessions_only(world: World) -> None:
-    """Running turns are aborted, other sockets' sessions go on, and nothing is sent to the lost one."""
+def test_a_closed_socket_closes_only_its_sessions(world: World) -> None:
+    """Their turns are aborted, other sessions continue, and nothing is sent to the closed socket."""
     mine = world.create(on_disconnect="close")
     world.infer(mine)
     other = FakeSink()
@@ -183,8 +183,8 @@ def test_a_lost_socket_closes_its_sessions_only(world: World) -> None:
     assert world.sessions.totals().total_sessions == 1
 
 
-def test_the_oldest_detached_session_makes_room_where_that_is_set(world: World) -> None:
-    """A session that was opened to outlive its socket is then closed when its owner needs the place."""
+def test_the_oldest_detached_session_is_evicted_if_configured(world: World) -> None:
+    """A detached session is closed when its owner opens another at the limit."""
     world.evicts_stored = True
     world.reopen()
     made = [world.create(on_disconnect="detach") for _ in range(4)]
@@ -196,8 +196,8 @@ def test_the_oldest_detached_session_makes_room_where_that_is_set(world: World) 
 
 
 @pytest.mark.parametrize("max_sessions", [3, 6], ids=["of the daemon", "of the client"])
-def test_no_stored_session_is_deleted_for_another(world: World, max_sessions: int) -> None:
-    """Where that is not set a new one is refused, with words on what to do, until the client closes one."""
+def test_stored_sessions_are_not_evicted_by_default(world: World, max_sessions: int) -> None:
+    """A new session is refused with a hint until the client closes one."""
     world.max_sessions = max_sessions
     world.reopen()
     made = [world.create(on_disconnect="detach") for _ in range(min(4, max_sessions))]
@@ -211,16 +211,16 @@ def test_no_stored_session_is_deleted_for_another(world: World, max_sessions: in
     world.create()
 
 
-def test_a_session_that_is_not_stored_makes_room_for_another(world: World) -> None:
-    """Nothing on a disk goes with it: the oldest of them does, though stored ones are older."""
+def test_sessions_that_are_not_stored_are_evicted(world: World) -> None:
+    """The oldest of them is closed, though stored sessions are older."""
     made = [world.create(store=store) for store in (True, False, False, True)]
     world.sessions.detach(world.sink)
     world.create()
     assert world.engine.released == [made[1]]
 
 
-def test_an_unused_session_expires(world: World) -> None:
-    """Use puts the end off without moving the timer; a running turn keeps the session."""
+def test_an_idle_session_expires(world: World) -> None:
+    """Use postpones the expiry without moving the timer; a running turn keeps the session."""
     session_id = world.create(ttl_s=10)
     assert world.timers[-1].delay_s == 10
     world.now += 6
@@ -237,7 +237,7 @@ def test_an_unused_session_expires(world: World) -> None:
 
 
 def test_a_closed_session_leaves_no_timer(world: World) -> None:
-    """Its timer is cancelled with it."""
+    """Closing cancels the timer."""
     world.default_ttl_s = 60
     world.reopen()
     session_id = world.create()
@@ -245,8 +245,8 @@ def test_a_closed_session_leaves_no_timer(world: World) -> None:
     assert world.timers[-1].cancelled
 
 
-def test_a_tiny_ttl_counts_as_a_second(world: World) -> None:
-    """A ttl of a nanosecond sets no rate of timers: the session is looked at once a second while it answers."""
+def test_a_tiny_ttl_is_raised_to_a_second(world: World) -> None:
+    """A session with a ttl of a nanosecond is checked once a second while it is busy."""
     request = requests.CreateSession(op="create_session", ttl_s=1e-9)
     created = world.sessions.create(world.client, request, world.sink)
     assert any("ttl_s" in warning for warning in created.warnings)
@@ -263,7 +263,7 @@ def test_a_tiny_ttl_counts_as_a_second(world: World) -> None:
 
 
 def test_many_sessions_expire_with_one_timer_in_batches(world: World) -> None:
-    """A thousand sessions that are due together take one timer and one hundred sessions of each turn of the loop."""
+    """A thousand expiries at one time take one timer and batches of one hundred."""
     crowd = Principal("crowd", 1000, "normal", frozenset({"user"}))
     world.max_sessions = 1000
     world.reopen()
@@ -279,8 +279,8 @@ def test_many_sessions_expire_with_one_timer_in_batches(world: World) -> None:
     assert [timer.delay_s for timer in world.timers] == [10.0] + [0.0] * 9
 
 
-def test_a_lost_socket_costs_its_own_sessions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Detaching a socket, counting and totals look at no session of another socket."""
+def test_a_closed_socket_costs_only_its_sessions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Detaching, counting and totals read no session of another socket."""
     crowd, other = Principal("crowd", 300, "normal", frozenset({"user"})), FakeSink()
     world.max_sessions = 400
     world.reopen()
@@ -296,10 +296,8 @@ def test_a_lost_socket_costs_its_own_sessions(world: World, monkeypatch: pytest.
     assert looked <= set(mine)
 
 
-def test_where_all_is_full_a_stateless_session_is_found_without_a_walk(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stateless session used longest ago goes, and no other is looked at."""
+def test_a_stateless_session_is_evicted_without_a_scan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used one is closed, and no other is read."""
     others = [Principal(f"other-{n}", 1, "normal", frozenset({"user"})) for n in range(200)]
     world.max_sessions = 200
     world.reopen()
@@ -316,7 +314,6 @@ def test_where_all_is_full_a_stateless_session_is_found_without_a_walk(
 
 
 def _looks(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The names of the sessions that are looked at from now on."""
     looked: set[str] = set()
 
     def watched(getter: Callable[[LiveSession], Any]) -> property:
@@ -338,8 +335,8 @@ _STEPS = st.lists(
 
 
 @given(steps=_STEPS)
-def test_the_indices_say_what_a_walk_would_say(steps: list[tuple[str, int]]) -> None:
-    """Whatever clients do, the sessions of each socket and the number that answer are those that a walk finds."""
+def test_the_indices_match_a_full_scan(steps: list[tuple[str, int]]) -> None:
+    """After any operations the indices equal the result of a scan."""
     world = World()
     sinks = [FakeSink() for _ in range(3)]
     names: list[str] = []
@@ -374,8 +371,8 @@ def _one_step(world: World, step: str, names: list[str], *, n: int, sink: FakeSi
 MI = 1024 * 1024
 
 
-def test_a_client_holds_so_much_text_in_all_its_sessions(world: World) -> None:
-    """Whatever would be more is refused, a fork in full, until a session is closed or taken back."""
+def test_the_text_of_a_client_is_bounded(world: World) -> None:
+    """More text, also by a fork, is refused until a session is closed or rewound."""
     world.max_client_mib, world.max_transcript_chars = 1, 4 * MI
     world.reopen()
     first = world.create(system="x" * (MI // 2))
@@ -398,8 +395,8 @@ def test_a_client_holds_so_much_text_in_all_its_sessions(world: World) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["create", "append", "turn", "fork", "rewind", "close"]), st.integers(0, 3))))
-def test_what_is_held_is_what_the_sessions_hold(steps: list[tuple[str, int]]) -> None:
-    """However sessions begin, grow and end, their client's sum is that of their histories."""
+def test_the_text_quota_equals_the_histories(steps: list[tuple[str, int]]) -> None:
+    """However sessions change, a client's sum equals the size of its histories."""
     world = World()
     for step, n in steps:
         names = world.sessions.session_ids()
@@ -422,8 +419,8 @@ def test_what_is_held_is_what_the_sessions_hold(steps: list[tuple[str, int]]) ->
         assert world.sessions._text_quota.of("ada") == sum(sizes)
 
 
-def test_what_an_earlier_daemon_kept_counts(world: World) -> None:
-    """After a restart as before it."""
+def test_restored_text_counts(world: World) -> None:
+    """The quota is the same after a restart."""
     session_id = world.create(system="x" * 100)
     world.turn(session_id, "Hi", "Hello")
     held = world.sessions._text_quota.of("ada")
@@ -433,8 +430,8 @@ def test_what_an_earlier_daemon_kept_counts(world: World) -> None:
     assert world.sessions._text_quota.of("ada") == held == 107
 
 
-def test_lists_come_in_pages_oldest_first(world: World) -> None:
-    """Pages follow each other without gap, and only the client's own sessions are in them."""
+def test_lists_are_paged_oldest_first(world: World) -> None:
+    """Pages have no gaps and contain only the client's own sessions."""
     world.create(EVE)
     own = [world.create(metadata={"n": str(n)}) for n in range(3)]
     first = world.sessions.list(world.client, requests.ListSessions(op="list_sessions", limit=2))
@@ -444,8 +441,8 @@ def test_lists_come_in_pages_oldest_first(world: World) -> None:
     assert second.sessions[0].metadata == {"n": "2"}
 
 
-def test_totals_add_up(world: World) -> None:
-    """Running turns, sessions, the last turn's speed and all tokens are told."""
+def test_totals_cover_all_sessions(world: World) -> None:
+    """Running turns, sessions, the last turn's speed and all tokens."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     world.infer(session_id)
@@ -456,7 +453,7 @@ def test_totals_add_up(world: World) -> None:
 
 
 def test_a_raw_session_continues_plain_text(world: World) -> None:
-    """No template, the system text first, and nothing in it is special."""
+    """No template is applied and no special token is parsed."""
     session_id = world.create(mode="raw", system="Once <|im_end|>")
     world.infer(session_id, "upon")
     assert [(piece.text, piece.special) for piece in world.engine.last.pieces] == [("Once <|im_end|>upon", False)]
@@ -464,8 +461,8 @@ def test_a_raw_session_continues_plain_text(world: World) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", " a time")
 
 
-def test_a_broken_template_still_allows_raw_sessions(world: World) -> None:
-    """The error names the template and the way out."""
+def test_a_broken_template_allows_raw_sessions(world: World) -> None:
+    """The error names the template and suggests raw mode."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(chat_template="{% for %}"))
     error = refused(ErrorCode.INTERNAL, world.create)
     assert "raw" in (error.hint or "")

@@ -1,4 +1,4 @@
-"""Metadata that a client changes after the session has begun."""
+"""Metadata replaced by a client."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 def describe(world: World, session_id: str, **metadata: str) -> MetadataSet:
-    """Give a session other metadata."""
+    """Replace the metadata of a session."""
     request = requests.SetMetadata(op="set_metadata", session_id=session_id, metadata=metadata)
     return world.sessions.set_metadata(world.client, request)
 
 
 def listed(world: World) -> SessionSummary:
-    """The client's only session, as a list shows it."""
+    """The client's only session in the list."""
     (session,) = world.sessions.list(world.client, requests.ListSessions(op="list_sessions")).sessions
     return session
 
 
 def test_metadata_is_replaced(world: World) -> None:
-    """All of it, wherever it is shown; and it is answered."""
+    """The new metadata appears in the reply and everywhere else."""
     session_id = world.create(metadata={"title": "old", "color": "red"})
     told = describe(world, session_id, title="new")
     assert (told.session_id, told.metadata) == (session_id, {"title": "new"})
@@ -40,8 +40,8 @@ def test_metadata_is_replaced(world: World) -> None:
     assert describe(world, session_id).metadata == {}
 
 
-def test_it_is_no_event_and_no_use_of_the_session(world: World) -> None:
-    """Numbers, the place in a list by last use, and who hears of the session stay as they are."""
+def test_metadata_is_neither_an_event_nor_a_use(world: World) -> None:
+    """Event numbers, last use and the subscriber are unchanged."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     before, seq, heard = listed(world), world.get(session_id).seq, list(world.sink.events)
@@ -51,8 +51,8 @@ def test_it_is_no_event_and_no_use_of_the_session(world: World) -> None:
     assert (world.get(session_id).seq, world.sink.events) == (seq, heard)
 
 
-def test_a_running_turn_goes_on(world: World) -> None:
-    """A session can have its title while the first answer is still being written."""
+def test_metadata_can_change_during_a_turn(world: World) -> None:
+    """A session can get its title while the first answer is generated."""
     session_id = world.create()
     world.infer(session_id)
     describe(world, session_id, title="new")
@@ -61,8 +61,8 @@ def test_a_running_turn_goes_on(world: World) -> None:
     assert world.get(session_id).metadata == {"title": "new"}
 
 
-def test_it_is_there_after_a_restart(world: World) -> None:
-    """As it was written down."""
+def test_metadata_survives_a_restart(world: World) -> None:
+    """The stored metadata is restored."""
     session_id = world.create(metadata={"title": "old"})
     describe(world, session_id, title="new")
     assert isinstance(world.journal, FakeJournal)
@@ -72,8 +72,8 @@ def test_it_is_there_after_a_restart(world: World) -> None:
     assert world.get(session_id).metadata == {"title": "new"}
 
 
-def test_what_cannot_be_kept_is_refused(world: World) -> None:
-    """While the store cannot write, a stored session keeps what it has; another one does as it is told."""
+def test_metadata_that_cannot_be_stored_is_refused(world: World) -> None:
+    """While the store cannot write, only sessions that are not stored accept it."""
     stored, not_stored = world.create(metadata={"title": "old"}), world.create(store=False)
     assert isinstance(world.journal, FakeJournal)
     world.journal.fault = StorageFault("the disk is full")
@@ -96,8 +96,8 @@ def test_what_cannot_be_kept_is_refused(world: World) -> None:
         "{" + ", ".join(f'"{n}": ""' for n in range(17)) + "}",
     ],
 )
-def test_it_is_bounded_as_at_creation(metadata: str) -> None:
-    """The same that `create_session` refuses."""
+def test_metadata_has_the_limits_of_creation(metadata: str) -> None:
+    """The limits of `create_session` apply."""
     for op in ("set_metadata", "create_session"):
         if (op, metadata) == ("create_session", "null"):
             continue  # absent there

@@ -1,4 +1,4 @@
-"""Several models: which one a session has, with which parameters, and what is said of one that is not loaded."""
+"""Several models: the model of a session, its parameters, and models that are not loaded."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
 
 @pytest.fixture
 def large(world: World) -> FakeEngine:
-    """Another model beside the default one, with another template and more room."""
+    """A second model with another template and a larger context."""
     return world.add_model("large", chat_template=BRACKETS, n_ctx=4096, n_vocab=512)
 
 
 def listed(world: World) -> dict[str, str]:
-    """The models of all sessions as a list shows them."""
+    """The models of all sessions in the list."""
     page = world.sessions.list(world.client, requests.ListSessions(op="list_sessions"))
     return {session.session_id: session.model for session in page.sessions}
 
 
 def sampling(engine: FakeEngine) -> dict[str, Any]:
-    """The parameters of the turn submitted last that were set by somebody, without its seed."""
+    """The parameters set in the last submission, without its seed."""
     return decode(engine.last.params_json).model_dump(exclude_unset=True, exclude={"seed"})
 
 
-# Which model a session has.
+# The model of a session.
 
 
-def test_a_session_has_the_model_that_it_names(world: World, large: FakeEngine) -> None:
-    """Its turns go there, and it says so; one that names none has the default."""
+def test_a_session_uses_the_model_it_names(world: World, large: FakeEngine) -> None:
+    """Its turns go to that model; without a name it uses the default."""
     named, other = world.create(model="large"), world.create()
     world.infer(named)
     assert large.last_text == "[user]Hi[assistant]"
@@ -60,8 +60,8 @@ def test_a_session_has_the_model_that_it_names(world: World, large: FakeEngine) 
     assert listed(world) == {named: "large", other: "toy"}
 
 
-def test_who_named_none_goes_with_the_default(world: World, large: FakeEngine) -> None:
-    """Also when that changes; whoever named a model keeps it, be it the one that was the default."""
+def test_a_session_without_a_model_follows_the_default(world: World, large: FakeEngine) -> None:
+    """A session that named a model keeps it when the default changes."""
     going, staying = world.create(), world.create(model="toy")
     toy, world.engines.default = world.engine, "large"
     assert listed(world) == {going: "large", staying: "toy"}
@@ -72,16 +72,16 @@ def test_who_named_none_goes_with_the_default(world: World, large: FakeEngine) -
     assert [record.model for record in world.records] == ["large"]
 
 
-def test_a_name_that_nobody_has_is_refused(world: World, large: FakeEngine) -> None:
-    """With the names that there are."""
+def test_an_unknown_model_name_is_refused(world: World, large: FakeEngine) -> None:
+    """The error lists the available names."""
     error = refused(ErrorCode.MODEL_NOT_FOUND, world.create, model="gpt")
     assert (error.field, error.hint) == ("model", "There are large, toy.")
     refused(ErrorCode.MODEL_NOT_FOUND, world.create, model="")
     assert large.submitted == []
 
 
-def test_a_model_that_is_taken_away_leaves_its_sessions_readable(world: World, large: FakeEngine) -> None:
-    """They are described as they were; a question or a fork says what is missing, and closing works."""
+def test_sessions_of_a_removed_model_stay_readable(world: World, large: FakeEngine) -> None:
+    """They can be read and closed; a turn or a fork is refused with the name."""
     session_id = world.create(model="large")
     world.turn_on(large, session_id, "Hi", "Hello")
     before = world.get(session_id)
@@ -92,15 +92,15 @@ def test_a_model_that_is_taken_away_leaves_its_sessions_readable(world: World, l
     world.close(session_id)
 
 
-def test_all_engines_forget_a_session(world: World, large: FakeEngine) -> None:
-    """It may have left KV in each that it ever had."""
+def test_all_engines_release_a_session(world: World, large: FakeEngine) -> None:
+    """Each engine that served it may hold KV."""
     session_id = world.create()
     world.close(session_id)
     assert world.engines.released == world.engine.released == large.released == [session_id]
 
 
-def test_waits_are_told_by_model(world: World, large: FakeEngine) -> None:
-    """How long turns of one take says nothing of another's."""
+def test_waits_are_estimated_per_model(world: World, large: FakeEngine) -> None:
+    """Turns of one model do not affect the estimate of another."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     world.engine.position = large.position = 1
@@ -110,11 +110,11 @@ def test_waits_are_told_by_model(world: World, large: FakeEngine) -> None:
     assert (world.sink.last.position, world.sink.last.eta_ms) == (1, None)
 
 
-# With which parameters.
+# Its parameters.
 
 
-def test_levels_of_a_model(world: World) -> None:
-    """What its file recommends, what the configuration gives it, what that gives all, what the client sets."""
+def test_parameter_levels_of_a_model(world: World) -> None:
+    """Model file, the model's configuration, the common configuration, the client."""
     recommended = b'{"temperature": 0.1, "top_k": 1, "top_p": 0.1, "min_p": 0.1}'
     large = world.add_model("large", sampling_defaults_json=recommended)
     world.engines.own_params["large"] = {"top_k": 2, "top_p": 0.2, "min_p": 0.2}
@@ -125,8 +125,8 @@ def test_levels_of_a_model(world: World) -> None:
     assert sampling(large) == {"temperature": 0.1, "top_k": 2, "top_p": 0.3, "min_p": 0.4}
 
 
-def test_another_default_brings_its_own_parameters(world: World) -> None:
-    """Of the session only what the client chose itself goes with it; going back, all is as it was."""
+def test_another_default_applies_its_own_parameters(world: World) -> None:
+    """Only the client's own parameters are kept; switching back restores all."""
     world.engine.status = EngineStatus(
         EngineState.READY, model=make_model(sampling_defaults_json=b'{"temperature": 0.1, "top_k": 1}')
     )
@@ -149,8 +149,8 @@ def test_another_default_brings_its_own_parameters(world: World) -> None:
     assert world.get(session_id).params == before
 
 
-def test_a_conflict_with_another_models_parameters_is_told(world: World) -> None:
-    """What the client chose was legal beside the first model's; beside another's it is refused, and nothing ends."""
+def test_a_conflict_with_another_models_parameters_is_reported(world: World) -> None:
+    """The turn is refused, and the session stays open."""
     world.add_model("large", sampling_defaults_json=b'{"mirostat": 2}')
     session_id = world.create(params={"adaptive_target": 0.5})
     world.engines.default = "large"
@@ -159,12 +159,12 @@ def test_a_conflict_with_another_models_parameters_is_told(world: World) -> None
     world.infer(session_id)
 
 
-# One that is not loaded.
+# A model that is not loaded.
 
 
 @pytest.mark.parametrize("state", [EngineState.STOPPED, EngineState.STARTING, EngineState.ASLEEP])
-def test_a_model_that_was_never_loaded_is_loaded_for_whoever_wants_it(world: World, state: EngineState) -> None:
-    """A session cannot be opened, forked or used before; each time it is said when to ask again."""
+def test_the_first_use_loads_a_model(world: World, state: EngineState) -> None:
+    """Until then no session can be opened, forked or used; the error contains a retry delay."""
     large = world.add_model("large")
     session_id = world.create(model="large")
     large.status = EngineStatus(state=state, load_fraction=0.25)
@@ -179,8 +179,8 @@ def test_a_model_that_was_never_loaded_is_loaded_for_whoever_wants_it(world: Wor
     assert world.engines.wanted == ["large"] * 3
 
 
-def test_a_model_that_sleeps_is_known(world: World) -> None:
-    """Its turn wakes it; nobody has to ask for that first."""
+def test_an_offloaded_model_is_known(world: World) -> None:
+    """A turn loads it without an earlier request."""
     large = world.add_model("large")
     large.status = EngineStatus(EngineState.ASLEEP, model=make_model(name="large"))
     world.infer(world.create(model="large"))
@@ -188,15 +188,15 @@ def test_a_model_that_sleeps_is_known(world: World) -> None:
     assert len(large.turns) == 1
 
 
-def test_a_model_that_cannot_be_loaded_says_why(world: World) -> None:
-    """Whoever wants it is told what went wrong."""
+def test_a_failed_load_gives_its_reason(world: World) -> None:
+    """The error of the request contains the reason."""
     world.add_model("large", loaded=False)
     world.engines.unloadable["large"] = InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "no tensors in it")
     assert refused(ErrorCode.ENGINE_UNAVAILABLE, world.create, model="large").message == "no tensors in it"
 
 
-def test_what_is_wrong_with_a_file_is_told_in_words(world: World) -> None:
-    """Its code is for the command line; a client hears that there is no engine, and why."""
+def test_a_file_error_is_reported_as_engine_unavailable(world: World) -> None:
+    """Its code is internal; clients receive the message."""
     world.add_model("large", loaded=False)
     reason = InferenceCenterError(ErrorCode.INVALID_MODEL_FILE, "no GGUF file", hint="Pull it again.")
     world.engines.unloadable["large"] = reason
@@ -204,15 +204,15 @@ def test_what_is_wrong_with_a_file_is_told_in_words(world: World) -> None:
     assert (error.message, error.hint) == ("large cannot be loaded: no GGUF file", "Pull it again.")
 
 
-def test_a_lost_engine_of_an_unknown_model_is_told_as_such(world: World) -> None:
-    """It is not loading: it has failed and may be tried again."""
+def test_a_lost_engine_of_an_unknown_model_is_unavailable(world: World) -> None:
+    """The error says that it failed and may be retried."""
     large = world.add_model("large", loaded=False)
     large.status = EngineStatus(EngineState.BACKOFF, detail="it died")
     assert refused(ErrorCode.ENGINE_UNAVAILABLE, world.create, model="large").message == "it died"
 
 
-def test_who_may_not_use_a_model_has_nobody_load_it(world: World) -> None:
-    """Refused before anything is done for it: to open, fork or use a session on it."""
+def test_a_forbidden_model_is_not_loaded(world: World) -> None:
+    """Opening, forking and using a session on it are refused first."""
     large = world.add_model("large")
     session_id = world.create(model="large")
     large.status = EngineStatus(EngineState.ASLEEP)
@@ -223,11 +223,11 @@ def test_who_may_not_use_a_model_has_nobody_load_it(world: World) -> None:
     assert world.engines.wanted == []
 
 
-# The cache.
+# The cache of served models.
 
 
-def test_one_serving_for_each_engine_of_a_name() -> None:
-    """Templates are compiled once for a model, and anew for the engine that takes its place."""
+def test_one_served_model_per_engine() -> None:
+    """Templates are compiled once per engine."""
     engines = FakeEngines()
     models = ModelRouter(engines, config_params=Params(), renderers=InlineTemplates())
     first = models.resolve(None)

@@ -1,4 +1,4 @@
-"""What is told of sessions to whoever of their client is elsewhere."""
+"""Notifications about sessions to the other sockets of a client."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
 
 @dataclass
 class Reader:
-    """Keeps what it is told: the client, the event, and which of the sinks know."""
+    """Records the client, the event and the sinks that already have it."""
 
     told: list[tuple[str, Event, tuple[EventSink | None, ...]]] = field(default_factory=list)
 
     def __call__(self, client_id: str, event: Event, knowing: tuple[EventSink | None, ...]) -> None:
-        """Keep it."""
+        """Record the notification."""
         self.told.append((client_id, event, knowing))
 
     @property
     def events(self) -> list[Event]:
-        """The events alone."""
+        """The events only."""
         return [event for _, event, _ in self.told]
 
 
 @pytest.fixture
 def reader(world: World) -> Reader:
-    """Somebody who reads all there is to tell."""
+    """A subscriber to all notifications."""
     reader = Reader()
     world.sessions.subscribe(reader)
     return reader
 
 
 def close(world: World, session_id: str, by: FakeSink | None = None) -> None:
-    """Close a session from some socket."""
+    """Close a session from a socket."""
     world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id), by)
 
 
-def test_who_has_a_session_hears_that_it_was_closed_elsewhere(world: World, reader: Reader) -> None:
-    """After the end of its turn; the others hear the same, and whoever closed it is only answered."""
+def test_a_session_closed_elsewhere_is_announced(world: World, reader: Reader) -> None:
+    """The subscriber is notified after the end of its turn; the requester receives only the reply."""
     session_id, elsewhere = world.create(), FakeSink()
     world.infer(session_id)
     close(world, session_id, elsewhere)
@@ -58,15 +58,15 @@ def test_who_has_a_session_hears_that_it_was_closed_elsewhere(world: World, read
     assert any(each is elsewhere for each in knowing)
 
 
-def test_who_closes_its_own_session_hears_it_once(world: World) -> None:
-    """By the answer."""
+def test_closing_ones_own_session_is_announced_once(world: World) -> None:
+    """The requester receives the reply only."""
     session_id = world.create()
     close(world, session_id, world.sink)
     assert "session_closed" not in world.sink.ops
 
 
-def test_it_is_told_however_a_session_ends(world: World, reader: Reader) -> None:
-    """Purged, closed with its socket, to make room for another, or unused for too long."""
+def test_every_end_of_a_session_is_announced(world: World, reader: Reader) -> None:
+    """Purge, a closed socket, eviction and expiry."""
     purged = world.create()
     world.sessions.purge("session", purged)
     expiring = world.create(ttl_s=10)
@@ -82,16 +82,16 @@ def test_it_is_told_however_a_session_ends(world: World, reader: Reader) -> None
     assert world.sink.ops.count("session_expired") == 1
 
 
-def test_a_session_with_a_title_is_told_when_it_begins(world: World, reader: Reader) -> None:
-    """Lists elsewhere can show it, also when it is a fork; of one without metadata there is nothing to show yet."""
+def test_a_new_session_with_metadata_is_announced(world: World, reader: Reader) -> None:
+    """Forks too; a session without metadata is not announced."""
     world.create()
     first = world.create(metadata={"title": "Ada"})
     fork = world.fork(first)
     assert reader.events == [MetadataSet(session_id=each, metadata={"title": "Ada"}) for each in (first, fork)]
 
 
-def test_nothing_is_told_before_it_is_safe(world: World, reader: Reader) -> None:
-    """What the store has not written may not have happened."""
+def test_nothing_is_announced_before_the_commit(world: World, reader: Reader) -> None:
+    """A record that is not committed may be lost."""
     session_id = world.create()
     assert isinstance(world.journal, FakeJournal)
     world.journal.holding = True
@@ -102,8 +102,8 @@ def test_nothing_is_told_before_it_is_safe(world: World, reader: Reader) -> None
     assert world.sink.ops[-1] == "session_closed"
 
 
-def test_nobody_hears_of_stateless_sessions(world: World, reader: Reader) -> None:
-    """They are in no list."""
+def test_stateless_sessions_are_not_announced(world: World, reader: Reader) -> None:
+    """They are not listed."""
     request = requests.CreateSession(op="create_session", metadata={"title": "x"})
     session_id = world.sessions.create(world.client, request, world.sink, stateless=True).session_id
     close(world, session_id)

@@ -1,12 +1,12 @@
-"""Counting tokens, and guessing waits."""
+"""Token rates and estimates of waits."""
 
 from __future__ import annotations
 
 from inferencecenter.sessions.observability import TokenMeter, TurnRecord, WaitEstimator
 
 
-def test_the_rate_is_of_the_last_ten_seconds() -> None:
-    """What was generated earlier counts in the sum only."""
+def test_the_rate_covers_the_last_ten_seconds() -> None:
+    """Earlier tokens count in the total only."""
     meter = TokenMeter()
     meter.add(50, now=100.2)
     meter.add(50, now=100.7)
@@ -17,8 +17,8 @@ def test_the_rate_is_of_the_last_ten_seconds() -> None:
     assert meter.total == 120
 
 
-def test_the_window_holds_no_more_than_its_seconds() -> None:
-    """A long run leaves only the last seconds behind."""
+def test_the_window_is_bounded() -> None:
+    """A long run keeps only the last seconds."""
     meter = TokenMeter()
     for second in range(1000):
         meter.add(1, now=float(second))
@@ -27,7 +27,7 @@ def test_the_window_holds_no_more_than_its_seconds() -> None:
 
 
 def record(*, queue_ms: float, total_ms: float, prompt_tokens: int = 9, model: str = "toy") -> TurnRecord:
-    """A turn of which only the times matter."""
+    """A turn record in which only the times matter."""
     return TurnRecord(
         client_id="c",
         session_id="s",
@@ -44,8 +44,8 @@ def record(*, queue_ms: float, total_ms: float, prompt_tokens: int = 9, model: s
     )
 
 
-def test_a_wait_is_guessed_from_how_long_slots_are_held() -> None:
-    """With two slots held for 400 ms each, one comes free every 200 ms."""
+def test_the_wait_follows_from_slot_times() -> None:
+    """With two slots held for 400 ms each, one becomes free every 200 ms."""
     waits = WaitEstimator()
     assert waits.eta_ms("toy", 1, slots=2) is None
     waits.observe(record(queue_ms=600, total_ms=1000))
@@ -54,8 +54,8 @@ def test_a_wait_is_guessed_from_how_long_slots_are_held() -> None:
     assert waits.eta_ms("toy", 3, slots=2) == 600
 
 
-def test_models_are_guessed_apart() -> None:
-    """A small model's turns say nothing of a large one's."""
+def test_waits_are_estimated_per_model() -> None:
+    """Turns of a small model do not affect a large one."""
     waits = WaitEstimator()
     waits.observe(record(queue_ms=0, total_ms=100))
     assert waits.eta_ms("large", 1, slots=1) is None
@@ -63,8 +63,8 @@ def test_models_are_guessed_apart() -> None:
     assert (waits.eta_ms("toy", 1, slots=1), waits.eta_ms("large", 1, slots=1)) == (100, 5000)
 
 
-def test_a_turn_that_never_ran_does_not_change_the_guess() -> None:
-    """Aborted while it waited, it held no slot."""
+def test_a_turn_that_never_ran_does_not_change_the_estimate() -> None:
+    """A turn aborted in the queue held no slot."""
     waits = WaitEstimator()
     waits.observe(record(queue_ms=0, total_ms=100))
     waits.observe(record(queue_ms=5000, total_ms=9000, prompt_tokens=0))

@@ -1,4 +1,4 @@
-"""Finding the conversation that goes on to what a client sends, and what is known of one turn."""
+"""Finding the session that continues a conversation, and reading a single turn."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.sessions.test_manager import EVE, refused
 
 
 def said(*contents: str) -> tuple[ChatMessage, ...]:
-    """Messages of a user and an assistant, in turn."""
+    """Alternating messages of a user and an assistant."""
     return tuple(
         ChatMessage(role="assistant" if n % 2 else "user", content=content) for n, content in enumerate(contents)
     )
@@ -34,13 +34,13 @@ def stateless(world: World, client: Principal | None = None, **fields: Any) -> s
 
 
 def find(world: World, *messages: ChatMessage, client: Principal | None = None, **fields: Any) -> PrefixMatch | None:
-    """Look for the client's session that says most of ``messages``."""
+    """Find the client's session with the longest prefix of ``messages``."""
     kind: dict[str, Any] = {"stateless": True, "model": None, "mode": "chat", "on_full": "stop"}
     return world.sessions.find(client or world.client, messages, **(kind | fields))
 
 
-def test_a_conversation_goes_on_where_it_was(world: World) -> None:
-    """What its session says already need not be said; the question is."""
+def test_a_conversation_continues_its_session(world: World) -> None:
+    """Only the messages after the session's history are new."""
     session_id = stateless(world)
     world.turn(session_id, "a", "b")
     assert find(world, *said("a", "b", "c")) == PrefixMatch(session_id, None, 2)
@@ -48,8 +48,8 @@ def test_a_conversation_goes_on_where_it_was(world: World) -> None:
     assert find(world, *said("a", "b", "c", "d", "e")) == PrefixMatch(session_id, None, 4)
 
 
-def test_one_that_went_on_in_another_way_is_kept_up_to_the_turn(world: World) -> None:
-    """Also where all is said already, since the question is never among it."""
+def test_a_diverging_session_matches_up_to_a_turn(world: World) -> None:
+    """At least one message must remain, even if all are in the session."""
     session_id = stateless(world)
     turn = world.turn(session_id, "a", "b")
     world.turn(session_id, "c", "d")
@@ -59,8 +59,8 @@ def test_one_that_went_on_in_another_way_is_kept_up_to_the_turn(world: World) ->
     assert find(world, *said("z")) is None
 
 
-def test_the_longest_is_found_and_of_equals_the_latest(world: World) -> None:
-    """One that ends there is better than one that would have to be taken back."""
+def test_the_longest_match_wins_then_the_latest(world: World) -> None:
+    """A session that ends at the match is better than one to rewind."""
     short, long, other = (stateless(world) for _ in range(3))
     for session_id in (short, long, other):
         world.turn(session_id, "a", "b")
@@ -75,7 +75,7 @@ def test_the_longest_is_found_and_of_equals_the_latest(world: World) -> None:
 
 
 def held(text: str, turns: int) -> History:
-    """A history of one message a character, with turns of that many messages."""
+    """A history with one message per character and turns of that many messages."""
     ends = range(turns, len(text) + 1, turns)
     marks = tuple(TurnCheckpoint(f"t_{end}", end - turns, end, 0, 0, HistoryView()) for end in ends)
     return History(said(*text), turns=marks)
@@ -85,16 +85,16 @@ _TEXTS = st.text("ab", max_size=6)
 
 
 @given(histories=st.lists(st.tuples(_TEXTS, st.integers(1, 3)), max_size=5), sent=st.text("ab", min_size=1, max_size=7))
-def test_looking_at_few_finds_what_looking_at_all_would(histories: list[tuple[str, int]], sent: str) -> None:
-    """The session that is found is the first of those that say most, each looked at alone."""
+def test_the_shortcut_finds_the_same_session(histories: list[tuple[str, int]], sent: str) -> None:
+    """The result is the first of the longest matches of a full search."""
     named = [(f"s_{n}", held(text, turns)) for n, (text, turns) in enumerate(histories)]
     alone = [found for each in named if (found := find_longest_prefix([each], said(*sent))) is not None]
     best = max(alone, key=lambda found: (found.n_messages, found.turn is None), default=None)
     assert find_longest_prefix(named, said(*sent)) == best
 
 
-def test_sessions_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of fifty long conversations that say the same, one is read, and of the others a message."""
+def test_similar_sessions_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of fifty equal conversations one is read, and one message of each other."""
     compared: list[int] = []
 
     def counted(one: ChatMessage, other: ChatMessage) -> bool:
@@ -107,8 +107,8 @@ def test_sessions_that_are_alike_are_compared_once(monkeypatch: pytest.MonkeyPat
     assert len(compared) <= 1000 + 50
 
 
-def test_only_what_fits_is_found(world: World) -> None:
-    """Idle, the client's own, of the same kind, model and mode, with the same end of its context."""
+def test_only_compatible_sessions_match(world: World) -> None:
+    """Idle, owned by the client, of the same kind, model, mode and policy."""
     session_id = stateless(world)
     world.turn(session_id, "a", "b")
     question = said("a", "b", "c")
@@ -119,16 +119,16 @@ def test_only_what_fits_is_found(world: World) -> None:
     assert find(world, *question) is None
 
 
-def test_a_session_of_the_clients_own_can_be_found_too(world: World) -> None:
-    """If that is what is looked for."""
+def test_ordinary_sessions_can_be_found(world: World) -> None:
+    """The search covers them if it is not for stateless ones."""
     session_id = world.create()
     world.turn(session_id, "a", "b")
     assert find(world, *said("a", "b", "c"), stateless=False, on_full="shift") == PrefixMatch(session_id, None, 2)
     assert find(world, *said("a", "b", "c")) is None
 
 
-def test_what_was_appended_agrees_as_well(world: World) -> None:
-    """A conversation that was told before its first turn goes on, if all of it is the same."""
+def test_appended_messages_match(world: World) -> None:
+    """A conversation appended before the first turn matches if it is complete."""
     session_id = stateless(world, system="Be brief.")
     world.append(session_id, ("user", "a"), ("assistant", "b"))
     system = ChatMessage(role="system", content="Be brief.")
@@ -155,13 +155,13 @@ CALLS = (ToolCall(call_id="1", name="f", arguments='{"a": 1, "b": 2}'),)
         ({"tool_call_id": "1"}, False),
     ],
 )
-def test_messages_agree_in_what_others_get_of_them(changes: dict[str, Any], same: bool) -> None:
-    """Thoughts are not sent back, and arguments may be written another way."""
+def test_messages_match_without_reasoning(changes: dict[str, Any], same: bool) -> None:
+    """Arguments of tool calls are compared as JSON."""
     held = ChatMessage(role="assistant", content="x", reasoning="hm", tool_calls=CALLS)
     assert same_message(held, held.model_copy(update=changes)) is same
 
 
-# What is known of a turn.
+# A single turn.
 
 
 def noted(world: World, session_id: str, prompt: str, note: str) -> None:
@@ -170,8 +170,8 @@ def noted(world: World, session_id: str, prompt: str, note: str) -> None:
     world.sessions.infer(world.client, request, world.sink, note=note)
 
 
-def test_a_turn_is_known_while_it_runs_and_after(world: World) -> None:
-    """What was before it, what it asked, what was answered, and what was noted of it."""
+def test_a_turn_is_readable_while_running_and_after(world: World) -> None:
+    """Its earlier messages, input, answer and note."""
     session_id = world.create(system="s")
     noted(world, session_id, "a", "first")
     turn_id = world.engine.last.turn_id
@@ -191,8 +191,8 @@ def test_a_turn_is_known_while_it_runs_and_after(world: World) -> None:
     assert after.note == ""
 
 
-def test_a_turn_of_others_is_not_known(world: World) -> None:
-    """Nor one that there is not, nor one that was taken back; one that was discarded has no messages."""
+def test_foreign_and_rewound_turns_are_unknown(world: World) -> None:
+    """A discarded turn has no messages."""
     session_id = world.create()
     turn_id = world.turn(session_id, "a", "b")
     refused(ErrorCode.SESSION_NOT_FOUND, world.sessions.get_turn, EVE, session_id, turn_id)
@@ -207,8 +207,8 @@ def test_a_turn_of_others_is_not_known(world: World) -> None:
     assert (discarded.finish_reason, discarded.input_messages, discarded.answer) == ("aborted", (), None)
 
 
-def test_notes_outlive_forks_and_restarts(world: World) -> None:
-    """Of a turn that has ended, and of one that has not."""
+def test_notes_survive_forks_and_restarts(world: World) -> None:
+    """For running and ended turns."""
     session_id = world.create()
     noted(world, session_id, "a", "first")
     first = world.engine.last.turn_id
@@ -224,8 +224,8 @@ def test_notes_outlive_forks_and_restarts(world: World) -> None:
     refused(ErrorCode.TURN_NOT_FOUND, world.sessions.get_turn, world.client, forked, first)
 
 
-def test_notes_take_room(world: World) -> None:
-    """One has a limit of its own, and all of a session count with its history."""
+def test_notes_are_limited(world: World) -> None:
+    """A note has its own limit, and all notes count with the history."""
     session_id = world.create()
     refused(ErrorCode.INVALID_REQUEST, noted, world, session_id, "a", "n" * (256 * 1024 + 1))
     noted(world, session_id, "a", "n" * (world.max_transcript_chars - 20))
@@ -233,8 +233,8 @@ def test_notes_take_room(world: World) -> None:
     refused(ErrorCode.CONTEXT_FULL, noted, world, session_id, "c", "n" * 20)
 
 
-def test_clients_are_told_nothing_of_notes(world: World) -> None:
-    """They are for whoever asked."""
+def test_notes_are_not_sent_to_clients(world: World) -> None:
+    """Only the requester's API reads them."""
     session_id = world.create()
     noted(world, session_id, "a", "secret")
     world.engine.answer("b")

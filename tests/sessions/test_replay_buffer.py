@@ -1,4 +1,4 @@
-"""What a session keeps of its events: bounded by bytes, complete or not given at all."""
+"""The replay buffer: bounded by bytes, and replayed completely or not at all."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 
 def token(seq: int, content: str, *, turn: str = "t", logprobs: int = 0) -> Token:
-    """A token, with so many alternatives told."""
+    """A token with that many alternatives."""
     alternatives = tuple(TokenProbability(token=content, token_id=seq, logprob=-1.0) for _ in range(logprobs))
     entry = TokenLogprobs(token=content, token_id=seq, logprob=-1.0, top=alternatives)
     return Token(session_id="s", seq=seq, turn_id=turn, content=content, logprobs=(entry,) if logprobs else None)
 
 
 def progress(seq: int) -> Progress:
-    """An event that is no token."""
+    """An event that is not text."""
     return Progress(session_id="s", seq=seq, turn_id="t", done=seq, total=99)
 
 
 def filled(*events: NumberedEvent, limit_bytes: int = 2**20) -> ReplayBuffer:
-    """A replay that was given events."""
+    """A buffer with these events."""
     replay = ReplayBuffer(limit_bytes)
     for event in events:
         replay.add(event)
     return replay
 
 
-def test_neighbouring_tokens_of_a_turn_are_one_event() -> None:
-    """It has the number of the last; other events and other turns stand between."""
+def test_adjacent_tokens_of_a_turn_are_joined() -> None:
+    """The event has the last number; other events and turns separate runs."""
     replay = filled(token(1, "a"), token(2, "b"), progress(3), token(4, "c"), token(5, "d", turn="u"))
     missing = replay.after(0)
     assert missing == [token(2, "ab"), progress(3), token(4, "c"), token(5, "d", turn="u")]
@@ -45,22 +45,22 @@ def test_neighbouring_tokens_of_a_turn_are_one_event() -> None:
     assert replay.after(5) == []
 
 
-def test_logprobs_stay_with_their_tokens() -> None:
-    """Those of all joined tokens follow each other."""
+def test_logprobs_are_joined_with_their_tokens() -> None:
+    """They are in the order of the tokens."""
     (together,) = filled(token(1, "a", logprobs=2), token(2, "b", logprobs=1)).after(0) or []
     assert isinstance(together, Token)
     assert together.content == "ab"
     assert [(entry.token, len(entry.top)) for entry in together.logprobs or ()] == [("a", 2), ("b", 1)]
 
 
-def test_a_turns_error_is_replayed_like_any_event() -> None:
-    """It has a number."""
+def test_the_error_of_a_turn_is_replayed() -> None:
+    """It is a numbered event."""
     error = Error(code="internal", message="m", error="m", session_id="s", seq=2, turn_id="t", retryable=False)
     assert filled(token(1, "a"), error).after(1) == [error]
 
 
-def test_joined_text_stays_below_what_clients_accept() -> None:
-    """Much text comes as several events, with nothing lost between them."""
+def test_joined_text_stays_below_the_client_limit() -> None:
+    """Long text is split into several events without loss."""
     replay = filled(*(token(seq, "x" * 10_000) for seq in range(1, 31)))
     missing = replay.after(0) or []
     contents = [event.content for event in missing if isinstance(event, Token)]
@@ -69,14 +69,14 @@ def test_joined_text_stays_below_what_clients_accept() -> None:
     assert missing[-1].seq == 30
 
 
-def test_nothing_is_kept_of_no_bytes() -> None:
-    """Only who has missed nothing can be helped."""
+def test_a_limit_of_zero_keeps_nothing() -> None:
+    """Only the current position can be resumed."""
     replay = filled(token(1, "a"), progress(2), limit_bytes=0)
     assert (replay.after(1), replay.after(2), replay.size_bytes) == (None, [], 0)
 
 
-def test_folded_events_are_lost_and_later_ones_kept_again() -> None:
-    """While folded nothing is kept, and numbers go on."""
+def test_a_disabled_buffer_loses_events_until_enabled() -> None:
+    """Numbers continue meanwhile."""
     replay = filled(token(1, "a"))
     replay.disable()
     replay.add(token(2, "b"))
@@ -86,8 +86,8 @@ def test_folded_events_are_lost_and_later_ones_kept_again() -> None:
     assert replay.after(2) == [token(3, "c")]
 
 
-def test_numbers_of_an_earlier_daemon_are_lost() -> None:
-    """A restored session begins where that one ended."""
+def test_events_of_an_earlier_daemon_are_lost() -> None:
+    """A restored session continues its numbers."""
     replay = ReplayBuffer(1000, seq=7)
     assert (replay.after(6), replay.after(7)) == (None, [])
     replay.add(token(8, "a"))
@@ -101,8 +101,8 @@ EVENTS = st.lists(
 
 
 @given(events=EVENTS, limit_bytes=st.integers(0, 3000))
-def test_missing_events_are_all_there_or_none(events: list[tuple[str, str]], limit_bytes: int) -> None:
-    """For every position: the same text and the same other events in the same order, and the limit holds."""
+def test_a_replay_is_complete_or_refused(events: list[tuple[str, str]], limit_bytes: int) -> None:
+    """Every position gets the same text and events in order, within the limit."""
     replay = ReplayBuffer(limit_bytes)
     told: list[NumberedEvent] = []
     for seq, (kind, text) in enumerate(events, start=1):
@@ -134,7 +134,7 @@ def test_missing_events_are_all_there_or_none(events: list[tuple[str, str]], lim
 
 
 def spoken(events: list[NumberedEvent], turn: str) -> tuple[str, list[str]]:
-    """Text and tokens with logprobs of a turn."""
+    """The text and the tokens with logprobs of a turn."""
     tokens = [event for event in events if isinstance(event, Token) and event.turn_id == turn]
     entries = [entry.token for event in tokens for entry in event.logprobs or ()]
     return "".join(event.content for event in tokens), entries

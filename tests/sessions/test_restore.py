@@ -1,4 +1,4 @@
-"""A daemon that takes over what an earlier one wrote down."""
+"""Restoring the sessions of an earlier daemon."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DAY_S = 86_400.0
 
 
 def restart(world: World, *, clean: bool = True, loaded: bool = True, **changes: Any) -> None:
-    """Let a daemon begin with what the last one wrote; its engine has no model before it is ``loaded``."""
+    """Restart the daemon with its records; the engine has no model before ``loaded``."""
     assert world.journal is not None
     records = world.journal.records
     world.journal = FakeJournal(records=records)
@@ -41,7 +41,7 @@ def restart(world: World, *, clean: bool = True, loaded: bool = True, **changes:
 
 
 def interrupted(world: World, *said: str, **fields: Any) -> str:
-    """A session with one turn behind it and one that has said something."""
+    """A session with an ended turn and a turn with a partial answer."""
     session_id = world.create(system="Be kind.", **fields)
     world.turn(session_id, "Hi", "Hello")
     world.infer(session_id, "Go on", turn_key="k")
@@ -59,8 +59,8 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
-def test_an_unfinished_turn_goes_on_by_itself(world: World) -> None:
-    """With the very same prompt, its tokens and what was told of them, as soon as an engine is ready."""
+def test_a_pending_turn_resumes(world: World) -> None:
+    """It is submitted with the same prompt, its tokens and the emitted characters once an engine is ready."""
     session_id = interrupted(world, "ab")
     world.engine.say(TokenDelta(world.engine.last.turn_id, packed("cd"), "c"))
     first, history = world.engine.last, world.get(session_id).transcript
@@ -82,8 +82,8 @@ def test_an_unfinished_turn_goes_on_by_itself(world: World) -> None:
     assert [turn.messages for turn in world.get(session_id).turns] == [3, 5]
 
 
-def test_why_a_turn_failed_is_known_after_a_restart(world: World) -> None:
-    """To whoever has noted something of it, until the session is taken back to a turn."""
+def test_failures_survive_a_restart(world: World) -> None:
+    """The failure of a turn with a note is known until the session is rewound."""
     session_id = world.create()
     turn_id = world.turn(session_id, "Hi", "Hello")
     request = requests.Infer(op="infer", session_id=session_id, prompt="Go on")
@@ -102,8 +102,8 @@ def test_why_a_turn_failed_is_known_after_a_restart(world: World) -> None:
         restart(world)
 
 
-def test_numbers_go_on_after_a_clean_stop(world: World) -> None:
-    """Who had seen all resumes with nothing missing; who had not is told what there is."""
+def test_numbers_continue_after_a_clean_stop(world: World) -> None:
+    """A client at the last number misses nothing; an older position receives the state."""
     session_id = interrupted(world, "ab")
     seq, epoch = world.sink.last.seq, world.get(session_id).epoch
     restart(world)
@@ -118,8 +118,8 @@ def test_numbers_go_on_after_a_clean_stop(world: World) -> None:
     assert (behind.last.resumed, behind.last.reason, behind.last.content) == (False, "too_old", "abc")
 
 
-def test_events_are_another_history_after_an_unclean_stop(world: World) -> None:
-    """No position of before means anything: each session has a new epoch, which is written down."""
+def test_an_unclean_stop_changes_the_epoch(world: World) -> None:
+    """No old position is valid; the new epoch is recorded."""
     session_id = interrupted(world, "ab")
     idle = world.create()
     seq, epoch = world.sink.last.seq, world.get(session_id).epoch
@@ -135,8 +135,8 @@ def test_events_are_another_history_after_an_unclean_stop(world: World) -> None:
     assert world.get(session_id).epoch == epoch
 
 
-def test_a_resent_question_attaches_to_its_turn(world: World) -> None:
-    """To one that goes on, and to one that has ended."""
+def test_a_repeated_request_attaches_to_its_turn(world: World) -> None:
+    """To a resumed turn and to an ended one."""
     session_id = interrupted(world, "ab")
     restart(world)
     world.infer(session_id, "Go on", turn_key="k", id="i")
@@ -150,8 +150,8 @@ def test_a_resent_question_attaches_to_its_turn(world: World) -> None:
     assert world.engine.submitted == []
 
 
-def test_a_shifted_turn_goes_on_with_its_shorter_prompt(world: World) -> None:
-    """What was given up stays given up."""
+def test_a_shifted_turn_resumes_with_its_shorter_prompt(world: World) -> None:
+    """Dropped turns stay dropped."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=400))
     session_id = world.create(system="Be kind.")
     for number in (1, 2, 3):
@@ -169,8 +169,8 @@ def test_a_shifted_turn_goes_on_with_its_shorter_prompt(world: World) -> None:
     assert world.get(session_id).dropped_messages > 0
 
 
-def test_prompts_are_told_the_time_of_their_question(world: World) -> None:
-    """A template that writes the time writes the same one again."""
+def test_a_resumed_prompt_keeps_its_rendering_time(world: World) -> None:
+    """A template with the time renders the same prompt."""
     template = "{{ strftime_now('%H:%M:%S') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     model = make_model(chat_template=template)
     world.engine.status = EngineStatus(state=EngineState.READY, model=model)
@@ -182,8 +182,8 @@ def test_prompts_are_told_the_time_of_their_question(world: World) -> None:
     assert world.engine.last_text == text
 
 
-def test_time_runs_on_while_no_daemon_does(world: World) -> None:
-    """What is left of ``max_time_ms`` counts from the question, by the wall clock."""
+def test_time_continues_while_the_daemon_is_down(world: World) -> None:
+    """``max_time_ms`` counts by the wall clock from the request."""
     session_id = world.create()
     world.infer(session_id, params={"max_time_ms": 60_000})
     world.now += 20
@@ -194,8 +194,8 @@ def test_time_runs_on_while_no_daemon_does(world: World) -> None:
     assert decode(world.engine.last.params_json).max_time_ms == 60_000
 
 
-def test_figures_of_a_restored_turn_count_all_its_tokens(world: World) -> None:
-    """Times are from the question on; the speed is of what this daemon saw."""
+def test_figures_of_a_resumed_turn_count_all_its_tokens(world: World) -> None:
+    """Times count from the request; the speed is that of this daemon."""
     session_id = interrupted(world, "abcd")
     world.now += 10
     restart(world)
@@ -211,8 +211,8 @@ def test_figures_of_a_restored_turn_count_all_its_tokens(world: World) -> None:
     assert end.usage.prompt_tokens == len(world.engine.last.tokens) // 4 + len(world.engine.last_text)
 
 
-def test_turns_go_on_in_the_order_of_their_questions(world: World) -> None:
-    """Not in that of their sessions."""
+def test_turns_resume_in_the_order_of_submission(world: World) -> None:
+    """The order of their sessions does not matter."""
     names = [world.create() for _ in range(3)]
     for name in reversed(names):
         world.now += 1
@@ -223,8 +223,8 @@ def test_turns_go_on_in_the_order_of_their_questions(world: World) -> None:
     assert [session.session_id for session in listed.sessions] == names
 
 
-def test_what_the_engine_refuses_keeps_its_text(world: World) -> None:
-    """A turn that had begun ends with what it said; one that had not fails."""
+def test_a_refused_turn_keeps_its_text(world: World) -> None:
+    """A turn with a partial answer ends with it; a turn without one fails."""
     begun = interrupted(world, "ab")
     waiting = world.create()
     world.infer(waiting)
@@ -240,8 +240,8 @@ def test_what_the_engine_refuses_keeps_its_text(world: World) -> None:
     assert world.sessions.totals().active_generations == 0
 
 
-def test_another_model_keeps_what_was_said(world: World) -> None:
-    """A sentence it did not begin ends as aborted, and its session goes on."""
+def test_another_model_keeps_the_partial_answer(world: World) -> None:
+    """The turn ends as aborted, and the session is usable."""
     session_id = interrupted(world, "ab")
     restart(world, loaded=False)
     world.engine.ready(make_model(n_vocab=9))
@@ -250,8 +250,8 @@ def test_another_model_keeps_what_was_said(world: World) -> None:
     assert world.engine.last.tokens == b""
 
 
-def test_before_a_model_is_known_a_session_can_be_read(world: World) -> None:
-    """It is described as it was; a question or a fork has to wait for the model, an abort does not."""
+def test_a_session_is_readable_before_its_model_is_loaded(world: World) -> None:
+    """A turn or a fork waits for the model; an abort does not."""
     session_id = interrupted(world, "ab")
     idle = world.create()
     before = world.get(idle)
@@ -266,8 +266,8 @@ def test_before_a_model_is_known_a_session_can_be_read(world: World) -> None:
     assert world.engine.aborted == [world.sink.last.turn_id]
 
 
-def test_sessions_beyond_the_limit_are_restored(world: World) -> None:
-    """Nobody loses one by a smaller limit; there is no room for another."""
+def test_sessions_above_the_limit_are_restored(world: World) -> None:
+    """A lower limit deletes none, but no other can be opened."""
     names = [world.create() for _ in range(4)]
     restart(world, max_sessions=2, client=replace(world.client, max_sessions=1))
     assert world.sessions.session_ids() == tuple(names)
@@ -276,8 +276,8 @@ def test_sessions_beyond_the_limit_are_restored(world: World) -> None:
     refused(ErrorCode.SESSION_LIMIT, world.create)
 
 
-def test_sessions_that_end_with_their_socket_end_with_the_daemon(world: World) -> None:
-    """No daemon, no socket."""
+def test_sessions_of_a_socket_end_with_the_daemon(world: World) -> None:
+    """Their socket ended with the daemon."""
     closing, staying = world.create(on_disconnect="close"), world.create()
     restart(world, clean=False)
     assert world.sessions.session_ids() == (staying,)
@@ -285,8 +285,8 @@ def test_sessions_that_end_with_their_socket_end_with_the_daemon(world: World) -
     assert [record.session_id for record in world.journal.of(SessionDeleted)] == [closing]
 
 
-def test_unused_time_counts_over_a_restart(world: World) -> None:
-    """By the wall clock while there is no daemon; what has expired meanwhile is gone at once."""
+def test_idle_time_counts_across_a_restart(world: World) -> None:
+    """The wall clock measures the downtime; expired sessions end at once."""
     gone, left = world.create(ttl_s=100), world.create(ttl_s=300)
     world.now += 200
     restart(world)
@@ -296,8 +296,8 @@ def test_unused_time_counts_over_a_restart(world: World) -> None:
     assert [record.session_id for record in world.journal.of(SessionDeleted)] == [gone]
 
 
-def test_a_turn_that_goes_on_keeps_its_session(world: World) -> None:
-    """However long there was no daemon."""
+def test_a_pending_turn_keeps_its_session(world: World) -> None:
+    """The downtime does not expire it."""
     session_id = world.create(ttl_s=10)
     world.infer(session_id)
     world.now += 1000
@@ -306,8 +306,8 @@ def test_a_turn_that_goes_on_keeps_its_session(world: World) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", "Hello")
 
 
-def test_a_clock_that_jumps_expires_nothing(world: World) -> None:
-    """Neither forwards while the daemon runs, nor backwards at its start."""
+def test_a_clock_change_expires_nothing(world: World) -> None:
+    """Neither forwards while running nor backwards at the start."""
     wall = [1000.0]
     session_id = world.create(ttl_s=100)
     world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id))
@@ -325,7 +325,7 @@ def test_a_clock_that_jumps_expires_nothing(world: World) -> None:
 
 
 def test_sessions_are_deleted_after_their_retention(world: World) -> None:
-    """The daemon's days, or the client's own, or the session's ``ttl_s`` if that is shorter; looked at each day."""
+    """The daemon's days, the client's own, or a shorter ``ttl_s``."""
     eve = Principal("eve", 4, "normal", frozenset({"user"}), retention_days=1)
     world.retention_days = 3
     world.reopen()
@@ -343,8 +343,8 @@ def test_sessions_are_deleted_after_their_retention(world: World) -> None:
     assert left == [["daemon", "ttl", "client"], both, *([["daemon"]] * 4), []]
 
 
-def test_a_turn_nobody_comes_back_to_keeps_its_events_for_a_while(world: World) -> None:
-    """From the start of the daemon on."""
+def test_a_restored_turn_keeps_its_events_for_a_while(world: World) -> None:
+    """The time counts from the start of the daemon."""
     interrupted(world, "ab")
     restart(world)
     assert [timer.delay_s for timer in world.timers] == [DETACHED_TURN_S]
@@ -357,8 +357,8 @@ def test_a_turn_nobody_comes_back_to_keeps_its_events_for_a_while(world: World) 
         max_size=25,
     )
 )
-def test_a_restored_session_stands_as_it_stood(steps: list[str]) -> None:
-    """Whatever was done: transcript, turns, usage, numbers and the answer so far are the same after a clean stop."""
+def test_a_restored_session_equals_the_original(steps: list[str]) -> None:
+    """Transcript, turns, usage, numbers and partial answer are equal after a clean stop."""
     world = World()
     session_id = world.create(system="Be kind.")
 
@@ -402,7 +402,7 @@ def test_a_restored_session_stands_as_it_stood(steps: list[str]) -> None:
 
 
 def answer(world: World, session_id: str) -> tuple[str | None, str | None]:
-    """The running turn and what it has said."""
+    """The running turn and its partial answer."""
     sink = FakeSink()
     world.resume(session_id, sink)
     (resumed,) = sink.events

@@ -1,4 +1,4 @@
-"""Unfinished turns that a daemon with other models, or another default, takes over."""
+"""Pending turns restored by a daemon with other models or another default."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 
 def orders(world: World) -> list[str]:
-    """The models of all orders that were written down."""
+    """The models of all recorded turn specs."""
     assert world.journal is not None
     return [record.spec.model for record in world.journal.of(TurnQueued)]
 
 
 def restart(world: World, *models: ModelInfo, default: str) -> None:
-    """Let a daemon begin with these models, none of them loaded yet, and with what the last one wrote."""
+    """Restart the daemon with these models, none loaded, and its records."""
     assert world.journal is not None
     records = tuple(world.journal.records)
     world.journal, world.sink = FakeJournal(records=list(records)), FakeSink()
@@ -46,7 +46,7 @@ def restart(world: World, *models: ModelInfo, default: str) -> None:
 
 
 def pending_turn(world: World, *, said: str, model: str | None = None) -> str:
-    """A session whose last turn, on ``toy``, has ``said`` something."""
+    """A session whose pending turn on ``toy`` has generated ``said``."""
     session_id = world.create(model=model)
     world.turn(session_id, "Hi", "Hello")
     world.infer(session_id, "Go on")
@@ -56,8 +56,8 @@ def pending_turn(world: World, *, said: str, model: str | None = None) -> str:
     return session_id
 
 
-def test_a_begun_turn_goes_on_with_the_model_that_began_it(world: World) -> None:
-    """Though the next daemon has another default."""
+def test_a_partial_answer_resumes_on_its_model(world: World) -> None:
+    """A changed default does not matter."""
     session_id = pending_turn(world, said="ab")
     tokens = world.engine.last.tokens
     restart(world, TOY, LARGE, default="large")
@@ -73,8 +73,8 @@ def test_a_begun_turn_goes_on_with_the_model_that_began_it(world: World) -> None
     [(LARGE,), (LARGE, make_model(chat_template=BRACKETS))],
     ids=["gone", "another file"],
 )
-def test_a_begun_turn_whose_model_is_gone_keeps_what_it_said(world: World, models: tuple[ModelInfo, ...]) -> None:
-    """It ends as aborted with the reason, and the session goes on with the default."""
+def test_a_partial_answer_without_its_model_is_kept(world: World, models: tuple[ModelInfo, ...]) -> None:
+    """The turn ends as aborted with a reason, and the session uses the default."""
     session_id = pending_turn(world, said="ab")
     restart(world, *models, default="large")
     assert world.journal is not None
@@ -85,8 +85,8 @@ def test_a_begun_turn_whose_model_is_gone_keeps_what_it_said(world: World, model
     assert world.engine.last_text.endswith("[assistant]ab[user]Next[assistant]")
 
 
-def test_a_turn_that_had_not_begun_goes_to_the_model_of_now(world: World) -> None:
-    """The default, or the one that the session has named; it is written down as that one's."""
+def test_a_turn_without_tokens_uses_the_current_model(world: World) -> None:
+    """The default or the session's own; its spec is recorded again."""
     going, staying = pending_turn(world, said=""), pending_turn(world, said="", model="toy")
     restart(world, TOY, LARGE, default="large")
     toy, large = world.engine_of("toy"), world.engine_of("large")
@@ -96,8 +96,8 @@ def test_a_turn_that_had_not_begun_goes_to_the_model_of_now(world: World) -> Non
     assert orders(world)[-1] == "large"
 
 
-def test_a_turn_that_had_not_begun_fails_where_its_model_is_gone(world: World) -> None:
-    """Its session stays and can be read."""
+def test_a_turn_without_tokens_fails_if_its_model_is_gone(world: World) -> None:
+    """Its session stays readable."""
     session_id = pending_turn(world, said="", model="toy")
     restart(world, LARGE, default="large")
     assert world.get(session_id).state == "idle"
@@ -108,8 +108,8 @@ def test_a_turn_that_had_not_begun_fails_where_its_model_is_gone(world: World) -
 
 
 @pytest.mark.parametrize("said", ["", "ab"])
-def test_a_turn_of_an_older_daemon_is_the_defaults(world: World, said: str) -> None:
-    """There was one model, and nobody wrote down its name."""
+def test_an_old_record_without_a_model_uses_the_default(world: World, said: str) -> None:
+    """Old daemons had one model and did not record its name."""
     session_id = pending_turn(world, said=said)
     assert world.journal is not None
     world.journal.records = [
@@ -126,8 +126,8 @@ def test_a_turn_of_an_older_daemon_is_the_defaults(world: World, said: str) -> N
     assert [record.model for record in world.records][-1] == "toy"
 
 
-def test_what_a_session_chose_is_kept(world: World) -> None:
-    """A daemon with another default finds who goes with that and who does not."""
+def test_the_chosen_model_is_restored(world: World) -> None:
+    """With another default, only sessions without a choice change."""
     going, staying = world.create(), world.create(model="toy")
     restart(world, TOY, LARGE, default="large")
     assert [world.get(session_id).model for session_id in (going, staying)] == ["large", "toy"]

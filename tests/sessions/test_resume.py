@@ -1,4 +1,4 @@
-"""Coming back to a session: what was missed, where events go, and what is forgotten when."""
+"""Resuming a session: replay, change of the subscriber, and limits of the buffer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def epoch(world: World, session_id: str) -> str:
 
 
 def seqs(sink: FakeSink) -> list[int]:
-    """Numbers of the session's events that a socket got."""
+    """The numbers of the session's events at a socket."""
     return [event.seq for event in sink.events if isinstance(event, SessionEvent)]
 
 
 def begin(world: World, *said: str, **fields: Any) -> str:
-    """A session whose turn has begun and said something."""
+    """A session whose turn has a partial answer."""
     session_id = world.create(**fields)
     world.infer(session_id, "Hi", turn_key="k")
     world.engine.start()
@@ -36,8 +36,8 @@ def begin(world: World, *said: str, **fields: Any) -> str:
     return session_id
 
 
-def test_missing_events_follow_the_answer_and_live_ones_them(world: World) -> None:
-    """Tokens that were missed come as one event; nothing comes twice."""
+def test_a_resume_replays_missed_events_before_new_ones(world: World) -> None:
+    """Missed tokens arrive joined; nothing arrives twice."""
     session_id = begin(world, "a", "b", "c")
     world.sessions.detach(world.sink)
     world.engine.generate("d")
@@ -56,8 +56,8 @@ def test_missing_events_follow_the_answer_and_live_ones_them(world: World) -> No
     assert world.sink.text == "abc"
 
 
-def test_who_has_missed_nothing_is_told_so(world: World) -> None:
-    """Also while the session is idle, and on the very same socket."""
+def test_a_resume_at_the_last_number_replays_nothing(world: World) -> None:
+    """Also of an idle session and on the same socket."""
     session_id = begin(world, "a")
     world.engine.finish(kept="a")
     last_seq = seqs(world.sink)[-1]
@@ -75,8 +75,8 @@ def test_who_has_missed_nothing_is_told_so(world: World) -> None:
         ({"epoch": "", "last_seq": 99}, "unknown_position"),
     ],
 )
-def test_without_a_position_all_is_told(world: World, position: dict[str, Any], reason: str) -> None:
-    """Transcript with the question that is being answered, the turns that have ended, and the answer so far."""
+def test_a_resume_without_a_position_sends_the_state(world: World, position: dict[str, Any], reason: str) -> None:
+    """Transcript with the current question, ended turns and the partial answer."""
     session_id = world.create(system="Be kind.")
     world.turn(session_id, "One?", "1")
     world.infer(session_id, "Two?")
@@ -100,7 +100,7 @@ def test_without_a_position_all_is_told(world: World, position: dict[str, Any], 
 
 
 def test_events_beyond_the_limit_are_too_old(world: World) -> None:
-    """What is kept is bounded by bytes, the oldest goes first."""
+    """The buffer is bounded by bytes and drops the oldest."""
     world.replay_kib = 1
     world.reopen()
     session_id = begin(world, *("x" * 100 for _ in range(30)))
@@ -111,8 +111,8 @@ def test_events_beyond_the_limit_are_too_old(world: World) -> None:
     assert world.sink.last.content == "x" * 200
 
 
-def test_a_session_moves_to_the_socket_that_resumes_it(world: World) -> None:
-    """The first is told when it has had all of its own, and stays open for its other sessions."""
+def test_resuming_moves_the_session_to_the_new_socket(world: World) -> None:
+    """The old socket is notified after its last event and keeps its other sessions."""
     session_id = begin(world, "a")
     staying = world.create()
     other = FakeSink()
@@ -126,8 +126,8 @@ def test_a_session_moves_to_the_socket_that_resumes_it(world: World) -> None:
     assert world.sink.last.op == "queued"
 
 
-def test_a_session_moves_to_the_socket_that_infers(world: World) -> None:
-    """The first is told; a repeated key moves it as well."""
+def test_infer_moves_the_session_to_its_socket(world: World) -> None:
+    """The old socket is notified; a repeated key moves it too."""
     session_id = world.create()
     sockets = [FakeSink(), FakeSink()]
     for sink in sockets:
@@ -142,8 +142,8 @@ def test_a_session_moves_to_the_socket_that_infers(world: World) -> None:
     assert world.sink.last.op == "end"
 
 
-def test_answers_to_another_socket_are_found_by_the_attached_one(world: World) -> None:
-    """Whoever appends or rewinds is answered; the number is not missing when the other one comes back."""
+def test_replies_to_another_socket_are_replayed(world: World) -> None:
+    """The requester of an append or rewind gets the reply; the subscriber gets it by replay."""
     session_id = world.create()
     other = FakeSink()
     message = ChatMessage(role="user", content="x")
@@ -158,8 +158,8 @@ def test_answers_to_another_socket_are_found_by_the_attached_one(world: World) -
     assert seqs(world.sink) == [1, 2]
 
 
-def test_what_is_held_back_when_somebody_resumes_is_told_once(world: World) -> None:
-    """It goes to the one that resumed, in order, and not to the one before."""
+def test_held_back_events_are_delivered_once_after_a_resume(world: World) -> None:
+    """They go to the new socket in order and not to the old one."""
     session_id = begin(world, "a")
     assert world.journal is not None
     world.journal.holding = True
@@ -176,8 +176,8 @@ def test_what_is_held_back_when_somebody_resumes_is_told_once(world: World) -> N
     assert world.sink.ops[-1] == "session_detached"
 
 
-def test_what_is_held_back_when_somebody_infers_goes_where_it_was_told(world: World) -> None:
-    """The new socket has not asked for it; the old one hears its rest before it is told to go."""
+def test_held_back_events_stay_with_the_old_socket_on_infer(world: World) -> None:
+    """The new socket has not asked for a replay; the old one gets the rest before it is detached."""
     session_id = begin(world, "a")
     assert world.journal is not None
     world.journal.holding = True
@@ -189,8 +189,8 @@ def test_what_is_held_back_when_somebody_infers_goes_where_it_was_told(world: Wo
     assert other.ops == ["queued"]
 
 
-def test_a_turn_that_nobody_hears_keeps_its_events_for_a_while(world: World) -> None:
-    """Then only its text is kept, and whoever comes back gets that."""
+def test_a_detached_turn_keeps_its_events_for_a_while(world: World) -> None:
+    """After that only its text is kept and sent on resume."""
     session_id = begin(world, "a")
     world.sessions.detach(world.sink)
     assert world.timers[-1].delay_s == DETACHED_TURN_S
@@ -204,8 +204,8 @@ def test_a_turn_that_nobody_hears_keeps_its_events_for_a_while(world: World) -> 
     assert world.sink.last.content == "d"
 
 
-def test_who_comes_back_in_time_has_missed_nothing(world: World) -> None:
-    """The timer ends with the resume, and with the turn."""
+def test_a_resume_in_time_misses_nothing(world: World) -> None:
+    """The timer is cancelled by the resume and by the end of the turn."""
     session_id = begin(world, "a")
     world.sessions.detach(world.sink)
     world.resume(session_id, epoch=epoch(world, session_id), last_seq=2)
@@ -217,8 +217,8 @@ def test_who_comes_back_in_time_has_missed_nothing(world: World) -> None:
     assert world.sink.ops[-3:] == ["session_resumed", "token", "end"]
 
 
-def test_an_idle_session_forgets_nothing_when_its_socket_goes(world: World) -> None:
-    """Only a turn that goes on can grow."""
+def test_a_detached_idle_session_keeps_its_events(world: World) -> None:
+    """Only a running turn adds events."""
     session_id = world.create()
     world.sessions.detach(world.sink)
     assert world.timers == []
@@ -226,8 +226,8 @@ def test_an_idle_session_forgets_nothing_when_its_socket_goes(world: World) -> N
     assert world.sink.last.resumed
 
 
-def test_all_kinds_of_events_are_told_again(world: World) -> None:
-    """Places, progress, text and the end, as they were."""
+def test_all_kinds_of_events_are_replayed(world: World) -> None:
+    """Positions, progress, text and end are unchanged."""
     world.engine.position = 2
     session_id = world.create()
     world.infer(session_id, id="i")
@@ -240,8 +240,8 @@ def test_all_kinds_of_events_are_told_again(world: World) -> None:
     assert world.sink.events[len(told) + 1 :] == told
 
 
-def test_a_purged_session_is_over_for_all(world: World) -> None:
-    """Its turn ends, whoever listens is told, and nothing of another client is touched."""
+def test_a_purged_session_ends_for_all_sockets(world: World) -> None:
+    """Its turn ends, its subscriber is notified, and other clients are not affected."""
     session_id = begin(world, "a")
     kept = world.create()
     assert world.sessions.purge("session", session_id) == 1

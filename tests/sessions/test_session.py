@@ -1,4 +1,4 @@
-"""One conversation: turns, history, events."""
+"""One session: turns, history and events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
 
 
 def test_a_turn_is_acknowledged_streamed_and_ended(world: World) -> None:
-    """The events of a turn come in order, numbered from 1, each with the turn's id."""
+    """Events arrive in order, numbered from 1, each with the turn's id."""
     session_id = world.create()
     world.infer(session_id, id="i1")
     world.engine.start()
@@ -58,8 +58,8 @@ def test_a_turn_is_acknowledged_streamed_and_ended(world: World) -> None:
     assert world.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
 
 
-def test_the_next_turn_carries_the_tokens_of_the_last(world: World) -> None:
-    """Prompt and answer are submitted as tokens; only the new text is text."""
+def test_the_next_turn_submits_the_tokens_of_the_last(world: World) -> None:
+    """Prompt and answer are submitted as tokens; only new text is text."""
     session_id = world.create(system="Be kind.")
     world.turn(session_id, "Hi", "Hello")
     world.infer(session_id, "Bye")
@@ -67,8 +67,8 @@ def test_the_next_turn_carries_the_tokens_of_the_last(world: World) -> None:
     assert world.engine.last_text == "\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_places_in_the_queue_are_told_when_they_change(world: World) -> None:
-    """The same place is not told twice, and none after the start."""
+def test_queue_positions_are_published_when_they_change(world: World) -> None:
+    """An unchanged position is not repeated, and none follows the start."""
     world.engine.position = 3
     session_id = world.create()
     world.infer(session_id)
@@ -78,8 +78,8 @@ def test_places_in_the_queue_are_told_when_they_change(world: World) -> None:
     assert [event.position for event in world.sink.events if isinstance(event, events.Queued)] == [3, 2, 0]
 
 
-def test_logprobs_are_passed_on_even_without_text(world: World) -> None:
-    """Every token's logprobs are reported, also of one whose text is held back."""
+def test_logprobs_are_published_without_text(world: World) -> None:
+    """Each token's logprobs are reported, even if its text is held back."""
     session_id = world.create()
     world.infer(session_id, n_probs=1)
     world.engine.start()
@@ -90,8 +90,8 @@ def test_logprobs_are_passed_on_even_without_text(world: World) -> None:
     assert decode(world.engine.last.params_json).n_probs == 1
 
 
-def test_a_busy_session_refuses_another_turn_and_goes_on(world: World) -> None:
-    """The running turn does not notice."""
+def test_a_busy_session_refuses_another_turn(world: World) -> None:
+    """The running turn is not affected."""
     session_id = world.create()
     world.infer(session_id)
     error = refused(ErrorCode.SESSION_BUSY, world.infer, session_id)
@@ -102,8 +102,8 @@ def test_a_busy_session_refuses_another_turn_and_goes_on(world: World) -> None:
     assert world.sink.ops == ["queued", "token", "end"]
 
 
-def test_abort_keeps_what_was_said(world: World) -> None:
-    """The partial answer stays, its ``end`` answers the abort, and the next turn closes it."""
+def test_an_abort_keeps_the_partial_answer(world: World) -> None:
+    """Its ``end`` answers the abort, and the next turn continues after it."""
     session_id = world.create()
     world.infer(session_id)
     world.engine.start()
@@ -117,8 +117,8 @@ def test_abort_keeps_what_was_said(world: World) -> None:
     assert world.engine.last_text.startswith("<|im_end|>\n<|im_start|>user\nGo on")
 
 
-def test_abort_with_discard_forgets_the_turn(world: World) -> None:
-    """Question, partial answer and their tokens are gone."""
+def test_an_abort_with_discard_removes_the_turn(world: World) -> None:
+    """Question, partial answer and their tokens are removed."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     before = world.get(session_id).n_tokens
@@ -131,8 +131,8 @@ def test_abort_with_discard_forgets_the_turn(world: World) -> None:
     assert world.get(session_id).n_tokens == before
 
 
-def test_what_cannot_be_aborted_is_said(world: World) -> None:
-    """Nothing running, another turn, a second abort: each has its answer."""
+def test_an_invalid_abort_is_refused(world: World) -> None:
+    """No turn, another turn and a second abort each have their error."""
     session_id = world.create()
     refused(ErrorCode.NOTHING_TO_ABORT, world.abort, session_id)
     world.infer(session_id)
@@ -142,8 +142,8 @@ def test_what_cannot_be_aborted_is_said(world: World) -> None:
     assert len(world.engine.aborted) == 1
 
 
-def test_a_failed_turn_leaves_nothing_behind(world: World) -> None:
-    """History is as before, the error names the frame that caused it, and the next turn works."""
+def test_a_failed_turn_leaves_the_history_unchanged(world: World) -> None:
+    """The error names the frame, and the next turn runs."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     before = world.get(session_id)
@@ -161,7 +161,7 @@ def test_a_failed_turn_leaves_nothing_behind(world: World) -> None:
 
 
 def test_a_refused_turn_leaves_the_session_idle(world: World) -> None:
-    """What the engine refuses at once is no turn."""
+    """A turn refused by the engine does not exist."""
     session_id = world.create()
     world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
     refused(ErrorCode.QUEUE_FULL, world.infer, session_id)
@@ -169,7 +169,7 @@ def test_a_refused_turn_leaves_the_session_idle(world: World) -> None:
 
 
 def test_a_turn_key_runs_once(world: World) -> None:
-    """While the turn runs it is acknowledged again; when it has ended, its end is repeated with its number."""
+    """A running turn is acknowledged again; the end of an ended turn is repeated with its number."""
     session_id = world.create()
     world.infer(session_id, turn_key="k", id="i1")
     world.infer(session_id, turn_key="k", id="i2")
@@ -183,7 +183,7 @@ def test_a_turn_key_runs_once(world: World) -> None:
 
 
 def test_the_key_of_a_failed_turn_runs_again(world: World) -> None:
-    """A retry after a crash is a new turn."""
+    """A retry after a failure is a new turn."""
     session_id = world.create()
     world.infer(session_id, turn_key="k")
     world.engine.fail()
@@ -191,8 +191,8 @@ def test_the_key_of_a_failed_turn_runs_again(world: World) -> None:
     assert len(world.engine.submitted) == 2
 
 
-def test_each_turn_draws_its_own_seed_unless_told(world: World) -> None:
-    """Without a seed two turns differ; a given seed is obeyed."""
+def test_each_turn_has_its_own_seed(world: World) -> None:
+    """Without a seed two turns differ; a given seed is used."""
     session_id = world.create()
     seeds = []
     for params in ({}, {}, {"seed": 7}):
@@ -204,8 +204,8 @@ def test_each_turn_draws_its_own_seed_unless_told(world: World) -> None:
     assert seeds[2] == 7
 
 
-def test_settings_without_effect_are_named_at_the_end(world: World) -> None:
-    """A legal combination is obeyed, and the end says what did nothing."""
+def test_parameters_without_effect_are_warned_of(world: World) -> None:
+    """The turn runs, and its end contains the warnings."""
     session_id = world.create()
     world.infer(session_id, params={"mirostat": 2, "top_k": 5})
     world.engine.start()
@@ -214,16 +214,16 @@ def test_settings_without_effect_are_named_at_the_end(world: World) -> None:
     assert world.sink.last.warnings[-1] == "from the engine"
 
 
-def test_history_is_bounded(world: World) -> None:
-    """What would make the transcript too long is refused before anything changes."""
+def test_the_history_is_bounded(world: World) -> None:
+    """Text that exceeds the limit is refused before any change."""
     session_id = world.create()
     refused(ErrorCode.CONTEXT_FULL, world.infer, session_id, "x" * 10_001)
     refused(ErrorCode.CONTEXT_FULL, world.create, system="x" * 10_001)
     world.turn(session_id, "Hi", "Hello")
 
 
-def test_appended_messages_reach_the_model_with_the_next_turn(world: World) -> None:
-    """Nothing is generated for them."""
+def test_appended_messages_are_in_the_next_prompt(world: World) -> None:
+    """Appending generates nothing."""
     session_id = world.create()
     world.append(session_id, ("user", "1+1?"), ("assistant", "2"))
     assert (world.sink.last.op, world.sink.last.messages, world.sink.last.seq) == ("appended", 2, 1)
@@ -233,7 +233,7 @@ def test_appended_messages_reach_the_model_with_the_next_turn(world: World) -> N
 
 
 def test_closing_ends_the_turn_first(world: World) -> None:
-    """The running turn has its one end, the engine forgets, and what it still says is not heard."""
+    """The turn has one end, the engine releases the session, and late events are ignored."""
     session_id = world.create()
     world.infer(session_id)
     world.engine.start()
@@ -249,8 +249,8 @@ def test_closing_ends_the_turn_first(world: World) -> None:
     assert (world.engine.aborted, world.engine.released) == ([world.engine.last.turn_id], [session_id])
 
 
-def test_each_turn_is_one_line_in_the_log_without_its_text(world: World) -> None:
-    """The line has the numbers; what was said is nowhere in the log."""
+def test_each_turn_logs_one_line_without_its_text(world: World) -> None:
+    """The line contains the figures and no text."""
     with capture_logs() as logs:
         session_id = world.create(system="secret-system")
         world.turn(session_id, "secret-question", "secret-answer")
@@ -271,7 +271,7 @@ STEPS = st.lists(
 
 @given(steps=STEPS)
 def test_every_turn_has_exactly_one_terminal_event(steps: list[str]) -> None:
-    """Whatever the engine says in whatever order, each turn ends once, and numbers rise by one."""
+    """In any order of engine events each turn ends once, and numbers rise by one."""
     world = World()
     session_id = world.create()
     world.infer(session_id)
@@ -307,8 +307,8 @@ def test_every_turn_has_exactly_one_terminal_event(steps: list[str]) -> None:
     assert world.sessions.totals().active_generations == 0
 
 
-def test_what_a_model_file_recommends_is_no_choice_to_warn_of(world: World) -> None:
-    """A greedy turn warns of a top_k that the client set, not of one that came with the model."""
+def test_recommended_parameters_are_not_warned_of(world: World) -> None:
+    """Only parameters set by the client cause warnings."""
     model = make_model(sampling_defaults_json=b'{"top_k": 20}')
     world.engine.status = EngineStatus(state=EngineState.READY, model=model)
     for params, named in (({"temperature": 0}, False), ({"temperature": 0, "top_k": 5}, True)):
@@ -317,10 +317,10 @@ def test_what_a_model_file_recommends_is_no_choice_to_warn_of(world: World) -> N
         assert any("top_k" in warning for warning in world.sink.last.warnings) is named
 
 
-def test_a_waiting_turn_is_told_how_long(world: World) -> None:
-    """Once a turn has ended, the next that waits hears its place and an expected wait; one that runs hears none.
+def test_a_queued_turn_has_an_expected_wait(world: World) -> None:
+    """The estimate exists once a turn has ended; a running turn has none.
 
-    Nor does one that waits for an engine: nobody knows how long that takes to wake.
+    A turn that waits for an engine has none either, because the start time is unknown.
     """
     session_id = world.create()
     world.infer(session_id)
@@ -337,8 +337,8 @@ def test_a_waiting_turn_is_told_how_long(world: World) -> None:
     assert (waits.position, waits.eta_ms) == (2, None)
 
 
-def test_the_engine_is_told_what_it_may_share_and_store(world: World) -> None:
-    """A listed system prompt is everybody's; ``store: false`` keeps a session off the disk."""
+def test_the_submission_states_what_may_be_shared_and_stored(world: World) -> None:
+    """A listed system prompt is public; ``store: false`` keeps the session off the disk."""
     world.shared_prompts = ("Be kind.",)
     world.reopen()
     for fields, told in (
@@ -355,8 +355,8 @@ def test_the_engine_is_told_what_it_may_share_and_store(world: World) -> None:
     assert not world.engine.last.public
 
 
-def test_a_turn_that_waited_too_long_may_be_sent_again(world: World) -> None:
-    """The error says that a retry may help, and when."""
+def test_a_queue_timeout_is_retryable(world: World) -> None:
+    """The error contains a retry delay."""
     session_id = world.create()
     world.infer(session_id, id="i")
     world.engine.fail("queue_timeout")
@@ -366,7 +366,7 @@ def test_a_turn_that_waited_too_long_may_be_sent_again(world: World) -> None:
 
 
 def test_preemptions_are_counted(world: World) -> None:
-    """The end says how often others had the turn's slot."""
+    """The end contains the number of preemptions."""
     world.infer(world.create())
     world.engine.start()
     world.engine.finish(preempted=3)

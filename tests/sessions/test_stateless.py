@@ -1,4 +1,4 @@
-"""Sessions for clients that send the whole conversation: kept for a while, and in nobody's way."""
+"""Stateless sessions, for clients that send the whole conversation with each request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.sessions.test_prefix_match import stateless
 
 @pytest.fixture
 def world() -> World:
-    """Sessions, of which a client may have four, and all clients together six; nobody listens to them."""
+    """Sessions with a limit of four per client and six in total, all detached."""
     return World()
 
 
 def idle(world: World) -> str:
-    """A stateless session that has been used at its own time."""
+    """A stateless session last used at its own time."""
     world.now += 1
     session_id = stateless(world)
     world.turn(session_id, "a", "b")
@@ -27,12 +27,12 @@ def idle(world: World) -> str:
 
 
 def there(world: World, *session_ids: str) -> list[bool]:
-    """Which of the sessions are there."""
+    """The sessions that exist."""
     return [session_id in world.sessions.session_ids() for session_id in session_ids]
 
 
-def test_it_is_none_of_the_clients_sessions(world: World) -> None:
-    """It is not listed, not counted, not written down, and its KV stays off the disk; its tokens count."""
+def test_it_does_not_count_as_a_session(world: World) -> None:
+    """It is not listed, counted or stored, and its KV stays off the disk; its tokens count."""
     session_id = idle(world)
     assert world.sessions.list(world.client, requests.ListSessions(op="list_sessions")).sessions == ()
     assert world.sessions.session_counts("ada") == (0, 0)
@@ -43,15 +43,15 @@ def test_it_is_none_of_the_clients_sessions(world: World) -> None:
     refused(ErrorCode.SESSION_NOT_FOUND, world.sessions.list, world.client, after)
 
 
-def test_it_is_opened_also_while_nothing_can_be_written(world: World) -> None:
-    """Nothing of it would be."""
+def test_it_opens_while_the_store_cannot_write(world: World) -> None:
+    """It needs no record."""
     assert world.journal is not None
     world.journal.fault = StorageFault("disk full")
     idle(world)
 
 
-def test_the_one_used_longest_ago_makes_room(world: World) -> None:
-    """A client has as many of them as of others; one that answers stays."""
+def test_the_least_recently_used_is_evicted(world: World) -> None:
+    """At the client's limit an idle one is closed; a busy one stays."""
     first, second, third, fourth = (idle(world) for _ in range(4))
     world.turn(first, "c", "d")
     world.infer(second, "busy")
@@ -59,15 +59,15 @@ def test_the_one_used_longest_ago_makes_room(world: World) -> None:
     assert there(world, first, second, third, fourth, fifth) == [True, True, False, True, True]
 
 
-def test_where_all_answer_another_has_to_wait(world: World) -> None:
-    """Nobody's turn is cut."""
+def test_a_busy_one_is_not_evicted(world: World) -> None:
+    """If all are busy, another is refused."""
     for _ in range(4):
         world.infer(stateless(world))
     refused(ErrorCode.SESSION_LIMIT, stateless, world)
 
 
-def test_it_takes_no_other_sessions_place(world: World) -> None:
-    """Where the daemon is full of sessions of their own, there is none for it."""
+def test_it_never_evicts_an_ordinary_session(world: World) -> None:
+    """If the daemon is full of ordinary sessions, it is refused."""
     world.max_sessions = 2
     world.reopen()
     own = [world.create(), world.create()]
@@ -76,8 +76,8 @@ def test_it_takes_no_other_sessions_place(world: World) -> None:
     assert there(world, *own) == [True, True]
 
 
-def test_it_makes_room_for_every_other_session(world: World) -> None:
-    """Whoever has it, the one used longest ago first; the client's own before others'."""
+def test_it_is_evicted_for_an_ordinary_session(world: World) -> None:
+    """The least recently used one of the client, then of any client."""
     world.max_sessions = 3
     world.reopen()
     mine = [idle(world) for _ in range(2)]
@@ -91,8 +91,8 @@ def test_it_makes_room_for_every_other_session(world: World) -> None:
     assert there(world, own, theirs, another) == [True, True, False]
 
 
-def test_a_clients_own_limit_is_its_own(world: World) -> None:
-    """Where it has as many sessions as it may, closing a stateless one would not help."""
+def test_it_is_not_evicted_at_a_clients_own_limit(world: World) -> None:
+    """Closing it would not help there."""
     world.evicts_stored = True
     world.reopen()
     own = [world.create() for _ in range(4)]
@@ -103,8 +103,8 @@ def test_a_clients_own_limit_is_its_own(world: World) -> None:
     assert there(world, own[0], kept) == [False, True]
 
 
-def test_it_expires_soon(world: World) -> None:
-    """After its own time without use."""
+def test_it_expires_after_its_own_ttl(world: World) -> None:
+    """``stateless_ttl_s`` applies."""
     session_id = idle(world)
     assert world.timers[-1].delay_s == 900.0
     world.now += 901
@@ -113,15 +113,15 @@ def test_it_expires_soon(world: World) -> None:
     assert world.engine.released == [session_id]
 
 
-def test_a_fork_of_it_is_one_too(world: World) -> None:
-    """As several answers to one question are made."""
+def test_a_fork_of_it_is_stateless(world: World) -> None:
+    """Forks serve several answers to one question."""
     forked = world.fork(idle(world))
     assert world.sessions.session_counts("ada") == (0, 0)
     world.turn(forked, "c", "d")
 
 
-def test_it_goes_with_its_client(world: World) -> None:
-    """A purge takes it as all others."""
+def test_a_purge_of_its_client_closes_it(world: World) -> None:
+    """Like all other sessions."""
     session_id = idle(world)
     assert world.sessions.purge("client", "ada") == 1
     assert there(world, session_id) == [False]

@@ -1,4 +1,4 @@
-"""Turns in which a model thinks and asks for tools, from the question to the conversation that is left."""
+"""Turns with reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.journal import TokensAppended, TurnEnded
 from tests.sessions.conftest import FakeSink, World, packed
 from tests.sessions.oracle import kept
-from tests.sessions.talking import ANSWER, CALL, OTHER_CALL, THOUGHT, WEATHER, Heard, heard, talking_world
 from tests.sessions.test_manager import refused
+from tests.sessions.tool_model import ANSWER, CALL, OTHER_CALL, THOUGHT, WEATHER, Heard, heard, tool_world
 
 
 @pytest.fixture
 def world() -> World:
-    """Sessions with a model that thinks and asks for tools."""
-    return talking_world()
+    """Sessions with a model that emits reasoning and tool calls."""
+    return tool_world()
 
 
 def ask(world: World, session_id: str, prompt: str = "Weather?", **fields: Any) -> None:
-    """Ask with a tool at hand."""
+    """Send a turn with a tool."""
     world.infer(session_id, prompt, tools=[WEATHER], **fields)
 
 
 def say(world: World, text: str, *, pieces: int = 1) -> None:
-    """Let the model say something, in pieces of so many characters."""
+    """Generate a text in pieces of that many characters."""
     for start in range(0, len(text), pieces):
         world.engine.generate(text[start : start + pieces])
 
 
 def answered(world: World, session_id: str, text: str = ANSWER) -> ChatMessage:
-    """Ask, have ``text`` answered, and return how the conversation keeps it."""
+    """Run a turn with the answer ``text`` and return its message."""
     ask(world, session_id)
     world.engine.answer(text)
     return world.get(session_id).transcript[-1]
 
 
-def test_tokens_of_thoughts_are_counted(world: World) -> None:
-    """Up to the mark that ends them, that included; here each character is a token."""
+def test_reasoning_tokens_are_counted(world: World) -> None:
+    """Including the closing marker; here each character is a token."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -58,12 +58,12 @@ def test_tokens_of_thoughts_are_counted(world: World) -> None:
 
 
 def results(message: ChatMessage) -> list[dict[str, str]]:
-    """What tools returned that a message asked for."""
+    """Results for the tool calls of a message."""
     return [{"role": "tool", "content": "5 °C", "tool_call_id": call.call_id} for call in message.tool_calls or ()]
 
 
-def test_an_answer_is_told_as_what_it_consists_of(world: World) -> None:
-    """Thoughts, text and calls are events of their own, numbered in one row; the end says that tools were asked for."""
+def test_an_answer_is_published_in_parts(world: World) -> None:
+    """Reasoning, text and calls are numbered events; the end reports ``tool_calls``."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -88,10 +88,8 @@ def test_an_answer_is_told_as_what_it_consists_of(world: World) -> None:
     ends=st.sampled_from(["stop", "length", "aborted"]),
     upto=st.integers(0, len(ANSWER)),
 )
-def test_whatever_happens_on_the_way_the_answer_is_the_same(
-    cuts: list[int], kills: set[int], ends: str, upto: int
-) -> None:
-    """Any cuts, and restarts between any two of them: one end, the same events put together, the same history."""
+def test_interruptions_do_not_change_the_answer(cuts: list[int], kills: set[int], ends: str, upto: int) -> None:
+    """Any split and any restart give one end, the same parts and the same history."""
     text = ANSWER[:upto]
     plain, told = _run(text, cuts=[len(text) or 1], kills=set(), ends=ends)
     other, retold = _run(text, cuts=cuts, kills=kills, ends=ends)
@@ -104,7 +102,7 @@ def test_whatever_happens_on_the_way_the_answer_is_the_same(
 
 
 def _run(text: str, *, cuts: list[int], kills: set[int], ends: str) -> tuple[tuple[ChatMessage, ...], Heard]:
-    world = talking_world()
+    world = tool_world()
     session_id = world.create()
     ask(world, session_id, params={"seed": 1})
     world.engine.start()
@@ -120,7 +118,6 @@ def _run(text: str, *, cuts: list[int], kills: set[int], ends: str) -> tuple[tup
 
 
 def _restart(world: World, session_id: str) -> None:
-    """Let the daemon end and begin, and the client come back with what it has."""
     assert world.journal is not None
     epoch, last = world.get(session_id).epoch, world.sink.last
     engine = world.engine
@@ -132,8 +129,8 @@ def _restart(world: World, session_id: str) -> None:
     engine.start()
 
 
-def test_a_restart_in_the_middle_of_a_call_goes_on_there(world: World) -> None:
-    """The new daemon reads what was said without telling it again, and the call keeps its name."""
+def test_a_call_resumes_after_a_restart(world: World) -> None:
+    """The new daemon parses the stored text without publishing it again."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -151,8 +148,8 @@ def test_a_restart_in_the_middle_of_a_call_goes_on_there(world: World) -> None:
     assert after.arguments == ['{"city": "Oslo"}', '{"city": "Rome"}']
 
 
-def test_a_restarted_turn_whose_model_is_gone_keeps_what_was_told(world: World) -> None:
-    """Nobody can read the rest, but what was shown stays as it was shown."""
+def test_published_parts_are_kept_without_the_model(world: World) -> None:
+    """The rest cannot be parsed, and what was published stays."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -168,8 +165,8 @@ def test_a_restarted_turn_whose_model_is_gone_keeps_what_was_told(world: World) 
     assert world.get(session_id).turns[-1].finish_reason == "aborted"
 
 
-def test_results_go_on_where_the_calls_were_asked_for(world: World) -> None:
-    """The next turn keeps the tokens of the answer, and is given what came after it."""
+def test_results_continue_the_calls(world: World) -> None:
+    """The next prompt keeps the tokens of the answer and adds the results."""
     session_id = world.create()
     message = answered(world, session_id)
     ask(world, session_id, messages=results(message))
@@ -185,8 +182,8 @@ def test_results_go_on_where_the_calls_were_asked_for(world: World) -> None:
     ]
 
 
-def test_a_conversation_without_tools_is_written_anew_with_them(world: World) -> None:
-    """Tools are those of the turn; where they stand before everything, everything is read again."""
+def test_adding_tools_renders_the_conversation_again(world: World) -> None:
+    """Tools belong to the turn and precede the messages in the prompt."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     ask(world, session_id)
@@ -196,8 +193,8 @@ def test_a_conversation_without_tools_is_written_anew_with_them(world: World) ->
 
 
 @pytest.mark.parametrize("reason", ["aborted", "length", "context_full"])
-def test_a_call_that_was_cut_off_is_no_part_of_the_conversation(world: World, reason: str) -> None:
-    """Nor is it text; whole calls before it stay."""
+def test_an_incomplete_call_is_dropped(world: World, reason: str) -> None:
+    """It is not text either; complete calls before it stay."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -209,8 +206,8 @@ def test_a_call_that_was_cut_off_is_no_part_of_the_conversation(world: World, re
     assert (message.content, len(message.tool_calls or ())) == ("", 1)
 
 
-def test_only_a_cut_call_is_no_reason_to_wait_for_results(world: World) -> None:
-    """What ends in ``stop`` without a whole call ends in that."""
+def test_an_incomplete_call_ends_with_stop(world: World) -> None:
+    """Without a complete call the finish reason is ``stop``."""
     session_id = world.create()
     message = answered(world, session_id, CALL[:-20])
     assert world.sink.last.finish_reason == "stop"
@@ -218,7 +215,7 @@ def test_only_a_cut_call_is_no_reason_to_wait_for_results(world: World) -> None:
 
 
 def test_a_discarded_turn_leaves_nothing(world: World) -> None:
-    """As one of plain text."""
+    """The same as with plain text."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -228,8 +225,8 @@ def test_a_discarded_turn_leaves_nothing(world: World) -> None:
     assert world.get(session_id).transcript == ()
 
 
-def test_forks_and_rewinds_have_calls(world: World) -> None:
-    """A fork can answer them, and so can a session that is taken back to them."""
+def test_forks_and_rewinds_keep_calls(world: World) -> None:
+    """Results can be sent to a fork and to a rewound session."""
     session_id = world.create()
     message = answered(world, session_id)
     turn = world.engine.last.turn_id
@@ -243,8 +240,8 @@ def test_forks_and_rewinds_have_calls(world: World) -> None:
     ask(world, session_id, messages=results(message))
 
 
-def test_another_model_is_given_calls_in_its_own_way(world: World) -> None:
-    """Nothing is lost when a session's model changes in between."""
+def test_another_model_renders_calls_in_its_own_format(world: World) -> None:
+    """A change of the model loses nothing."""
     session_id = world.create()
     message = answered(world, session_id)
     world.add_model("large", chat_template="")
@@ -254,8 +251,8 @@ def test_another_model_is_given_calls_in_its_own_way(world: World) -> None:
     assert '"city": "Oslo"' in world.engine.last_text
 
 
-def test_whoever_comes_back_gets_neighbouring_pieces_as_one(world: World) -> None:
-    """Of thoughts, of text, and of each call's arguments."""
+def test_a_resume_joins_adjacent_parts(world: World) -> None:
+    """Reasoning, text and the arguments of each call."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -267,8 +264,8 @@ def test_whoever_comes_back_gets_neighbouring_pieces_as_one(world: World) -> Non
     assert heard(again).same_as(heard(world.sink))
 
 
-def test_whoever_lost_events_is_told_all_that_was_answered(world: World) -> None:
-    """What was said, thought and asked for each in its place, the last call as far as it has come."""
+def test_a_resume_after_loss_sends_all_parts(world: World) -> None:
+    """Text, reasoning and calls, the last call as far as generated."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -281,8 +278,8 @@ def test_whoever_lost_events_is_told_all_that_was_answered(world: World) -> None
     assert world.sink.last.arguments == "m"
 
 
-def test_logprobs_go_with_the_first_event_of_what_was_generated(world: World) -> None:
-    """None is lost, also of text that shows nothing."""
+def test_logprobs_go_with_the_first_part(world: World) -> None:
+    """None is lost, even of tokens without visible text."""
     session_id = world.create()
     ask(world, session_id, n_probs=0)
     world.engine.start()
@@ -299,8 +296,8 @@ def test_logprobs_go_with_the_first_event_of_what_was_generated(world: World) ->
     assert "".join(told).startswith('<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n')
 
 
-def test_what_was_shown_is_written_down_first(world: World) -> None:
-    """One record for what one step brought, with the number of the last event of it."""
+def test_parts_are_recorded_before_their_events(world: World) -> None:
+    """One record per step, with the number of its last event."""
     session_id = world.create()
     ask(world, session_id)
     world.engine.start()
@@ -319,8 +316,8 @@ def test_what_was_shown_is_written_down_first(world: World) -> None:
     assert ended.history.messages[-1].tool_calls is not None
 
 
-def test_a_plain_turn_costs_no_more_than_before(world: World) -> None:
-    """Without tools and thoughts nothing is read: text goes out as it comes."""
+def test_a_plain_turn_is_not_parsed(world: World) -> None:
+    """Without tools and reasoning the text is published as it arrives."""
     world.engine.status = World().engine.status
     session_id = world.create()
     world.turn(session_id, "Hi", "<tool_call>{}</tool_call>")
@@ -330,8 +327,8 @@ def test_a_plain_turn_costs_no_more_than_before(world: World) -> None:
     assert (world.engine.last.grammar, world.engine.last.markers) == (None, ())
 
 
-def test_thoughts_and_calls_take_room(world: World) -> None:
-    """A history is full of them as of text."""
+def test_reasoning_and_calls_count_as_text(world: World) -> None:
+    """They count toward the limit of the history."""
     world.max_transcript_chars = len(ANSWER)
     world.reopen()
     session_id = world.create()
@@ -346,8 +343,8 @@ def test_thoughts_and_calls_take_room(world: World) -> None:
     ("fields", "field"),
     [({"tools": [WEATHER]}, "tools"), ({"thinking": True}, "thinking")],
 )
-def test_raw_sessions_know_no_tools(world: World, fields: dict[str, Any], field: str) -> None:
-    """Nobody could say where they stand; the session goes on."""
+def test_raw_sessions_refuse_tools(world: World, fields: dict[str, Any], field: str) -> None:
+    """Raw mode has no template for them; the session is usable."""
     session_id = world.create(mode="raw")
     assert refused(ErrorCode.INVALID_REQUEST, world.infer, session_id, **fields).field == field
     world.turn(session_id, "Once", " upon")
@@ -362,8 +359,8 @@ def test_raw_sessions_know_no_tools(world: World, fields: dict[str, Any], field:
     ],
 )
 @pytest.mark.parametrize("mode", ["chat", "raw"])
-def test_an_answer_has_its_form_in_every_mode(mode: str, fields: dict[str, Any], kind: str) -> None:
-    """The engine is told which; the answer is text."""
+def test_an_output_format_applies_in_every_mode(mode: str, fields: dict[str, Any], kind: str) -> None:
+    """The engine gets the grammar; the answer is text."""
     world = World()
     session_id = world.create(mode=mode)
     world.infer(session_id, **fields)
@@ -374,8 +371,8 @@ def test_an_answer_has_its_form_in_every_mode(mode: str, fields: dict[str, Any],
     assert world.sink.text == "1"
 
 
-def test_results_of_no_call_are_refused(world: World) -> None:
-    """The field is named, and the session goes on; calls may also come with the results."""
+def test_results_without_a_call_are_refused(world: World) -> None:
+    """The error names the field; calls may be in the same request."""
     session_id = world.create()
     message = answered(world, session_id)
     wrong = [{"role": "tool", "content": "5", "tool_call_id": "call_other"}]
@@ -389,7 +386,7 @@ def test_results_of_no_call_are_refused(world: World) -> None:
     ask(world, session_id, messages=[*results(message), *own])
 
 
-def test_old_sockets_hear_only_text() -> None:
-    """Ops of thoughts and calls are not for them; see ``protocol.codec``."""
+def test_old_protocol_versions_receive_only_text() -> None:
+    """Ops for reasoning and calls are filtered; see ``protocol.codec``."""
     assert not events.Reasoning.dagger
     assert not events.ToolCall.dagger

@@ -1,4 +1,4 @@
-"""What sessions tell of their turns to whoever traces them."""
+"""Traces of turns."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ QUEUE, PREFILL, DECODE = (
 
 
 @dataclass
-class HeardTrace:
-    """A trace that keeps what it is told."""
+class RecordingTrace:
+    """A trace that records its data."""
 
     traceparent: str | None
     wanted: bool
@@ -40,59 +40,59 @@ class HeardTrace:
     ends: list[str | None] = field(default_factory=list)
 
     def describe(self, figures: SpanAttributes) -> None:
-        """Keep them."""
+        """Record the attributes."""
         self.figures |= figures
 
     def spent(self, stages: Iterable[TraceStage]) -> None:
-        """Keep them."""
+        """Record the stages."""
         self.stages += stages
 
     def note(self, event: str, figures: SpanAttributes) -> None:
-        """Keep it."""
+        """Record the event."""
         self.events.append((event, dict(figures)))
 
     def end(self, figures: SpanAttributes, *, error: str | None) -> None:
-        """Keep it; only once."""
+        """Record the end, once."""
         assert not self.ends
         self.figures |= figures
         self.ends.append(error)
 
 
 @dataclass
-class HeardTracer:
-    """Begins traces that are wanted, or not."""
+class RecordingTracer:
+    """Starts recording traces, wanted or not."""
 
     wanted: bool = True
-    traces: list[HeardTrace] = field(default_factory=list)
+    traces: list[RecordingTrace] = field(default_factory=list)
 
-    def begin(self, traceparent: str | None) -> HeardTrace:
-        """Begin one more."""
-        self.traces.append(HeardTrace(traceparent, self.wanted))
+    def begin(self, traceparent: str | None) -> RecordingTrace:
+        """Start a trace."""
+        self.traces.append(RecordingTrace(traceparent, self.wanted))
         return self.traces[-1]
 
     @property
-    def last(self) -> HeardTrace:
-        """The newest."""
+    def last(self) -> RecordingTrace:
+        """The latest trace."""
         return self.traces[-1]
 
 
 @pytest.fixture
-def tracer(world: World) -> HeardTracer:
+def tracer(world: World) -> RecordingTracer:
     """Traces all turns of ``world``."""
-    tracer = HeardTracer()
+    tracer = RecordingTracer()
     world.tracer = tracer
     world.reopen()
     return tracer
 
 
 def start(world: World, *stages: TraceStage) -> None:
-    """Give the last turn a slot, with what it took to get there."""
+    """Start the last turn with the stages before."""
     turn = world.engine.last
     world.engine.say(Started(turn.turn_id, turn.tokens + packed(world.engine.last_text), 0, stages))
 
 
-def test_a_turn_is_told_from_its_beginning_to_its_end(world: World, tracer: HeardTracer) -> None:
-    """What was asked for, where the engine says its time went, and what came of it, by the conventions' names."""
+def test_a_turn_is_traced_from_start_to_end(world: World, tracer: RecordingTracer) -> None:
+    """Request, stages and result have the names of the conventions."""
     session_id = world.create()
     world.infer(session_id, "Hi", params={"temperature": 0.5, "max_tokens": 9, "seed": 3}, traceparent=PARENT)
     trace, turn_id = tracer.last, world.engine.last.turn_id
@@ -125,8 +125,8 @@ def test_a_turn_is_told_from_its_beginning_to_its_end(world: World, tracer: Hear
     assert expected.items() <= trace.figures.items()
 
 
-def test_nothing_that_was_said_is_told(world: World, tracer: HeardTracer) -> None:
-    """Neither prompts nor answers, nor stop strings, nor what a client wrote beside them."""
+def test_traces_contain_no_text(world: World, tracer: RecordingTracer) -> None:
+    """No prompt, answer, stop string or metadata."""
     session_id = world.create(system="Secret system", metadata={"name": "Secret name"})
     world.infer(session_id, "Secret question", params={"stop": ["Secret stop"]}, turn_key="Secret key")
     start(world)
@@ -138,8 +138,8 @@ def test_nothing_that_was_said_is_told(world: World, tracer: HeardTracer) -> Non
     assert "Secret" not in str(tracer.traces)
 
 
-def test_a_turn_that_fails(world: World, tracer: HeardTracer) -> None:
-    """Its trace ends with the code, and with what the engine had come to."""
+def test_a_failed_turn_is_traced(world: World, tracer: RecordingTracer) -> None:
+    """Its trace ends with the code and the stages so far."""
     world.infer(world.create())
     start(world, QUEUE)
     world.engine.say(Failed(turn_id=world.engine.last.turn_id, code="internal", message="No.", stages=(PREFILL,)))
@@ -148,8 +148,8 @@ def test_a_turn_that_fails(world: World, tracer: HeardTracer) -> None:
     assert tracer.last.figures["gen_ai.response.finish_reasons"] == ()
 
 
-def test_a_turn_that_is_abandoned(world: World, tracer: HeardTracer) -> None:
-    """The end of its session is the end of its trace; what the engine says later adds nothing."""
+def test_a_cancelled_turn_is_traced(world: World, tracer: RecordingTracer) -> None:
+    """Its trace ends with the session; late stages are ignored."""
     session_id = world.create()
     world.infer(session_id)
     start(world, QUEUE)
@@ -160,8 +160,8 @@ def test_a_turn_that_is_abandoned(world: World, tracer: HeardTracer) -> None:
     assert tracer.last.stages == [QUEUE]
 
 
-def test_a_turn_whose_engine_is_lost(world: World, tracer: HeardTracer) -> None:
-    """One trace for all of it, with the loss as an event; the next engine is asked for its times too."""
+def test_an_interrupted_turn_is_traced_once(world: World, tracer: RecordingTracer) -> None:
+    """The loss is an event, and the next engine adds its stages."""
     world.infer(world.create())
     start(world, QUEUE)
     world.engine.say(TokenDelta(world.engine.last.turn_id, packed("abc"), "abc"))
@@ -176,8 +176,8 @@ def test_a_turn_whose_engine_is_lost(world: World, tracer: HeardTracer) -> None:
     assert trace.ends == [None]
 
 
-def test_a_turn_that_is_shifted(world: World, tracer: HeardTracer) -> None:
-    """One trace for all of it, with the stages before and after."""
+def test_a_shifted_turn_is_traced_once(world: World, tracer: RecordingTracer) -> None:
+    """The trace contains the stages before and after the shift."""
     session_id = world.create()
     for question in "abc":
         world.turn(session_id, question, question * 20)
@@ -193,16 +193,16 @@ def test_a_turn_that_is_shifted(world: World, tracer: HeardTracer) -> None:
     assert trace.ends == [None]
 
 
-def test_a_turn_that_is_refused_is_no_turn(world: World, tracer: HeardTracer) -> None:
-    """Its trace has no end, so nothing is sent of it."""
+def test_a_refused_turn_is_not_exported(world: World, tracer: RecordingTracer) -> None:
+    """Its trace never ends."""
     world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
     with pytest.raises(InferenceCenterError):
         world.infer(world.create())
     assert [trace.ends for trace in tracer.traces] == [[]]
 
 
-def test_a_turn_that_an_earlier_daemon_began(world: World, tracer: HeardTracer) -> None:
-    """It goes on in the client's trace, which was written down with its question."""
+def test_a_restored_turn_continues_its_trace(world: World, tracer: RecordingTracer) -> None:
+    """The client's trace parent was recorded with the request."""
     world.infer(world.create(), traceparent=PARENT)
     start(world, QUEUE)
     world.engine.generate("ab")
@@ -215,17 +215,17 @@ def test_a_turn_that_an_earlier_daemon_began(world: World, tracer: HeardTracer) 
     assert world.engine.last.traced
 
 
-def test_what_is_not_wanted_is_not_told(world: World, tracer: HeardTracer) -> None:
-    """A turn that is not sampled costs its question whether it is, and the engine takes no times."""
+def test_an_unsampled_turn_costs_nothing(world: World, tracer: RecordingTracer) -> None:
+    """The engine does not measure its stages."""
     tracer.wanted = False
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello", traceparent=PARENT)
     assert not world.engine.last.traced
-    assert tracer.last == HeardTrace(PARENT, wanted=False)
+    assert tracer.last == RecordingTrace(PARENT, wanted=False)
 
 
 def test_without_a_tracer_nothing_is_traced(world: World) -> None:
-    """As by default: one object for all turns, whose methods do nothing."""
+    """One null object serves all turns."""
     world.turn(world.create(), "Hi", "Hello", traceparent=PARENT)
     assert not world.engine.last.traced
     untraced = NullTracer()
@@ -237,8 +237,8 @@ def test_without_a_tracer_nothing_is_traced(world: World) -> None:
     assert vars(untraced) == {}
 
 
-def test_the_parent_is_nothing_that_the_engine_is_told(world: World, tracer: HeardTracer) -> None:
-    """It takes times and knows of no trace."""
+def test_the_engine_does_not_know_the_trace_parent(world: World, tracer: RecordingTracer) -> None:
+    """It only measures stages."""
     world.infer(world.create(), traceparent=PARENT)
     assert tracer.last.wanted
     assert PARENT[3:35] not in str(structs.asdict(world.engine.last))

@@ -1,4 +1,4 @@
-"""What a session remembers of its turns."""
+"""The log of a session's turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from inferencecenter.sessions.history import MAX_FAILURES, MAX_TURN_KEYS, MAX_TU
 
 
 def end(number: int) -> End:
-    """The end of a turn of one token."""
+    """The end of a turn with one token."""
     return End(
         session_id="s",
         seq=number,
@@ -22,8 +22,8 @@ def end(number: int) -> End:
     )
 
 
-def test_old_turns_are_forgotten_but_counted() -> None:
-    """Lists and keys are bounded; the sum is not."""
+def test_old_turns_are_dropped_but_counted() -> None:
+    """Lists and keys are bounded; the usage is not."""
     turn_log = TurnLog()
     for number in range(1, MAX_TURNS + 11):
         turn_log.record_end(f"k{number}", end(number), n_messages=2 * number)
@@ -38,23 +38,23 @@ def test_old_turns_are_forgotten_but_counted() -> None:
 
 
 def test_no_key_finds_nothing() -> None:
-    """Turns without a key are never taken for one another."""
+    """Turns without a key are never confused."""
     turn_log = TurnLog()
     turn = turn_log.record_end(None, end(1), n_messages=3)
     assert (turn.turn_id, turn.messages) == ("t1", 3)
     assert turn_log.find_end(None) is None
 
 
-def test_ends_that_were_kept_are_found_again() -> None:
-    """What an earlier daemon left is known, up to the usual number of keys."""
+def test_restored_ends_are_found() -> None:
+    """Keys of an earlier daemon are found up to the limit."""
     ends = {f"k{number}": end(number) for number in range(1, MAX_TURN_KEYS + 2)}
     turn_log = TurnLog((), ends)
     assert turn_log.find_end("k1") is None
     assert turn_log.find_end("k2") == ends["k2"]
 
 
-def test_why_turns_failed_is_known_for_a_while() -> None:
-    """With what was noted of them; only the latest, and no failure is a turn that is listed."""
+def test_failures_are_remembered_up_to_a_limit() -> None:
+    """With their notes; failed turns are not listed."""
     turn_log = TurnLog()
     failure = Error(code="internal", message="no", error="no", session_id="s", turn_id="t", retryable=False)
     for number in range(MAX_FAILURES + 1):
@@ -64,8 +64,8 @@ def test_why_turns_failed_is_known_for_a_while() -> None:
     assert turn_log.turns == ()
 
 
-def test_why_turns_failed_is_forgotten_with_what_came_after_a_turn() -> None:
-    """A failed turn stands behind none in particular."""
+def test_a_rewind_drops_failures() -> None:
+    """A failed turn has no position in the history."""
     failure = Error(code="internal", message="no", error="no", session_id="s", turn_id="t2", retryable=False)
     turn_log = TurnLog(failures={"t2": TurnFailure(failure, "")})
     turn_log.record_end(None, end(1), n_messages=2)

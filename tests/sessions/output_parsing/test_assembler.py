@@ -22,7 +22,7 @@ from inferencecenter.sessions.output_parsing.parser import OutputSpec, output_sp
 from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
 from inferencecenter.sessions.prompt.template import ChatTemplate
 from tests.sessions.conftest import make_model
-from tests.sessions.talking import ANSWER, CALL, HERMES, WEATHER
+from tests.sessions.tool_model import ANSWER, CALL, HERMES, WEATHER
 
 CAPABILITIES = ChatTemplate(make_model(chat_template=HERMES)).capabilities
 REQUEST = Infer.model_validate({"op": "infer", "session_id": "s", "prompt": "?", "tools": [WEATHER]})

@@ -1,4 +1,4 @@
-"""A model that thinks and asks for tools, and what it says."""
+"""A model with reasoning and tool calls, and its output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HERMES: Final = """\
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""A template in which all that was generated stays as it was."""
+"""A template that leaves generated text unchanged in later prompts."""
 
 WEATHER: Final = {
     "name": "weather",
@@ -38,10 +38,10 @@ THOUGHT: Final = "<think>\nNorth or south?\n</think>\n\n"
 CALL: Final = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 OTHER_CALL: Final = '\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 ANSWER: Final = f"{THOUGHT}Let me see.\n{CALL}{OTHER_CALL}"
-"""All that an answer can consist of."""
+"""An answer with all kinds of parts."""
 
 
-def talking_world() -> World:
+def tool_world() -> World:
     """Sessions with such a model."""
     world = World()
     world.engine.status = EngineStatus(EngineState.READY, model=make_model(chat_template=HERMES))
@@ -49,7 +49,7 @@ def talking_world() -> World:
 
 
 class Heard:
-    """What a client makes of the events of one turn."""
+    """Collects the events of one turn as a client does."""
 
     def __init__(self, events_of_turn: Iterable[Event] = ()) -> None:
         self.content = ""
@@ -62,7 +62,7 @@ class Heard:
             self.take(event)
 
     def take(self, event: Event) -> None:
-        """Take an event as it came."""
+        """Apply an event."""
         match event:
             case events.Token():
                 self.content += event.content
@@ -81,17 +81,17 @@ class Heard:
 
     @property
     def calls(self) -> tuple[ToolCall, ...]:
-        """The calls as a conversation has them."""
+        """The tool calls as a conversation contains them."""
         return tuple(
             ToolCall(call_id=call_id, name=name, arguments=arguments)
             for call_id, name, arguments in zip(self.ids, self.names, self.arguments, strict=True)
         )
 
     def same_as(self, other: Heard) -> bool:
-        """Whether it is the same text in the same places."""
+        """Whether both have the same text in the same parts."""
         return (self.content, self.reasoning, self.calls) == (other.content, other.reasoning, other.calls)
 
 
 def heard(sink: FakeSink) -> Heard:
-    """What a socket's client makes of all that it was sent."""
+    """Collect all turns from the events of a socket."""
     return Heard(sink.events)

@@ -1,4 +1,4 @@
-"""Nothing is told of a session before it is written down, and what cannot be written is refused."""
+"""Commit before publish: records precede events, and changes that cannot be stored are refused."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ FAULT = StorageFault("the disk is full")
 
 
 def journal(world: World) -> FakeJournal:
-    """The world's journal."""
+    """The journal of ``world``."""
     assert world.journal is not None
     return world.journal
 
 
 def kinds(world: World) -> list[str]:
-    """What was written, by kind."""
+    """The types of the records."""
     return [type(record).__name__ for record in journal(world).records]
 
 
-def test_a_turn_is_written_step_by_step(world: World) -> None:
-    """Its order, each token also when it shows nothing, its end; what must survive a power cut is flushed."""
+def test_a_turn_is_recorded_step_by_step(world: World) -> None:
+    """Its spec, each token, its end; only what must survive a power loss is flushed."""
     session_id = world.create(system="Be kind.", metadata={"a": "b"})
     world.infer(session_id, turn_key="k")
     world.engine.start()
@@ -81,8 +81,8 @@ def test_a_turn_is_written_step_by_step(world: World) -> None:
     assert [message.content for message in ended.history.messages] == ["Be kind.", "Hi", "Helo"]
 
 
-def test_each_number_is_written_with_its_event(world: World) -> None:
-    """Also that of an event which leaves no other trace."""
+def test_each_number_is_recorded_with_its_event(world: World) -> None:
+    """Also for an event without any other record."""
     world.engine.position = 2
     session_id = world.create()
     world.infer(session_id, turn_key="k")
@@ -104,8 +104,8 @@ def test_each_number_is_written_with_its_event(world: World) -> None:
     assert kinds(world)[-3:] == ["TurnFailed", "HistoryChanged", "HistoryChanged"]
 
 
-def test_a_shift_is_another_order_for_the_same_turn(world: World) -> None:
-    """It says which messages are read since, and when they were rendered."""
+def test_a_shift_records_a_new_spec(world: World) -> None:
+    """It contains the new view and the time of rendering."""
     session_id = world.create(system="Be kind.")
     for number in range(4):
         world.turn(session_id, f"question {number} " + "x" * 200, "answer")
@@ -121,8 +121,8 @@ def test_a_shift_is_another_order_for_the_same_turn(world: World) -> None:
     assert second.seq == first.seq + 1 == world.sink.last.seq
 
 
-def test_logprobs_without_text_are_an_event(world: World) -> None:
-    """Their number is written though no text is."""
+def test_logprobs_without_text_are_recorded(world: World) -> None:
+    """Their number is recorded without text."""
     session_id = world.create()
     world.infer(session_id, n_probs=1)
     world.engine.start()
@@ -132,8 +132,8 @@ def test_logprobs_without_text_are_an_event(world: World) -> None:
     assert (said.seq, said.text, world.sink.last.seq) == (2, "", 2)
 
 
-def test_sessions_that_end_are_gone(world: World) -> None:
-    """Closed, expired, or made to give room: in any case it is written."""
+def test_ended_sessions_are_recorded(world: World) -> None:
+    """Closed, expired or evicted."""
     world.evicts_stored = True
     world.reopen()
     session_id = world.create()
@@ -151,8 +151,8 @@ def test_sessions_that_end_are_gone(world: World) -> None:
     assert kinds(world)[-2:] == ["SessionDeleted", "SessionOpened"]
 
 
-def test_a_fork_begins_with_all_that_it_takes_over(world: World) -> None:
-    """Its history and its turns are written with it."""
+def test_a_fork_records_what_it_copies(world: World) -> None:
+    """Its history and its turns."""
     session_id = world.create()
     world.turn(session_id, "a", "one")
     world.turn(session_id, "b", "two")
@@ -163,8 +163,8 @@ def test_a_fork_begins_with_all_that_it_takes_over(world: World) -> None:
     assert len(opened.history.messages) == 4
 
 
-def test_nothing_is_told_before_it_is_safe(world: World) -> None:
-    """Events and answers wait for the store, in their order."""
+def test_nothing_is_published_before_the_commit(world: World) -> None:
+    """Events and replies wait for the store, in order."""
     session_id = world.create()
     journal(world).holding = True
     world.infer(session_id)
@@ -173,13 +173,13 @@ def test_nothing_is_told_before_it_is_safe(world: World) -> None:
     world.resume(session_id)
     assert world.sink.events == []
     journal(world).let_go(2)
-    assert world.sink.ops == []  # what came before the resume is part of what that tells
+    assert world.sink.ops == []  # events before the resume are part of its replay
     journal(world).let_go()
     assert world.sink.ops == ["session_resumed"]
 
 
-def test_answers_are_held_back_with_the_session_that_they_tell_of(world: World) -> None:
-    """Of a session that is not stored nothing waits, and of none neither."""
+def test_replies_wait_for_their_session(world: World) -> None:
+    """Replies about sessions that are not stored or do not exist wait for nothing."""
     stored, not_stored = world.create(), world.create(store=False)
     waits: list[tuple[Any, bool]] = [
         (requests.CreateSession(op="create_session"), True),
@@ -199,7 +199,7 @@ def test_answers_are_held_back_with_the_session_that_they_tell_of(world: World) 
 
 
 def test_a_session_that_is_not_stored_leaves_no_record(world: World) -> None:
-    """And waits for nothing, whatever the store does."""
+    """It never waits for the store."""
     journal(world).holding = True
     journal(world).fault = FAULT
     session_id = world.create(store=False)
@@ -214,8 +214,8 @@ def test_a_session_that_is_not_stored_leaves_no_record(world: World) -> None:
     assert not world.engine.last.durable
 
 
-def test_a_daemon_that_keeps_nothing_stores_no_session(world: World) -> None:
-    """Asked for or not, and the engine may write nothing of it either."""
+def test_a_daemon_without_a_store_stores_no_session(world: World) -> None:
+    """Whatever is requested, and the engine must not write KV either."""
     world.journal = None
     world.reopen()
     assert not world.sessions.durable
@@ -224,8 +224,8 @@ def test_a_daemon_that_keeps_nothing_stores_no_session(world: World) -> None:
     assert not world.engine.last.durable
 
 
-def test_what_could_not_be_written_is_refused(world: World) -> None:
-    """While the store has a fault nothing new begins; what runs goes on, reading and closing work."""
+def test_changes_are_refused_while_the_store_is_faulty(world: World) -> None:
+    """Running turns continue; reading and closing work."""
     running, idle = world.create(), world.create()
     world.turn(idle, "Hi", "Hello", turn_key="k")
     world.infer(running)
@@ -254,8 +254,8 @@ def test_what_could_not_be_written_is_refused(world: World) -> None:
     world.infer(running)
 
 
-def test_a_turn_that_fails_is_dropped(world: World) -> None:
-    """Nothing of it stays, but for the number of its last event."""
+def test_a_failed_turn_is_dropped(world: World) -> None:
+    """Only the number of its last event stays."""
     session_id = world.create()
     world.infer(session_id)
     world.engine.fail()
@@ -263,8 +263,10 @@ def test_a_turn_that_fails_is_dropped(world: World) -> None:
     assert (dropped.session_id, dropped.turn_id, dropped.seq) == (session_id, world.engine.last.turn_id, 2)
 
 
-def test_all_turns_are_written_though_only_the_last_are_listed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change in a long session does not forget what clients are not told of."""
+def test_all_turns_are_recorded_though_only_the_latest_are_listed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change of a long session keeps its older turns."""
     monkeypatch.setattr("inferencecenter.sessions.history.MAX_TURNS", 3)
     session_id = world.create()
     for _ in range(5):
@@ -275,8 +277,8 @@ def test_all_turns_are_written_though_only_the_last_are_listed(world: World, mon
 
 
 @given(lengths=st.lists(st.integers(0, 3), max_size=12))
-def test_events_come_in_the_order_of_their_numbers(lengths: list[int]) -> None:
-    """However slowly the store writes, and whatever it lets go at a time."""
+def test_events_arrive_in_the_order_of_their_numbers(lengths: list[int]) -> None:
+    """However slow and partial the commits are."""
     world = World()
     session_id = world.create()
     journal(world).holding = True
@@ -292,8 +294,8 @@ def test_events_come_in_the_order_of_their_numbers(lengths: list[int]) -> None:
     assert world.sink.text == "x" * sum(lengths)
 
 
-def test_the_journal_of_a_daemon_that_keeps_nothing_waits_for_nothing() -> None:
-    """Whatever it is given is told at once."""
+def test_the_null_journal_waits_for_nothing() -> None:
+    """Calls run at once."""
     told: list[int] = []
     unwritten = NullJournal()
     unwritten.write(SessionDeleted(session_id="s"), flush=True)
@@ -301,8 +303,8 @@ def test_the_journal_of_a_daemon_that_keeps_nothing_waits_for_nothing() -> None:
     assert (told, unwritten.fault) == ([1], None)
 
 
-def test_a_session_that_lacks_a_record_says_so(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the end of each turn, since a restart would show it."""
+def test_a_skipped_record_is_warned_of(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of each turn, because a restart would show it."""
     names = [world.create() for _ in range(2)]
     monkeypatch.setattr(journal(world), "lacks", lambda session_id: session_id == names[0])
     warnings = []
@@ -314,8 +316,8 @@ def test_a_session_that_lacks_a_record_says_so(world: World, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("fault", [None, StorageFault("the disk is full")])
-def test_resumes_that_wait_for_the_store_are_bounded(world: World, fault: StorageFault | None) -> None:
-    """By client, also over many sockets; sessions that are not stored go on, and all is well once it has written."""
+def test_pending_resumes_are_bounded(world: World, fault: StorageFault | None) -> None:
+    """Per client over all sockets; sessions that are not stored are not affected."""
     session_id, unstored = world.create(), world.create(store=False)
     journal(world).holding = True
     for _ in range(MAX_RESUMING):
@@ -333,8 +335,8 @@ def test_resumes_that_wait_for_the_store_are_bounded(world: World, fault: Storag
     assert world.sink.ops == ["session_resumed"]
 
 
-def test_a_client_that_is_far_ahead_of_the_store_waits(world: World) -> None:
-    """What would have to be written is refused while too much of the client waits; what is not stored goes on."""
+def test_a_client_with_too_many_pending_writes_is_refused(world: World) -> None:
+    """Sessions that are not stored are not affected."""
     session_id, unstored = world.create(), world.create(store=False)
     journal(world).n_pending = MAX_PENDING + 1
     for refused in (lambda: world.append(session_id, ("user", "x")), lambda: world.infer(session_id), world.create):

@@ -1,4 +1,4 @@
-"""Whenever models are swapped, engines lost and answers aborted: no turn is lost and no word is changed."""
+"""A stateful test: swaps, lost engines and aborts lose no turn and change no text."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ADA = Principal("ada", 4, "normal", frozenset({"user"}))
 
 
 class Recallable(Oracle):
-    """An oracle that gives back what it has not begun."""
+    """An oracle with recall."""
 
     def recall(self) -> None:
-        """Give back all turns without tokens."""
+        """Recall all turns without tokens."""
         turns = {**self.waiting, **{turn_id: running.turn for turn_id, running in self.running.items()}}
         for turn_id, turn in turns.items():
             if not turn.n_tokens:
@@ -52,23 +52,23 @@ class Conversation:
 
     @property
     def session(self) -> events.Session:
-        """The session as clients are told of it."""
+        """The session as described to clients."""
         return self.sessions.get(ADA, requests.GetSession(op="get_session", session_id=self.session_id))
 
     @property
     def is_busy(self) -> bool:
-        """Whether a question is not answered yet."""
+        """Whether a turn is running."""
         return self.session.state == "busy"
 
     def ask(self) -> None:
-        """Ask the next question, if the last one is answered."""
+        """Send the next question if the session is idle."""
         if not self.is_busy:
             self.asked.append(f"question {len(self.asked)}")
             request = requests.Infer(op="infer", session_id=self.session_id, prompt=self.asked[-1])
             self.sessions.infer(ADA, request, self.sink)
 
     def work(self) -> None:
-        """Let both engines make a step."""
+        """Step both engines."""
         for oracle in self.oracles.values():
             oracle.step()
 
@@ -79,29 +79,29 @@ class Conversation:
         before.recall()
 
     def lose(self) -> None:
-        """Let the default's engine die."""
+        """Lose the default's engine."""
         self.oracles[self.engines.default].lose()
 
     def ready(self) -> None:
-        """Start what was lost again."""
+        """Start the lost engines."""
         for oracle in self.oracles.values():
             if oracle.status.state is not EngineState.READY:
                 oracle.ready()
 
     def abort(self) -> None:
-        """Ask for the end of the answer, once."""
+        """Abort the turn, once."""
         if self.is_busy and len(self.asked) not in self.aborted:
             self.aborted.add(len(self.asked))
             self.sessions.abort(ADA, requests.Abort(op="abort", session_id=self.session_id))
 
     def finish(self) -> None:
-        """Let everything come to its end."""
+        """Run everything to its end."""
         self.ready()
         for oracle in self.oracles.values():
             oracle.run()
 
     def check(self) -> None:
-        """Every question stands there, with what a model says to a prompt that spells all that came before."""
+        """Check every question, its answer and the prompt that produced it."""
         contents = [message.content for message in self.session.transcript]
         assert contents[::2] == self.asked
         for turn in self.session.turns:
@@ -123,8 +123,8 @@ class Conversation:
     steps=st.lists(st.sampled_from(["ask", "work", "swap", "lose", "ready", "abort"]), max_size=40),
     pinned=st.booleans(),
 )
-def test_swaps_change_no_word_and_lose_no_turn(steps: list[str], pinned: bool) -> None:
-    """Each turn ends once, and says what its model says to a prompt in which all that was said before stands."""
+def test_swaps_change_no_text_and_lose_no_turn(steps: list[str], pinned: bool) -> None:
+    """Each turn ends once, with its model's answer to the whole conversation."""
     conversation = Conversation(pinned=pinned)
     for step in steps:
         getattr(conversation, step)()

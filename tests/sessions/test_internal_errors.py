@@ -1,4 +1,4 @@
-"""A defect that one turn meets ends that turn, and nothing else: its session is idle again and goes on."""
+"""An internal error in a turn ends only that turn: its session is idle again and usable."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Running(UnlimitedAllowance):
-    """Counts the turns that run."""
+    """Counts the running turns."""
 
     limits = NO_LIMITS
 
@@ -31,16 +31,16 @@ class Running(UnlimitedAllowance):
         self.running = 0
 
     def begin_turn(self) -> None:
-        """Count one more."""
+        """Count the start of a turn."""
         self.running += 1
 
     def end_turn(self) -> None:
-        """Count one less."""
+        """Count the end of a turn."""
         self.running -= 1
 
 
 def broken_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool = False) -> list[str]:
-    """Have a function raise once, before or after what it does; the list says when it has."""
+    """Make a function raise once, before or after its work; the list is filled when it has."""
     whole = getattr(owner, name)
     raised: list[str] = []
 
@@ -73,8 +73,10 @@ def broken_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after
         (turn_runner, "after_turn"),
     ],
 )
-def test_a_defect_ends_its_turn_only(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool) -> None:
-    """Wherever it is met, the client is told one end, the session is idle, and the next turn is answered."""
+def test_an_internal_error_ends_only_its_turn(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool
+) -> None:
+    """The client receives one end, the session is idle, and the next turn runs."""
     allowance = Running()
     world = World(allowance_of=lambda _client, _token: allowance)
     session_id = world.create()
@@ -97,8 +99,8 @@ def test_a_defect_ends_its_turn_only(monkeypatch: pytest.MonkeyPatch, owner: Any
     assert world.sink.last.op == "end"
 
 
-def test_a_defect_of_the_engines_side_leaves_no_busy_session(world: World) -> None:
-    """A turn that cannot even be submitted leaves the session as it was."""
+def test_an_error_at_submission_leaves_the_session_idle(world: World) -> None:
+    """A turn that cannot be submitted leaves the session unchanged."""
     session_id = world.create()
     world.engine.refusal = RuntimeError("a defect")
     with pytest.raises(RuntimeError):
@@ -108,8 +110,8 @@ def test_a_defect_of_the_engines_side_leaves_no_busy_session(world: World) -> No
     world.turn(session_id, "Hi", "Hello")
 
 
-def test_who_comes_back_after_a_defect_is_told_how_things_stand(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of the event that was never told is missing: what came before it cannot be told again."""
+def test_resume_after_an_internal_error_sends_the_state(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The unpublished number leaves a gap, so earlier positions cannot be replayed."""
     session_id = world.create()
     epoch = world.get(session_id).epoch
     broken_once(monkeypatch, Subscription, "publish")
@@ -123,8 +125,8 @@ def test_who_comes_back_after_a_defect_is_told_how_things_stand(world: World, mo
     assert [message.content for message in told.transcript or ()] == ["Hi", "Hello"]
 
 
-def test_an_observer_that_fails_takes_no_end_from_a_turn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is counted of a turn is counted after its end was told."""
+def test_a_failing_observer_does_not_affect_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The observer is called after the end was published."""
     monkeypatch.setattr(world, "turn_ended", _fail)
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -136,10 +138,8 @@ def _fail(*_args: Any) -> None:
     raise RuntimeError("a defect")
 
 
-def test_a_session_that_cannot_be_built_keeps_no_daemon_from_starting(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is logged and left in the file; the others are there."""
+def test_an_unbuildable_session_does_not_prevent_the_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is logged and left in the file; the others are restored."""
     journal = FakeJournal()
     world.journal = journal
     world.reopen()

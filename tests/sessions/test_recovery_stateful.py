@@ -1,4 +1,4 @@
-"""Whatever is cut, killed or held back, and wherever: a client reads the same text as if nothing had happened."""
+"""A stateful test: whatever is cut, killed or delayed, the client reads the same text."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ ADA = Principal("ada", 4, "normal", frozenset({"user"}))
 
 
 class Socket:
-    """A connection that carries events to a reader until it is cut."""
+    """A connection that delivers events to a client until it is cut."""
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.open = True
 
     def send(self, event: Event) -> None:
-        """Deliver, or lose what comes too late."""
+        """Deliver the event, or drop it after the cut."""
         if self.open:
             self.reader.take(event)
 
     def replay(self, missed: Sequence[Event]) -> None:
-        """Deliver what was missed."""
+        """Deliver missed events."""
         for event in missed:
             self.send(event)
 
 
 class CommittingJournal(FakeJournal):
-    """A journal that knows which records are safe: those written before anything that was told.
+    """A journal that knows the committed records: those written before a delivered event.
 
-    Records of one frame of the engine become safe together.
+    Records of one engine frame are committed together.
     """
 
     def __init__(self) -> None:
@@ -55,28 +55,28 @@ class CommittingJournal(FakeJournal):
         self.safe = 0
         self.frames: list[int] = []
 
-    def release(self, tell: Callable[[], None]) -> None:
-        """Hold the call until ``let_go``; then what was written before it is safe."""
+    def release(self, callback: Callable[[], None]) -> None:
+        """Hold the call until ``let_go``, which commits what was written before it."""
         n_records = len(self.records)
-        self.held.append(lambda: self._tell(tell, n_records))
+        self.held.append(lambda: self._run(callback, n_records))
 
     def end_frame(self) -> None:
-        """What is written from now on is of another frame."""
+        """Start another frame for the following records."""
         self.frames.append(len(self.records))
 
     def survivors(self, more: int) -> list[int]:
-        """Numbers of records that a killed daemon may leave, the fewest first; ``more`` is how many frames."""
+        """The possible numbers of records after a crash, fewest first, within ``more`` further frames."""
         possible = [n for n in [*self.frames, len(self.records)] if n >= self.safe]
         return possible[: more + 1]
 
-    def _tell(self, tell: Callable[[], None], n_records: int) -> None:
+    def _run(self, callback: Callable[[], None], n_records: int) -> None:
         frame = min([n for n in self.frames if n >= n_records], default=len(self.records))
         self.safe = max(self.safe, frame)
-        tell()
+        callback()
 
 
 class Survival(RuleBasedStateMachine):
-    """One session of one client, which asks a question whenever it has the answer to the last one."""
+    """One session of a client that sends its next question after each answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Survival(RuleBasedStateMachine):
         self.pending: str | None = None
 
     def begin(self) -> SessionManager:
-        """A daemon that knows nothing yet."""
+        """Start the first daemon."""
         return SessionManager(
             engines=one_model(self.oracle),
             renderers=InlineTemplates(),
@@ -114,12 +114,12 @@ class Survival(RuleBasedStateMachine):
         )
 
     def draw(self, size: int) -> bytes:
-        """Bytes that were never drawn before."""
+        """Unique bytes."""
         self.drawn += 1
         return self.drawn.to_bytes(size, "little")
 
     def infer(self) -> None:
-        """Send the question that has no answer yet, with its key."""
+        """Send the open question with its key."""
         self.sent += 1
         self.pending = f"i{self.sent}"
         request = requests.Infer(
@@ -134,44 +134,44 @@ class Survival(RuleBasedStateMachine):
 
     @property
     def answered(self) -> bool:
-        """Whether the client has the answers to all that it asked."""
+        """Whether every question is answered."""
         return len(self.reader.answers) == self.asked
 
     @precondition(lambda self: self.socket.open and self.answered)
     @rule()
     def ask(self) -> None:
-        """Ask something new."""
+        """Send a new question."""
         self.asked += 1
         self.infer()
 
     @precondition(lambda self: self.socket.open and not self.answered)
     @rule()
     def ask_again(self) -> None:
-        """Send the same question again: it attaches to its turn, whatever became of it."""
+        """Repeat the question, which attaches to its turn."""
         self.infer()
 
     @rule(steps=st.integers(1, 30))
     def generate(self, steps: int) -> None:
-        """Let the engine work."""
+        """Run the engine for some steps."""
         for _ in range(steps):
             self.oracle.step()
             self.journal.end_frame()
 
     @rule(count=st.integers(1, 60))
     def commit(self, count: int) -> None:
-        """Let the store catch up, as far as it gets."""
+        """Release some or all of the journal."""
         self.journal.let_go(count)
 
     @rule(noticed=st.booleans())
     def cut(self, noticed: bool) -> None:
-        """Cut the connection; the daemon may take a while to notice."""
+        """Cut the connection; the daemon may notice later."""
         self.socket.open = False
         if noticed:
             self.sessions.detach(self.socket)
 
     @rule()
     def come_back(self) -> None:
-        """Resume on another socket, or on the same one if it is still there."""
+        """Resume on a new socket, or on the same one if it is open."""
         if not self.socket.open:
             self.socket = Socket(self.reader)
         request = requests.ResumeSession(
@@ -181,7 +181,7 @@ class Survival(RuleBasedStateMachine):
 
     @rule()
     def come_back_with_nothing(self) -> None:
-        """Resume without a position: what is told has to be enough."""
+        """Resume without a position; the state must suffice."""
         self.socket.open = False
         self.reader = Reader(self.reader.epoch, answers=self.reader.answers)
         self.socket = Socket(self.reader)
@@ -196,23 +196,23 @@ class Survival(RuleBasedStateMachine):
 
     @rule()
     def engine_ready(self) -> None:
-        """Start another."""
+        """Start an engine."""
         if self.oracle.status.state is not EngineState.READY:
             self.oracle.ready()
 
     @rule(more=st.integers(0, 5))
     def kill_daemon(self, more: int) -> None:
-        """Kill the daemon: what was told is safe, and perhaps a little more."""
+        """Kill the daemon: delivered events are committed, and possibly a little more."""
         self.restart(self.journal.survivors(more)[-1], clean=False)
 
     @rule()
     def restart_daemon(self) -> None:
-        """Stop the daemon in order and start it again."""
+        """Stop and start the daemon."""
         self.journal.let_go()
         self.restart(len(self.journal.records), clean=True)
 
     def restart(self, n_records: int, *, clean: bool) -> None:
-        """Begin anew with the first so many records, in which is all that the client has seen."""
+        """Start a daemon with the first ``n`` records, which include all that was delivered."""
         self.socket.open = False
         records = self.journal.records[:n_records]
         (session,) = kept(records)
@@ -232,19 +232,19 @@ class Survival(RuleBasedStateMachine):
 
     @invariant()
     def what_is_shown_is_right(self) -> None:
-        """At any moment the client has read a beginning of the answer, and of those that ended all."""
+        """At any moment the client has a prefix of the running answer and all of the ended ones."""
         for turn_id, text in self.reader.answers.items():
             assert text == self.expected(turn_id)
         if self.reader.turn_id is not None:
             assert self.expected(self.reader.turn_id).startswith(self.reader.text)
 
     def expected(self, turn_id: str) -> str:
-        """What the turn has to say; nothing before an engine had it."""
+        """The text of the turn; none before an engine had it."""
         prompt = self.oracle.prompts.get(turn_id)
         return "" if prompt is None else script(prompt)
 
     def teardown(self) -> None:
-        """When all is well again, the client gets every answer, each turn having run once."""
+        """After recovery the client gets every answer, and each turn has run once."""
         self.engine_ready()
         for _ in range(3):
             self.come_back()
@@ -267,8 +267,8 @@ Survival.TestCase.settings = settings(max_examples=60, stateful_step_count=40, d
 TestSurvival = Survival.TestCase
 
 
-def test_the_machine_refuses_what_the_protocol_refuses() -> None:
-    """A question while another is answered is refused: the machine's client never does that by accident."""
+def test_a_second_question_is_refused() -> None:
+    """The state machine never sends one, so it is tested here."""
     machine = Survival()
     machine.ask()
     machine.asked += 1

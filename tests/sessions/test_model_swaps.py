@@ -1,4 +1,4 @@
-"""Another model takes over: turns that have begun end where they are, all else goes on with the new one."""
+"""A change of the default model: begun turns end on their model, everything else moves to the new one."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from tests.sessions.conftest import BRACKETS, FakeEngine, FakeSink, World, make_
 
 @pytest.fixture
 def toy(world: World) -> FakeEngine:
-    """The engine of the model that is the default at first."""
+    """The engine of the first default."""
     return world.engine
 
 
 @pytest.fixture
 def large(world: World) -> FakeEngine:
-    """Another model, with another template and more room."""
+    """A second model with another template and a larger context."""
     return world.add_model("large", chat_template=BRACKETS, n_ctx=4096, n_vocab=512)
 
 
 def swap(world: World, name: str = "large") -> None:
-    """Give the sessions another default, and recall what the one before has not begun."""
+    """Change the default and recall the turns without tokens."""
     before, world.engines.default = world.engine, name
     before.recall()
 
 
 def spelled(tokens: bytes) -> str:
-    """The text of packed tokens, one a character."""
+    """The text of packed tokens, one per character."""
     return "".join(map(chr, unpack_tokens(tokens)))
 
 
 def orders(world: World) -> list[tuple[str, int]]:
-    """The models and numbers of all orders that were written down."""
+    """The models and numbers of all recorded turn specs."""
     assert world.journal is not None
     return [(record.spec.model, record.seq) for record in world.journal.of(TurnQueued)]
 
@@ -50,8 +50,8 @@ def orders(world: World) -> list[tuple[str, int]]:
 # Between turns.
 
 
-def test_a_session_goes_on_from_its_messages(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """The new model's template writes all of them, its tokens go on from there, and so it is on the way back."""
+def test_a_session_continues_from_its_messages(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """The new model renders all of them and continues from its tokens; the same on the way back."""
     session_id = world.create(system="Be kind.")
     world.turn(session_id, "I am Ada.", "Hello Ada.")
     swap(world)
@@ -75,8 +75,8 @@ def test_a_session_goes_on_from_its_messages(world: World, toy: FakeEngine, larg
         assert said in toy.last_text
 
 
-def test_forgotten_messages_stay_forgotten(world: World, large: FakeEngine) -> None:
-    """A context that was full is not filled again by a model with more room, but the transcript has everything."""
+def test_dropped_messages_stay_dropped(world: World, large: FakeEngine) -> None:
+    """A larger context does not restore them; the transcript has everything."""
     world.engine.status = EngineStatus(EngineState.READY, model=make_model(n_ctx=400))
     session_id = world.create(system="Be kind.")
     for number in (1, 2, 3):
@@ -94,7 +94,7 @@ def test_forgotten_messages_stay_forgotten(world: World, large: FakeEngine) -> N
 
 
 def test_forks_and_rewinds_across_a_swap(world: World, large: FakeEngine) -> None:
-    """A fork is of the model of now and has its parameters; turns of the other can be gone back to."""
+    """A fork uses the current model and its parameters; turns of the old one can be rewound to."""
     large.status = EngineStatus(
         EngineState.READY,
         model=make_model(
@@ -121,8 +121,8 @@ def test_forks_and_rewinds_across_a_swap(world: World, large: FakeEngine) -> Non
     assert world.get(created.session_id).params["temperature"] == Params().temperature
 
 
-def test_a_fork_keeps_the_choice_of_its_parent(world: World, large: FakeEngine) -> None:
-    """One that named its model stays with it, one that named none goes with the default."""
+def test_a_fork_keeps_the_chosen_model(world: World, large: FakeEngine) -> None:
+    """Without a choice it follows the default."""
     pinned, going = world.create(model="toy"), world.create()
     children = world.fork(pinned), world.fork(going)
     swap(world)
@@ -130,8 +130,8 @@ def test_a_fork_keeps_the_choice_of_its_parent(world: World, large: FakeEngine) 
     assert large.submitted == []
 
 
-def test_who_comes_back_after_a_swap_misses_nothing(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """Numbers go on, also over an answer of the one and the next of the other."""
+def test_a_resume_after_a_swap_misses_nothing(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Numbers continue across answers of both models."""
     session_id = world.create()
     world.infer(session_id, "one")
     toy.start()
@@ -147,11 +147,11 @@ def test_who_comes_back_after_a_swap_misses_nothing(world: World, toy: FakeEngin
     assert sink.text == "einszwei"
 
 
-# In the middle of a turn.
+# During a turn.
 
 
-def test_a_turn_that_has_begun_ends_on_its_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """Nobody is cut: its answer becomes history, and the next turn reads it with the new model."""
+def test_a_begun_turn_ends_on_its_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Its answer enters the history, and the next turn renders it for the new model."""
     session_id = world.create()
     world.infer(session_id, "Hi")
     toy.start()
@@ -166,8 +166,8 @@ def test_a_turn_that_has_begun_ends_on_its_model(world: World, toy: FakeEngine, 
     assert large.last_text == "[user]Hi[assistant]Hello[user]And?[assistant]"
 
 
-def test_an_abort_goes_to_whoever_has_the_turn(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """So does one by closing the session."""
+def test_an_abort_goes_to_the_engine_of_the_turn(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Closing the session too."""
     aborted, closed = world.create(), world.create()
     for session_id in (aborted, closed):
         world.infer(session_id)
@@ -180,8 +180,8 @@ def test_an_abort_goes_to_whoever_has_the_turn(world: World, toy: FakeEngine, la
     assert (toy.aborted, large.aborted) == (turns, [])
 
 
-def test_a_full_context_is_shifted_where_the_turn_is(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """Its room is that of its own model, and its shorter prompt goes there."""
+def test_a_full_context_is_shifted_on_its_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """The turn's own context size applies."""
     toy.status = EngineStatus(EngineState.READY, model=make_model(n_ctx=400))
     session_id = world.create()
     for number in (1, 2, 3):
@@ -197,8 +197,8 @@ def test_a_full_context_is_shifted_where_the_turn_is(world: World, toy: FakeEngi
     assert world.transcript(session_id)[-1] == ("assistant", "abcd")
 
 
-def test_a_begun_turn_goes_on_with_its_own_model_after_a_loss(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """Whatever the default is by then."""
+def test_a_begun_turn_resumes_on_its_model_after_a_loss(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Whatever the default is."""
     session_id = world.create()
     world.infer(session_id)
     toy.start()
@@ -212,8 +212,8 @@ def test_a_begun_turn_goes_on_with_its_own_model_after_a_loss(world: World, toy:
     assert world.sink.last.finish_reason == "stop"
 
 
-def test_another_file_under_the_same_name(world: World) -> None:
-    """Turns that have begun end on the engine that has them, whatever takes its name; the next one goes to that."""
+def test_a_reassigned_name_does_not_move_begun_turns(world: World) -> None:
+    """They end on their engine; the next turn uses the new one."""
     session_id = world.create()
     world.infer(session_id, "Hi")
     old, new = world.engine, FakeEngine()
@@ -230,7 +230,7 @@ def test_another_file_under_the_same_name(world: World) -> None:
 
 
 def taken_back(world: World) -> tuple[str, FakeEngine, FakeEngine]:
-    """A session whose turn has begun on an engine that is gone, and another that takes its place."""
+    """A session whose turn began on a lost engine, and the engine that replaces it."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
     world.infer(session_id, "Go on")
@@ -241,8 +241,8 @@ def taken_back(world: World) -> tuple[str, FakeEngine, FakeEngine]:
     return session_id, old, world.engine
 
 
-def test_a_begun_turn_goes_on_with_the_engine_that_takes_the_place(world: World) -> None:
-    """Where only the way it is run has changed, not the model."""
+def test_a_begun_turn_resumes_on_a_replacement_engine(world: World) -> None:
+    """The model is the same; only its options differ."""
     session_id, old, new = taken_back(world)
     new.status = EngineStatus(EngineState.READY, model=make_model(slots=9))
     old.recall(begun=True)
@@ -252,8 +252,8 @@ def test_a_begun_turn_goes_on_with_the_engine_that_takes_the_place(world: World)
     assert world.transcript(session_id)[-1] == ("assistant", "abcd")
 
 
-def test_a_begun_turn_ends_where_another_model_takes_the_place(world: World) -> None:
-    """With what it said and the reason; it is no part of the new one's work."""
+def test_a_begun_turn_ends_if_another_model_replaces_its_own(world: World) -> None:
+    """The partial answer is kept with the reason."""
     session_id, old, new = taken_back(world)
     new.status = EngineStatus(EngineState.READY, model=make_model(chat_template=BRACKETS))
     old.recall(begun=True)
@@ -262,11 +262,11 @@ def test_a_begun_turn_ends_where_another_model_takes_the_place(world: World) -> 
     assert (new.turns, world.get(session_id).state) == ({}, "idle")
 
 
-# Before it has begun.
+# Before the first token.
 
 
-def test_a_turn_whose_model_has_no_room_says_how_long(world: World) -> None:
-    """Its place is told again, with the time; one that runs says nothing of it."""
+def test_a_delayed_load_is_published(world: World) -> None:
+    """The position is sent again with the delay; a running turn sends none."""
     waiting(world)
     n_events = len(world.sink.events)
     (turn,) = world.engine.turns.values()
@@ -282,7 +282,7 @@ def test_a_turn_whose_model_has_no_room_says_how_long(world: World) -> None:
 
 
 def waiting(world: World, **fields: Any) -> str:
-    """A session with a turn behind it, and one that waits for an engine."""
+    """A session with an ended turn and a turn that waits for an engine."""
     session_id = world.create(**{"params": {"top_k": 7}, **fields})
     world.turn(session_id, "Hi", "Hello")
     world.engine.status = replace(world.engine.status, state=EngineState.BACKOFF)
@@ -290,8 +290,8 @@ def waiting(world: World, **fields: Any) -> str:
     return session_id
 
 
-def test_a_turn_that_waits_goes_to_the_new_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """It is written anew, told where it stands there, and written down before that is told."""
+def test_a_queued_turn_moves_to_the_new_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """It is rendered and recorded again before its new position is published."""
     session_id = waiting(world)
     n_events = len(world.sink.events)
     large.position = 3
@@ -309,8 +309,8 @@ def test_a_turn_that_waits_goes_to_the_new_model(world: World, toy: FakeEngine, 
     assert world.transcript(session_id)[-1] == ("assistant", "There.")
 
 
-def test_a_turn_that_is_recalled_has_the_new_models_parameters(world: World, toy: FakeEngine) -> None:
-    """What the session and the turn chose stays, also what the old model recommended likewise; its seed too."""
+def test_a_recalled_turn_gets_the_new_models_parameters(world: World, toy: FakeEngine) -> None:
+    """Parameters of the session and the turn stay, and so does the seed."""
     recommended = b'{"temperature": 0.5, "min_p": 0.1, "top_p": 0.8}'
     toy.status = EngineStatus(EngineState.READY, model=make_model(sampling_defaults_json=recommended))
     large = world.add_model("large", sampling_defaults_json=b'{"temperature": 0.9, "typical_p": 0.6}')
@@ -322,8 +322,8 @@ def test_a_turn_that_is_recalled_has_the_new_models_parameters(world: World, toy
     assert params == {"temperature": 0.5, "typical_p": 0.6, "top_k": 7, "seed": seed}
 
 
-def test_a_turn_whose_prompt_is_being_read_is_recalled_too(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """It has said nothing yet; its times count from the question, its prompt once."""
+def test_a_turn_in_prefill_is_recalled(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Times count from the request, and its prompt counts once."""
     session_id = world.create()
     world.infer(session_id, "Hi")
     world.now += 2
@@ -339,8 +339,8 @@ def test_a_turn_whose_prompt_is_being_read_is_recalled_too(world: World, toy: Fa
     assert world.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
 
 
-def test_who_named_a_model_is_recalled_to_it(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """The turn waits on where it was."""
+def test_a_turn_with_a_chosen_model_stays(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """There it waits again."""
     waiting(world, model="toy")
     swap(world)
     assert (len(toy.turns), large.turns) == (1, {})
@@ -348,8 +348,8 @@ def test_who_named_a_model_is_recalled_to_it(world: World, toy: FakeEngine, larg
     assert "Go on" in toy.last_text
 
 
-def test_a_recalled_turn_that_is_refused_fails(world: World, large: FakeEngine) -> None:
-    """With the reason, and its session is as before."""
+def test_a_refused_recalled_turn_fails(world: World, large: FakeEngine) -> None:
+    """The error has the reason, and the session is unchanged."""
     session_id = waiting(world)
     large.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL, "too many")
     swap(world)
@@ -360,8 +360,8 @@ def test_a_recalled_turn_that_is_refused_fails(world: World, large: FakeEngine) 
     assert len(world.journal.of(TurnFailed)) == 1
 
 
-def test_a_turn_is_not_recalled_to_a_model_that_it_may_not_have(world: World, large: FakeEngine) -> None:
-    """Another default does not widen what a token may use: the turn fails, and nothing is loaded for it."""
+def test_a_turn_is_not_recalled_to_a_forbidden_model(world: World, large: FakeEngine) -> None:
+    """The turn fails and the model is not loaded."""
     world.limits = AccessLimits(models=("toy",))
     session_id = waiting(world)
     large.status = EngineStatus(EngineState.ASLEEP)
@@ -371,8 +371,8 @@ def test_a_turn_is_not_recalled_to_a_model_that_it_may_not_have(world: World, la
     assert world.get(session_id).state == "idle"
 
 
-def test_a_turn_is_recalled_to_a_model_that_still_loads(world: World, large: FakeEngine) -> None:
-    """It waits there, and is written when the model is known."""
+def test_a_turn_is_recalled_to_a_loading_model(world: World, large: FakeEngine) -> None:
+    """It waits there and is rendered when the model is loaded."""
     waiting(world)
     large.status = EngineStatus(EngineState.STARTING)
     swap(world)
@@ -383,8 +383,8 @@ def test_a_turn_is_recalled_to_a_model_that_still_loads(world: World, large: Fak
     assert [model for model, _ in orders(world)][-2:] == ["toy", "large"]
 
 
-def test_a_turn_that_is_over_is_not_recalled(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """Whoever recalls it late changes nothing."""
+def test_an_ended_turn_is_not_recalled(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """A late recall changes nothing."""
     session_id = world.create()
     world.infer(session_id)
     turn = toy.turns[toy.last.turn_id]
@@ -394,8 +394,8 @@ def test_a_turn_that_is_over_is_not_recalled(world: World, toy: FakeEngine, larg
     assert (world.sink.last.op, large.submitted) == ("end", [])
 
 
-def test_an_engine_that_asks_is_given_what_it_can_read(world: World, toy: FakeEngine, large: FakeEngine) -> None:
-    """Until a turn is recalled it is written for the model whose engine has it."""
+def test_an_engine_receives_prompts_of_its_own_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+    """Until its recall a turn is rendered for the model that has it."""
     waiting(world)
     world.engines.default = "large"
     toy.ready()
