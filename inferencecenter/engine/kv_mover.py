@@ -19,12 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class KvMoveResult:
-    """What came of a plan's moves.
+    """The result of a plan's moves.
 
-    ``emptied`` turns read their tokens from the first one again, ``lost`` ones cannot go on; both have empty slots, as
-    have the idle sessions whose slots, numbered as after the moves, are ``wiped``. ``took_s`` is what parking,
-    restoring and copying took, ``times`` each of these, and ``stages`` those that were for a turn, with its id;
-    ``n_parked`` sequences were parked.
+    ``emptied`` turns are prefilled from the start again, ``lost`` ones cannot continue; the slots of both are empty, as
+    are the ``wiped`` slots of idle sessions, numbered as after the moves. ``times`` lists the duration of each park,
+    restore and copy, ``stages`` those made for a turn, with its id; ``n_parked`` sequences were parked.
     """
 
     emptied: set[str] = field(default_factory=set)
@@ -36,16 +35,16 @@ class KvMoveResult:
 
     @property
     def took_s(self) -> float:
-        """What all of them took together."""
+        """Total duration of the moves in ``times``."""
         return sum(each.took_s for each in self.times)
 
 
 class KvMover:
-    """Makes moves on a backend, each of which may fail: then the slot is empty, and the moves behind it know.
+    """Executes moves on a backend. A failed move leaves its slot empty, and later moves take that into account.
 
     Args:
-        backend: What holds the slots.
-        kv: Where sequences are parked.
+        backend: Holds the slots.
+        kv: The store of parked sequences.
         clock: Monotonic seconds.
         progressed: Called after each move.
         on_log: Called with level and text.
@@ -65,13 +64,13 @@ class KvMover:
         self._clock = clock
         self._progressed = progressed
         self._on_log = on_log
-        # Slots that are empty though the plan counts on what they held.
+        # Slots that are empty although the plan relies on their content.
         self._empty: set[int] = set()
-        # Parked sequences that what is parked before them may not push out.
+        # Keys of parked sequences that parking must not evict.
         self._wanted: set[str] = set()
 
     def run(self, moves: Collection[KvMove]) -> KvMoveResult:
-        """Make the moves in order and return what came of them."""
+        """Make the moves in order and return their result."""
         moved = KvMoveResult()
         self._empty.clear()
         self._wanted = {move.key for move in moves if isinstance(move, RestoreSlot)}
@@ -92,7 +91,7 @@ class KvMover:
         return moved
 
     def _transfer(self, move: ParkSlot | RestoreSlot | CopySlot, moved: KvMoveResult) -> str:
-        """Make a move that takes its time, and return its kind."""
+        """Make a timed move and return its kind."""
         match move:
             case ParkSlot():
                 moved.n_parked += self._park(move)
@@ -122,7 +121,7 @@ class KvMover:
         try:
             self._backend.swap(swap.a, swap.b)
         except DecodeError as error:
-            self._on_log("error", f"slots {swap.a} and {swap.b} could not be exchanged: {error}")
+            self._on_log("error", f"slots {swap.a} and {swap.b} could not be swapped: {error}")
             for turn_id, slot in ((swap.turn_a, swap.b), (swap.turn_b, swap.a)):
                 self._backend.truncate(slot, 0)
                 self._empty.add(slot)
@@ -132,7 +131,7 @@ class KvMover:
                     moved.lost.add(turn_id)
 
     def _park(self, park: ParkSlot) -> bool:
-        # An empty slot has no bytes: what was to be parked is not there.
+        # An empty slot has no bytes, so there is nothing to park.
         size_bytes = self._backend.state_bytes(park.slot)
         return size_bytes > 0 and self._kv.park(
             park.key,
@@ -159,7 +158,7 @@ class KvMover:
         if filled:
             self._empty.discard(slot)
             return
-        # Whoever was there before may still be: a file that is gone is not even tried.
+        # The previous content may still be there: a missing file is not even tried.
         self._backend.truncate(slot, 0)
         self._empty.add(slot)
         moved.emptied.add(turn_id)

@@ -179,7 +179,7 @@ def test_an_exchange_that_fails_empties_both_slots(bench: Bench) -> None:
     moved = bench.run(SwapSlots(0, 1, "t", None), TruncateSlot(1, 1, "t"), park(0, 3, 4))
     assert (moved.lost, moved.wiped, moved.n_parked) == ({"t"}, {0}, 0)
     assert (bench.held(0), bench.held(1)) == ([], [])
-    assert bench.log == ["slots 0 and 1 could not be exchanged: planned"]
+    assert bench.log == ["slots 0 and 1 could not be swapped: planned"]
 
 
 def test_what_the_plan_restores_is_not_pushed_out(tmp_path: Path) -> None:

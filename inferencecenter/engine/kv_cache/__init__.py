@@ -1,1 +1,1 @@
-"""Parked KV: sequences that are in no slot, in two directories of one file format (tmpfs and disk)."""
+"""Parked KV: sequences that are in no slot, in two directories (tmpfs and disk) of one file format."""

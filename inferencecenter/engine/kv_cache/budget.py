@@ -1,4 +1,4 @@
-"""The bytes that a tier holds for each scope, in LRU order, and what is evicted when there is no room."""
+"""Byte budgets of a tier per scope, with LRU eviction."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ ItemT = TypeVar("ItemT", bound="Hashable")
 
 @dataclass(frozen=True, slots=True)
 class TierLimits:
-    """A budget, the share of it that a scope other than the public one may hold, and how many items there may be."""
+    """A byte budget, the share of it that a non-public scope may use, and the maximum number of items."""
 
     budget_bytes: int
     scope_share: float = 1.0
     max_items: int = 1_000_000
 
     def of(self, scope: str) -> int:
-        """Return how many bytes a scope may hold."""
+        """Return the bytes a scope may use."""
         return self.budget_bytes if scope == PUBLIC else int(self.budget_bytes * self.scope_share)
 
 
 class LruBudget(Generic[ItemT]):
-    """Items with their scopes and bytes, the least recently used first.
+    """Items with their scopes and sizes, least recently used first.
 
-    ``allowed_bytes`` of the budget may be used for now; what is here already may be more.
+    New items may use ``allowed_bytes`` of the budget; existing items may exceed it.
     """
 
     def __init__(self, limits: TierLimits) -> None:
@@ -51,22 +51,22 @@ class LruBudget(Generic[ItemT]):
 
     @property
     def total_bytes(self) -> int:
-        """What all items take."""
+        """Total size of all items."""
         return self._total_bytes
 
     def bytes_of(self, item: ItemT) -> int:
-        """Return what an item takes; 0 when it is not here."""
+        """Return an item's size; 0 when it is absent."""
         return self._items.get(item, (PUBLIC, 0))[1]
 
     def put(self, item: ItemT, scope: str, n_bytes: int) -> None:
-        """Enter an item, or change it, as the one used last."""
+        """Add or replace an item as the most recently used."""
         self.drop(item)
         self._items[item] = (scope, n_bytes)
         self._scopes[scope] += n_bytes
         self._total_bytes += n_bytes
 
     def drop(self, item: ItemT) -> None:
-        """Take an item out, if it is here."""
+        """Remove an item, if present."""
         scope, n_bytes = self._items.pop(item, (PUBLIC, 0))
         self._scopes[scope] -= n_bytes
         self._total_bytes -= n_bytes
@@ -74,22 +74,22 @@ class LruBudget(Generic[ItemT]):
             del self._scopes[scope]
 
     def touch(self, item: ItemT) -> None:
-        """Make an item the one used last, if it is here."""
+        """Mark an item as most recently used, if present."""
         if item in self._items:
             self._items[item] = self._items.pop(item)
 
     def spare_bytes(self, scope: str, *, without: ItemT | None = None) -> int:
-        """Return how many bytes an item of ``scope`` may take as things are, once ``without`` is gone."""
+        """Return the bytes available to an item of ``scope`` without evictions, once ``without`` is removed."""
         over_share, over_budget, _ = self._excess(scope, 0, without)
         return -max(over_share, over_budget)
 
     def room(
         self, scope: str, n_bytes: int, *, without: ItemT | None, rank: Callable[[ItemT], int | None]
     ) -> tuple[ItemT, ...] | None:
-        """Return the items to drop, besides ``without``, before one of ``scope`` and ``n_bytes`` can be put.
+        """Return the items to evict, besides ``without``, before adding an item of ``scope`` and ``n_bytes``.
 
-        The lowest ``rank`` goes first, and of these the least recently used; those without a rank stay. A scope over
-        its share makes room among its own. ``None`` when there cannot be room.
+        The lowest ``rank`` is evicted first, and within a rank the least recently used; items of rank ``None`` stay. A
+        scope over its share evicts its own items. ``None`` when there cannot be room.
         """
         over_share, over_budget, too_many = self._excess(scope, n_bytes, without)
         if over_share <= 0 and over_budget <= 0 and too_many <= 0:
@@ -112,11 +112,11 @@ class LruBudget(Generic[ItemT]):
             scopes[scope] += n_bytes
         assert +scopes == +self._scopes, "a scope's bytes are wrong"
         assert scopes.total() == self._total_bytes <= self.limits.budget_bytes, "a tier's bytes are wrong"
-        assert len(self._items) <= self.limits.max_items, "a tier holds too many"
-        assert all(n_bytes <= self.limits.of(scope) for scope, n_bytes in scopes.items()), "a scope has too much"
+        assert len(self._items) <= self.limits.max_items, "a tier holds too many items"
+        assert all(n_bytes <= self.limits.of(scope) for scope, n_bytes in scopes.items()), "a scope exceeds its share"
 
     def _excess(self, scope: str, n_bytes: int, without: ItemT | None) -> tuple[int, int, int]:
-        """Return by what an item would exceed its scope's share and what is allowed, in bytes, and the most items."""
+        """Return the excess of a new item over its scope's share, the allowed bytes and the maximum item count."""
         gone_scope, gone_bytes = (None, 0) if without is None else self._items.get(without, (None, 0))
         total = self._total_bytes - gone_bytes + n_bytes
         share = self._scopes[scope] - (gone_bytes if gone_scope == scope else 0) + n_bytes
@@ -124,7 +124,7 @@ class LruBudget(Generic[ItemT]):
         return share - self.limits.of(scope), total - self.allowed_bytes, items - self.limits.max_items
 
     def _first(self, order: list[ItemT], n_bytes: int, n_items: int) -> tuple[ItemT, ...]:
-        """Return as many of the first items as make up ``n_bytes`` and ``n_items``, or all when these do not."""
+        """Return the first items that add up to ``n_bytes`` and ``n_items``, or all of them if they do not."""
         chosen: list[ItemT] = []
         for item in order:
             if n_bytes <= 0 and len(chosen) >= n_items:

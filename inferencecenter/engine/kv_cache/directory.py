@@ -1,4 +1,4 @@
-"""The directory of a tier: it must be ours, and only files with our names in it are ever touched."""
+"""The directory of a tier: it must be owned by this user; only files with our names in it are touched."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def prepare(path: Path) -> None:
-    """Make the directory if there is none.
+    """Create the directory if it does not exist.
 
     Raises:
-        OSError: It cannot be made or used, or others may write to it.
+        OSError: It cannot be created or used, or other users may write to it.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
@@ -30,7 +30,7 @@ def prepare(path: Path) -> None:
 
 
 def list_parked(path: Path, *suffixes: str) -> tuple[list[Path], list[Path]]:
-    """Return the files of ours with one of ``suffixes``, and those of them that cannot be what was parked.
+    """Return our files with one of ``suffixes``: those that may hold parked KV, and those that cannot.
 
     Raises:
         OSError: The directory cannot be read.
@@ -47,12 +47,12 @@ def list_parked(path: Path, *suffixes: str) -> tuple[list[Path], list[Path]]:
 
 
 def delete(path: Path) -> None:
-    """Delete a file if that is possible."""
+    """Delete a file, ignoring errors."""
     with suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def deleted(path: Path, reason: str) -> str:
-    """Delete a file if that is possible, and return the reason for it."""
+    """Delete a file, ignoring errors, and return ``reason``."""
     delete(path)
     return reason

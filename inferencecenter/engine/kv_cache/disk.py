@@ -1,4 +1,4 @@
-"""The disk tier's files, written and read by a worker thread: a copy is the beginning of a mapping, as it is."""
+"""Files of the disk tier, written and read by a worker thread: a file is a copy of a mapping's used part."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class ExpectedSequence:
 
 
 class DiskTier:
-    """Files of one directory, named after a fingerprint and the key of what is in them.
+    """Files of one directory, named after the fingerprint and the key.
 
     Args:
         path: The directory.
-        fingerprint: What sequences are saved under (see ``record.digest``).
+        fingerprint: Digest that sequences are saved under (see ``record.digest``).
     """
 
     def __init__(self, path: Path, fingerprint: bytes) -> None:
@@ -50,7 +50,7 @@ class DiskTier:
         self._fingerprint = fingerprint
 
     def write(self, key: str, mapping: Mapping, generation: int, n_bytes: int) -> bool:
-        """Copy a sealed mapping's first ``n_bytes``; ``False`` when its content is another one meanwhile.
+        """Copy the first ``n_bytes`` of a sealed mapping; ``False`` when its content changed meanwhile.
 
         Raises:
             OSError: There is no room, or no usable directory.
@@ -63,7 +63,7 @@ class DiskTier:
                 if data is None or bytes(data[:START_BYTES]) == bytes(START_BYTES):
                     return False
                 _write(part, data[:n_bytes])
-            if mapping.generation != generation:  # overwritten while it was read
+            if mapping.generation != generation:  # overwritten during the copy
                 return False
             part.replace(path)
         finally:
@@ -71,10 +71,10 @@ class DiskTier:
         return True
 
     def read(self, wanted: ExpectedSequence, into: Mapping | None, create: Callable[[int], Mapping]) -> Mapping:
-        """Read a file back into a mapping, a new one where none is given.
+        """Read a file back into a mapping, a new one unless ``into`` is given.
 
         Raises:
-            RecordError: The file is not what was written.
+            RecordError: The content is not what was written.
             OSError: It cannot be read, or there is no room for it.
         """
         with self._file(wanted.key).open("rb", buffering=0) as file:
@@ -99,7 +99,7 @@ class DiskTier:
         directory.delete(self._file(key))
 
     def adopt(self) -> tuple[list[Record], list[str]]:
-        """Return the headers of what an earlier engine left; what is not sound is deleted, with the reasons returned.
+        """Return the headers of an earlier engine's files and the reasons for files that were deleted as invalid.
 
         Raises:
             OSError: The directory cannot be read.
@@ -115,7 +115,7 @@ class DiskTier:
         return left, faults
 
     def clear(self) -> None:
-        """Delete what an earlier engine left.
+        """Delete an earlier engine's files.
 
         Raises:
             OSError: The directory cannot be read.
@@ -151,7 +151,7 @@ class DiskTier:
 
 
 def seal(mapping: Mapping, generation: int, record: Record, fingerprint: bytes) -> None:
-    """Complete a mapping with its header, whose payload checksum is computed here; on a worker thread."""
+    """Complete a mapping with its header, including the payload's checksum; on a worker thread."""
     start = record.header_bytes
     with mapping.reading(generation) as data:
         if data is None:

@@ -1,4 +1,4 @@
-"""Which sequences are parked, in which tier, how they are found and which are evicted. Does no I/O."""
+"""Index of parked sequences: which tiers hold them, lookup by prefix, choice of victims. Does no I/O."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TierState(Enum):
-    """Whether an entry is in a tier."""
+    """State of an entry in a tier."""
 
     ABSENT = "absent"
     LOADING = "arriving"
@@ -28,11 +28,11 @@ class TierState(Enum):
 
 @dataclass(slots=True, eq=False)
 class KvEntry:
-    """One parked sequence; a later one of the same key is another entry.
+    """One parked sequence; a later one of the same key is a different entry.
 
-    ``tokens`` are packed; ``file_bytes`` is header and payload. ``verified``: the copy in RAM is known to be what was
-    saved. ``durable``: it may be copied to disk; ``refused``: that was tried and failed. ``spare``: a slot has it too.
-    ``load_failed``: when it was to come from disk the last time, there was no room in RAM.
+    ``tokens`` are packed; ``file_bytes`` is header and payload. ``verified``: the copy in RAM passed its checksum.
+    ``durable``: it may be copied to disk; ``refused``: that was tried and failed. ``spare``: a slot holds it too.
+    ``load_failed``: the last load from disk found no room in RAM.
     """
 
     key: str
@@ -52,17 +52,17 @@ class KvEntry:
 
     @property
     def n_tokens(self) -> int:
-        """How long the sequence is."""
+        """Length of the sequence."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def file_bytes(self) -> int:
-        """What a copy on disk takes."""
+        """Size of a copy on disk."""
         return self.payload_start + self.payload_bytes
 
     @property
     def header(self) -> Record:
-        """What is written before its payload, but for the payload's checksum."""
+        """The header of its file, with a payload checksum of 0."""
         return Record(
             key=self.key,
             scope=self.scope,
@@ -75,14 +75,14 @@ class KvEntry:
 
 
 class KvIndex:
-    """The entries by key and scope, with what they take of each tier's budget.
+    """Entries by key and scope, with their use of each tier's budget.
 
-    Entries may stay in a budget after they were removed: while a worker still fills their place.
+    A removed entry stays in a budget while a worker still fills its memory.
 
     Args:
         ram: Limits of the RAM tier.
         disk: Limits of the disk tier.
-        can_truncate: Whether a part of a sequence is of use; otherwise only whole ones are found.
+        can_truncate: Whether a part of a sequence is usable; otherwise only whole ones are found.
     """
 
     def __init__(self, *, ram: TierLimits, disk: TierLimits, can_truncate: bool) -> None:
@@ -104,14 +104,14 @@ class KvIndex:
         return self._entries.get(key)
 
     def add(self, entry: KvEntry) -> None:
-        """Enter an entry whose key is free, as the one used last."""
+        """Add an entry with a new key as the most recently used."""
         assert entry.key not in self._entries, f"{entry.key} is taken"
         self._entries[entry.key] = entry
         self._scopes.setdefault(entry.scope, {})[entry.key] = entry
         self.touch(entry)
 
     def remove(self, entry: KvEntry) -> None:
-        """Take an entry out; the budgets are left alone."""
+        """Remove an entry; the budgets are unchanged."""
         del self._entries[entry.key]
         siblings = self._scopes[entry.scope]
         del siblings[entry.key]
@@ -119,17 +119,17 @@ class KvIndex:
             del self._scopes[entry.scope]
 
     def touch(self, entry: KvEntry) -> None:
-        """Make an entry the one used last, in both tiers."""
+        """Mark an entry as most recently used in both tiers."""
         self._uses += 1
         entry.used = self._uses
         self.ram.touch(entry)
         self.disk.touch(entry)
 
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
-        """Return the entry of ``scope`` or of the public one that shares most tokens, or ``None`` if none shares any.
+        """Return the entry of ``scope`` or the public scope that shares most tokens; ``None`` if none shares any.
 
-        Of equal ones the first is that in RAM, then the shortest, then one that is no spare copy, then the one parked
-        last. One on disk is passed over while it may not be fetched.
+        Ties are broken in this order: in RAM, shortest, no spare copy, parked last. Entries on disk that must not be
+        loaded now are skipped.
         """
         candidates = [*self._scopes.get(scope, {}).values()]
         if scope != PUBLIC:
@@ -140,9 +140,9 @@ class KvIndex:
         best: tuple[tuple[int, bool, int, bool, int], KvEntry] | None = None
         shared = b""
         for entry in candidates:
-            if not entry.tokens.startswith(shared):  # shares less than the best so far, seen by one comparison
+            if not entry.tokens.startswith(shared):  # shares less than the best so far, found by one comparison
                 continue
-            if self._shut_out(entry):
+            if self._exceeds_allowed(entry):
                 continue
             common = common_prefix_tokens(entry.tokens, wanted) // TOKEN_BYTES
             if common == 0 or (common < entry.n_tokens and not self._can_truncate):
@@ -167,10 +167,10 @@ class KvIndex:
     def room_in_ram(
         self, scope: str, n_bytes: int, *, without: KvEntry | None, keep: Collection[str]
     ) -> tuple[KvEntry, ...] | None:
-        """Return the entries that leave RAM for one of ``scope`` and ``n_bytes``; ``None`` when it finds no room.
+        """Return the entries to evict from RAM for one of ``scope`` and ``n_bytes``; ``None`` without room.
 
-        ``without`` leaves anyway. Those with a key in ``keep`` stay. Spare ones go first, those that could still be
-        copied to disk last.
+        ``without`` leaves anyway. Entries with a key in ``keep`` stay. Spare entries are evicted first, those that
+        could still be copied to disk last.
         """
 
         def rank(entry: KvEntry) -> int | None:
@@ -181,14 +181,14 @@ class KvIndex:
         return self.ram.room(scope, n_bytes, without=without, rank=rank)
 
     def is_free_in_ram(self, scope: str, n_bytes: int, *, without: KvEntry | None) -> bool:
-        """Tell whether RAM may be used wholly, and has room once ``without`` is gone for one of these bytes."""
+        """Return whether RAM is not limited and has room without evictions once ``without`` is removed."""
         ram = self.ram
         if ram.allowed_bytes < ram.limits.budget_bytes:
             return False
         return ram.room(scope, n_bytes, without=without, rank=lambda _: None) == ()
 
     def room_on_disk(self, entry: KvEntry) -> tuple[KvEntry, ...] | None:
-        """Return the entries that leave the disk for a copy of ``entry``; only those used before it do."""
+        """Return the entries to evict from disk for a copy of ``entry``: only less recently used ones."""
 
         def rank(other: KvEntry) -> int | None:
             settled = other.disk is TierState.RESIDENT and other.ram is not TierState.LOADING
@@ -197,10 +197,10 @@ class KvIndex:
         return self.disk.room(entry.scope, entry.file_bytes, without=None, rank=rank)
 
     def excess_in_ram(self) -> list[KvEntry]:
-        """Return the entries to leave RAM so that it holds no more than is allowed; those that arrive cannot.
+        """Return the entries to evict so that RAM stays within ``allowed_bytes``; entries being loaded stay.
 
-        What is spare or on disk goes first, as nothing is lost with it, and of these what was used longest ago; what is
-        on its way there goes last.
+        Spare entries and those on disk are evicted first, since nothing is lost, least recently used first; entries
+        being written are evicted last.
         """
         order = {TierState.RESIDENT: 0, TierState.ABSENT: 1, TierState.LOADING: 2}
 
@@ -218,9 +218,9 @@ class KvIndex:
         return chosen
 
     def to_copy(self, spare_bytes: int) -> list[KvEntry]:
-        """Return the entries to be copied to disk now, so that ``spare_bytes`` of RAM can be had at no loss.
+        """Return the entries to copy to disk now, so that ``spare_bytes`` of RAM can be freed without loss.
 
-        Spare ones are not: nothing is lost with them.
+        Spare entries are not copied: evicting them loses nothing.
         """
         chosen: list[KvEntry] = []
         spare = self.ram.allowed_bytes - self.ram.total_bytes
@@ -233,12 +233,12 @@ class KvIndex:
         return chosen
 
     def unsaved(self) -> list[KvEntry]:
-        """Return the entries that may be copied to disk and were not, the one used last first."""
+        """Return the entries that may be copied to disk and were not, most recently used first."""
         entries = [entry for entry in self.ram if self._awaits_copy(entry) and entry.ram is TierState.RESIDENT]
         return sorted(entries, key=lambda entry: entry.used, reverse=True)
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books contradict each other."""
+        """Raise ``AssertionError`` when the index contradicts itself."""
         self.ram.check_integrity()
         self.disk.check_integrity()
         assert sum(map(len, self._scopes.values())) == len(self._entries), "an entry is lost"
@@ -249,10 +249,10 @@ class KvIndex:
             assert (entry in self.ram) == (entry.ram is not TierState.ABSENT), f"{key} is miscounted in RAM"
             assert (entry in self.disk) == (entry.disk is not TierState.ABSENT), f"{key} is miscounted on disk"
 
-    def _shut_out(self, entry: KvEntry) -> bool:
-        """Tell whether an entry on disk fits RAM, but not what is allowed of it now."""
-        is_fitting = self.ram.allowed_bytes < whole_pages(entry.file_bytes) <= self.ram.limits.budget_bytes
-        return is_fitting and entry.ram is TierState.ABSENT
+    def _exceeds_allowed(self, entry: KvEntry) -> bool:
+        """Return whether an entry on disk fits the RAM budget but not the bytes allowed now."""
+        fits_budget_only = self.ram.allowed_bytes < whole_pages(entry.file_bytes) <= self.ram.limits.budget_bytes
+        return fits_budget_only and entry.ram is TierState.ABSENT
 
     def _awaits_copy(self, entry: KvEntry) -> bool:
         may_be_copied = entry.durable and not entry.refused and entry.file_bytes <= self.disk.limits.of(entry.scope)

@@ -1,4 +1,4 @@
-"""Memory for one parked sequence: a mapped file of the RAM tier, or memory of no file."""
+"""Memory of one parked sequence: a mapped file of the RAM tier, or anonymous memory."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Mapping:
-    """Mapped memory that is filled again and again.
+    """Mapped memory that is reused for successive sequences.
 
-    Its owner's thread writes; a worker thread reads and completes headers. ``generation`` counts the times that it was
-    given new content: a worker that comes with an older one finds nothing and changes nothing.
+    The owner's thread writes; a worker thread reads and completes headers. ``generation`` counts the contents: an
+    operation with an older generation reads and changes nothing.
     """
 
     def __init__(self, memory: mmap.mmap, path: Path | None) -> None:
@@ -33,23 +33,23 @@ class Mapping:
 
     @classmethod
     def anonymous(cls, capacity_bytes: int) -> Mapping:
-        """Map memory of no file.
+        """Map anonymous memory.
 
         Raises:
-            OSError: There is not so much.
+            OSError: There is not enough memory.
         """
         return cls(mmap.mmap(-1, capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), None)
 
     @classmethod
     def create(cls, path: Path, capacity_bytes: int) -> Mapping:
-        """Make and map a file that only this user can read.
+        """Create and map a file that only this user can read.
 
         Raises:
-            OSError: It cannot be made, or there is not so much room.
+            OSError: It cannot be created, or there is not enough room.
         """
         descriptor = os.open(path, _CREATE, 0o600)
         try:
-            # Room is taken now: writing into a mapped hole of a full file system ends the process with SIGBUS.
+            # Allocated now: writing into a mapped hole of a full file system ends the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, capacity_bytes)
             return cls(mmap.mmap(descriptor, capacity_bytes), path)
         except OSError:
@@ -60,7 +60,7 @@ class Mapping:
 
     @classmethod
     def open(cls, path: Path) -> Mapping:
-        """Map a file as it is.
+        """Map an existing file.
 
         Raises:
             OSError: It cannot be opened, or is empty.
@@ -75,23 +75,23 @@ class Mapping:
 
     @property
     def capacity_bytes(self) -> int:
-        """How much fits; the size of the file."""
+        """Capacity, equal to the size of the file."""
         return len(self._memory)
 
     @property
     def generation(self) -> int:
-        """Which content this is."""
+        """Number of the current content."""
         return self._generation
 
     def begin(self) -> int:
-        """Mark what is here as worthless, also for who opens the file later; return the next content's generation."""
+        """Invalidate the content, also for a later reader of the file; return the next content's generation."""
         with self._lock:
             self._generation += 1
             self._memory[:START_BYTES] = bytes(START_BYTES)
             return self._generation
 
     def seal(self, header: bytes, generation: int) -> bool:
-        """Write the header, its start last; ``False`` when the content is another one already."""
+        """Write the header, its start last; ``False`` when the generation has passed."""
         with self._lock:
             if self._generation != generation:
                 return False
@@ -100,13 +100,13 @@ class Mapping:
             return True
 
     def suspect(self, *, whether: bool) -> None:
-        """Mark what is here as about to be restored, for who opens the file after an engine that died of it."""
+        """Mark the content as being restored, so that a later engine can tell that this one crashed on it."""
         with self._lock:
             self._memory[SUSPECT_AT] = whether
 
     @contextmanager
     def view(self, start: int, n_bytes: int, *, readonly: bool = False) -> Iterator[memoryview]:
-        """Lend ``n_bytes`` from ``start`` on."""
+        """Lend ``n_bytes`` starting at ``start``."""
         whole = memoryview(self._memory)
         part = (whole.toreadonly() if readonly else whole)[start : start + n_bytes]
         with _lent(whole), _lent(part):
@@ -114,7 +114,7 @@ class Mapping:
 
     @contextmanager
     def reading(self, generation: int) -> Iterator[memoryview | None]:
-        """Lend everything, or ``None`` when the content is another one already. It may become so meanwhile."""
+        """Lend everything, or ``None`` when the generation has passed; it may pass during the loan."""
         with self._lock:
             whole = memoryview(self._memory).toreadonly() if self._generation == generation else None
         if whole is None:
@@ -124,7 +124,7 @@ class Mapping:
             yield whole
 
     def resize(self, capacity_bytes: int) -> bool:
-        """Change the capacity; ``False`` when somebody reads, or there is no room: all is as it was."""
+        """Change the capacity; ``False``, with nothing changed, while a view is lent or without room."""
         path = self._path
         try:
             if path is not None and capacity_bytes > self.capacity_bytes:
@@ -138,8 +138,8 @@ class Mapping:
         return True
 
     def release(self) -> None:
-        """Unmap, and leave the file to who opens it later."""
-        with suppress(BufferError):  # somebody reads still: unmapped with the last reader
+        """Unmap, and leave the file to a later engine."""
+        with suppress(BufferError):  # still being read: unmapped with the last view
             self._memory.close()
 
     def discard(self) -> None:
@@ -155,7 +155,7 @@ class Mapping:
 def _allocate(path: Path, held_bytes: int, n_bytes: int) -> None:
     descriptor = os.open(path, _OPEN)
     try:
-        # From the old end on: the kernel looks at every page that it is told of, also at those that are there.
+        # Only the added part: the kernel visits every page in the range, existing ones included.
         os.posix_fallocate(descriptor, held_bytes, n_bytes - held_bytes)
     finally:
         os.close(descriptor)
@@ -166,7 +166,5 @@ def _lent(view: memoryview) -> Iterator[memoryview]:
     try:
         yield view
     finally:
-        with suppress(
-            BufferError
-        ):  # the borrower kept a piece: it is freed with that, and cannot be resized until then
+        with suppress(BufferError):  # a slice is still referenced: the memory cannot be resized until it is freed
             view.release()

@@ -1,4 +1,4 @@
-"""The RAM tier's memory: mapped files, of which a few are kept warm for the next sequence to park."""
+"""Memory of the RAM tier: mapped files, some of which are kept warm for the next sequence."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _MAX_WARM = 4
-# A warm mapping may be so much larger than needed; beyond that it is cut, which costs less than the memory is worth.
+# A warm mapping may exceed the need by this factor; beyond it, it is cut, which costs less than the wasted memory.
 _SLACK = 1.25
-# What grows with every turn gets this part more, because a mapping that was resized is nearly as slow as a new one.
+# Extra capacity for sequences that grow with every turn, because a resized mapping is nearly as slow as a new one.
 _HEADROOM = 1 / 8
 
 
 def whole_pages(n_bytes: int) -> int:
-    """Return ``n_bytes`` rounded up to what memory is mapped in."""
+    """Return ``n_bytes`` rounded up to whole pages."""
     return -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class RamTier:
-    """Makes mappings and keeps those that are given back.
+    """Creates mappings and keeps returned ones warm.
 
     Args:
-        path: The directory of the files; ``None`` for memory of no files.
-        fingerprint: What sequences are saved under (see ``record.digest``).
+        path: The directory of the files; ``None`` for anonymous memory.
+        fingerprint: Digest that sequences are saved under (see ``record.digest``).
     """
 
     def __init__(self, path: Path | None, fingerprint: bytes) -> None:
@@ -41,11 +41,11 @@ class RamTier:
 
     @property
     def warm_bytes(self) -> int:
-        """What the mappings take that nobody uses."""
+        """Total size of the warm mappings."""
         return sum(mapping.capacity_bytes for mapping in self._warm)
 
     def create(self, capacity_bytes: int) -> Mapping:
-        """Make a new mapping of whole pages; from any thread.
+        """Create a mapping of whole pages; from any thread.
 
         Raises:
             OSError: There is no room, or no usable directory.
@@ -56,13 +56,13 @@ class RamTier:
         return Mapping.create(self._path / f"kv-{secrets.token_hex(16)}.ram", whole_pages(capacity_bytes))
 
     def take(self, need_bytes: int, *, at_most_bytes: int, room_bytes: int, grows: bool = False) -> Mapping:
-        """Return a mapping for ``need_bytes``, whole pages, a warm one if possible.
+        """Return a mapping for ``need_bytes`` (whole pages), a warm one if possible.
 
-        It takes no more than ``at_most_bytes``, and with what stays warm no more than ``room_bytes``. For what
-        ``grows`` there is room for more in it, as far as these allow.
+        It takes at most ``at_most_bytes``, and together with the remaining warm mappings at most ``room_bytes``. With
+        ``grows`` it gets extra capacity as far as these allow.
 
         Raises:
-            OSError: It would have to be a new one, which cannot be made.
+            OSError: A new mapping is needed and cannot be created.
         """
         more_pages = int(need_bytes // mmap.PAGESIZE * _HEADROOM) if grows else 0
         roomy_bytes = need_bytes + more_pages * mmap.PAGESIZE
@@ -76,10 +76,10 @@ class RamTier:
     def take_warm(
         self, need_bytes: int, *, at_most_bytes: int, room_bytes: int, roomy_bytes: int = 0
     ) -> Mapping | None:
-        """Do what ``take`` does, but leave it to the caller to make a new one; one that is resized is ``roomy``."""
+        """Return a warm mapping as ``take`` does, or ``None``; a resized one gets ``roomy_bytes``."""
         roomy_bytes = max(need_bytes, roomy_bytes)
         for mapping in self._best_first(need_bytes):
-            if mapping not in self._warm:  # trimmed for the sake of one that could not be resized
+            if mapping not in self._warm:  # trimmed to make room for one that could not be resized
                 continue
             fits = need_bytes <= mapping.capacity_bytes <= min(need_bytes * _SLACK, at_most_bytes)
             self._warm.remove(mapping)
@@ -91,18 +91,18 @@ class RamTier:
         return None
 
     def give_back(self, mapping: Mapping) -> Mapping | None:
-        """Keep a mapping warm, whose content is worthless from now on; return one that is to be discarded for it."""
+        """Keep a mapping warm and invalidate its content; return a surplus mapping to be discarded."""
         mapping.begin()
         self._warm.append(mapping)
         return self._warm.pop(0) if len(self._warm) > _MAX_WARM else None
 
     def trim(self, warm_bytes: int) -> None:
-        """Give up warm mappings, the oldest first, until they take no more than ``warm_bytes``."""
+        """Discard warm mappings, oldest first, until they take at most ``warm_bytes``."""
         while self._warm and self.warm_bytes > warm_bytes:
             self._warm.pop(0).discard()
 
     def adopt(self) -> tuple[list[tuple[Mapping, Record]], list[str]]:
-        """Map what an earlier engine left; what has no sound header is deleted, with the reasons returned.
+        """Map an earlier engine's files; return them and the reasons for files deleted without a valid header.
 
         Raises:
             OSError: The directory cannot be read.
@@ -119,7 +119,7 @@ class RamTier:
         return left, faults
 
     def clear(self) -> None:
-        """Delete what an earlier engine left.
+        """Delete an earlier engine's files.
 
         Raises:
             OSError: The directory cannot be read.
@@ -130,7 +130,7 @@ class RamTier:
                 directory.delete(path)
 
     def _best_first(self, need_bytes: int) -> list[Mapping]:
-        """Order warm mappings: the smallest that is large enough, then those to be grown by the least."""
+        """Order warm mappings: the smallest that is large enough, then those that need the least growth."""
         return sorted(
             self._warm,
             key=lambda each: (each.capacity_bytes < need_bytes, abs(each.capacity_bytes - need_bytes)),
@@ -138,7 +138,7 @@ class RamTier:
 
 
 def is_sound(mapping: Mapping, generation: int, fingerprint: bytes) -> bool:
-    """Tell whether a mapping's payload is what its header was written for; from any thread."""
+    """Return whether a mapping's payload matches its header's checksum; from any thread."""
     with mapping.reading(generation) as data:
         if data is None:
             return False

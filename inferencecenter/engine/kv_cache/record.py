@@ -1,10 +1,10 @@
-"""The format of a parked sequence: a header that says what it is, then the bytes of its KV.
+"""File format of a parked sequence: a header, then the payload (the bytes of its KV).
 
-Little endian: a start (mark, version, length of the header, checksum of its rest), the facts, the key, the scope and
-the tokens as packed int32, zeros up to a multiple of 64 bytes, the payload. A file of the RAM tier may go on after it.
+Little endian: a start (magic, version, length of the header, checksum of its rest), fixed-size fields, key, scope and
+the tokens as packed int32, zeros up to a multiple of 64 bytes, the payload. A file of the RAM tier may be longer.
 
-One byte of the start is not 0 while the sequence is restored into a slot. Where it is found so, llama.cpp ended the
-engine on what is in this file, and would end the next one.
+One byte of the start is non-zero while the sequence is being restored into a slot. If an engine finds it set, an
+earlier engine crashed in llama.cpp while restoring this file, and restoring it again would crash the next one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hashlib import sha256
 
 _MARK = b"ICKV\r\n\x1a\n"
 _VERSION = 1
-# Mark, version, length of the header, checksum of the header after this.
+# Magic, version, length of the header, checksum of the rest of the header.
 _START = struct.Struct("<8sHxxII")
 SUSPECT_AT = 10
 # Fingerprint, flags, checksum and length of the payload, stamp, lengths of key, scope and tokens.
@@ -29,14 +29,14 @@ TOKEN_BYTES = 4
 
 
 class RecordError(Exception):
-    """A file is not what this engine has parked; the message says why."""
+    """A file holds no valid parked sequence of this engine; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a header says. ``tokens`` are packed; the higher of two ``stamp`` was parked later.
+    """Content of a header. ``tokens`` are packed; of two records the one with the higher ``stamp`` is newer.
 
-    A ``suspect`` one was being restored when that was last written.
+    A ``suspect`` record was being restored when its file was last written.
     """
 
     key: str
@@ -50,7 +50,7 @@ class Record:
 
     @property
     def header_bytes(self) -> int:
-        """The length of the header, which is where the payload starts."""
+        """The length of the header, which is the offset of the payload."""
         return header_bytes(self.key, self.scope, len(self.tokens) // TOKEN_BYTES)
 
     def with_crc(self, payload_crc: int) -> Record:
@@ -65,12 +65,12 @@ def header_bytes(key: str, scope: str, n_tokens: int) -> int:
 
 
 def digest(fingerprint: str) -> bytes:
-    """Return the 32 bytes that stand for a fingerprint in headers."""
+    """Return the 32-byte digest of a fingerprint that headers contain."""
     return sha256(fingerprint.encode()).digest()
 
 
 def encode(record: Record, fingerprint: bytes) -> bytes:
-    """Return the header of a sequence whose payload was saved under a ``fingerprint`` (see ``digest``)."""
+    """Return the header of a sequence whose payload was saved under ``fingerprint`` (see ``digest``)."""
     key, scope = record.key.encode(), record.scope.encode()
     facts = _FACTS.pack(
         fingerprint,
@@ -91,13 +91,13 @@ def announced_bytes(start: bytes | memoryview) -> int:
     """Return the length of the header that begins with ``start``.
 
     Raises:
-        RecordError: No header begins so.
+        RecordError: It is no start of a header.
     """
     if len(start) < _START.size:
         raise RecordError("it is too short")
     mark, version, length, _ = _START.unpack_from(start)
     if mark != _MARK:
-        raise RecordError("it was not finished, or is no parked KV")
+        raise RecordError("it is incomplete, or no parked KV")
     if version != _VERSION:
         raise RecordError(f"it has format version {version}")
     if not _START.size + _FACTS.size <= length <= _MAX_HEADER_BYTES:
@@ -106,7 +106,7 @@ def announced_bytes(start: bytes | memoryview) -> int:
 
 
 def decode(data: bytes | memoryview, fingerprint: bytes) -> Record:
-    """Read the header at the beginning of ``data``, which may go on after it.
+    """Read the header at the start of ``data``, which may be longer.
 
     Raises:
         RecordError: It is damaged, of another version, or was saved under another ``fingerprint``.

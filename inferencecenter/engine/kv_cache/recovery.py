@@ -1,4 +1,4 @@
-"""Recovers what an earlier engine left in the two directories."""
+"""Recovers the parked sequences of an earlier engine from the two directories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RecoveryMode(StrEnum):
-    """What a new engine takes over: nothing, what may be on a disk, or everything."""
+    """What a new engine recovers: nothing, durable sequences, or everything."""
 
     NONE = "none"
     DURABLE = "durable"
@@ -28,7 +28,7 @@ class RecoveryMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RecoveredSequence:
-    """A sequence that was left: mapped, on disk, or both. Its payload has not been checked."""
+    """A recovered sequence: mapped, on disk, or both. Its payload is not verified yet."""
 
     entry: KvEntry
     mapping: Mapping | None
@@ -36,7 +36,7 @@ class RecoveredSequence:
 
 
 def clear(tiers: Iterable[RamTier | DiskTier], on_log: Callable[[str, str], None]) -> None:
-    """Delete everything that was left."""
+    """Delete all files of an earlier engine."""
     for tier in tiers:
         try:
             tier.clear()
@@ -47,10 +47,11 @@ def clear(tiers: Iterable[RamTier | DiskTier], on_log: Callable[[str, str], None
 def recover(
     ram: RamTier | None, disk: DiskTier | None, on_log: Callable[[str, str], None], *, durable_only: bool
 ) -> list[RecoveredSequence]:
-    """Return what was left and is of use, what was parked first in front; everything else is deleted.
+    """Return the usable sequences of an earlier engine, oldest first; delete the other files.
 
-    Of several versions of a sequence the last one counts. With ``durable_only`` a sequence that may not be on a disk
-    is of no use. One that was being restored when the engine ended is deleted from both tiers: it may end this one too.
+    Of several versions of a sequence only the newest is used. With ``durable_only`` sequences that must not be on disk
+    are deleted. A sequence that was being restored when the engine ended is deleted from both tiers: it could crash
+    this engine too.
     """
     faults: list[str] = []
     try:

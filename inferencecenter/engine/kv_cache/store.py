@@ -1,4 +1,13 @@
-"""The store of parked KV: sequences in RAM, copied to disk before they have to leave it."""
+"""The store of parked KV: sequences in RAM, copied to disk ahead of their eviction.
+
+Mechanism: a sequence is written into a mapped file of the RAM tier (tmpfs), and its checksum and header are added by
+the worker. The least recently used half of RAM is copied to the disk tier ahead of need, so that eviction from RAM only
+drops memory and the engine's thread never waits for a disk; a sequence on disk alone is loaded into RAM by a job before
+it can be restored into a slot. Both tiers use one file format, keyed by model fingerprint, so a later engine recovers
+what an earlier one left. Invariant: an entry of the index is resident in at least one tier, its tokens are exactly what
+its payload holds, and every budget counts memory until the worker has finished with it; a payload is restored only
+after its checksum was verified or in the process that wrote it.
+"""
 
 from __future__ import annotations
 
@@ -22,41 +31,40 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.scheduler.prefix_sharing import Match
 
-# A mapping holds a descriptor, and a process has 1,024 by default.
+# A mapping holds a file descriptor, and a process has 1,024 by default.
 _MAX_IN_RAM = 512
 _MAX_ON_DISK = 4096
-# Where RAM is only passed through: so many sequences may wait to be written, or to be used after they were read.
+# Without a RAM tier, RAM is only a buffer: this many sequences may wait to be written, or to be used after a read.
 _PASSING = TierLimits(512 * 1024 * 1024, max_items=4)
-# A key or scope of usual length, to estimate headers.
+# A key or scope of typical length, to estimate headers.
 _ANY = "x" * 64
 
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """A tier's directory and how many bytes its files may have together; with 0 there is no such tier."""
+    """A tier's directory and the total size of its files; a budget of 0 disables the tier."""
 
     path: Path
     budget_bytes: int
 
 
 class KvStore:
-    """Parks sequences, finds and lends them again. All methods are for the engine's thread.
+    """Parks, finds and restores sequences. All methods are called from the engine's thread.
 
-    Files are read, written, checked and deleted by ``worker``; only memory is touched in a call. A file that cannot be
-    trusted is dropped with a line of the log, and so is a sequence for which there is no room: who wants it computes it
-    again.
+    Files are read, written, verified and deleted by ``worker``; a call touches only memory. An invalid file is dropped
+    with a log line, as is a sequence for which there is no room: its tokens are prefilled again.
 
     Args:
         fingerprint: What saved sequences are compatible with (``Backend.fingerprint``).
-        bytes_per_token: About what a token takes in a saved sequence.
-        ram: The tier whose files are mapped, on tmpfs. Without it sequences pass through at most four buffers.
-        disk: The tier for what leaves RAM.
-        client_share: The part of a tier's budget that one scope other than the public one may hold.
-        adopt: Which files of an earlier engine are taken over; the others are deleted.
-        can_truncate: Whether a part of a sequence is of use (``Backend.can_truncate``).
-        worker: Has one thread of its own.
-        on_fetched: Called on the worker when a ``fetch`` has come to an end, good or bad.
-        on_log: Takes a level and a line.
+        bytes_per_token: Approximate bytes per token of a saved sequence.
+        ram: The tier of mapped files, on tmpfs. Without it sequences pass through at most four buffers.
+        disk: The tier for sequences evicted from RAM.
+        client_share: The fraction of a tier's budget that one non-public scope may use.
+        adopt: Which sequences of an earlier engine are recovered; the others are deleted.
+        can_truncate: Whether a part of a sequence is usable (``Backend.can_truncate``).
+        worker: Executor with one thread of its own.
+        on_fetched: Called on the worker when a ``fetch`` has finished or failed.
+        on_log: Called with a level and a line.
     """
 
     def __init__(  # noqa: PLR0913 - the composition root's call, all by name
@@ -100,32 +108,32 @@ class KvStore:
 
     @property
     def sessions(self) -> int:
-        """How many sessions are parked, shared prefixes not counted."""
+        """Number of parked sessions, without shared prefixes."""
         return sum(not is_prefix_key(entry.key) for entry in self._tiers.index)
 
     @property
     def sessions_on_disk(self) -> int:
-        """How many of them are on disk, wherever else they are."""
+        """Number of sessions with a copy on disk."""
         entries = (entry for entry in self._tiers.index if not is_prefix_key(entry.key))
         return sum(entry.disk is TierState.RESIDENT for entry in entries)
 
     @property
     def total_bytes(self) -> int:
-        """What the files of both tiers take together."""
+        """Total size of both tiers."""
         return self._tiers.total_bytes
 
     @property
     def ram_bytes(self) -> int:
-        """What of them is in memory."""
+        """Size of the RAM tier."""
         return self._tiers.ram_bytes
 
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
-        """Return the best match among the entries of ``scope`` and of the public one; ``None`` if nothing is shared."""
+        """Return the best match among the entries of ``scope`` and the public scope; ``None`` if nothing is shared."""
         self._tiers.settle()
         return self._tiers.index.find(scope, tokens)
 
     def fits(self, n_tokens: int) -> bool:
-        """Tell whether a client's sequence of ``n_tokens`` could be parked at all, as far as RAM may be used now."""
+        """Return whether a client's sequence of ``n_tokens`` could be parked within the RAM allowed now."""
         index = self._tiers.index
         need = record.header_bytes(_ANY, _ANY, n_tokens) + n_tokens * self._bytes_per_token
         if self._passes_through and need > index.disk.limits.of(_ANY):
@@ -133,10 +141,10 @@ class KvStore:
         return whole_pages(need) <= min(index.ram.limits.of(_ANY), index.ram.allowed_bytes)
 
     def has_room(self, key: str, scope: str, n_tokens: int) -> bool:
-        """Tell whether a spare copy of ``n_tokens`` may be parked now, in place of what was parked under ``key``.
+        """Return whether a spare copy of ``n_tokens`` may be parked now, replacing the entry of ``key``.
 
-        Not without a RAM tier: what passes through goes to the disk, and a copy after each turn would wear it out. And
-        not while RAM may not be used wholly.
+        Not without a RAM tier: sequences would go straight to the disk, and a copy after each turn would wear it out.
+        Not while RAM is limited either.
         """
         self._tiers.settle()
         need = whole_pages(record.header_bytes(key, scope, n_tokens) + n_tokens * self._bytes_per_token)
@@ -154,12 +162,12 @@ class KvStore:
         keep: Collection[str] = (),
         spare: bool = False,
     ) -> bool:
-        """Have ``write`` save a sequence of ``size_bytes``, in place of what was parked under ``key``.
+        """Save a sequence of ``size_bytes`` with ``write``, replacing the entry of ``key``.
 
-        ``write`` returns the bytes that it wrote, 0 when it could not. It is not called when the same tokens are parked
-        already. Entries with a key in ``keep``, about to be loaded, are not pushed out by this one; a ``spare`` one
-        pushes none out, and is the first to go until it is parked again without that. ``False``: it was not parked; of
-        an earlier one of the key what is on disk may be left.
+        ``write`` returns the bytes it wrote, 0 on failure. It is not called when the same tokens are parked already.
+        Entries with a key in ``keep``, about to be loaded, are not evicted; a ``spare`` entry evicts none and is
+        evicted first until it is parked again as not spare. ``False``: it was not parked; an earlier entry's copy on
+        disk may remain.
         """
         self._tiers.settle()
         packed = pack_tokens(tokens)
@@ -188,16 +196,16 @@ class KvStore:
         if not 0 < written <= size_bytes:
             return False
         self._stamp += 1
-        # A place that was not spare stays the session's with what it holds now.
+        # An entry that was not spare keeps that status with its new content.
         spare = spare and (entry is None or entry.spare)
         self._tiers.enter(KvEntry(key, scope, packed, durable, self._stamp, start, written, spare=spare), mapping)
         return True
 
     def load(self, key: str, tokens: bytes, read: Callable[[memoryview], bool]) -> bool:
-        """Have ``read`` restore the sequence of ``key`` from memory that it must not keep.
+        """Restore the sequence of ``key`` with ``read``, which must not keep the memory.
 
-        ``False``: it is not in RAM, it does not spell ``tokens`` (packed) any more, or it is dropped, because ``read``
-        could not or because it was damaged.
+        ``False``: it is not in RAM, it no longer holds ``tokens`` (packed), or it was dropped because it was damaged or
+        ``read`` failed.
         """
         self._tiers.settle()
         entry = self._tiers.index.get(key)
@@ -206,7 +214,7 @@ class KvStore:
         mapping = self._tiers.mapping_of(entry)
         if mapping is None:
             return False
-        mapping.suspect(whether=True)  # and it stays so where this process ends in what follows
+        mapping.suspect(whether=True)  # stays set if the process crashes during the restore
         with mapping.view(entry.payload_start, entry.payload_bytes, readonly=True) as payload:
             restored = read(payload)
         mapping.suspect(whether=False)
@@ -217,22 +225,21 @@ class KvStore:
         return True
 
     def fetch(self, key: str, *, keep: Collection[str] = ()) -> None:
-        """Bring a sequence from disk to RAM; ``on_fetched`` is called however that ends, and if there is nothing to do.
+        """Load a sequence from disk to RAM; ``on_fetched`` is called in every case, also when there is nothing to do.
 
-        One that is damaged, or for which RAM is too small, is dropped. Entries with a key in ``keep`` stay in RAM.
-        Where there is no room for now, that is told when there may be some, and what ``find`` returns is
-        ``load_failed``.
+        A damaged sequence, or one that cannot fit RAM, is dropped. Entries with a key in ``keep`` stay in RAM. Without
+        room now, ``on_fetched`` is called when there may be some, and ``find`` reports ``load_failed``.
         """
         self._tiers.settle()
         entry = self._tiers.index.get(key)
         if entry is not None and entry.ram is TierState.LOADING:
             return
         if entry is None or entry.ram is TierState.RESIDENT or not self._tiers.fetch(entry, keep, self._on_fetched):
-            # In the order of the jobs: those that keep RAM occupied for now are done when this one is.
+            # In job order: jobs that occupy RAM now are done when this one is.
             self._tiers.notify(self._on_fetched, entry)
 
     def cancel_fetch(self, key: str) -> None:
-        """Leave a sequence on disk that no turn waits for any more; one that is being read comes to RAM all the same.
+        """Cancel the load of a sequence no turn waits for; one that has started completes.
 
         ``on_fetched`` is called, here or on the worker.
         """
@@ -242,21 +249,21 @@ class KvStore:
             self._tiers.cancel_fetch(entry)
 
     def forget(self, key: str) -> None:
-        """Delete what is parked under ``key``, from both tiers."""
+        """Delete the entry of ``key`` from both tiers."""
         self._tiers.settle()
         entry = self._tiers.index.get(key)
         if entry is not None:
             self._tiers.remove(entry)
 
     def forget_session(self, session_id: str) -> None:
-        """Delete what is parked of a session; prefixes that it shares with others stay."""
+        """Delete a session's entry; prefixes shared with other sessions stay."""
         self.forget(session_id)
 
     def keep(self, session_ids: Collection[str]) -> None:
-        """Delete what is parked of all sessions but these.
+        """Delete the entries of all sessions except these.
 
-        Of the shared prefixes the public ones stay, and those of clients of which a session stays: a client that has
-        nothing left here leaves nothing behind.
+        Public prefixes stay, and those of clients with a remaining session; a client without sessions leaves nothing
+        behind.
         """
         self._tiers.settle()
         wanted = frozenset(session_ids)
@@ -267,16 +274,16 @@ class KvStore:
                 self._tiers.remove(entry)
 
     def limit_ram(self, allowed_bytes: int | None) -> None:
-        """Have sequences take no more than ``allowed_bytes`` of memory from now on, ``None`` for the tier's budget.
+        """Limit parked sequences to ``allowed_bytes`` of memory, ``None`` for the tier's budget.
 
-        What is more is given up at once, and its memory is free when this returns, except what is being read or written
-        on the worker. Sequences that are on disk as well go first, then those that were used longest ago.
+        The excess is freed before this returns, except memory the worker is reading or writing. Sequences that are also
+        on disk are evicted first, then the least recently used.
         """
         self._tiers.settle()
         self._tiers.limit_ram(allowed_bytes)
 
     def save(self, progressed: Callable[[], None]) -> None:
-        """Copy to disk what may be there and is not, what was used last first, as far as there is room; wait for that.
+        """Copy all unsaved durable sequences to disk, most recently used first, as far as there is room, and wait.
 
         ``progressed`` is called after each file.
         """
@@ -284,15 +291,15 @@ class KvStore:
         self._tiers.save(progressed)
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books contradict each other."""
+        """Raise ``AssertionError`` when index, budgets and mappings contradict each other."""
         self._tiers.settle()
         self._tiers.check_integrity()
 
     def close(self) -> None:
-        """Finish what is being written and let everything go; to be called before the worker is shut down.
+        """Finish pending writes and release all memory; to be called before the worker is shut down.
 
-        Files stay for the next engine to take over. Copies to disk that have not begun are left out where the RAM tier
-        has the sequence.
+        Files stay for the next engine. Copies to disk that have not started are skipped where the RAM tier has the
+        sequence.
         """
         self._tiers.close()
 
@@ -316,7 +323,7 @@ class KvStore:
             self._tiers.adopt(found)
 
     def _usable(self, options: TierOptions | None, tier: str) -> TierOptions | None:
-        """Return the options of a tier that can be used."""
+        """Return the options of a tier, or ``None`` if its directory is unusable."""
         if options is None or options.budget_bytes <= 0:
             return None
         try:

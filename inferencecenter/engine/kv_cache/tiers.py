@@ -1,4 +1,4 @@
-"""Moves parked sequences between memory, the RAM tier and the disk tier, as the index decides."""
+"""Moves parked sequences between the RAM tier and the disk tier, as the index decides."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class _Job:
 
 
 class WorkerJobs:
-    """Hands jobs to a worker in order, and results to ``finished`` in the same order, when asked to.
+    """Runs jobs on a worker in order and delivers their results in the same order, when polled.
 
     Args:
-        worker: Has one thread: later jobs rely on earlier ones being done.
+        worker: Executor with one thread: later jobs rely on earlier ones being done.
     """
 
     def __init__(self, worker: Executor) -> None:
@@ -52,10 +52,10 @@ class WorkerJobs:
         notify: Callable[[], None] | None = None,
         optional: bool = False,
     ) -> Future[ResultT]:
-        """Queue a job and return what ``withdraw`` takes.
+        """Queue a job and return its future, which ``withdraw`` accepts.
 
-        ``notify`` is called on the worker as soon as the result can be settled. An ``optional`` job is not worth
-        waiting for at the end.
+        ``notify`` is called on the worker as soon as the result is available. ``finish`` does not wait for an
+        ``optional`` job.
         """
         try:
             future: Future[ResultT] = self._worker.submit(job)
@@ -68,7 +68,7 @@ class WorkerJobs:
         return future
 
     def withdraw(self, future: Future[Any]) -> bool:
-        """End a job with ``CancelledError`` now, if it has not begun; ``False`` when it has."""
+        """Cancel a job that has not started, with ``CancelledError`` as its result; ``False`` when it has started."""
         if not future.cancel():
             return False
         for job in tuple(self._jobs):
@@ -78,15 +78,15 @@ class WorkerJobs:
         return True
 
     def settle(self) -> None:
-        """Hand out the results of the jobs that are done.
+        """Deliver the results of finished jobs.
 
-        What a job raised is its result, ``CancelledError`` that of one that did not run.
+        An exception raised by a job is its result; ``CancelledError`` is that of a job that did not run.
         """
         while self._jobs and self._jobs[0].future.done():
             job = self._jobs.popleft()
             try:
                 result = job.future.result()
-            except Exception as error:  # noqa: BLE001 - a border: who submitted the job judges it
+            except Exception as error:  # noqa: BLE001 - a border: the submitter handles it
                 result = error
             job.finished(result)
 
@@ -99,7 +99,7 @@ class WorkerJobs:
             progressed()
 
     def finish(self) -> None:
-        """Wait for all jobs but the optional ones that have not begun, and settle."""
+        """Wait for all jobs except optional ones that have not started, and settle."""
         self._cancel_optional()
         wait([job.future for job in self._jobs])
         self.settle()
@@ -110,21 +110,21 @@ class WorkerJobs:
                 job.future.cancel()
 
 
-# So much of the RAM tier can be had at once, because what is oldest in it has been copied to disk before.
+# Fraction of the RAM tier whose least recently used entries are copied to disk ahead of eviction.
 _COPIED_SHARE = 0.5
 
 
 class TieredCache:
-    """Carries entries from one place to another. Only memory is touched in a call; the worker does the rest.
+    """Moves entries between tiers. A call touches only memory; the worker does the I/O.
 
     Args:
-        index: What is where; kept up to date here.
-        ram: Makes mappings.
-        disk: Makes files, unless there is no disk tier.
-        passes_through: Whether RAM is only a way to the disk, and everything is to be copied there.
-        fingerprint: What sequences are saved under (see ``record.digest``).
-        worker: Has one thread of its own.
-        on_log: Takes a level and a line.
+        index: State of all entries; updated here.
+        ram: Creates mappings.
+        disk: Reads and writes files; ``None`` without a disk tier.
+        passes_through: Whether RAM is only a buffer in front of the disk, to which everything is copied.
+        fingerprint: Digest that sequences are saved under (see ``record.digest``).
+        worker: Executor with one thread of its own.
+        on_log: Called with a level and a line.
     """
 
     def __init__(  # noqa: PLR0913 - put together by the store alone, all by name
@@ -151,20 +151,20 @@ class TieredCache:
 
     @property
     def ram_bytes(self) -> int:
-        """What the RAM tier takes, warm mappings included."""
+        """Size of the RAM tier, warm mappings included."""
         return self.index.ram.total_bytes + self._ram.warm_bytes
 
     @property
     def total_bytes(self) -> int:
-        """What both tiers take."""
+        """Size of both tiers."""
         return self.ram_bytes + self.index.disk.total_bytes
 
     def settle(self) -> None:
-        """Take up what the worker has done meanwhile."""
+        """Apply the results of finished jobs."""
         self._jobs.settle()
 
     def mapping_of(self, entry: KvEntry) -> Mapping | None:
-        """Return the memory of an entry that is in RAM; one that turns out to be damaged is dropped."""
+        """Return the memory of an entry in RAM; a damaged one is dropped."""
         mapping = self._mappings.get(entry)
         if mapping is None or entry.verified:
             return mapping
@@ -175,16 +175,16 @@ class TieredCache:
         return mapping
 
     def notify(self, callback: Callable[[], None], wanted: KvEntry | None) -> None:
-        """Have the worker call back when it has done all that it was given so far, and note what is not in RAM then."""
+        """Have the worker call back after all jobs queued so far, and record whether ``wanted`` is still not in RAM."""
 
-        def told(_result: object) -> None:
+        def check(_result: object) -> None:
             if wanted is not None:
                 wanted.load_failed = wanted.ram is TierState.ABSENT
 
-        self._jobs.submit(_nothing, told, notify=callback)
+        self._jobs.submit(_nothing, check, notify=callback)
 
     def adopt(self, found: Iterable[RecoveredSequence]) -> None:
-        """Take over what an earlier engine left, in the order in which it was parked."""
+        """Add the sequences of an earlier engine, oldest first."""
         for each in found:
             entry = each.entry
             self.index.add(entry)
@@ -200,7 +200,7 @@ class TieredCache:
     def claim(
         self, entry: KvEntry | None, scope: str, need_bytes: int, keep: Collection[str], *, grows: bool
     ) -> Mapping | None:
-        """Return memory for a sequence that takes the place of ``entry``; the latter has left RAM then."""
+        """Return memory for a sequence that replaces ``entry``, which has left RAM by then."""
         ram = self.index.ram
         own = entry if entry is not None and entry.ram is TierState.RESIDENT else None
         victims = self.index.room_in_ram(scope, need_bytes, without=own, keep=keep)
@@ -208,7 +208,7 @@ class TieredCache:
             return None
         for victim in victims:
             self._leave_ram(victim)
-        if own is not None and own.disk is TierState.LOADING:  # what is being copied is overwritten now
+        if own is not None and own.disk is TierState.LOADING:  # its copy to disk is in progress and will be overwritten
             self.remove(own)
         elif own is not None:
             self._leave_ram(own)
@@ -224,7 +224,7 @@ class TieredCache:
             return None
 
     def enter(self, entry: KvEntry, mapping: Mapping) -> None:
-        """Enter a new sequence that has just been written into ``mapping``, in place of an older one."""
+        """Add a sequence that was just written into ``mapping``, replacing an older one."""
         old = self.index.get(entry.key)
         if old is not None:
             self.remove(old)
@@ -235,16 +235,16 @@ class TieredCache:
         self._copy_ahead()
 
     def hold(self, entry: KvEntry, *, spare: bool) -> None:
-        """Take note that an entry was parked again as it is; once it was no spare copy it is none any more."""
+        """Record that an entry was parked again unchanged; it stops being spare unless ``spare``."""
         self.index.touch(entry)
         if entry.spare and not spare:
             entry.spare = False
             self._copy_ahead()
 
     def limit_ram(self, allowed_bytes: int | None) -> None:
-        """Let RAM hold no more than ``allowed_bytes`` from now on, ``None`` for its budget; what is more goes at once.
+        """Limit RAM to ``allowed_bytes``, ``None`` for its budget, and free the excess at once.
 
-        It goes on this thread: the worker may be busy with a disk while memory runs out.
+        Runs on the caller's thread: the worker may be busy with a disk while memory runs out.
         """
         ram = self.index.ram
         budget = ram.limits.budget_bytes
@@ -256,8 +256,9 @@ class TieredCache:
         self._ram.trim(self._room_bytes)
 
     def save(self, progressed: Callable[[], None]) -> None:
-        """Copy to disk what may be there and is not, what was used last first, and wait for that."""
-        # Copies that have not begun are of what was used long ago, and whatever is under way cannot leave the disk.
+        """Copy all unsaved durable entries to disk, most recently used first, and wait."""
+        # Copies that have not started are of the least recently used entries, and entries in transit cannot leave the
+        # disk.
         self._jobs.drain(progressed)
         if self._disk is not None:
             for entry in self.index.unsaved():
@@ -265,16 +266,16 @@ class TieredCache:
         self._jobs.drain(progressed)
 
     def check_integrity(self) -> None:
-        """Raise ``AssertionError`` when the books contradict each other."""
+        """Raise ``AssertionError`` when index, budgets and mappings contradict each other."""
         self.index.check_integrity()
         ram = self.index.ram
         assert ram.total_bytes + self._ram.warm_bytes <= ram.limits.budget_bytes, "warm memory exceeds the budget"
-        there = {entry for entry in self.index if entry.ram is TierState.RESIDENT}
-        assert self._mappings.keys() == there, "a mapping is lost"
+        resident = {entry for entry in self.index if entry.ram is TierState.RESIDENT}
+        assert self._mappings.keys() == resident, "a mapping is lost"
         assert all(mapping.capacity_bytes == ram.bytes_of(entry) for entry, mapping in self._mappings.items())
 
     def close(self) -> None:
-        """Wait for the worker and let everything go; files stay."""
+        """Wait for the worker and release all memory; files stay."""
         self._jobs.finish()
         self._ram.trim(0)
         for mapping in self._mappings.values():
@@ -288,9 +289,9 @@ class TieredCache:
         self.index.ram.put(entry, entry.scope, mapping.capacity_bytes)
 
     def fetch(self, entry: KvEntry, keep: Collection[str], on_fetched: Callable[[], None]) -> bool:
-        """Start to read an entry that is on disk alone; ``False`` when there is no room, for now or for ever.
+        """Start to load an entry that is on disk alone; ``False`` when there is no room, now or ever.
 
-        ``on_fetched`` is called on the worker. Damaged or too large, the entry is dropped.
+        ``on_fetched`` is called on the worker. A damaged or too large entry is dropped.
         """
         assert self._disk is not None
         entry.load_failed = False
@@ -316,7 +317,7 @@ class TieredCache:
         return True
 
     def cancel_fetch(self, entry: KvEntry) -> None:
-        """Do not read an entry from disk if that has not begun; the room that was kept for it is free then."""
+        """Cancel the load of an entry that has not started and free the memory reserved for it."""
         if (future := self._fetches.get(entry)) is not None:
             self._jobs.withdraw(future)
 
@@ -337,7 +338,7 @@ class TieredCache:
             self.drop(entry, str(result))
 
     def _copy_ahead(self) -> None:
-        """Copy to disk what is oldest in RAM, so that it can leave without being lost."""
+        """Copy the least recently used entries in RAM to disk, so that they can be evicted without loss."""
         if self._disk is None:
             return
         allowed = self.index.ram.allowed_bytes
@@ -345,7 +346,7 @@ class TieredCache:
             self._copy(self._disk, entry, optional=not self._passes_through)
 
     def _copy(self, disk: DiskTier, entry: KvEntry, *, optional: bool) -> None:
-        """Have an entry copied to disk, if there is room among those used before it."""
+        """Queue a copy of an entry to disk, if evicting less recently used ones makes room."""
         victims = self.index.room_on_disk(entry)
         if victims is None:
             return
@@ -370,7 +371,7 @@ class TieredCache:
         self.index.disk.drop(entry)
         if isinstance(result, CancelledError):
             return
-        entry.refused = True  # or a full disk would be written to for every sequence parked
+        entry.refused = True  # otherwise every parked sequence would write to a full disk
         if isinstance(result, Exception):
             self._warn("disk", result)
 
@@ -426,7 +427,7 @@ class TieredCache:
             self.index.remove(entry)
 
     def remove(self, entry: KvEntry) -> None:
-        """Take an entry out of both tiers; memory that is being read into comes back with the result of that."""
+        """Remove an entry from both tiers; memory being loaded is returned with the job's result."""
         self.index.remove(entry)
         self.cancel_fetch(entry)
         if entry.ram is TierState.RESIDENT:
@@ -437,18 +438,18 @@ class TieredCache:
             self._jobs.submit(partial(self._disk.delete, entry.key), self._finished)
 
     def drop(self, entry: KvEntry, why: str) -> None:
-        """Remove an entry that cannot be used, and say so."""
+        """Remove an unusable entry and log the reason."""
         self._on_log("warning", f"parked KV of {entry.key} is dropped: {why}")
         self.remove(entry)
 
     def give_back(self, mapping: Mapping) -> None:
-        """Take memory back that was claimed."""
+        """Return claimed memory to the RAM tier."""
         surplus = self._ram.give_back(mapping)
         if surplus is not None:
             self._jobs.submit(surplus.discard, self._finished)
 
     def _warn(self, tier: str, error: Exception) -> None:
-        """Log that a tier does not work, once for each reason; it is tried again with the next sequence."""
+        """Log a tier's failure once per reason; the tier is tried again with the next sequence."""
         reason = error.strerror or str(error) if isinstance(error, OSError) else repr(error)
         if (tier, reason) not in self._warned:
             self._warned.add((tier, reason))
@@ -456,7 +457,7 @@ class TieredCache:
 
     @property
     def _room_bytes(self) -> int:
-        """What mappings may take in which there is no entry."""
+        """Bytes available to mappings without an entry."""
         return self.index.ram.allowed_bytes - self.index.ram.total_bytes
 
     def _finished(self, result: object) -> None:

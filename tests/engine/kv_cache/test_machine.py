@@ -161,7 +161,7 @@ class StoreMachine(RuleBasedStateMachine):
         """What is found shares what it says, belongs to the scope or to all, and nothing there shares more."""
         match = self.bench.store.find(scope, wanted)
         index = self.bench.store._tiers.index
-        there = {entry.key for entry in index if SCOPES[entry.key] in {scope, ""} and not index._shut_out(entry)}
+        there = {entry.key for entry in index if SCOPES[entry.key] in {scope, ""} and not index._exceeds_allowed(entry)}
         assert there <= self.parked.keys()
         common = {key: self.common(self.parked[key][0], wanted) for key in there}
         if not self.bench.can_truncate:
