@@ -18,14 +18,14 @@ async def main() -> None:
         async for _text in turn:
             if "." in turn.content:
                 break  # leaving the loop ends the turn
-        answer = await turn.rest()
+        answer = await turn.result()
         print(f"after a sentence: {answer.finish_reason}, {answer.content.count('.')} full stop")
 
         turn = session.infer("Tell me another one.", params=LONG)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
-                await turn.rest()
-        print(f"after half a second: {(await turn.rest()).finish_reason}")
+                await turn.result()
+        print(f"after half a second: {(await turn.result()).finish_reason}")
 
         turn = session.infer("And a last one.", params=LONG)
         async with asyncio.TaskGroup() as tasks:

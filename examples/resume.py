@@ -28,7 +28,7 @@ async def main(session_id: str | None) -> None:
             session = await client.create_session(ttl_s=3600)
             print(session.session_id, flush=True)
             turn = session.infer(QUESTION, params={"max_tokens": 400, "ignore_eos": True, "temperature": 0})
-            turn.let_run()
+            turn.detach()
         else:
             session, resumed = await client.resume(session_id)
             turn = session.follow()

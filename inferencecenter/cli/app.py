@@ -1,4 +1,4 @@
-"""All commands under one name, and the border at which errors become words and exit codes."""
+"""Registers all commands; converts errors to messages and exit codes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _COMMANDS: Final = {
     "doctor": "doctor",
     "healthcheck": "healthcheck",
 }
-"""Each command's module here, and what in it is the command: a function, or an app of more commands."""
+"""Module of each command, and the attribute in it: a function, or an app of subcommands."""
 
 
 class Commands(TyperGroup):
-    """Imports the module of the command that is run and no other: the daemon starts half a second sooner.
+    """Imports only the module of the command that runs: the daemon starts half a second sooner.
 
-    The types of click that typer brings along have no public names, hence ``Any``.
+    typer bundles its click types without public names, hence ``Any``.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -66,7 +66,7 @@ _SETTINGS: Final[dict[str, Any]] = {
 app = typer.Typer(
     name="inferencecenter",
     cls=Commands,
-    help="One GGUF model, lent to many clients over persistent WebSockets.",
+    help="Serve GGUF models to many concurrent clients over persistent WebSocket sessions.",
     no_args_is_help=True,
     **_SETTINGS,
 )
@@ -81,14 +81,14 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Take the options that stand before the command."""
+    """Declare the options that precede the command."""
 
 
 def main() -> None:
-    """Run the command line; a known failure is one message on standard error and its exit code."""
+    """Run the command line; a known error prints one message to standard error and sets the exit code."""
     try:
         app()
     except InferenceCenterError as error:
@@ -104,12 +104,12 @@ def main() -> None:
             )
         )
     except PermissionError as error:
-        # A home or a state directory of another user, which any look at a file may meet.
+        # HOME or the state directory belongs to another user; any access to a file may fail with this.
         _end(
             InferenceCenterError(
                 ErrorCode.STORAGE_UNAVAILABLE,
                 f"{error.filename}: {error.strerror}",
-                hint="Run this as the user that owns it; HOME and the state directory must be that user's too.",
+                hint="Run this as its owner; HOME and the state directory must belong to that user, too.",
             )
         )
 

@@ -1,4 +1,4 @@
-"""``inferencecenter audit``: who came in, who did not, and what was done to accounts; works beside a running daemon."""
+"""``inferencecenter audit``: logins, refusals and changes of accounts; works alongside a running daemon."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 def audit(  # noqa: PLR0913 - one argument an option
     *,
     last: Annotated[
-        int, typer.Option("--last", help="Lines to show, the newest.", min=1, max=sum(MAX_ROWS.values()))
+        int, typer.Option("--last", help="Number of newest lines to show.", min=1, max=sum(MAX_ROWS.values()))
     ] = 100,
-    client: Annotated[str | None, typer.Option(help="Only this account's.", show_default=False)] = None,
-    event: Annotated[AuditEvent | None, typer.Option(help="Only this event's.", show_default=False)] = None,
+    client: Annotated[str | None, typer.Option(help="Only this account.", show_default=False)] = None,
+    event: Annotated[AuditEvent | None, typer.Option(help="Only this event.", show_default=False)] = None,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show the audit log, newest last, in local time; in a pipe as lines of fields between tabs."""
+    """Show the audit log, newest last, in local time; tab-separated when piped."""
     settings = load_settings(config, given(state_dir=state_dir))
     path = settings.state_dir / DATABASE_NAME
     with contextlib.closing(Accounts.open(path, clock=time.time, audit_days=settings.auth.audit_days)) as accounts:
@@ -48,16 +48,16 @@ def audit(  # noqa: PLR0913 - one argument an option
 
 
 def as_table(lines: list[AuditLine]) -> Table:
-    """Return the lines as people read them."""
+    """Return the lines as a table."""
     table = Table("time", "event", "client", "token_id", "address", "times", "detail")
     for line in lines:
-        # As text: what somebody claimed to be is not markup.
+        # As text: client-supplied names are not markup.
         table.add_row(*map(Text, cells(line)))
     return table
 
 
 def cells(line: AuditLine) -> tuple[str, ...]:
-    """Return time, event, client, token, address, how often, and the detail of a line."""
+    """Return time, event, client, token, address, count and detail of a line."""
     return (
         datetime.fromtimestamp(line.at).astimezone().strftime("%Y-%m-%d %H:%M:%S"),
         line.event.value,

@@ -1,4 +1,4 @@
-"""``inferencecenter backup``: copy accounts and sessions as they stand at one moment; works beside a running daemon."""
+"""``inferencecenter backup``: consistent copies of accounts and sessions; works alongside a running daemon."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
 
 
 def backup(
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to make, for you alone.")],
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="Directory to create, accessible only to you.")],
     *,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Copy the files of accounts and sessions into a new directory; copied back, they are the state directory's."""
+    """Back up the databases of accounts and sessions into a new directory; `restore` puts them back."""
     settings = load_settings(config, given(state_dir=state_dir))
     _check_in_place(settings.state_dir)
     sources = [path for name in (ACCOUNTS_NAME, SESSIONS_NAME) if (path := settings.state_dir / name).exists()]
     if not sources:
-        raise _failed(f"{settings.state_dir} holds neither accounts nor sessions", "Is that the state directory?")
+        raise _failed(f"{settings.state_dir} holds neither accounts nor sessions", "Check the state directory.")
     try:
         target.mkdir(mode=0o700)
     except OSError as error:
         raise _failed(
             f"{target} cannot be made: {error.strerror}",
-            "A backup is never written over another: name a new directory.",
+            "An existing backup is never overwritten: name a new directory.",
         ) from error
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(shutil.rmtree, target)
@@ -58,11 +58,11 @@ def _check_in_place(state_dir: Path) -> None:
         check_open_files(state_dir)
     except FileMovedError as error:
         raise _failed(
-            f"{error} while a daemon writes to it",
-            "What the daemon writes is not in the state directory, so that a copy would lack it.",
+            f"{error} while a daemon has it open",
+            "The daemon writes to a file outside the state directory, so a copy would be incomplete.",
         ) from error
     except OSError as error:
-        raise _failed(f"{state_dir} cannot be read: {error.strerror}", "Is that the state directory?") from error
+        raise _failed(f"{state_dir} cannot be read: {error.strerror}", "Check the state directory.") from error
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -72,12 +72,12 @@ def _copy(source: Path, target: Path) -> None:
             if (found := damage(copied)) is not None:
                 raise sqlite3.DatabaseError(found)
             if source.name == SESSIONS_NAME:
-                # What came later was shown too: a daemon on this copy must not go on as if nothing had been.
+                # Later events were already sent to clients: a daemon on this copy must start new epochs.
                 copied.execute("UPDATE meta SET clean = 0")
     except (OSError, sqlite3.Error) as error:
         raise _failed(
             f"{source} cannot be copied: {reason_of(error)}",
-            "Nothing was kept of the copy. Is there room for it?",
+            "The incomplete copy was removed. Check the free disk space.",
         ) from error
 
 

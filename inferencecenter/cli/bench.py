@@ -1,4 +1,4 @@
-"""``inferencecenter bench``: the measuring program of a checkout, which is beside the package and not in the wheel."""
+"""``inferencecenter bench``: the benchmarks of a repository checkout, which are not part of the wheel."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if (_ROOT / "benchmarks" / "command.py").is_file():
     bench = import_module("benchmarks.command").bench
 else:
     CONTEXT_SETTINGS: Final = {"ignore_unknown_options": True, "allow_extra_args": True}
-    """Any arguments lead to the message."""
+    """Accept any arguments, so that the message is shown."""
 
     def bench(_context: typer.Context) -> None:
-        """Measure speed, alone or side by side with other servers; only in a checkout of the repository."""
+        """Run benchmarks, alone or side by side with other servers; only in a checkout of the repository."""
         raise InferenceCenterError(
             ErrorCode.INVALID_CONFIG,
-            "`bench` is in the repository and not in the installed package",
+            "`bench` is part of the repository, not of the installed package",
             hint="Clone the repository, run `make run` there, and then .venv/bin/inferencecenter bench.",
         )

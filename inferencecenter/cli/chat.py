@@ -1,4 +1,4 @@
-"""``inferencecenter chat``: talk to a daemon from a terminal or a script."""
+"""``inferencecenter chat``: chat with a daemon from a terminal or a script."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def chat(  # noqa: PLR0913 - one argument an option
     token: TokenOption = None,
     token_file: TokenFileOption = None,
     model: Annotated[
-        str | None, typer.Option(help="Model that answers.", show_default="the daemon's choice, also when it changes")
+        str | None, typer.Option(help="Model to use.", show_default="the daemon's default model, even if it changes")
     ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.", show_default=False)] = None,
     resume: Annotated[
         str | None,
-        typer.Option(help="Go on with a conversation: its name, as /sessions lists it.", show_default=False),
+        typer.Option(help="Continue a conversation by its id, as listed by /sessions.", show_default=False),
     ] = None,
-    latest: Annotated[bool, typer.Option("--continue", help="Go on with the conversation that was used last.")] = False,
+    latest: Annotated[bool, typer.Option("--continue", help="Continue the most recent conversation.")] = False,
     params: Annotated[
         list[str] | None,
         typer.Option("--params", "-p", help="A parameter as name=value; may be repeated.", show_default=False),
@@ -40,7 +40,7 @@ def chat(  # noqa: PLR0913 - one argument an option
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
 ) -> None:
-    """Talk to a daemon. From a pipe, every line is a turn and only the answers are written."""
+    """Chat with a daemon. Piped input is one turn per line, and only the answers are written."""
     turn_params = read_params(params or [])
     check_resumption(resume=resume, latest=latest, system=system, model=model)
     settings = load_settings(config, given(state_dir=state_dir))
@@ -63,21 +63,17 @@ def chat(  # noqa: PLR0913 - one argument an option
 
 
 def check_resumption(*, resume: str | None, latest: bool, system: str | None, model: str | None) -> None:
-    """Refuse options that contradict each other.
+    """Reject options that contradict each other.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
     """
     if resume is not None and latest:
-        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "--resume and --continue name two conversations")
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "--resume and --continue are mutually exclusive")
     if system is not None and (resume is not None or latest):
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST, "--system is for a new conversation; one that goes on has its own"
-        )
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "--system applies to new conversations only")
     if model is not None and (resume is not None or latest):
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST, "--model is for a new conversation; one that goes on keeps its own"
-        )
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "--model applies to new conversations only")
 
 
 async def _wait_until_ready(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""A conversation line by line: prompts, commands that begin with a slash, and what Ctrl-C means at each moment."""
+"""The chat's read loop: prompts, slash commands, and the handling of Ctrl-C in each state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def until_ready(client: Client, told: Callable[[str], None] = lambda _mess
 
     Args:
         client: The connection.
-        told: Hears how far it is.
+        told: Called with the daemon's status message.
 
     Raises:
         InferenceCenterError: The connection is lost.
@@ -51,36 +51,36 @@ async def until_ready(client: Client, told: Callable[[str], None] = lambda _mess
 
 
 _HELP: Final = """\
-/new                   begin a new conversation
-/undo                  take back the last question and its answer
-/fork                  go on in a copy of this conversation
-/back                  leave the copy for the conversation it was made of
+/new                   start a new conversation
+/undo                  discard the last question and its answer
+/fork                  continue in a copy of this conversation
+/back                  return from the copy to its original
 /sessions              list all conversations of this account
-/resume                take up the latest other one again; /resume 2, or its name, any one of the list
-/close                 delete one: /close 2, or its name, of the list
-/params                show the parameters of the next turns
-/params name value     set one, as /params temperature 0.2
-/params reset          forget them all
-/stats                 figures of the last turn
+/resume                continue the latest other one; /resume 2, or an id, any one of the list
+/close                 delete one: /close 2, or its id, of the list
+/params                show the parameters of the following turns
+/params name value     set one, such as /params temperature 0.2
+/params reset          reset all of them
+/stats                 statistics of the last turn
 /help                  this list
-/quit                  leave; so does Ctrl-D, and Ctrl-C at the prompt
-Ctrl-C while an answer runs ends the answer. A line that begins with // is sent with one slash."""
+/quit                  quit; so does Ctrl-D, and Ctrl-C at the prompt
+Ctrl-C during an answer aborts the answer. A line that starts with // is sent with one slash."""
 _TITLE_CHARS: Final = 60
 _CLOSE_ONE: Final = "/sessions lists your conversations; /close with a number of the list deletes one."
 
 
 class ChatLoop:
-    """The state of one chat: its session, its parameters, the last turn's figures.
+    """State of one chat: its session, its parameters, the statistics of the last turn.
 
     Args:
-        portal: Runs what talks to the daemon, in its own thread; this one may block at a prompt meanwhile.
+        portal: Runs the client in its own thread, while this one blocks at the prompt.
         client: The connection.
         view: Shows answers.
-        system: System prompt of every session.
-        model: Model of every session that is opened; ``None`` leaves it to the daemon.
-        params: Parameters of every turn, as the user wrote them.
-        interactive: Somebody is there: Ctrl-C ends an answer and not the program, and a refused turn is reported where
-            a script would end. Needs the main thread. Conversations stay, where those of a script end with it.
+        system: System prompt of new sessions.
+        model: Model of new sessions; ``None`` for the daemon's default.
+        params: Parameters of every turn, as entered.
+        interactive: A user is present: Ctrl-C aborts an answer instead of the program, a refused turn is
+            reported instead of ending the program, and sessions are kept. Needs the main thread.
     """
 
     def __init__(  # noqa: PLR0913 - all by name
@@ -104,7 +104,7 @@ class ChatLoop:
         self._last: End | None = None
         self._reading: Future[None] | None = None
         self._is_loading = False
-        # Opened by the first question, so that looking in leaves nothing behind.
+        # Opened by the first question, so that starting the chat leaves no empty session.
         self._session: ClientSession | None = None
         self._opened: list[ClientSession] = []
         self._set_aside: list[ClientSession] = []
@@ -125,13 +125,13 @@ class ChatLoop:
         }
 
     def run(self, read_line: Callable[[], str]) -> None:
-        """Take lines until there are no more, or ``/quit``.
+        """Process lines until the input ends, or ``/quit``.
 
         Args:
             read_line: Returns the next line, raises ``EOFError`` after the last.
 
         Raises:
-            InferenceCenterError: The connection is lost, or anything else when nobody is there to go on.
+            InferenceCenterError: The connection is lost; when not interactive, any error.
         """
         try:
             with contextlib.suppress(EOFError):
@@ -142,7 +142,7 @@ class ChatLoop:
                 self._portal.call(self._leave)
 
     def resume(self, session_id: str | None) -> None:
-        """Take up a conversation; without its name, the one that was used last.
+        """Resume a session; without an id, the most recent one.
 
         Raises:
             InferenceCenterError: ``session_not_found``, or the connection is lost.
@@ -188,7 +188,7 @@ class ChatLoop:
         self._show(self._answer(prompt))
 
     def _show(self, reading: Coroutine[Any, Any, None]) -> None:
-        """Show a turn while it is read."""
+        """Run the reader of a turn; Ctrl-C aborts the turn."""
         abort = _interrupts(self._abort) if self._interactive else contextlib.nullcontext()
         with abort:
             self._view.begin()
@@ -196,7 +196,7 @@ class ChatLoop:
                 self._reading = self._portal.start_task_soon(lambda: reading)
                 self._reading.result()
             except CancelledError:
-                # Nobody has taken the question yet.
+                # The turn is not running yet.
                 self._is_loading = False
             finally:
                 self._view.finish()
@@ -208,18 +208,18 @@ class ChatLoop:
             self._portal.start_task_soon(self._session.abort)
 
     async def _answer(self, prompt: str) -> None:
-        # After a restart the daemon is reached before its model is there.
+        # After a restart the daemon is reachable before its model is loaded.
         await until_ready(self._client)
         if self._session is None:
             self._session = await self._create(" ".join(prompt.split())[:_TITLE_CHARS])
         session = self._session
-        # A conversation that goes on may have a model that nobody has asked for since the daemon began.
+        # The model of a resumed session may not have been loaded since the daemon started.
         await self._read(session.infer(prompt, params=self._params or None, on_loading=self._loads))
 
     async def _create(self, title: str) -> ClientSession:
-        """Open a session; where there are too many, a script's in place of the first that it opened and left.
+        """Open a session; at the session limit, a script closes the first one that it opened and left.
 
-        A user's conversations stay until the user closes one.
+        An interactive user's sessions are kept until the user closes one.
         """
         try:
             session = await self._client.create_session(
@@ -254,13 +254,13 @@ class ChatLoop:
                 self._turns.append(event.turn_id)
 
     async def _wait_for_end(self, session: ClientSession) -> None:
-        """Let a turn that runs come to its end; its answer is to nobody's line."""
+        """Wait for the end of a running turn, whose answer is discarded."""
         async for event in session.follow().events():
             if isinstance(event, End):
                 self._turns.append(event.turn_id)
 
     async def _leave(self) -> None:
-        """Close what was opened: the next script would push out a conversation that somebody goes back to."""
+        """Close the opened sessions of a script: later sessions might otherwise evict one that is still needed."""
         for session in self._opened:
             if self._client.connected:
                 with contextlib.suppress(InferenceCenterError):
@@ -268,11 +268,11 @@ class ChatLoop:
 
     def _open_session(self) -> ClientSession:
         if self._session is None:
-            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "this conversation has not begun yet")
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "this conversation has not started yet")
         return self._session
 
     def _choose(self, words: list[str]) -> str:
-        """Return the session that is meant by a number of the list, a name, or nothing."""
+        """Return the session id for a number of the list or an id; without an argument, the latest other session."""
         if words and words[0].isdecimal() and self._listed:
             number = int(words[0])
             if not 1 <= number <= len(self._listed):
@@ -285,7 +285,7 @@ class ChatLoop:
         current = self._session.session_id if self._session else None
         others = [session.session_id for session in self._latest_first() if session.session_id != current]
         if not others:
-            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "there is no conversation to go on with")
+            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "there is no conversation to continue")
         return others[0]
 
     def _latest_first(self) -> tuple[SessionSummary, ...]:
@@ -302,7 +302,7 @@ class ChatLoop:
 
     def _command_close(self, words: list[str]) -> None:
         if not words:
-            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "/close needs a number or a name", hint=_CLOSE_ONE)
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "/close needs a number or an id", hint=_CLOSE_ONE)
         session, _resumed = self._portal.call(self._client.resume, self._choose(words))
         if session is self._session:
             self._command_new([])
@@ -320,7 +320,7 @@ class ChatLoop:
 
     def _command_undo(self, _words: list[str]) -> None:
         if not self._turns:
-            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "nothing was said yet that could be taken back")
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "there is no turn to undo")
         self._portal.call(self._open_session().rewind, self._turns[-2] if len(self._turns) > 1 else START)
         self._turns.pop()
 
@@ -334,7 +334,7 @@ class ChatLoop:
     def _command_back(self, _words: list[str]) -> None:
         if not self._left:
             raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST, "this conversation is no copy", hint="/fork makes one."
+                ErrorCode.INVALID_REQUEST, "this conversation is not a copy", hint="/fork makes one."
             )
         fork = self._open_session()
         self._portal.call(fork.close)
@@ -353,7 +353,9 @@ class ChatLoop:
                 ErrorCode.INVALID_REQUEST, f"/params {words[0]} has no value", hint="Write /params name value."
             )
         shown = [f"{name} {json.dumps(value, ensure_ascii=False)}" for name, value in self._params.items()]
-        stdout.print("\n".join(shown) or "no parameters set; the model's and the daemon's hold", markup=False)
+        stdout.print(
+            "\n".join(shown) or "no parameters set; the defaults of the model and the daemon apply", markup=False
+        )
 
     def _command_stats(self, _words: list[str]) -> None:
         if self._last is None:
@@ -367,7 +369,7 @@ class ChatLoop:
 
 @contextlib.contextmanager
 def _interrupts(action: Callable[[], object]) -> Iterator[None]:
-    """Let Ctrl-C do ``action`` while inside, in place of an exception that may surface anywhere."""
+    """Handle Ctrl-C inside the block by calling ``action`` instead of raising ``KeyboardInterrupt``."""
     before = signal.signal(signal.SIGINT, lambda _number, _frame: action())
     try:
         yield

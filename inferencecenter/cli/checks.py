@@ -1,4 +1,4 @@
-"""What ``doctor`` looks at, one function a check."""
+"""The checks of ``doctor``, one function each."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 _PROBE_TIMEOUT_S: Final = 60
 _HTTP_TIMEOUT_S: Final = 3
 _MB: Final = 10**6
-# Loading llama.cpp can end a process; this one has nothing else to lose.
+# Loading llama.cpp may crash the process, so it is done in a child process.
 _PROBE: Final = """
 import json, llama_cpp
 print(json.dumps({"version": llama_cpp.__version__, "gpu": llama_cpp.llama_supports_gpu_offload()}))
@@ -67,7 +67,7 @@ print(json.dumps({"version": llama_cpp.__version__, "gpu": llama_cpp.llama_suppo
 
 
 class CheckResult(StrEnum):
-    """How a check went."""
+    """Result of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -76,7 +76,7 @@ class CheckResult(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One finding; a failed one has the code that the daemon would report."""
+    """One result; a failed check has the error code that the daemon would report."""
 
     name: str
     verdict: CheckResult
@@ -86,12 +86,12 @@ class Check:
 
 
 def python() -> Check:
-    """Tell which Python runs."""
+    """Report the Python version."""
     return Check("python", CheckResult.OK, f"{platform.python_version()} at {sys.executable}")
 
 
 def llama_cpp(*, needed: bool, gpu: bool) -> Check:
-    """Load llama.cpp in a process of its own and ask for its version and GPU support."""
+    """Load llama.cpp in a child process and report its version and GPU support."""
     failed = CheckResult.FAILED if needed else CheckResult.WARNING
     hint = "Install again with `make run`; CUDA=1 builds it for NVIDIA GPUs."
     try:
@@ -104,18 +104,18 @@ def llama_cpp(*, needed: bool, gpu: bool) -> Check:
         return Check("llama.cpp", failed, stderr[-1] if stderr else str(error), hint, ErrorCode.ENGINE_UNAVAILABLE)
     detail = f"llama-cpp-python {answer['version']}, {'with' if answer['gpu'] else 'without'} GPU support"
     if gpu and not answer["gpu"]:
-        return Check("llama.cpp", CheckResult.WARNING, detail, "There is a GPU; `make run CUDA=1` builds for it.")
+        return Check(
+            "llama.cpp", CheckResult.WARNING, detail, "A GPU is available; `make run CUDA=1` builds with CUDA support."
+        )
     return Check("llama.cpp", CheckResult.OK, detail)
 
 
 def gpu() -> Check:
-    """Ask NVML for all GPUs."""
+    """Report all GPUs found by NVML."""
     found = read_gpus()
     if not found.readings:
         problem = f": {found.problem}" if found.problem else ""
-        return Check(
-            "gpu", CheckResult.WARNING, f"no NVIDIA GPU found by NVML{problem}", "The model runs on the processor."
-        )
+        return Check("gpu", CheckResult.WARNING, f"no NVIDIA GPU found by NVML{problem}", "The model runs on the CPU.")
     return Check("gpu", CheckResult.OK, "; ".join(map(_shown, found.readings)) + f"; driver {found.driver_version}")
 
 
@@ -125,13 +125,13 @@ def _shown(reading: GpuReading) -> str:
     parts = [
         f"{reading.name}, {used // _MB} of {total // _MB} MB of memory in use",
         f"compute capability {capability}" if capability else "",
-        "divided by MIG" if reading.mig else "",
+        "partitioned by MIG" if reading.mig else "",
     ]
     return ", ".join(filter(None, parts))
 
 
 def placement(settings: Settings) -> list[Check]:
-    """Plan the model on the GPUs that llama.cpp can use; nothing where there is none."""
+    """Plan the placement of the model on the GPUs that llama.cpp can use; no check without one."""
     if settings.engine.backend != "llama":
         return []
     try:
@@ -144,19 +144,19 @@ def placement(settings: Settings) -> list[Check]:
     except InferenceCenterError as error:
         return [Check("plan", CheckResult.FAILED, error.message, error.hint or "", error.code)]
     detail = "; ".join(f"{reason.name}: {reason.value}" for reason in made.reasons)
-    hint = " ".join(made.advice) if not made.fits else "`inferencecenter doctor --plan MODEL` says why."
+    hint = " ".join(made.advice) if not made.fits else "`inferencecenter doctor --plan MODEL` explains it."
     return [Check("plan", CheckResult.OK if made.fits else CheckResult.WARNING, detail, hint)]
 
 
 def cores() -> Check:
-    """Count the cores this process may use."""
+    """Report the CPU cores that this process may use."""
     return Check("cores", CheckResult.OK, f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}")
 
 
 def model_files(settings: Settings) -> list[Check]:
-    """Open every model's files and adapters and look at their first bytes; only the default keeps a daemon from it."""
+    """Check the headers of all model files and adapters; only the default model's are required to start a daemon."""
     if settings.engine.backend != "llama":
-        return [Check("model file", CheckResult.OK, f"the {settings.engine.backend} backend reads none")]
+        return [Check("model file", CheckResult.OK, f"the {settings.engine.backend} backend uses none")]
     try:
         registry = read_registry(settings)
     except InferenceCenterError as error:
@@ -181,22 +181,22 @@ def _sized(path: Path) -> str:
 
 
 def _broken(spec: ModelSpec, name: str, verdict: CheckResult) -> Check | None:
-    """Return what is wrong with the first of a model's files that is wrong."""
+    """Return the problem of the model's first invalid file, if any."""
     for path in (spec.path, *(adapter.path for adapter in spec.lora)):
         try:
             with path.open("rb") as file:
                 magic = file.read(4)
         except OSError as error:
-            hint = "Name a readable GGUF file, with --model or in the configuration."
+            hint = "Specify a readable GGUF file, with --model or in the configuration."
             return Check(name, verdict, f"{path}: {error.strerror}", hint, ErrorCode.INVALID_MODEL_FILE)
         if magic != b"GGUF":
-            hint = "The daemon reads GGUF files, which begin with the letters GGUF."
-            return Check(name, verdict, f"{path}: is no GGUF file", hint, ErrorCode.INVALID_MODEL_FILE)
+            hint = "The daemon needs GGUF files, which start with the letters GGUF."
+            return Check(name, verdict, f"{path}: is not a GGUF file", hint, ErrorCode.INVALID_MODEL_FILE)
     return None
 
 
 def memory(settings: Settings) -> Check:
-    """Compare available memory with the size of the model file."""
+    """Compare the available memory with the size of the model file."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         needed = default_model(settings).path.stat().st_size if settings.engine.backend == "llama" else 0
@@ -204,23 +204,23 @@ def memory(settings: Settings) -> Check:
         needed = 0
     detail = f"{available // _MB} MB free, the model file takes {needed / _MB:.1f} MB"
     if needed > available:
-        hint = "Memory that caches files counts as used here; if loading fails, take a smaller model or fewer slots."
+        hint = "Page cache counts as used here; if loading fails, use a smaller model or fewer slots."
         return Check("memory", CheckResult.WARNING, detail, hint)
     return Check("memory", CheckResult.OK, detail)
 
 
 def state_dir(path: Path) -> Check:
-    """See whether the state directory, or where it would be made, can be written."""
+    """Check that the state directory, or its parent, is writable."""
     existing = next(place for place in (path, *path.parents) if os.path.exists(place))  # noqa: PTH110 - Path.exists raises
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         hint = "Choose another with --state-dir, or change the permissions."
         detail = f"{path}: {existing} cannot be written"
         return Check("state directory", CheckResult.FAILED, detail, hint, ErrorCode.STORAGE_UNAVAILABLE)
-    return Check("state directory", CheckResult.OK, str(path) if existing == path else f"{path}, will be made")
+    return Check("state directory", CheckResult.OK, str(path) if existing == path else f"{path}, will be created")
 
 
 def port(settings: Settings) -> Check:
-    """See whether the port is free, or whether the daemon of these settings answers there."""
+    """Check that the port is free, or that the daemon of these settings answers there."""
     host, number = settings.server.host, settings.server.port
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
@@ -236,7 +236,7 @@ def port(settings: Settings) -> Check:
 
 
 def _taken_port(settings: Settings) -> Check:
-    """Tell whether the daemon has the port, and if not what answers in its place."""
+    """Check whether the daemon of these settings has the port, and report what answers otherwise."""
     url = own_url(settings, "/healthz", scheme="http")
     try:
         status, _ = fetch(settings, "/healthz", timeout_s=_HTTP_TIMEOUT_S)
@@ -244,7 +244,7 @@ def _taken_port(settings: Settings) -> Check:
         return Check("port", CheckResult.FAILED, error.message, error.hint or "", error.code)
     except ssl.SSLCertVerificationError as error:
         found = f"the certificate at {url} is not the one in server.certfile: {error.verify_message}"
-        hint = "After a renewal `inferencecenter reload` has the daemon use the new one; or another program listens."
+        hint = "After a renewal run `inferencecenter reload`; otherwise another program listens there."
         return Check("port", CheckResult.FAILED, found, hint, ErrorCode.ADDRESS_IN_USE)
     except OSError as error:
         found = f"in use, and no daemon answers at {url}: {error.strerror or error}"
@@ -252,7 +252,7 @@ def _taken_port(settings: Settings) -> Check:
         if status == HTTPStatus.OK:
             return Check("port", CheckResult.OK, f"a daemon answers at {url}")
         found = f"in use, and {url} answers {status}"
-    hint = "End what listens there, or choose another with --port; a daemon that runs may have other settings."
+    hint = "Stop the program there, or choose another --port; a running daemon may have other settings."
     return Check("port", CheckResult.FAILED, found, hint, ErrorCode.ADDRESS_IN_USE)
 
 
@@ -260,25 +260,25 @@ _TIMEOUT_S: Final = 3
 
 
 def proxy(settings: Settings) -> Check:
-    """Tell which proxies are trusted, and warn where requests come through another one on this machine."""
+    """Report the trusted proxies, and warn if requests arrive through an untrusted one on this machine."""
     trusted = ", ".join(map(str, settings.server.trusted_proxies)) or "none"
     if _sees_untrusted(settings):
         return Check(
             "proxy",
             CheckResult.WARNING,
             f"requests come through a proxy on this machine; trusted: {trusted}",
-            'Set server.trusted_proxies to its address, as ["127.0.0.1"], and have it send X-Forwarded-For and Host;'
-            " until then all behind it share the limits of one address.",
+            'Set server.trusted_proxies to its address, such as ["127.0.0.1"], and have it send X-Forwarded-For and'
+            " Host; until then all clients behind it share the limits of one address.",
         )
     return Check("proxy", CheckResult.OK, f"trusted: {trusted}")
 
 
 def _sees_untrusted(settings: Settings) -> bool:
-    """Ask the daemon, if there is one."""
+    """Query a running daemon, if there is one."""
     try:
         _, body = fetch(settings, "/readyz", timeout_s=_TIMEOUT_S)
         told = orjson.loads(body)
-    except (OSError, InferenceCenterError, orjson.JSONDecodeError):  # which the check of the port tells
+    except (OSError, InferenceCenterError, orjson.JSONDecodeError):  # reported by the port check
         return False
     return isinstance(told, dict) and told.get("proxy") == PROXY_NOT_TRUSTED
 
@@ -287,7 +287,7 @@ _MAX_NAMED: Final = 3
 
 
 def storage(settings: Settings) -> list[Check]:
-    """Read the files of accounts and sessions, and see whether a running daemon writes to them."""
+    """Check the files of accounts and sessions, and whether a running daemon writes to them."""
     directory = settings.state_dir
     found = [
         _file("accounts", directory / ACCOUNTS_NAME, ACCOUNTS_STEPS, damaged_hint=ACCOUNTS_HINT),
@@ -296,10 +296,10 @@ def storage(settings: Settings) -> list[Check]:
     try:
         check_open_files(directory)
     except FileMovedError as error:
-        detail = f"{error} while a daemon writes to it"
+        detail = f"{error} while a daemon has it open"
         found.append(Check("open files", CheckResult.FAILED, detail, MOVED_HINT, ErrorCode.STORAGE_UNAVAILABLE))
     except OSError:
-        # The state directory has a check of its own.
+        # The state directory has its own check.
         return found
     return found
 
@@ -326,5 +326,5 @@ def _file(name: str, path: Path, steps: Steps, *, damaged_hint: str) -> Check:
 
 
 def _is_current(database: sqlite3.Connection) -> bool:
-    """Tell whether a file of sessions has the tables of this version; an older one gets them at the next start."""
+    """Return whether a sessions file has the tables of this version; an older one is migrated at the next start."""
     return version_of(database) == len(MIGRATIONS)

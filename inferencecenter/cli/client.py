@@ -1,4 +1,4 @@
-"""``inferencecenter client``: the accounts in the state directory, and what each may use."""
+"""``inferencecenter client``: accounts in the state directory, and their limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from inferencecenter.auth.accounts import Accounts
 
 _SESSIONS: Final = "max_sessions"
-_LIMITS_HELP: Final = f"{LIMITS_HELP} {_SESSIONS}=50 is how many sessions the account may have open."
+_LIMITS_HELP: Final = f"{LIMITS_HELP} {_SESSIONS}=50 is the maximum number of open sessions."
 
 app = typer.Typer(help="List accounts and limit them.", no_args_is_help=True)
 
@@ -36,7 +36,7 @@ def list_clients(
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the accounts, oldest first; those of clients.toml stand there."""
+    """List the accounts, oldest first; those of clients.toml are only in that file."""
     settings = load_settings(config, given(state_dir=state_dir))
     with open_accounts(settings) as accounts:
         clients = accounts.clients()
@@ -66,7 +66,7 @@ def limits(
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show what an account may use, or change it; its tokens have that where they have no limit of their own."""
+    """Show or change the limits of an account, which apply to its tokens without limits of their own."""
     settings = load_settings(config, given(state_dir=state_dir))
     told = None
     with open_accounts(settings) as accounts:
@@ -80,10 +80,10 @@ def limits(
 
 
 def _taken_out(assignments: Iterable[str]) -> tuple[int | None, list[str]]:
-    """Return the number of sessions that is assigned, if any, and the other assignments.
+    """Return the assigned number of sessions, if any, and the other assignments.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for one that is no number.
+        InferenceCenterError: ``invalid_request`` for an invalid number.
     """
     max_sessions, others = None, []
     for assignment in assignments:
@@ -95,9 +95,9 @@ def _taken_out(assignments: Iterable[str]) -> tuple[int | None, list[str]]:
         else:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"{assignment!r} is no number of sessions",
+                f"{assignment!r} is not a number of sessions",
                 field=_SESSIONS,
-                hint=f"{_SESSIONS}=50; it has no `none` and no `default`, as it is the account's alone.",
+                hint=f"{_SESSIONS}=50; `none` and `default` are not allowed here.",
             )
     return max_sessions, others
 
@@ -107,8 +107,8 @@ def _find(accounts: Accounts, client_id: str) -> ClientInfo:
     if found is None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"client {client_id!r} is none of the accounts in the state directory",
+            f"client {client_id!r} is not an account in the state directory",
             field="client",
-            hint="`inferencecenter client list` shows them; limits of clients.toml stand in that file.",
+            hint="`inferencecenter client list` lists them; limits of clients.toml are set in that file.",
         )
     return found

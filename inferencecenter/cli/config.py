@@ -1,4 +1,4 @@
-"""``inferencecenter config``: what is set, whether it is right, and what there is to set."""
+"""``inferencecenter config``: show, check and generate configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ app = typer.Typer(help="Show, check and write settings.", no_args_is_help=True)
 
 @app.command("show")
 def show(*, config: ConfigOption = None, json: JsonOption = False) -> None:
-    """Show every setting in force and where its value comes from."""
+    """Show every effective setting and its origin."""
     layers = read_layers(config)
     settings = layers.settings()
     if json:
@@ -49,12 +49,12 @@ def show(*, config: ConfigOption = None, json: JsonOption = False) -> None:
 @app.command("check")
 def check(
     file: Annotated[
-        Path | None, typer.Argument(help="File to check; the one in force when not given.", show_default=False)
+        Path | None, typer.Argument(help="File to check; the effective one by default.", show_default=False)
     ] = None,
     *,
     json: JsonOption = False,
 ) -> None:
-    """Check a configuration file, with the environment over it; a wrong one is told and exits with 78."""
+    """Check a configuration file combined with the environment; exits with 78 on an invalid one."""
     layers: Layers | None = None
     problems: list[InferenceCenterError] = []
     warnings: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ def default() -> None:
 
 
 def _deeper_problems(settings: Settings) -> Iterator[InferenceCenterError]:
-    """What only other parts can tell: the parameters' meaning, models, the file of clients, and what is installed."""
+    """Yield the problems that only other parts detect: parameters, models, the clients file, installed packages."""
 
     def load_static_clients(auth: AuthSettings) -> None:
         if auth.clients_file is not None:
@@ -104,7 +104,7 @@ def _deeper_problems(settings: Settings) -> Iterator[InferenceCenterError]:
                 ErrorCode.INVALID_MODEL_FILE,
                 f"{missing[0]}: {missing[1]}; the daemon does not start without the files of its default model",
                 field="model.path" if missing[0] == settings.model.path else "model",
-                hint="`inferencecenter model list` shows those in models_dir, `inferencecenter model pull` gets one.",
+                hint="`inferencecenter model list` lists those available, `inferencecenter model pull` downloads one.",
             )
 
     looks: tuple[Callable[[], object], ...] = (
@@ -121,7 +121,7 @@ def _deeper_problems(settings: Settings) -> Iterator[InferenceCenterError]:
 
 
 def _warnings(settings: Settings) -> Iterator[str]:
-    """What is allowed and may not be meant: parameters without effect, files that are not there (yet, or here)."""
+    """Yield warnings about valid settings: parameters without effect, files that do not exist here (yet)."""
     yield from cross_check(parse_params(settings.params))
     for name, entry in settings.models.items():
         for warning in cross_check(parse_params(entry.params)):
@@ -136,12 +136,12 @@ def _warnings(settings: Settings) -> Iterator[str]:
 
 
 def _missing_files(spec: ModelSpec) -> Iterator[tuple[Path, str]]:
-    """Yield those of a model's files that this user does not find, and why not."""
+    """Yield those of a model's files that this user cannot read, and why."""
     for path in (spec.path, *(adapter.path for adapter in spec.lora)):
         try:
             if not path.is_file():
                 yield path, "is not there" if not path.exists() else "is no file"
-        except OSError as error:  # in a directory that may not be entered
+        except OSError as error:  # in an inaccessible directory
             yield path, error.strerror or str(error)
 
 

@@ -1,4 +1,4 @@
-"""``inferencecenter doctor``: look at this machine and say what would keep the daemon from running well."""
+"""``inferencecenter doctor``: check this machine and its configuration."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _POWERS: Final = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes that a text as ``3GiB``, ``3G`` or ``2900 MiB`` means; ``3GB`` are 3,000,000,000.
+    """Return the bytes of a size such as ``3GiB``, ``3G`` or ``2900 MiB``; ``3GB`` is 3,000,000,000.
 
     Raises:
-        typer.BadParameter: It is no size.
+        typer.BadParameter: It is not a size.
     """
     found = _SIZE.match(text)
     if found is None:
-        raise typer.BadParameter(f"{text!r} is no size; write it as 3GiB or 2900MiB.")
+        raise typer.BadParameter(f"{text!r} is not a size; write it as 3GiB or 2900MiB.")
     number, letter, binary = found.groups()
     decimal = not binary and text.strip().upper().endswith("B") and letter
     return int(float(number) * (1000 if decimal else 1024) ** _POWERS[(letter or "").upper()])
@@ -55,10 +55,10 @@ def parse_size(text: str) -> int:
 def show_plan(
     settings: Settings, model: Path, *, vram_bytes: Sequence[int], ram_bytes: int | None, as_json: bool
 ) -> None:
-    """Print the plan for a model: on this machine, or with GPUs of so many free bytes each, and so much memory.
+    """Print the plan for a model, on this machine or for the given free GPU memory and available host memory.
 
     Raises:
-        InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` for a GPU that is set and not there.
+        InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` for a configured GPU that does not exist.
     """
     shape = describe(read_gguf(model))
     wished = placement_constraints(settings.engine, settings.gpu)
@@ -77,7 +77,7 @@ def show_plan(
 
 
 def gpus_of(vram_bytes: Sequence[int]) -> tuple[Device, ...]:
-    """Return GPUs of which nothing is known but what they have free."""
+    """Return hypothetical GPUs with this much free memory."""
     return tuple(
         Device(id=str(number), name=f"GPU {number} ({mib(size)})", free_bytes=size, total_bytes=size)
         for number, size in enumerate(vram_bytes)
@@ -85,7 +85,7 @@ def gpus_of(vram_bytes: Sequence[int]) -> tuple[Device, ...]:
 
 
 def as_data(shape: ModelShape, made: PlacementPlan, wished: PlacementConstraints, host: Host) -> dict[str, Any]:
-    """Return a plan as scripts read it: as ``status`` tells it of a model that runs, and what llama.cpp is given."""
+    """Return a plan as JSON data: as ``status`` reports it for a loaded model, with llama.cpp's parameters."""
     return {
         "model": {
             "name": shape.name,
@@ -112,7 +112,7 @@ def _numbers(shape: ModelShape, made: PlacementPlan) -> Table:
 
 def _memory(made: PlacementPlan, wished: PlacementConstraints, available_bytes: int | None) -> Table:
     columns = ("memory", "weights", "KV", "buffers", "driver", "together", "margin", "free now")
-    table = Table(*columns, title="What it takes", title_justify="left")
+    table = Table(*columns, title="Memory use", title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     for device, demand in zip(made.devices, made.demand.devices, strict=True):
@@ -133,17 +133,17 @@ def doctor(  # noqa: PLR0913 - one argument an option
     state_dir: StateDirOption = None,
     json: JsonOption = False,
     plan: Annotated[
-        Path | None, typer.Option(help="Show how this GGUF file would be run, and why.", metavar="MODEL")
+        Path | None, typer.Option(help="Show how this GGUF file would be run, with the reasons.", metavar="MODEL")
     ] = None,
     vram: Annotated[
         list[str] | None,
-        typer.Option(help="With --plan: a GPU with so much free memory, as 3GiB; once for each.", metavar="SIZE"),
+        typer.Option(help="With --plan: free memory of a GPU, such as 3GiB; repeat for several GPUs.", metavar="SIZE"),
     ] = None,
     ram: Annotated[
-        str | None, typer.Option(help="With --plan: so much memory available.", metavar="SIZE", show_default=False)
+        str | None, typer.Option(help="With --plan: available host memory.", metavar="SIZE", show_default=False)
     ] = None,
 ) -> None:
-    """Check Python, llama.cpp, memory, files, port and GPU; exits with the code of the first failure."""
+    """Check Python, llama.cpp, memory, files, port and GPU; the exit code is that of the first failure."""
     if plan is not None:
         show_plan(
             load_settings(config, given(state_dir=state_dir)),
@@ -170,7 +170,7 @@ def doctor(  # noqa: PLR0913 - one argument an option
 
 
 def examine(config: ConfigOption, state_dir: StateDirOption) -> list[Check]:
-    """Return the result of every check that can be made; without settings most cannot."""
+    """Run every check that is possible; most need valid settings."""
     found = [checks.python()]
     try:
         layers = read_layers(config, given(state_dir=state_dir))

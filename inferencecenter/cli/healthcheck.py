@@ -1,4 +1,4 @@
-"""``inferencecenter healthcheck``: whether the daemon of these settings answers, as containers and scripts ask."""
+"""``inferencecenter healthcheck``: health of the daemon of these settings, for containers and scripts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 def healthcheck(
     *,
-    ready: Annotated[bool, typer.Option("--ready", help="Ask whether a turn can run, not only whether it lives.")] = (
+    ready: Annotated[bool, typer.Option("--ready", help="Check readiness (turns can run), not only liveness.")] = (
         False
     ),
-    timeout: Annotated[float, typer.Option(help="Seconds that the answer may take.", min=0.1, max=60)] = 4.0,
+    timeout: Annotated[float, typer.Option(help="Timeout in seconds.", min=0.1, max=60)] = 4.0,
     config: ConfigOption = None,
 ) -> None:
-    """Ask the daemon of these settings for its health; prints nothing and exits with 0 when it is well."""
+    """Check the health of the daemon of these settings; prints nothing and exits with 0 when it is healthy."""
     settings = load_settings(config, given())
     path = "/readyz" if ready else "/healthz"
     url = own_url(settings, path, scheme="http")
@@ -32,7 +32,7 @@ def healthcheck(
     except OSError as error:
         reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.strerror or error
         raise InferenceCenterError(
-            ErrorCode.DAEMON_UNREACHABLE, f"{url}: {reason}", hint="`inferencecenter doctor` looks at the port."
+            ErrorCode.DAEMON_UNREACHABLE, f"{url}: {reason}", hint="`inferencecenter doctor` checks the port."
         ) from error
     if status == HTTPStatus.OK:
         return
@@ -42,7 +42,7 @@ def healthcheck(
 
 
 def _reason(body: bytes) -> str:
-    """Return what the page of readiness says, or that it says nothing."""
+    """Return the message of the readiness page, if it has one."""
     try:
         told = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -1,4 +1,4 @@
-"""``inferencecenter model``: fetch, list, look at, check and delete model files, and have a daemon swap them."""
+"""``inferencecenter model``: download, list, inspect, verify and delete model files; load and unload models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import ModelSummary
 
 
-NameArgument: TypeAlias = Annotated[str, typer.Argument(help="The model's name.")]
+NameArgument: TypeAlias = Annotated[str, typer.Argument(help="Name of the model.")]
 
 _LOOK_TIMEOUT_S: Final = 3.0
 _PHASES: Final = {"draining": "waiting for the turns of the model whose memory it needs", "loading": "loading"}
@@ -58,19 +58,19 @@ def load(  # noqa: PLR0913 - one argument an option
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Have the running daemon load a model and give it to all sessions that name none; nobody's turn is cut."""
+    """Load a model in the running daemon and make it the default of sessions that name none; no turn is cut off."""
     settings = load_settings(config, given(state_dir=state_dir))
     daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
     try:
         with _shown_swap(name) as show:
             asyncio.run(_load(daemon, name, show))
     except KeyboardInterrupt:
-        stderr.print("The daemon goes on with it.", style="dim")
+        stderr.print("The daemon continues to load it.", style="dim")
         raise
     if json:
         print_json({"model": name, "default": True})
     else:
-        stdout.print(f"{name} answers from now on.", markup=False)
+        stdout.print(f"{name} is now the default model.", markup=False)
 
 
 def unload(  # noqa: PLR0913 - one argument an option
@@ -83,22 +83,22 @@ def unload(  # noqa: PLR0913 - one argument an option
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Have the running daemon free a model's memory when its turns have ended; the next turn loads it again."""
+    """Free a model's memory in the running daemon once its turns have ended; the next turn loads it again."""
     settings = load_settings(config, given(state_dir=state_dir))
     daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
     asyncio.run(_unload(daemon, name))
     if json:
         print_json({"model": name, "unloaded": True})
     else:
-        stdout.print(f"{name} leaves memory when its turns have ended.", markup=False)
+        stdout.print(f"{name} is unloaded once its turns have ended.", markup=False)
 
 
 def models_of_daemon(
     settings: Settings, *, url: str | None, token: str | None, token_file: Path | None
 ) -> dict[str, ModelSummary]:
-    """Return what the running daemon says of its models, by name; nothing if there is no daemon.
+    """Return the running daemon's models by name; empty if there is no daemon.
 
-    One that was named, or that answers and refuses, is worth a line on standard error.
+    If the daemon was named explicitly, or refuses, the error is printed to standard error.
     """
     nothing_given = url is None and token is None and token_file is None
     if nothing_given and not os.path.exists(admin_token_file(settings)):  # noqa: PTH110 - Path.exists raises
@@ -108,18 +108,18 @@ def models_of_daemon(
         return asyncio.run(_ask_models(daemon))
     except InferenceCenterError as error:
         if url is not None or error.code is not ErrorCode.DAEMON_UNREACHABLE:
-            stderr.print(f"What the daemon has loaded is not known: {error.message}", markup=False, soft_wrap=True)
+            stderr.print(f"The daemon's loaded models are unknown: {error.message}", markup=False, soft_wrap=True)
         return {}
 
 
 def state(model: ModelSummary) -> str:
-    """Return where a model is, in words."""
+    """Return the state of a model as text."""
     words = f"{model.state}, default" if model.default else model.state
     return f"{words}: {model.detail}" if model.state == "failed" and model.detail else words
 
 
 async def _load(daemon: DaemonAccess, name: str, show: Callable[[Swap], None]) -> None:
-    # Here, so that the commands that need no daemon start faster.
+    # Imported here, so that commands that need no daemon start faster.
     from inferencecenter.client import Client  # noqa: PLC0415
 
     async with Client(daemon.url, token=daemon.token, **daemon.tls_option) as client:
@@ -143,7 +143,7 @@ async def _ask_models(daemon: DaemonAccess) -> dict[str, ModelSummary]:
 
 @contextmanager
 def _shown_swap(name: str) -> Iterator[Callable[[Swap], None]]:
-    """Show on standard error how far a swap is: a bar while somebody looks, else a line for each of its phases."""
+    """Show a swap's progress on standard error: a bar on a terminal, otherwise a line per phase."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -168,7 +168,7 @@ def _shown_swap(name: str) -> Iterator[Callable[[Swap], None]]:
 ModelsDirOption = Annotated[Path | None, typer.Option("--models-dir", help="Directory of models.", show_default=False)]
 
 app = typer.Typer(
-    help="Fetch, list, look at, check and delete model files, and have the daemon load and unload them.",
+    help="Download, list, inspect, verify and delete model files; load and unload models in the daemon.",
     no_args_is_help=True,
 )
 app.command("load")(load)
@@ -186,7 +186,7 @@ def list_models(  # noqa: PLR0913 - one argument an option
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the models in the models directory, and what a running daemon has; in a pipe as fields between tabs."""
+    """List the models in the models directory and those of a running daemon; tab-separated when piped."""
     settings = load_settings(config, given(models_dir=models_dir, state_dir=state_dir))
     names = configured_files(settings)
     served = models_of_daemon(settings, url=url, token=token, token_file=token_file)
@@ -200,7 +200,7 @@ def list_models(  # noqa: PLR0913 - one argument an option
         right = [Column(name, justify="right") for name in ("parameters", "size")]
         table = Table("model", "architecture", "weights", *right, "from", "state", "")
         for line in lines:
-            # As text: what a file says of itself is not markup.
+            # As text: strings from a file's header are not markup.
             table.add_row(*map(Text, line.cells()))
         stdout.print(table)
         stdout.print(f"in {settings.models_dir}", style="dim", markup=False)
@@ -211,13 +211,13 @@ def list_models(  # noqa: PLR0913 - one argument an option
 
 @app.command("info")
 def info(
-    model: Annotated[str, typer.Argument(help="A model's name, or the path of a GGUF file.")],
+    model: Annotated[str, typer.Argument(help="Name of a model, or path of a GGUF file.")],
     *,
     models_dir: ModelsDirOption = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show what a model's header says."""
+    """Show the metadata in a model's header."""
     settings = load_settings(config, given(models_dir=models_dir))
     found = _find(settings, model)
     path = found.paths[0] if found else Path(model)
@@ -242,19 +242,17 @@ def pull_model(
         str, typer.Argument(help="owner/repo:Q4_K_M, owner/repo/file.gguf, or owner/repo.", metavar="REFERENCE")
     ],
     *,
-    name: Annotated[
-        str | None, typer.Option(help="What it is called here.", show_default="what its file is called")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Local name.", show_default="the name of its file")] = None,
     models_dir: ModelsDirOption = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Fetch a model from a Hugging Face hub: HF_ENDPOINT names another hub, HF_TOKEN a token for it.
+    """Download a model from a Hugging Face hub: HF_ENDPOINT selects another hub, HF_TOKEN its token.
 
-    A pull that was interrupted goes on where it stopped. A model is there when it is whole and its checksum is right.
+    An interrupted download resumes. A model becomes available when it is complete and its checksum is correct.
     """
     settings = load_settings(config, given(models_dir=models_dir))
-    # The other commands start faster without the hub's library.
+    # Imported here: other commands start faster without the hub's library.
     from inferencecenter.models.hub import hub_of  # noqa: PLC0415
     from inferencecenter.models.pull import pull  # noqa: PLC0415
 
@@ -270,20 +268,20 @@ def pull_model(
     if json:
         print_json({**_as_data(model), "fetched": pulled.fetched})
     else:
-        words = "is there" if pulled.fetched else "was there already"
+        words = "was downloaded" if pulled.fetched else "is already present"
         stdout.print(f"{model.name} {words}: {size(model.size_bytes)} in {settings.models_dir}", markup=False)
 
 
 @app.command("remove")
 def remove(
-    name: Annotated[str, typer.Argument(help="The model's name.")],
+    name: Annotated[str, typer.Argument(help="Name of the model.")],
     *,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     models_dir: ModelsDirOption = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Delete a model's files from the models directory; one that the configuration names stays."""
+    """Delete a model's files from the models directory; a configured model is not deleted."""
     settings = load_settings(config, given(models_dir=models_dir))
     found = files.find_model(settings.models_dir, name)
     if not yes:
@@ -298,13 +296,13 @@ def remove(
 
 @app.command("verify")
 def verify(
-    name: Annotated[str | None, typer.Argument(help="A model's name.", show_default="all models")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of the model.", show_default="all models")] = None,
     *,
     models_dir: ModelsDirOption = None,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Read model files from end to end and compare them with what was pulled; exits with 66 if one is broken."""
+    """Read model files completely and compare them with their checksums; exits with 66 if one is damaged."""
     settings = load_settings(config, given(models_dir=models_dir))
     models = files.list_models(settings.models_dir)
     if name is not None:
@@ -323,7 +321,7 @@ def verify(
 
 
 def configured_files(settings: Settings) -> dict[Path, str]:
-    """Return the files that settings name, links followed, and the setting that does."""
+    """Return the configured files, with symbolic links resolved, and the setting that names each."""
     there = files_in(settings.models_dir)
     named: dict[Path | None, str] = {
         (entry.path or there.get(name)): f"models.{name}" for name, entry in settings.models.items()
@@ -339,7 +337,7 @@ def configured_files(settings: Settings) -> dict[Path, str]:
 
 
 def described(facts: ModelFacts) -> dict[str, str]:
-    """Return what a header says, in words."""
+    """Return a header's metadata as text."""
     return {
         "name": facts.title,
         "architecture": facts.architecture,
@@ -354,28 +352,30 @@ def described(facts: ModelFacts) -> dict[str, str]:
 
 
 def worded(verdict: IntegrityReport) -> Text:
-    """Return what was found of a model, in a line for each problem."""
+    """Return the result of a verification, with a line per problem."""
     if not verdict.problems:
-        known = "whole" if verdict.checksum_known else "its header is whole; it was not pulled, so no checksum is known"
+        known = (
+            "complete" if verdict.checksum_known else "its header is valid; it was not pulled, so it has no checksum"
+        )
         return Text.assemble((verdict.name, "bold"), ": ", (known, "green"))
     lines = "\n".join(f"  {problem}" for problem in verdict.problems)
     return Text.assemble((verdict.name, "bold"), ": ", ("broken", "bold red"), "\n", lines)
 
 
 def size(n_bytes: int) -> str:
-    """Return a number of bytes as people say it, in powers of 1024."""
+    """Return a number of bytes in human-readable form, in powers of 1024."""
     if n_bytes < 2**30:
         return f"{n_bytes / 2**20:.1f} MiB"
     return f"{n_bytes / 2**30:.2f} GiB"
 
 
 def count(number: int) -> str:
-    """Return a number of parameters as people say it: 7.6 B, 2.5 M."""
+    """Return a number of parameters in human-readable form: 7.6 B, 2.5 M."""
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
 class _Line:
-    """A model in the list; one whose header cannot be read says so."""
+    """A model in the list; an unreadable header is reported in its row."""
 
     def __init__(self, model: ModelFiles, configured: dict[Path, str], served: ModelSummary | None) -> None:
         self._model = model
@@ -389,7 +389,7 @@ class _Line:
             self._problem = error.message
 
     def cells(self) -> tuple[str, ...]:
-        """Return name, architecture, weights, parameters, size, source, state and what is to be noted."""
+        """Return name, architecture, weights, parameters, size, source, state and notes."""
         facts, receipt = self._facts, self._model.receipt
         told = ("", "", "") if facts is None else (facts.architecture, facts.quantization, count(facts.parameters))
         source = receipt.source if receipt else ""
@@ -397,27 +397,27 @@ class _Line:
         return self._model.name, *told, size(self._model.size_bytes), source, now, self._problem or self._setting or ""
 
     def as_data(self) -> dict[str, Any]:
-        """Return the model as scripts read it."""
+        """Return the model as JSON data."""
         facts = None if self._facts is None else asdict(self._facts)
         found = {"facts": facts, "problem": self._problem or None, "setting": self._setting}
         return {**_as_data(self._model), **found, "served": _served_data(self._served)}
 
 
 class _Served:
-    """A model that the daemon has from elsewhere, of which only it knows."""
+    """A model of the daemon that is not in the models directory."""
 
     def __init__(self, model: ModelSummary) -> None:
         self._model = model
 
     def cells(self) -> tuple[str, ...]:
-        """Return what ``_Line`` has, as far as the daemon tells."""
+        """Return the columns of ``_Line``, as far as the daemon reports them."""
         model = self._model
         parameters = "" if model.parameters is None else count(model.parameters)
         weights = "" if model.size_mb is None else size(round(model.size_mb * 2**20))
         return model.name, "", "", parameters, weights, "", state(model), ""
 
     def as_data(self) -> dict[str, Any]:
-        """Return the model as scripts read it; what only a file in the directory has is null."""
+        """Return the model as JSON data; values known only from a file are null."""
         unknown = dict.fromkeys(("size_bytes", "source", "pulled_at", "facts", "problem", "setting"))
         return {"name": self._model.name, "files": [], **unknown, "served": _served_data(self._model)}
 
@@ -438,14 +438,14 @@ def _as_data(model: ModelFiles) -> dict[str, Any]:
 
 
 def _find(settings: Settings, model: str) -> ModelFiles | None:
-    """Return a model of the directory; ``None`` for what is the path of a file."""
+    """Return a model of the models directory; ``None`` for the path of a file."""
     is_path = "/" in model or (model.endswith(".gguf") and Path(model).is_file())
     return None if is_path else files.find_model(settings.models_dir, model)
 
 
 @contextmanager
 def _shown_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show bytes, speed and what is left on standard error while somebody looks; yields what is to be told."""
+    """Show bytes, speed and remaining time on standard error if that is a terminal; yields the progress callback."""
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""Options that several commands take."""
+"""Options shared by several commands."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 LIMITS_HELP: Final = (
-    f"A limit, as tokens_per_day=50000: {', '.join(AccessLimits.model_fields)}. Lists with commas; `none` for no limit,"
-    " `default` for what holds one level up."
+    f"A limit, such as tokens_per_day=50000: {', '.join(AccessLimits.model_fields)}. Lists with commas; `none` for no"
+    " limit, `default` for the value of the next higher level."
 )
 _LISTS: Final = frozenset({"models", "addresses"})
 
 
 def changed(assignments: Iterable[str], before: AccessLimits = NO_LIMITS) -> AccessLimits:
-    """Return limits with those that are assigned; the others stay.
+    """Return limits updated with the assignments.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` naming the limit and what is wrong.
+        InferenceCenterError: ``invalid_request`` naming the limit and the problem.
     """
     given = before.given()
     for assignment in assignments:
@@ -37,7 +37,7 @@ def changed(assignments: Iterable[str], before: AccessLimits = NO_LIMITS) -> Acc
         if name not in AccessLimits.model_fields or not separator or not text:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"{assignment!r} is no limit",
+                f"{assignment!r} is not a limit",
                 field=name if separator else None,
                 hint=f"NAME=VALUE, with one of {', '.join(AccessLimits.model_fields)}.",
             )
@@ -54,17 +54,17 @@ def changed(assignments: Iterable[str], before: AccessLimits = NO_LIMITS) -> Acc
 
 
 def read_params(pairs: Iterable[str]) -> dict[str, Any]:
-    """Return the parameters in ``name=value`` pairs.
+    """Parse ``name=value`` pairs to parameters.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for what is no pair, no parameter, or out of range.
+        InferenceCenterError: ``invalid_request`` for an invalid pair, an unknown parameter, or a value out of range.
     """
     params: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals:
             raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST, f"--params is {pair!r}", hint="Write name=value, as temperature=0.2."
+                ErrorCode.INVALID_REQUEST, f"--params is {pair!r}", hint="Write name=value, such as temperature=0.2."
             )
         params[name] = read_value(value)
     parse_params(params)
@@ -72,7 +72,7 @@ def read_params(pairs: Iterable[str]) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """Return a parameter's value: JSON where it is JSON, else the text itself."""
+    """Return a parameter's value: parsed as JSON if possible, else the text itself."""
     try:
         return json.loads(text)
     except ValueError:
@@ -89,5 +89,5 @@ JsonOption: TypeAlias = Annotated[bool, typer.Option("--json", help="Write JSON.
 
 
 def given(**values: Any) -> dict[str, Any]:
-    """Return what was given on the command line, under dotted setting names: ``server__port`` is ``server.port``."""
+    """Return the given command line values under dotted setting names: ``server__port`` is ``server.port``."""
     return {name.replace("__", "."): value for name, value in values.items() if value is not None}

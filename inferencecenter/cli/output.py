@@ -1,4 +1,4 @@
-"""What commands write: text for people, JSON for scripts, one message for a failure."""
+"""Output of commands: text for people, JSON for scripts, one message per error."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def print_json(value: object) -> None:
 
 
 def problems_of(error: InferenceCenterError) -> tuple[InferenceCenterError, ...]:
-    """Return every problem that one error stands for."""
+    """Return the individual problems of an error."""
     return error.problems if isinstance(error, InvalidSettingsError) else (error,)
 
 
 def as_json(error: InferenceCenterError) -> dict[str, Any]:
-    """Return an error as scripts read it."""
+    """Return an error as JSON data."""
     return {"code": error.code.value, "message": error.message, "field": error.field, "hint": error.hint}
 
 

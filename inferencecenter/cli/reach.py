@@ -1,6 +1,6 @@
-"""Where a daemon is reached, which certificate is trusted there and the token to show: options, and their defaults.
+"""Locating the daemon: address, trusted certificate and token, as options with defaults.
 
-Every command builds the daemon's address here, from the settings that the daemon has: port, base path and TLS.
+Every command builds the daemon's address here, from the daemon's own settings: port, base path and TLS.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import Settings
 
 UrlOption: TypeAlias = Annotated[
-    str | None, typer.Option("--url", envvar="INFERENCECENTER_URL", help="The daemon's address.", show_default=False)
+    str | None, typer.Option("--url", envvar="INFERENCECENTER_URL", help="Address of the daemon.", show_default=False)
 ]
 TokenOption: TypeAlias = Annotated[
-    str | None, typer.Option("--token", envvar="INFERENCECENTER_TOKEN", help="Token to show.", show_default=False)
+    str | None, typer.Option("--token", envvar="INFERENCECENTER_TOKEN", help="Bearer token.", show_default=False)
 ]
 TokenFileOption: TypeAlias = Annotated[
     Path | None,
@@ -38,13 +38,13 @@ _CERTIFICATE: Final = re.compile(r"-----BEGIN CERTIFICATE-----.*?-----END CERTIF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonAccess:
-    """What a command connects with.
+    """Address and credential of the daemon.
 
     Attributes:
-        url: The daemon's WebSocket.
-        token: The credential to show.
-        tls: What the daemon's certificate is verified with; ``None`` for a plain address, and for one whose certificate
-            the system's authorities vouch for.
+        url: WebSocket URL of the daemon.
+        token: Bearer token.
+        tls: TLS context that verifies the daemon's certificate; ``None`` for a plain address, and for a certificate
+            that is verified by the system's authorities.
     """
 
     url: str
@@ -53,18 +53,18 @@ class DaemonAccess:
 
     @property
     def tls_option(self) -> TlsOption:
-        """The client's option for it, to be unpacked; empty where the client's default is right."""
+        """The keyword argument for ``Client``; empty to use its default."""
         return {} if self.tls is None else {"tls": self.tls}
 
 
 class TlsOption(TypedDict, total=False):
-    """The one of ``ClientOptions`` that comes from the configuration."""
+    """The option of ``ClientOptions`` that comes from the configuration."""
 
     tls: ssl.SSLContext
 
 
 def reach_daemon(settings: Settings, *, url: str | None, token: str | None, token_file: Path | None) -> DaemonAccess:
-    """Return how to reach the daemon at ``url``, or without it the one of these settings.
+    """Return the access to the daemon at ``url``, or by default to the daemon of these settings.
 
     Raises:
         InferenceCenterError: ``not_authenticated`` when there is no token, ``invalid_config`` when the certificate of
@@ -80,7 +80,7 @@ def reach_daemon(settings: Settings, *, url: str | None, token: str | None, toke
 
 
 def own_url(settings: Settings, path: str = "/ws", *, scheme: Literal["ws", "http"] = "ws") -> str:
-    """Return where this machine reaches ``path`` of the daemon that these settings describe."""
+    """Return the local URL of ``path`` at the daemon of these settings."""
     server = settings.server
     host = f"[{server.host}]" if ":" in server.host else server.host
     secure = "s" if server.certfile else ""
@@ -88,18 +88,18 @@ def own_url(settings: Settings, path: str = "/ws", *, scheme: Literal["ws", "htt
 
 
 def on_this_machine(url: str) -> str:
-    """Return a URL in which the address that means all interfaces is replaced by the loopback address."""
+    """Return a URL with the wildcard address replaced by the loopback address."""
     for everywhere, here in _ANYWHERE.items():
         url = url.replace(everywhere, here, 1)
     return url
 
 
 def own_tls(settings: Settings) -> ssl.SSLContext | None:
-    """Return what trusts the certificate of these settings and no other; ``None`` without a certificate.
+    """Return a TLS context that trusts only the certificate of these settings; ``None`` without a certificate.
 
-    The file is this machine's own configuration, so its certificate needs no authority, and is accepted under the
-    loopback address, which it seldom names. Only the first certificate of the file is trusted: those behind it are of
-    authorities, which vouch for other machines too.
+    The file is local configuration, so its certificate needs no authority, and is accepted for the loopback address,
+    which it rarely names. Only the first certificate of the file is trusted: the others belong to authorities, which
+    also sign for other machines.
 
     Raises:
         InferenceCenterError: ``invalid_config``.
@@ -113,7 +113,7 @@ def own_tls(settings: Settings) -> ssl.SSLContext | None:
     try:
         found = _CERTIFICATE.search(certfile.read_text(encoding="utf-8"))
         if found is None:
-            raise ValueError("it holds no certificate")
+            raise ValueError("it contains no certificate")
         context.load_verify_locations(cadata=found[0])
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
@@ -121,16 +121,16 @@ def own_tls(settings: Settings) -> ssl.SSLContext | None:
             ErrorCode.INVALID_CONFIG,
             f"{certfile} cannot be read: {reason}",
             field="server.certfile",
-            hint="It tells which daemon to trust. Run this as the daemon's user, or name another address with --url.",
+            hint="It identifies the trusted daemon. Run this as the daemon's user, or specify an address with --url.",
         ) from error
     return context
 
 
 def fetch(settings: Settings, path: str, *, timeout_s: float) -> tuple[int, bytes]:
-    """Return status and body of a page of the daemon that these settings describe.
+    """Return status and body of a page of the daemon of these settings.
 
     Raises:
-        OSError: It is not reached in time, or ``ssl.SSLError`` when its certificate is another one.
+        OSError: It does not answer in time, or ``ssl.SSLError`` when its certificate is not the configured one.
         InferenceCenterError: ``invalid_config``; the certificate cannot be read.
     """
     url = urlsplit(own_url(settings, path, scheme="http"))
@@ -146,22 +146,22 @@ def fetch(settings: Settings, path: str, *, timeout_s: float) -> tuple[int, byte
             answer = connection.getresponse()
             return answer.status, answer.read()
         except http.client.HTTPException as error:
-            raise ConnectionError(f"no HTTP is spoken there: {error!r}") from error
+            raise ConnectionError(f"the server there does not speak HTTP: {error!r}") from error
 
 
 def _origin(url: str) -> tuple[str, str | None, int | None]:
-    """Return scheme, host and port, alike for the WebSocket and the page of one daemon."""
+    """Return scheme, host and port, equal for the WebSocket and the page of one daemon."""
     found = urlsplit(on_this_machine(url))
     scheme = {"http": "ws", "https": "wss"}.get(found.scheme, found.scheme)
     host = "127.0.0.1" if found.hostname == "localhost" else found.hostname
     try:
         return scheme, host, found.port or {"ws": 80, "wss": 443}.get(scheme)
-    except ValueError:  # a port that is no number
+    except ValueError:  # an invalid port
         return scheme, host, None
 
 
 def admin_token_file(settings: Settings) -> Path:
-    """Return the file that the first run of the daemon of these settings writes."""
+    """Return the token file written by the first start of the daemon of these settings."""
     return settings.state_dir / "admin.token"
 
 
@@ -174,9 +174,9 @@ def read_token(path: Path) -> str:
     try:
         return path.expanduser().read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text"
+        reason = error.strerror if isinstance(error, OSError) else "is not a text file"
         raise InferenceCenterError(
             ErrorCode.NOT_AUTHENTICATED,
             f"no token: {path}: {reason}",
-            hint="The first `inferencecenter serve` writes it; or give --token, --token-file, INFERENCECENTER_TOKEN.",
+            hint="The first `inferencecenter serve` creates it; or use --token, --token-file, INFERENCECENTER_TOKEN.",
         ) from None

@@ -1,4 +1,4 @@
-"""``inferencecenter reload``: have a running daemon read its configuration again, and say what came of it."""
+"""``inferencecenter reload``: reload the configuration of a running daemon, and report the result."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from inferencecenter.server import control
 
 def reload(
     *,
-    timeout: Annotated[float, typer.Option(help="Seconds that the daemon may take.", min=1, max=3600)] = 50.0,
+    timeout: Annotated[float, typer.Option(help="Timeout in seconds.", min=1, max=3600)] = 50.0,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Have the daemon read configuration, certificate and clients.toml again; fails if any of it is not taken.
+    """Reload configuration, certificate and clients.toml in the daemon; fails if any of it is invalid.
 
-    What is wrong stays as it was, and the daemon goes on.
+    Invalid parts are not applied, and the daemon keeps running.
     """
     settings = load_settings(config, given(state_dir=state_dir))
     told = control.request_reload(settings.state_dir, timeout_s=timeout)
@@ -35,7 +35,7 @@ def reload(
             report(InferenceCenterError(problem.code, message, hint=problem.hint, field=problem.field))
         if told.needs_restart:
             waiting = ", ".join(told.needs_restart)
-            stdout.print(f"These settings have changed and wait for a restart: {waiting}", markup=False, soft_wrap=True)
+            stdout.print(f"These changed settings need a restart: {waiting}", markup=False, soft_wrap=True)
         if not told.problems:
             stdout.print("Reloaded.")
     if told.problems:

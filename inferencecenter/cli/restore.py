@@ -1,4 +1,4 @@
-"""``inferencecenter restore``: put the files of a backup into the state directory, while no daemon runs."""
+"""``inferencecenter restore``: restore a backup into the state directory, while no daemon runs."""
 
 from __future__ import annotations
 
@@ -40,19 +40,17 @@ _STEPS: Final[Mapping[str, Steps]] = {ACCOUNTS_NAME: ACCOUNTS_STEPS, SESSIONS_NA
 
 
 def restore(
-    source: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="What `inferencecenter backup` has made.")],
+    source: Annotated[Path, typer.Argument(metavar="DIRECTORY", help="Directory made by `inferencecenter backup`.")],
     *,
-    replace: Annotated[
-        bool, typer.Option("--replace", help="Put files in the place of those that are there, which get other names.")
-    ] = False,
+    replace: Annotated[bool, typer.Option("--replace", help="Replace existing files, which are renamed.")] = False,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Put the accounts and sessions of a backup into the state directory; no file that is there is deleted.
+    """Restore the accounts and sessions of a backup into the state directory; existing files are never deleted.
 
-    Exits with 0 when all files are in their place, with 64 when files are there and --replace is not given, and with 73
-    when a daemon runs, the backup is not whole or is of a newer version, or the state directory cannot be written.
+    Exits with 0 when all files are restored, with 64 when files exist and --replace is not given, and with 73 when a
+    daemon runs, the backup is damaged or of a newer version, or the state directory cannot be written.
     """
     settings = load_settings(config, given(state_dir=state_dir))
     found = _backup_in(source)
@@ -61,8 +59,8 @@ def restore(
         if there and not replace:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"{settings.state_dir} holds {' and '.join(there)} already",
-                hint="--replace gives what is there another name and puts the backup in its place.",
+                f"{settings.state_dir} holds {' and '.join(there)}",
+                hint="--replace renames the existing files and restores the backup.",
             )
         kept = _restore(found, settings.state_dir)
     if json:
@@ -70,15 +68,15 @@ def restore(
         return
     stdout.print(f"Restored {' and '.join(path.name for path in found)} from {source}.", markup=False, soft_wrap=True)
     for name, other in kept.items():
-        stdout.print(f"What was {name} is {other} now.", markup=False, soft_wrap=True)
+        stdout.print(f"The previous {name} was renamed to {other}.", markup=False, soft_wrap=True)
 
 
 def _backup_in(source: Path) -> list[Path]:
-    """Return the files of a backup, each of which is whole and of a version that is known here."""
+    """Return the files of a backup, each verified to be intact and of a known version."""
     found = [path for name in _STEPS if (path := source / name).is_file()]
     if not found:
         raise unavailable(
-            f"{source} holds neither {ACCOUNTS_NAME} nor {SESSIONS_NAME}", "Name a directory that `backup` has made."
+            f"{source} holds neither {ACCOUNTS_NAME} nor {SESSIONS_NAME}", "Specify a directory made by `backup`."
         )
     for path in found:
         try:
@@ -90,13 +88,13 @@ def _backup_in(source: Path) -> list[Path]:
                     raise DamagedFileError("it is empty")
         except (OSError, sqlite3.Error) as error:
             raise unavailable(
-                f"{path} is not whole: {reason_of(error)}", "Nothing was changed. Is there another backup?"
+                f"{path} is damaged: {reason_of(error)}", "Nothing was changed. Use another backup."
             ) from error
     return found
 
 
 def _restore(found: list[Path], state_dir: Path) -> dict[str, str]:
-    """Put copies of the files into ``state_dir``; return which other names those have that were there."""
+    """Copy the files into ``state_dir``; return the new names of replaced files."""
     kept: dict[str, str] = {}
     with contextlib.ExitStack() as leftovers:
         copies = [(path, state_dir / f"{path.name}.restoring") for path in found]
@@ -116,12 +114,12 @@ def _restore(found: list[Path], state_dir: Path) -> dict[str, str]:
         except (OSError, sqlite3.Error) as error:
             done = f" {', '.join(kept)} was replaced already." if kept else " Nothing was replaced."
             raise unavailable(
-                f"{state_dir} cannot be written: {reason_of(error)}", f"Is there room for a copy?{done}"
+                f"{state_dir} cannot be written: {reason_of(error)}", f"Check the free disk space.{done}"
             ) from error
     return kept
 
 
 def _mark_old(path: Path) -> None:
-    """Have the daemon know that clients were shown more since; see ``Recorder.finish``."""
+    """Mark the file as not cleanly closed, so that the daemon starts new epochs; see ``Recorder.finish``."""
     with contextlib.closing(connect(path)) as database:
         database.execute("UPDATE meta SET clean = 0")

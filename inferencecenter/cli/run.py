@@ -1,4 +1,4 @@
-"""``inferencecenter run``: one question to a model from the shell, without a daemon."""
+"""``inferencecenter run``: one prompt to a model from the shell, without a daemon."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from inferencecenter.one_shot import OneShotResult, Shown
 
 _SIGNALLED: Final = 128
-"""What shells add to the number of a signal that ended a program."""
+"""Offset of the exit code for a program ended by a signal, as in shells."""
 _SIGINT, _SIGPIPE = 2, 13
 
 
 def run(  # noqa: PLR0913 - one argument an option
     model: Annotated[str, typer.Argument(help="GGUF file, name of a registered model, or demo.", metavar="MODEL")],
     prompt: Annotated[
-        str | None, typer.Argument(help="What to ask; - reads it from standard input.", show_default=False)
+        str | None, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)
     ] = None,
     *,
     system: Annotated[str | None, typer.Option(help="System prompt.", show_default=False)] = None,
@@ -48,9 +48,11 @@ def run(  # noqa: PLR0913 - one argument an option
         ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Most tokens of the answer.", show_default=False)
+        int | None, typer.Option("--max-tokens", help="Maximum tokens of the answer.", show_default=False)
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Go on with the text as it is, without a template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompt as plain text, without the chat template.")
+    ] = False,
     json: JsonOption = False,
     n_ctx: Annotated[int | None, typer.Option("--n-ctx", help="Tokens of context.", show_default=False)] = None,
     n_gpu_layers: Annotated[
@@ -64,14 +66,14 @@ def run(  # noqa: PLR0913 - one argument an option
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Ask a model once and print the answer as it comes; no daemon is needed, and none is asked.
+    """Run one prompt and print the answer as it is generated; neither needs nor contacts a daemon.
 
-    What is piped in is the prompt, or follows it.
+    Piped input is the prompt, or is appended to it.
     """
     turn_params = read_params([*(params or []), *([] if max_tokens is None else [f"max_tokens={max_tokens}"])])
     overrides = given(engine__n_ctx=n_ctx, engine__n_gpu_layers=n_gpu_layers, log__level=log_level)
     settings = load_settings(config, overrides)
-    # What keeps the answer from coming is reported once, by the command.
+    # An error that prevents the answer is reported once, by the command.
     logs.configure(
         level=settings.log.level if log_level else "error",
         log_format=settings.log.format,
@@ -82,7 +84,7 @@ def run(  # noqa: PLR0913 - one argument an option
         question = OneShotRequest(prompt=read_prompt(prompt), params=turn_params, system=system, raw=raw)
         answered = _run(spec, question, settings, as_json=json)
     except BrokenPipeError:
-        # Nobody reads any more; what Python would flush at its end has nowhere to go either.
+        # The reader is gone; the flush at Python's exit would fail as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(_SIGNALLED + _SIGPIPE) from None
     except KeyboardInterrupt:
@@ -92,10 +94,10 @@ def run(  # noqa: PLR0913 - one argument an option
 
 
 def read_prompt(argument: str | None) -> str:
-    """Return what is asked: the argument, standard input where it is ``-`` or missing, or both if something is piped.
+    """Return the prompt: the argument, standard input if it is ``-`` or missing, or both if input is piped.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for nothing at all, and for what is no text.
+        InferenceCenterError: ``invalid_request`` for an empty prompt or invalid text.
     """
     if argument is None and sys.stdin.isatty():
         raise _refused("there is no prompt", hint='Give one, as in: inferencecenter run demo "What is a llama?"')
@@ -103,7 +105,7 @@ def read_prompt(argument: str | None) -> str:
     try:
         piped = sys.stdin.buffer.read().decode().removesuffix("\n") if from_stdin else ""
     except UnicodeDecodeError as error:
-        raise _refused(f"what was piped in is no UTF-8 at byte {error.start}", hint="Pipe text.") from None
+        raise _refused(f"the piped input is not UTF-8 at byte {error.start}", hint="Pipe text.") from None
     prompt = "\n\n".join(part for part in ("" if argument in (None, "-") else argument, piped) if part)
     if not prompt.strip():
         raise _refused("the prompt is empty", hint="Give one as an argument, or pipe it in.")
@@ -111,7 +113,7 @@ def read_prompt(argument: str | None) -> str:
 
 
 def _is_piped() -> bool:
-    """Tell whether standard input is a pipe or a file; a terminal, and what services have there, is neither."""
+    """Return whether standard input is a pipe or a file; a terminal or ``/dev/null`` is neither."""
     with suppress(OSError, ValueError):
         mode = os.fstat(sys.stdin.fileno()).st_mode
         return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
@@ -123,7 +125,7 @@ def _refused(message: str, *, hint: str) -> InferenceCenterError:
 
 
 def _as_asked(spec: ModelSpec, settings: Settings, **asked: int | None) -> ModelSpec:
-    """Return the model with what the command line sets, which wins over what is registered for it."""
+    """Return the model with command line values, which override its registered ones."""
     own = {name: getattr(settings.engine, name) for name, value in asked.items() if value is not None}
     return replace(spec, engine=spec.engine.model_copy(update=own))
 
@@ -144,7 +146,7 @@ def _run(spec: ModelSpec, question: OneShotRequest, settings: Settings, *, as_js
 
 
 class _Screen:
-    """What is seen while the model loads and answers; without a view the answer is only collected."""
+    """Output while the model loads and answers; without a view the answer is only collected."""
 
     def __init__(self, view: TurnView | None, model: str) -> None:
         self._view = view
@@ -155,7 +157,7 @@ class _Screen:
         self._logprobs: list[dict[str, Any]] = []
 
     def moved(self, status: EngineStatus) -> None:
-        """Tell people how far the loading is; an engine that is lost later only keeps them waiting."""
+        """Show the loading progress; after the engine is lost, keep waiting."""
         if self._has_begun:
             return
         if status.state is EngineState.READY:
@@ -176,18 +178,18 @@ class _Screen:
             self._view.show(event)
 
     def stop_waiting(self) -> None:
-        """Take away what was said about the loading."""
+        """Remove the loading message."""
         if self._waiting is not None:
             self._waiting.stop()
 
     def finish(self) -> None:
-        """Leave the screen ready for the next line; a pipe into which nothing was written stays empty."""
+        """End the output line; a pipe to which nothing was written stays empty."""
         is_drawn = self._has_begun and stdout.is_terminal
         if self._view is not None and (is_drawn or self._texts):
             self._view.finish()
 
     def as_data(self, end: End) -> dict[str, Any]:
-        """Return the answer as scripts read it."""
+        """Return the answer as JSON data."""
         told = end.model_dump(mode="json", include={"finish_reason", "stop", "warnings", "usage", "stats"})
         logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
         return {"model": self._model, "text": "".join(self._texts), **told, **logprobs}

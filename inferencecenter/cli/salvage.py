@@ -1,4 +1,4 @@
-"""``inferencecenter session salvage``: make a whole file of what can be read of a damaged one."""
+"""``inferencecenter session salvage``: rebuild a sessions file from the readable parts of a damaged one."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 def salvage_sessions(
     *, config: ConfigOption = None, state_dir: StateDirOption = None, json: JsonOption = False
 ) -> None:
-    """Copy what can be read of a damaged file of sessions into a new one, and say what is lost.
+    """Copy the readable sessions of a damaged file into a new one, and report what is lost.
 
-    The damaged file gets another name and stays as it is. Exits with 0 when the new file is in place or none is needed,
-    and with 73 when a daemon runs, nothing can be read, the file is of a newer version, or there is no room.
+    The damaged file is renamed and not modified. Exits with 0 when the new file is in place or none is needed, and with
+    73 when a daemon runs, nothing is readable, the file is of a newer version, or the disk is full.
     """
     settings = load_settings(config, given(state_dir=state_dir))
     path = settings.state_dir / DATABASE_NAME
     if not path.exists():
-        raise unavailable(f"there is no {path}", "Is that the state directory?")
+        raise unavailable(f"{path} does not exist", "Check the state directory.")
     with without_daemon(settings.state_dir):
         if _is_whole(path):
             report, aside = None, None
@@ -44,14 +44,14 @@ def salvage_sessions(
     if json:
         print_json({"salvaged": None if report is None else asdict(report), "damaged": aside and str(aside)})
     elif report is None:
-        stdout.print(f"{path} is whole: nothing was changed.", markup=False, soft_wrap=True)
+        stdout.print(f"{path} is intact: nothing was changed.", markup=False, soft_wrap=True)
     else:
-        for line in (*_lines(report), f"The damaged file is {aside} now."):
+        for line in (*_lines(report), f"The damaged file was renamed to {aside}."):
             stdout.print(line, markup=False, soft_wrap=True)
 
 
 def _is_whole(path: Path) -> bool:
-    """Tell whether the file is whole, and every session of it can be read.
+    """Return whether the file is intact, and every session of it readable.
 
     Raises:
         InferenceCenterError: ``storage_unavailable`` for a file of a newer version.
@@ -82,12 +82,12 @@ def _salvage(path: Path) -> tuple[SalvageReport, Path]:
             aside = aside_name(path, "damaged")
             put_in_place(made, path, aside=aside, write_back=False)
         except (OSError, sqlite3.Error) as error:
-            raise unavailable(f"{path} cannot be salvaged: {reason_of(error)}", "Is there room for a copy?") from error
+            raise unavailable(f"{path} cannot be salvaged: {reason_of(error)}", "Check the free disk space.") from error
     return report, aside
 
 
 def _lines(report: SalvageReport) -> Iterator[str]:
-    yield f"{_sessions(report.whole)} whole, {len(report.cut)} cut, {len(report.lost)} lost."
+    yield f"{_sessions(report.whole)} complete, {len(report.cut)} truncated, {len(report.lost)} lost."
     for cut in report.cut:
         yield (
             f"{cut.session_id} of {cut.client_id}: the first {cut.messages} messages were saved,"
@@ -98,15 +98,15 @@ def _lines(report: SalvageReport) -> Iterator[str]:
     for session_id in report.reset:
         yield f"{session_id}: its messages were saved, its settings are lost."
     for session_id in report.begun_anew:
-        yield f"{session_id}: its answer under way begins again."
+        yield f"{session_id}: its unfinished answer is generated again."
     for session_id in report.dropped:
-        yield f"{session_id}: the question of its answer under way is lost."
+        yield f"{session_id}: the prompt of its unfinished answer is lost."
     for lost in report.lost:
         yield _lost_line(lost)
 
 
 def _lost_line(lost: LostSession) -> str:
-    name = lost.session_id or "a session without a name"
+    name = lost.session_id or "a session without an id"
     owner = f" of {lost.client_id}" if lost.client_id else ""
     return f"{name}{owner}: lost; {lost.messages} messages of it can be read in the damaged file."
 

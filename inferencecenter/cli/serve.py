@@ -27,13 +27,15 @@ def serve(  # noqa: PLR0913 - one argument an option
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.", show_default=False)] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.", show_default=False)] = None,
+    port: Annotated[
+        int | None, typer.Option(help="Port to listen on; 0 selects a free one.", show_default=False)
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(help="GGUF file, or the name of a registered model.", metavar="FILE|NAME", show_default=False),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="llama or echo.", show_default=False)] = None,
-    slots: Annotated[int | None, typer.Option(help="Sequences decoded at once.", show_default=False)] = None,
+    slots: Annotated[int | None, typer.Option(help="Maximum sequences decoded at once.", show_default=False)] = None,
     n_ctx: Annotated[
         int | None, typer.Option("--n-ctx", help="Tokens of context per slot.", show_default=False)
     ] = None,
@@ -47,7 +49,7 @@ def serve(  # noqa: PLR0913 - one argument an option
         str | None, typer.Option("--log-format", help="auto, pretty or json.", show_default=False)
     ] = None,
 ) -> None:
-    """Run the daemon until it is stopped. Options win over the environment, which wins over the configuration file."""
+    """Run the daemon until it is stopped. Options override the environment, which overrides the configuration file."""
     overrides = given(
         state_dir=state_dir,
         server__host=host,
@@ -73,18 +75,18 @@ def serve(  # noqa: PLR0913 - one argument an option
 
 
 def _model_option(model: str) -> dict[str, str]:
-    """Return the setting that ``--model`` means: what looks like a file is one."""
+    """Return the setting for ``--model``: a file path if the value looks like one, else a name."""
     is_file = model.endswith(".gguf") or "/" in model or Path(model).exists()
     return {"model__path": model} if is_file else {"model__name": model}
 
 
 def announce(announcement: Announcement, settings: Settings) -> None:
-    """Print where the daemon listens; on the first run also the administrator's token, to a terminal only.
+    """Print the daemon's address; on the first run also the administrator's token, to a terminal only.
 
-    Output that is redirected ends in a log file, the journal or a container's log: it gets the token's file instead.
+    Redirected output ends up in a log file, the journal or a container's log: it gets the path of the token file.
     """
     token_file = admin_token_file(settings)
-    # Not the console's `is_terminal`, which FORCE_COLOR makes true for a pipe.
+    # Not the console's `is_terminal`, which FORCE_COLOR sets for a pipe.
     token = announcement.admin_token if sys.stdout.isatty() else None
     lines = [("Address  ", announcement.address), ("Model    ", announcement.model)]
     if token is not None:
@@ -101,14 +103,14 @@ def announce(announcement: Announcement, settings: Settings) -> None:
     else:
         stdout.print(text, soft_wrap=True)
     if settings.server.web:
-        # Outside the frame, which would cut a long link into pieces that cannot be followed.
+        # Outside the frame, which would break a long link.
         stdout.print(Text.assemble(("Web      ", "dim"), web_link(announcement.address, token)), soft_wrap=True)
 
 
 def web_link(address: str, token: str | None) -> str:
-    """Return where a browser on this machine finds the web page; with a token, the page signs in with it.
+    """Return the local URL of the web page; with a token, the page signs in with it.
 
-    It stands in the fragment, which browsers keep to themselves.
+    The token is in the fragment, which browsers do not send.
     """
     address = on_this_machine(address)
     return f"{address}#token={token}" if token else address

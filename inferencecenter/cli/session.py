@@ -1,4 +1,4 @@
-"""``inferencecenter session``: list, export and purge the sessions that are kept; works beside a running daemon."""
+"""``inferencecenter session``: list, export and purge stored sessions; works alongside a running daemon."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.recorder import PurgeKind
 
 PURGE_TIMEOUT_S: Final = 10.0
-"""Seconds that a running daemon has to purge."""
+"""Timeout in seconds of a purge by a running daemon."""
 _LOOK_S: Final = 0.05
 
 SessionArgument = Annotated[str | None, typer.Argument(metavar="SESSION", help="The session's id.", show_default=False)]
@@ -47,12 +47,12 @@ app = typer.Typer(help="List, export, purge and salvage sessions.", no_args_is_h
 @app.command("list")
 def list_sessions(
     *,
-    client: Annotated[str | None, typer.Option(help="Only this account's.", show_default=False)] = None,
+    client: Annotated[str | None, typer.Option(help="Only this account.", show_default=False)] = None,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List the sessions that are kept, oldest first; in a pipe as lines of fields between tabs."""
+    """List the stored sessions, oldest first; tab-separated when piped."""
     with Archive.open(_path(load_settings(config, given(state_dir=state_dir)))) as archive:
         sessions = archive.sessions(client)
     if json:
@@ -71,7 +71,7 @@ def list_sessions(
 
 
 def cells(session: SessionLine) -> tuple[str, ...]:
-    """Return id, client, model, messages, turns, last use and state of a session in a list."""
+    """Return id, client, model, messages, turns, last use and state of a session."""
     counts = (str(session.messages), str(session.turns))
     state = "answering" if session.answering else "idle"
     return (session.session_id, session.client_id, session.model, *counts, _date(session.last_used_at), state)
@@ -83,12 +83,13 @@ def export(
     *,
     client: ClientOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="File to make, for you alone.", metavar="FILE", show_default=False)
+        Path | None,
+        typer.Option("--output", help="File to create, accessible only to you.", metavar="FILE", show_default=False),
     ] = None,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
 ) -> None:
-    """Write a session, or all of a client, as JSON: transcript, metadata, turns and usage."""
+    """Export a session, or all of a client, as JSON: transcript, metadata, turns and usage."""
     kind, name = _one_of(session, client)
     with Archive.open(_path(load_settings(config, given(state_dir=state_dir)))) as archive:
         exported: dict[str, Any]
@@ -111,12 +112,12 @@ def purge(  # noqa: PLR0913 - one argument an option
     session: SessionArgument = None,
     *,
     client: ClientOption = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Delete a session, or all that is kept of a client's conversations and usage, for good."""
+    """Delete a session, or all stored conversations and usage of a client, permanently."""
     settings = load_settings(config, given(state_dir=state_dir))
     kind, name = _one_of(session, client)
     with Archive.open(_path(settings)) as archive:
@@ -138,7 +139,7 @@ app.command("salvage")(salvage_sessions)
 
 
 def as_json(kept: StoredSession) -> dict[str, Any]:
-    """Return a session as an export has it."""
+    """Return a session in the export format."""
     facts, unfinished = kept.config, kept.pending_turn
     return {
         "session_id": facts.session_id,
@@ -177,7 +178,7 @@ def _usage(turns: tuple[TranscriptTurn, ...]) -> dict[str, int]:
 
 
 def _purge(settings: Settings, kind: PurgeKind, name: str) -> None:
-    """Delete from the file, or have the daemon do it that has the file open."""
+    """Delete from the file, or through the daemon that has the file open."""
     path = _path(settings)
     with control.try_lock_state_dir(settings.state_dir) as alone:
         if alone:
@@ -186,7 +187,7 @@ def _purge(settings: Settings, kind: PurgeKind, name: str) -> None:
     if not control.request_purge(settings.state_dir, kind, name):
         raise InferenceCenterError(
             ErrorCode.DAEMON_UNREACHABLE,
-            f"a daemon holds {settings.state_dir}, but does not listen there",
+            f"a daemon uses {settings.state_dir}, but does not listen there",
             hint="It may be starting or stopping: try again.",
         )
     deadline = time.monotonic() + PURGE_TIMEOUT_S
@@ -195,7 +196,7 @@ def _purge(settings: Settings, kind: PurgeKind, name: str) -> None:
             raise InferenceCenterError(
                 ErrorCode.STORAGE_UNAVAILABLE,
                 f"the daemon has not deleted it within {PURGE_TIMEOUT_S:g} s",
-                hint="Its log says why; it deletes it when its file can be written.",
+                hint="See its log; it deletes it once its file can be written.",
             )
         time.sleep(_LOOK_S)
     empty_log(path)
@@ -207,7 +208,7 @@ def _is_held(path: Path, kind: PurgeKind, name: str) -> bool:
 
 
 def _note(settings: Settings, kind: PurgeKind, name: str) -> None:
-    """Leave a line in the audit log."""
+    """Record the purge in the audit log."""
     accounts = Accounts.open(settings.state_dir / ACCOUNTS_NAME, clock=time.time, audit_days=settings.auth.audit_days)
     try:
         client_id = name if kind == "client" else None
@@ -226,15 +227,15 @@ def _one_of(session: str | None, client: str | None) -> tuple[PurgeKind, str]:
     if client is not None and session is None:
         return "client", client
     raise InferenceCenterError(
-        ErrorCode.INVALID_REQUEST, "name a session, or a client with --client", hint="One of the two."
+        ErrorCode.INVALID_REQUEST, "name a session, or a client with --client", hint="Give exactly one of them."
     )
 
 
 def _nothing_of(kind: PurgeKind, name: str) -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.SESSION_NOT_FOUND,
-        f"nothing is kept of {kind} {name!r}",
-        hint="`inferencecenter session list` shows what is.",
+        f"nothing is stored of {kind} {name!r}",
+        hint="`inferencecenter session list` lists stored sessions.",
     )
 
 
@@ -246,7 +247,7 @@ def _write(path: Path, content: bytes) -> None:
         raise InferenceCenterError(
             ErrorCode.STORAGE_UNAVAILABLE,
             f"{path} cannot be written: {error.strerror}",
-            hint="A file that is there is not overwritten: name a new one.",
+            hint="Existing files are not overwritten: specify a new one.",
         ) from error
 
 

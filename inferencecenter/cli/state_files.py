@@ -1,4 +1,4 @@
-"""What commands need that put other files in the place of the daemon's: none runs, and nothing is deleted."""
+"""Helpers of commands that replace the daemon's files: no daemon may run, and no file is deleted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def without_daemon(state_dir: Path) -> Iterator[None]:
-    """Make the state directory if there is none, and keep daemons from starting on it meanwhile.
+    """Create the state directory if needed, and lock it against daemons inside the block.
 
     Raises:
-        InferenceCenterError: ``storage_unavailable`` when one runs, or the directory cannot be made.
+        InferenceCenterError: ``storage_unavailable`` when a daemon runs, or the directory cannot be created.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -35,7 +35,7 @@ def without_daemon(state_dir: Path) -> Iterator[None]:
 
 
 def aside_name(path: Path, why: str) -> Path:
-    """Return a name that no file has for what ``path`` leads to now."""
+    """Return an unused name to which ``path`` can be renamed."""
     stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
     name = path.with_name(f"{path.name}.{why}-{stamp}")
     number = 1

@@ -1,4 +1,4 @@
-"""``inferencecenter stats``: watch a daemon from a terminal, or write down how it is."""
+"""``inferencecenter stats``: monitor a daemon from a terminal, or log its readings."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _FIGURES_WIDTH: Final = 30
 _TABLE_FIGURES_WIDTH: Final = 40
 _BUSY, _FULL = 0.75, 0.9
 _MIB: Final = 2**20
-# Names come from files and clients; escape sequences would move the cursor or rename the window.
+# Names come from files and clients, and could contain escape sequences for the terminal.
 _CONTROLS: Final = dict.fromkeys([*range(32), *range(127, 160)])
 _STATE_STYLES: Final = {
     "ready": "green",
@@ -68,19 +68,19 @@ _HEAT_STYLES: Final = {"warm": "yellow", "hot": "bold red"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glance:
-    """What is known of a daemon at a moment.
+    """Snapshot of a daemon.
 
     Attributes:
-        address: Where it is.
+        address: Its address.
         version: Its version.
         metrics: Its readings; ``None`` before the first.
-        status: Readings by side, as many as this account may see.
-        plan: How the model was divided between GPUs and host; ``None`` for an account that may not see it.
-        models: The models there are.
-        clients: Who is connected; none for an account that may not see it.
-        rates: Tokens a second at each look, the oldest first.
-        heat: What was told of the GPUs' heat last.
-        notice: What is the matter with the connection; empty when all is well.
+        status: Readings by scope, as far as this account may read them.
+        plan: Placement of the model on GPUs and host; ``None`` for an account that may not read it.
+        models: The available models.
+        clients: The connected clients; empty for an account that may not list them.
+        rates: Tokens per second at each sample, the oldest first.
+        heat: The latest thermal event.
+        notice: Problem of the connection; empty without one.
     """
 
     address: str
@@ -96,9 +96,9 @@ class Glance:
 
 
 def screen(glance: Glance, *, width: int) -> RenderableType:
-    """Return everything, for a screen of so many columns."""
+    """Return the full display for a screen of this width in columns."""
     title = Text.assemble(("InferenceCenter", "bold"), f" {glance.version}", (f"  {glance.address}", "dim"))
-    # Below the title even when there is none: lines that jump cannot be read.
+    # A line below the title even if empty: a moving display is hard to read.
     notice = Text(_plain(glance.notice), style="bold yellow", no_wrap=True, overflow="ellipsis")
     parts: list[RenderableType] = [title, notice]
     if glance.metrics is None:
@@ -116,7 +116,7 @@ def screen(glance: Glance, *, width: int) -> RenderableType:
 
 
 def line(glance: Glance) -> str:
-    """Return what matters most, in a line for a pipe or a log."""
+    """Return the main readings in one line, for a pipe or a log."""
     metrics = glance.metrics
     if metrics is None:
         return "no readings yet"
@@ -138,7 +138,7 @@ def line(glance: Glance) -> str:
 
 
 def as_data(glance: Glance) -> dict[str, Any]:
-    """Return everything as scripts read it."""
+    """Return the snapshot as JSON data."""
     metrics = glance.metrics
     return {
         "address": glance.address,
@@ -153,7 +153,7 @@ def as_data(glance: Glance) -> dict[str, Any]:
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """Return the latest ``width`` values as bars of eighths of the highest of them; nothing is blank."""
+    """Return the latest ``width`` values as block characters in eighths of their maximum; 0 is a visible bar."""
     shown = [value if math.isfinite(value) and value > 0 else 0.0 for value in values[-width:]]
     top = max(shown, default=0.0)
     bars = "".join(_LEVELS[min(8, math.ceil(value / top * 8))] if value else " " for value in shown)
@@ -161,9 +161,9 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
 
 
 def bar(used: float, total: float, *, width: int, style: str | None = None) -> Text:
-    """Return a bar of ``width`` columns that is full as far as ``used`` goes; by itself it turns yellow, then red."""
+    """Return a bar of ``width`` columns, filled in proportion; by default it turns yellow, then red."""
     part = min(1.0, max(0.0, used / total)) if total > 0 else 0.0
-    # What is used is seen, however little, and full is only what is full.
+    # Any use is visible, and only full use fills the bar.
     filled = min(max(round(part * width), int(used > 0)), width - 1)
     if total <= 0:
         filled = 0
@@ -174,7 +174,7 @@ def bar(used: float, total: float, *, width: int, style: str | None = None) -> T
 
 
 def models_table(models: Sequence[ModelSummary], *, width: int) -> Table:
-    """Return the models there are, the default one with a mark."""
+    """Return the available models as a table; the default one is marked."""
     right = [Column(name, justify="right") for name in ("slots", "context", "size")]
     table = Table(_name_column("model", width), "state", *right, box=None, pad_edge=False, header_style="dim")
     for model in models:
@@ -188,7 +188,7 @@ def models_table(models: Sequence[ModelSummary], *, width: int) -> Table:
 
 
 def clients_table(clients: Sequence[ConnectedClient], *, width: int) -> Table:
-    """Return who is connected; who answers most comes first, so that they stand where a screen is too short."""
+    """Return the connected clients as a table, the busiest first, so that they are visible on a short screen."""
     right = [Column(name, justify="right") for name in ("sockets", "sessions", "busy", "tokens today")]
     table = Table(_name_column("client", width), *right, box=None, pad_edge=False, header_style="dim")
     for client in sorted(clients, key=lambda client: (-client.busy, -client.tokens_today, client.client_id)):
@@ -198,7 +198,7 @@ def clients_table(clients: Sequence[ConnectedClient], *, width: int) -> Table:
 
 
 def _name_column(heading: str, width: int) -> Column:
-    """A column of names that leaves room for the figures beside it."""
+    """Return a column of names that leaves room for the numbers beside it."""
     return Column(heading, max_width=max(_MIN_BAR, width - _TABLE_FIGURES_WIDTH), overflow="ellipsis", no_wrap=True)
 
 
@@ -227,7 +227,7 @@ def _model(engine: EngineReadings, status: Mapping[str, float | int | str | None
     if engine.gpu_layers is not None:
         layers = status.get("layers")
         of_all = "" if layers is None else f" of {layers}"
-        facts.append(f"{engine.gpu_layers}{of_all} layers on the GPU" if engine.gpu_layers else "on the processor")
+        facts.append(f"{engine.gpu_layers}{of_all} layers on the GPU" if engine.gpu_layers else "on the CPU")
     if lora := status.get("lora"):
         facts.append(_plain(str(lora)))
     return text.append("".join(f" · {fact}" for fact in facts), style="not bold")
@@ -250,12 +250,12 @@ def _sessions(glance: Glance, metrics: Metrics) -> Text:
     text = Text(" · ".join(facts))
     storage = status.get("storage")
     if storage not in (None, "ok"):
-        text.append(f" · nothing can be stored: {_plain(str(storage))}", style="bold red")
+        text.append(f" · storage is unavailable: {_plain(str(storage))}", style="bold red")
     return text
 
 
 def _memory(glance: Glance, bar_width: int) -> Iterator[tuple[str, Text]]:
-    """The host's memory against its ceiling, which operators are told."""
+    """Yield the host's memory use against its limit, which only operators may read."""
     status = glance.status.get("memory", {})
     used, limit, pressure = (status.get(name) for name in ("memory_used_bytes", "memory_limit_bytes", "pressure"))
     if not isinstance(used, int | float) or not isinstance(limit, int | float):
@@ -282,14 +282,14 @@ def _gpu(gpu: GpuReadings, heat: Thermal | None, bar_width: int) -> Iterator[tup
     facts = [wording.format(value) if value is not None else f"— {unit}" for value, unit, wording in readings]
     text = Text(" · ".join([_plain(gpu.name or "GPU"), *facts]))
     if gpu.throttling:
-        text.append(f" · slowed down: {', '.join(gpu.throttle_reasons or ('unknown',))}", style="yellow")
+        text.append(f" · throttled: {', '.join(gpu.throttle_reasons or ('unknown',))}", style="yellow")
     yield "GPU", text
     if heat is not None and heat.state != "cool":
         yield "", Text(f"{heat.state}: {_plain(heat.action)}", style=_HEAT_STYLES[heat.state])
 
 
 def _plan(plan: EnginePlan) -> Iterator[tuple[str, Text]]:
-    """What the model was to take of each GPU, and what it took."""
+    """Yield planned and measured memory per GPU."""
     for number, device in enumerate(plan.devices):
         planned = device.weight_bytes + device.kv_bytes + device.compute_bytes + device.context_bytes
         facts = [_plain(device.name), f"{device.layers} of {plan.layers} layers", f"{_mib(planned / _MIB)} planned"]
@@ -320,13 +320,13 @@ def stats(  # noqa: PLR0913 - one argument an option
     url: UrlOption = None,
     token: TokenOption = None,
     token_file: TokenFileOption = None,
-    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1, max=3600)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Look once and leave.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Write JSON, a line for each look.")] = False,
+    interval: Annotated[float, typer.Option(help="Seconds between samples.", min=0.1, max=3600)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Take one sample and exit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Write JSON, one line per sample.")] = False,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
 ) -> None:
-    """Watch slots, queue, tokens a second, memory and GPU; q or Ctrl-C leaves. In a pipe, a line for each look."""
+    """Monitor slots, queue, tokens per second, memory and GPU; q or Ctrl-C quits. When piped, one line per sample."""
     settings = load_settings(config, given(state_dir=state_dir))
     daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
     live = stdout.is_terminal and not once and not json
@@ -339,16 +339,16 @@ def stats(  # noqa: PLR0913 - one argument an option
 
 
 class Watch:
-    """Looks at a daemon again and again, and shows each time what it saw.
+    """Samples a daemon periodically, and shows each sample.
 
     Args:
-        address: Where the daemon is, as it is shown.
-        monotonic: Seconds that only rise.
+        address: Address of the daemon, as displayed.
+        monotonic: Monotonic clock in seconds.
 
     Attributes:
-        glance: What is known now.
-        draw: Shows it.
-        complain: Says what is the matter with the connection where no screen shows it.
+        glance: The latest snapshot.
+        draw: Shows the snapshot.
+        complain: Reports a connection problem when no screen shows it.
     """
 
     def __init__(self, address: str, *, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -360,7 +360,7 @@ class Watch:
         self._rates: deque[float] = deque(maxlen=_MAX_RATES)
 
     def notice(self, notice: Notice) -> None:
-        """Take note of what happens to the connection and the GPUs, and show it at once."""
+        """Record a change of the connection or the thermal state, and show it at once."""
         match notice:
             case events.Thermal():
                 self.glance = replace(self.glance, heat=notice)
@@ -381,10 +381,10 @@ class Watch:
         once: bool = False,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        """Look and show until this is cancelled; while the connection is lost, wait.
+        """Sample and show until cancelled; wait while the connection is lost.
 
         Raises:
-            InferenceCenterError: The connection is over for good.
+            InferenceCenterError: The connection has ended for good.
         """
         while True:
             await self.look(client)
@@ -394,10 +394,10 @@ class Watch:
             await sleep(interval_s)
 
     async def look(self, client: Client) -> None:
-        """Ask for all that this account may see.
+        """Read everything that this account may read.
 
         Raises:
-            InferenceCenterError: The connection is over for good.
+            InferenceCenterError: The connection has ended for good.
         """
         metrics = await _ask(client, requests.Metrics(op="metrics"), events.Metrics)
         models = await _ask(client, requests.ListModels(op="list_models"), events.Models)
@@ -417,7 +417,7 @@ class Watch:
         )
 
     async def _clients(self, client: Client) -> tuple[ConnectedClient, ...]:
-        """Return who is connected; asked seldom, since the daemon notes in its audit log who asks."""
+        """Return the connected clients; queried rarely, since the daemon records it in its audit log."""
         if Scope.ADMIN not in client.account.scopes:
             return ()
         now = self._monotonic()
@@ -429,7 +429,7 @@ class Watch:
 
 
 async def _ask(client: Client, request: Request, kind: type[E]) -> E | None:
-    """Return the answer; ``None`` where the daemon, or the account, has none."""
+    """Return the reply; ``None`` if the daemon, or the account, has none."""
     try:
         answer = await client.request(request)
     except InferenceCenterError as error:
@@ -440,7 +440,7 @@ async def _ask(client: Client, request: Request, kind: type[E]) -> E | None:
 
 
 async def _watch(watch: Watch, daemon: DaemonAccess, *, interval_s: float, once: bool, live: bool) -> None:
-    # Who watches wants to see the daemon come back, whenever that is.
+    # A monitor waits for the daemon to return, however long that takes.
     give_up_after_s = None if live else 300.0
     connection = Client(
         daemon.url,
@@ -461,12 +461,12 @@ async def _watch(watch: Watch, daemon: DaemonAccess, *, interval_s: float, once:
 
 @contextlib.contextmanager
 def _until_quit() -> Iterator[None]:
-    """End the block, which awaits, without a word when q is typed or the process is told to end.
+    """Cancel the block silently when q is typed or the process is terminated.
 
-    The terminal is as before afterwards: what is typed is shown again, and waits for the end of a line.
+    Afterwards the terminal's mode is restored: echo, and line buffering.
     """
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
-    assert task is not None, "called by a task"
+    assert task is not None, "must run in a task"
     keyboard = sys.stdin.fileno() if sys.stdin.isatty() else None
     before = None if keyboard is None else termios.tcgetattr(keyboard)
 

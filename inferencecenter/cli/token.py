@@ -1,4 +1,4 @@
-"""``inferencecenter token``: make, list and revoke tokens in the state directory; a running daemon learns at once."""
+"""``inferencecenter token``: create, list and revoke tokens in the state directory; a running daemon is notified."""
 
 from __future__ import annotations
 
@@ -35,28 +35,33 @@ if TYPE_CHECKING:
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
-app = typer.Typer(help="Make, list and revoke tokens.", no_args_is_help=True)
+app = typer.Typer(help="Create, list and revoke tokens.", no_args_is_help=True)
 
 
 @app.command("create")
 def create(  # noqa: PLR0913 - one argument an option
-    client: Annotated[str, typer.Argument(help="The account; made when there is none of this name.")],
+    client: Annotated[str, typer.Argument(help="The account; created if it does not exist.")],
     *,
-    name: Annotated[str, typer.Option(help="What the token is for, as phone or laptop.")] = "",
+    name: Annotated[str, typer.Option(help="Purpose of the token, such as phone or laptop.")] = "",
     expires_in: Annotated[
-        str | None, typer.Option("--expires-in", help="Life of the token, as 30d, 12h, 45m.", show_default=False)
+        str | None,
+        typer.Option("--expires-in", help="Lifetime of the token, such as 30d, 12h, 45m.", show_default=False),
     ] = None,
     scope: Annotated[
-        list[Scope] | None, typer.Option(help="Right of a new account; may be repeated.", show_default="user")
+        list[Scope] | None, typer.Option(help="Scope of a new account; may be repeated.", show_default="user")
     ] = None,
     max_sessions: Annotated[
-        int | None, typer.Option(help="Sessions of a new account.", min=1, max=MAX_SESSIONS, show_default=False)
+        int | None, typer.Option(help="Maximum sessions of a new account.", min=1, max=MAX_SESSIONS, show_default=False)
     ] = None,
-    priority: Annotated[Priority | None, typer.Option(help="Class of a new account.", show_default=False)] = None,
+    priority: Annotated[
+        Priority | None, typer.Option(help="Priority class of a new account.", show_default=False)
+    ] = None,
     retention_days: Annotated[
         float | None,
         typer.Option(
-            "--retention-days", help="Days after which a new account's unused sessions go.", show_default=False
+            "--retention-days",
+            help="Days after which unused sessions of a new account are deleted.",
+            show_default=False,
         ),
     ] = None,
     limit: Annotated[list[str] | None, typer.Option(help=LIMITS_HELP, metavar="NAME=VALUE", show_default=False)] = None,
@@ -64,12 +69,12 @@ def create(  # noqa: PLR0913 - one argument an option
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Make a token and show it, this once."""
+    """Create a token and print it; it is not shown again."""
     settings = load_settings(config, given(state_dir=state_dir))
     limits = changed(limit or ())
     expires_at = None if expires_in is None else time.time() + duration_s(expires_in)
     with open_accounts(settings) as accounts:
-        # Without this, a first token made here would keep the daemon from making its administrator.
+        # Without this, a first token created here would keep the daemon from creating its administrator.
         ensure_admin(accounts, settings.state_dir)
         if not accounts.has_client(client):
             accounts.ensure_client(
@@ -82,8 +87,8 @@ def create(  # noqa: PLR0913 - one argument an option
         elif scope or max_sessions or priority or retention_days is not None:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"client {client!r} exists, with limits of its own",
-                hint="Leave out --scope, --max-sessions, --priority and --retention-days, or name a new client.",
+                f"client {client!r} already exists",
+                hint="Omit --scope, --max-sessions, --priority and --retention-days, or name a new client.",
             )
         made = accounts.create_token(client, name=name, expires_at=expires_at, limits=limits)
     if json:
@@ -91,7 +96,7 @@ def create(  # noqa: PLR0913 - one argument an option
         print_json({**asdict(made), **of_token})
     elif stdout.is_terminal:
         stdout.print(Text.assemble((made.token, "bold")), soft_wrap=True)
-        stdout.print("Shown this once. Revoke it with", f"`inferencecenter token revoke {made.token_id}`.")
+        stdout.print("It is not shown again. Revoke it with", f"`inferencecenter token revoke {made.token_id}`.")
     else:
         typer.echo(made.token)
 
@@ -99,12 +104,12 @@ def create(  # noqa: PLR0913 - one argument an option
 @app.command("list")
 def list_tokens(
     *,
-    client: Annotated[str | None, typer.Option(help="Only this account's.", show_default=False)] = None,
+    client: Annotated[str | None, typer.Option(help="Only this account.", show_default=False)] = None,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """List tokens, oldest first; a secret is not among what is kept."""
+    """List tokens, oldest first; their secrets are not stored."""
     settings = load_settings(config, given(state_dir=state_dir))
     with open_accounts(settings) as accounts:
         tokens = accounts.list_tokens(client)
@@ -123,7 +128,7 @@ def list_tokens(
 
 @app.command("limits")
 def limits(
-    token_id: Annotated[str, typer.Argument(help="The token's id as `token list` shows it.")],
+    token_id: Annotated[str, typer.Argument(help="Id of the token, as listed by `token list`.")],
     assignments: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help=LIMITS_HELP, show_default=False)
     ] = None,
@@ -132,7 +137,7 @@ def limits(
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show a token's own limits, or change them; a running daemon goes by them at once."""
+    """Show or change a token's own limits; a running daemon applies them at once."""
     settings = load_settings(config, given(state_dir=state_dir))
     told = None
     with open_accounts(settings) as accounts:
@@ -140,9 +145,9 @@ def limits(
         if found is None:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"{token_id!r} is no token's id",
+                f"{token_id!r} is not a token id",
                 field="token_id",
-                hint="`inferencecenter token list` shows the ids.",
+                hint="`inferencecenter token list` lists the ids.",
             )
         own = found.limits
         if assignments:
@@ -154,21 +159,21 @@ def limits(
 
 @app.command("revoke")
 def revoke(
-    token_id: Annotated[str, typer.Argument(help="The token's id as `token list` shows it.")],
+    token_id: Annotated[str, typer.Argument(help="Id of the token, as listed by `token list`.")],
     *,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Make a token useless and close the sockets that showed it."""
+    """Revoke a token and close the sockets that authenticated with it."""
     settings = load_settings(config, given(state_dir=state_dir))
     with open_accounts(settings) as accounts:
         if not accounts.revoke(token_id):
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"{token_id!r} is no token's id, or was revoked before",
+                f"{token_id!r} is not a token id, or is already revoked",
                 field="token_id",
-                hint="`inferencecenter token list` shows the ids.",
+                hint="`inferencecenter token list` lists the ids.",
             )
     told = control.notify_tokens_changed(settings.state_dir)
     if json:
@@ -189,7 +194,7 @@ def duration_s(text: str) -> int:
             ErrorCode.INVALID_REQUEST,
             f"--expires-in is {text!r}",
             field="expires_in",
-            hint="A number with s, m, h or d, as 30d.",
+            hint="A number with s, m, h or d, such as 30d.",
         )
     return int(match[1]) * _SECONDS[match[2]]
 
@@ -197,7 +202,7 @@ def duration_s(text: str) -> int:
 def show_limits(
     whose: dict[str, str], limits: AccessLimits, *, max_sessions: int | None = None, told: bool | None, json: bool
 ) -> None:
-    """Show limits, an account's with its sessions, and whether a daemon was ``told`` of a change; ``None`` for none."""
+    """Print limits, and whether a daemon was ``told`` of a change; ``None`` without a change."""
     sessions = {} if max_sessions is None else {"max_sessions": max_sessions}
     if json:
         notified = {} if told is None else {"daemon_notified": told}
@@ -206,17 +211,17 @@ def show_limits(
     shown = [*(f"{name}={number}" for name, number in sessions.items()), format_limits(limits)]
     typer.echo(" ".join(shown).rstrip() or "no limits of its own")
     if told is not None:
-        stdout.print("They hold from now on." if told else "No daemon is running.")
+        stdout.print("They apply from now on." if told else "No daemon is running.")
 
 
 def plain(found: TokenInfo | ClientInfo) -> dict[str, Any]:
-    """Return what is known of a token or an account as JSON takes it."""
+    """Return a token or an account as JSON data."""
     return {field.name: getattr(found, field.name) for field in fields(found)} | {"limits": found.limits.given()}
 
 
 @contextlib.contextmanager
 def open_accounts(settings: Settings) -> Iterator[Accounts]:
-    """Lend the accounts of the state directory."""
+    """Open the accounts of the state directory for the block."""
     path: Path = settings.state_dir / DATABASE_NAME
     with contextlib.closing(Accounts.open(path, clock=time.time, audit_days=settings.auth.audit_days)) as accounts:
         yield accounts

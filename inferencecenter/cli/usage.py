@@ -1,4 +1,4 @@
-"""``inferencecenter usage``: turns and tokens by client and day; works beside a running daemon."""
+"""``inferencecenter usage``: turns and tokens by client and day; works alongside a running daemon."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ _DAY_S: Final = 86_400
 
 def usage(  # noqa: PLR0913 - one argument an option
     *,
-    client: Annotated[str | None, typer.Option(help="Only this account's.", show_default=False)] = None,
+    client: Annotated[str | None, typer.Option(help="Only this account.", show_default=False)] = None,
     token: Annotated[
-        bool, typer.Option("--token", help="Each token by itself; API keys, and what is older than this, have no id.")
+        bool,
+        typer.Option(
+            "--token", help="List each token separately; API keys, and usage from older versions, have no id."
+        ),
     ] = False,
-    days: Annotated[int, typer.Option(help="So many days, today included; days begin at midnight UTC.", min=1)] = 30,
+    days: Annotated[int, typer.Option(help="Number of days, including today; days begin at midnight UTC.", min=1)] = 30,
     config: ConfigOption = None,
     state_dir: StateDirOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show turns and tokens by client and day, counted where sessions are kept; in a pipe as lines with tabs."""
+    """Show turns and tokens by client and day, as recorded with stored sessions; tab-separated when piped."""
     settings = load_settings(config, given(state_dir=state_dir))
     since = utc_day(max(0.0, time.time() - (days - 1) * _DAY_S))
     with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
@@ -54,7 +57,7 @@ def usage(  # noqa: PLR0913 - one argument an option
 
 
 def cells(line: UsageLine, *, by_token: bool) -> tuple[str, ...]:
-    """Return day, client, the token's id ``by_token``, turns, and tokens of prompts, of these cached, and generated."""
+    """Return day, client, token id if ``by_token``, turns, and prompt, cached and generated tokens."""
     counts = (line.turns, line.prompt_tokens, line.cached_tokens, line.completion_tokens)
     whose = (line.client_id, line.token_id or "") if by_token else (line.client_id,)
     return (line.day, *whose, *map(str, counts))

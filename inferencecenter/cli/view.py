@@ -1,4 +1,4 @@
-"""How a turn looks: on a terminal with a spinner and figures, in a pipe as the answer's text and nothing else."""
+"""Display of a turn: on a terminal with a spinner and statistics, in a pipe the answer's text only."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.events import SessionResumed
     from inferencecenter.protocol.values import SessionSummary
 
-# A model may write anything; escape sequences would move the cursor or rename the window.
+# A model may generate anything, including escape sequences for the terminal.
 _CONTROLS: Final = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 _TAB_COLUMNS: Final = 8
 _ENGINE_WORDS: Final = {
     "starting": "the engine is starting…",
-    "restarting": "the engine was lost and is starting again…",
-    "asleep": "the engine sleeps until the next question",
+    "restarting": "the engine was lost and is restarting…",
+    "asleep": "the engine is asleep until the next prompt",
     "failed": "the engine has failed",
 }
 
@@ -52,29 +52,29 @@ class TurnView(Protocol):
     """Shows one turn after the other."""
 
     def begin(self) -> None:
-        """Get ready for an answer."""
+        """Prepare for an answer."""
 
     def loading(self, model: str | None) -> None:
-        """Show that the answer waits until its model is loaded, by its name if that is known."""
+        """Show that the answer waits for its model to load; ``model`` is its name if known."""
 
     def show(self, event: TurnStreamEvent) -> None:
-        """Show one event of it."""
+        """Show one event of the turn."""
 
     def notice(self, notice: Notice) -> None:
-        """Show what happens to the connection or the engine; it must not become part of the answer."""
+        """Show a change of the connection or the engine, separate from the answer."""
 
     def finish(self) -> None:
-        """Leave the screen ready for the next line, also after a failure."""
+        """End the output line, also after a failure."""
 
 
 class PlainView:
-    """The answer's text, as it comes, and a line's end."""
+    """The answer's text, as it arrives, and a line break."""
 
     def begin(self) -> None:
         """Nothing to prepare."""
 
     def loading(self, model: str | None) -> None:
-        """Say nothing: the answer comes late, that is all."""
+        """Show nothing: the answer is only delayed."""
 
     def show(self, event: TurnStreamEvent) -> None:
         """Write the text of a token."""
@@ -83,7 +83,7 @@ class PlainView:
             sys.stdout.flush()
 
     def notice(self, notice: Notice) -> None:
-        """Say once on standard error that the connection is lost."""
+        """Report a lost connection once on standard error."""
         if isinstance(notice, Reconnecting) and notice.attempt == 1:
             stderr.print(describe_notice(notice), markup=False)
 
@@ -94,14 +94,14 @@ class PlainView:
 
 
 class TerminalView:
-    """Says what the turn waits for until its first token; ends with its figures.
+    """Shows what a turn waits for until its first token, then its text, then its statistics.
 
-    What happens to the connection meanwhile stands in a dim line below the answer, and is gone when the answer goes on.
-    News that nothing waits for have a dim line of their own, before the answer or after it; of each kind the latest.
+    Connection changes are shown in a dim line below the answer, which disappears when the answer continues. Other
+    notifications get a dim line before or after the answer; only the latest of each kind is shown.
 
     Args:
         console: The terminal.
-        model: The model that was chosen, if one was; what happens to other models' engines is not shown.
+        model: The chosen model, if any; notifications about other models' engines are not shown.
     """
 
     def __init__(self, console: Console, *, model: str | None = None) -> None:
@@ -116,18 +116,18 @@ class TerminalView:
         self._is_drawn = False
 
     def begin(self) -> None:
-        """Show that something happens."""
+        """Start the spinner."""
         self._shows_turn, self._thinks = True, False
         self._tell_news()
         self._wait("waiting")
         self._status.start()
 
     def loading(self, model: str | None) -> None:
-        """Show what is waited for."""
+        """Show what the turn waits for."""
         self._wait(f"loading {model or 'the model'}…")
 
     def show(self, event: TurnStreamEvent) -> None:
-        """Show waiting, reading, text or the end."""
+        """Show queue position, prefill progress, text or the end."""
         match event:
             case Queued(position=position):
                 self._wait(f"number {position} in the queue" if position else "waiting")
@@ -137,14 +137,14 @@ class TerminalView:
                 self._write()
                 self._console.print(Text(f"\n{describe_shift(event)}", style="dim"), soft_wrap=True)
                 self._column = None
-                self._wait("reading what is left")
+                self._wait("reading the remaining tokens")
                 self._status.start()
             case Token(content=content):
                 if self._thinks:
                     self._write("\n")
                 self._thinks = False
                 self._write(content.translate(_CONTROLS).expandtabs(_TAB_COLUMNS))
-                # Text from before may arrive after the news.
+                # Text sent before the notification may arrive after it.
                 self._draw_notice()
             case Reasoning(content=content):
                 self._thinks = True
@@ -155,7 +155,7 @@ class TerminalView:
                 self._console.print(Text(f"\n{describe(event)}", style="dim"), end="", soft_wrap=True)
 
     def notice(self, notice: Notice) -> None:
-        """Say what the turn waits for until that is over; at the prompt nothing waits."""
+        """Show what the turn waits for while it waits; ignored at the prompt."""
         if isinstance(notice, EngineChanged) and notice.model not in (None, self._model):
             return
         if isinstance(notice, ModelChanged | Thermal):
@@ -176,7 +176,7 @@ class TerminalView:
         self._tell_news()
 
     def _hear_news(self, news: ModelChanged | Thermal) -> None:
-        """Tell news at once where nothing is being written: neither by the model nor by the user."""
+        """Show a notification at once if neither the model nor the user is writing."""
         if isinstance(news, ModelChanged) and self._model is not None:
             return
         self._news[type(news)] = describe_news(news)
@@ -189,19 +189,19 @@ class TerminalView:
             self._console.print(Text(line.translate(_CONTROLS), style="dim"), soft_wrap=True)
 
     def _wait(self, why: str) -> None:
-        """Say what the first token waits for, unless it waits for something else altogether."""
+        """Show what the first token waits for, unless a notice takes precedence."""
         if self._column is None:
             self._status.update(self._notice or why)
 
     def _write(self, text: str = "", *, style: str = "") -> None:
-        """Go on with the answer, where a spinner or a notice may stand."""
+        """Write text of the answer, replacing a spinner or a notice."""
         self._status.stop()
         self._remove_notice()
         self._console.print(Text(text, style=style), end="", soft_wrap=True)
         self._column = column_after(self._column or 0, text, width=self._console.width)
 
     def _draw_notice(self) -> None:
-        """Draw it below the answer, so that the answer's own line stays as it is wherever the screen scrolls to."""
+        """Draw the notice below the answer, so that the answer's line is unaffected by scrolling."""
         if not self._notice or self._column is None:
             return
         if self._column == self._console.width:
@@ -228,9 +228,9 @@ class TerminalView:
 
 
 def column_after(column: int, text: str, *, width: int) -> int:
-    """Return where the cursor is once ``text`` was written from ``column`` on.
+    """Return the cursor's column after writing ``text`` from ``column`` on.
 
-    Columns count from 0; ``width`` stands for a full line whose end the terminal has not wrapped yet.
+    Columns count from 0; ``width`` stands for a full line that the terminal has not wrapped yet.
     """
     _before, newline, last = text.rpartition("\n")
     column = cell_len(last) + (0 if newline else column)
@@ -238,7 +238,7 @@ def column_after(column: int, text: str, *, width: int) -> int:
 
 
 def describe_notice(notice: Notice) -> str:
-    """Return what has happened in one line; nothing when all is well again."""
+    """Return the notice as one line; empty when the problem is resolved."""
     match notice:
         case Reconnecting(attempt=1):
             return "connection lost, reconnecting…"
@@ -247,22 +247,22 @@ def describe_notice(notice: Notice) -> str:
         case EngineChanged(state=state):
             return _ENGINE_WORDS.get(state, "")
         case StorageChanged(state="unavailable"):
-            return "the daemon cannot store the answer and holds it back…"
+            return "the daemon cannot store the answer and withholds it…"
         case GoingAway():
             return "the daemon is about to restart…"
     return ""
 
 
 def describe_news(news: ModelChanged | Thermal) -> str:
-    """Return in one line what is different from now on."""
+    """Return the change as one line."""
     if isinstance(news, ModelChanged):
-        return f"{news.model} answers from now on, with room for {news.n_ctx} tokens"
+        return f"{news.model} is the model from now on, with a context of {news.n_ctx} tokens"
     temperature = "" if news.temp is None else f" at {news.temp:.0f} °C"
     return f"the GPU is {news.state}{temperature}: {news.action}"
 
 
 def sessions_table(sessions: Sequence[SessionSummary], *, current: str | None) -> Table:
-    """Return sessions as a table, numbered from 1; the one that is talked in has a mark."""
+    """Return sessions as a table, numbered from 1; the current one is marked."""
     table = Table(box=None, pad_edge=False)
     for heading in ("", "session", "last used", "messages"):
         table.add_column(heading, no_wrap=True)
@@ -276,11 +276,11 @@ def sessions_table(sessions: Sequence[SessionSummary], *, current: str | None) -
 
 
 def describe_past(resumed: SessionResumed) -> Text:
-    """Return the end of a conversation that goes on: the last question, and its answer if it has ended."""
+    """Return the end of a resumed conversation: the last prompt, and its answer if complete."""
     messages = resumed.transcript or ()
     asked = max((index for index, message in enumerate(messages) if message.role == "user"), default=None)
     if asked is None:
-        return Text("nothing was said yet", style="dim")
+        return Text("no messages yet", style="dim")
     earlier = sum(message.role == "user" for message in messages[:asked])
     lines = [f"{earlier} earlier questions" if earlier != 1 else "1 earlier question"] if earlier else []
     lines.append(f"> {messages[asked].content}")
@@ -289,13 +289,13 @@ def describe_past(resumed: SessionResumed) -> Text:
 
 
 def describe_shift(shift: ContextShifted) -> str:
-    """Return in one line what is no longer read."""
+    """Return as one line what left the context."""
     turns = "the oldest turn is" if shift.dropped_turns == 1 else f"the oldest {shift.dropped_turns} turns are"
-    return f"the context was full: {turns} no longer read"
+    return f"the context was full: {turns} no longer in the context"
 
 
 def describe(end: End) -> str:
-    """Return the figures of a finished turn in one line."""
+    """Return the statistics of an ended turn as one line."""
     stats = end.stats
     figures = f"{stats.tokens} tokens, {stats.tps:.1f} a second, the first after {stats.ttft_ms:.0f} ms"
     reason = "" if end.finish_reason == "stop" else f", ended by {end.finish_reason}"

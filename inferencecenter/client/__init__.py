@@ -1,6 +1,6 @@
-"""A client of the daemon for Python, for asyncio; ``inferencecenter.client.blocking`` is the same without.
+"""Python client of the daemon for asyncio; ``inferencecenter.client.blocking`` is the synchronous one.
 
-It connects again by itself and goes on where it was.
+The client reconnects automatically and resumes its sessions and turns without losing or repeating events.
 """
 
 from inferencecenter.client.answer import Answer, result
@@ -26,9 +26,14 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 
+# The former names of InferOptions and ClientTurn.
+Asked = InferOptions
+Turn = ClientTurn
+
 __all__ = [
     "START",
     "Answer",
+    "Asked",
     "ChatMessage",
     "Client",
     "ClientOptions",
@@ -53,6 +58,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "TryLaterError",
+    "Turn",
     "TurnStreamEvent",
     "UnreachableError",
     "result",

@@ -1,4 +1,4 @@
-"""What a turn has answered so far, put together from its events. No I/O."""
+"""The answer of a turn, assembled from its events. No I/O."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Answer:
-    """An answer as far as it has come; ``end`` is there when nothing follows."""
+    """The answer received so far; ``end`` is set once it is complete."""
 
     end: End | None = None
     _content: list[str] = field(default_factory=list)
@@ -27,7 +27,7 @@ class Answer:
 
     @classmethod
     def of(cls, content: str, reasoning: str | None = None, tool_calls: Sequence[ToolCall] | None = None) -> Answer:
-        """Return an answer that says this."""
+        """Return an answer with this content."""
         calls = [_Call(call.call_id, call.name, [call.arguments]) for call in tool_calls or ()]
         return cls(_content=[content], _reasoning=[reasoning or ""], _calls=calls)
 
@@ -36,24 +36,24 @@ class Answer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether anything was said, thought or asked for."""
+        """Whether any text, reasoning or tool call has arrived."""
         return bool(self._content or self._reasoning or self._calls)
 
     @property
     def content(self) -> str:
-        """What was said."""
+        """The text."""
         return "".join(self._content)
 
     @property
     def reasoning(self) -> str:
-        """What was thought before."""
+        """The reasoning that precedes the text."""
         return "".join(self._reasoning)
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The tools that were asked for; arguments of the last are whole only when the turn ended with ``tool_calls``.
+        """The requested tool calls; the last one's arguments are complete only if the turn ended with ``tool_calls``.
 
-        What each of them returns is said with ``result``.
+        Use ``result`` to send back what a tool returned.
         """
         return tuple(
             ToolCall(call_id=call.call_id, name=call.name, arguments="".join(call.arguments)) for call in self._calls
@@ -61,26 +61,26 @@ class Answer:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why it is over; ``None`` while it is not."""
+        """Why the turn ended; ``None`` while it runs."""
         return None if self.end is None else self.end.finish_reason
 
     @property
     def stats(self) -> TurnStats | None:
-        """How it went; ``None`` while it goes on."""
+        """Timings and rates of the turn; ``None`` while it runs."""
         return None if self.end is None else self.end.stats
 
     @property
     def usage(self) -> Usage | None:
-        """Its tokens; ``None`` while it goes on."""
+        """Token counts of the turn; ``None`` while it runs."""
         return None if self.end is None else self.end.usage
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Legal parameters of which one had no effect."""
+        """Valid parameters that had no effect."""
         return () if self.end is None else self.end.warnings
 
     def take(self, event: Event) -> None:
-        """Take an event of the turn."""
+        """Apply an event of the turn."""
         match event:
             case Token(content=content):
                 self._content.append(content)
@@ -94,10 +94,10 @@ class Answer:
                 self.end = event
 
     def missing(self, whole: Answer, *, session_id: str, turn_id: str, seq: int) -> Iterator[_Text]:
-        """Yield, as events, what ``whole`` has more than this.
+        """Yield, as events, the part of ``whole`` that this answer lacks.
 
         Raises:
-            ValueError: It does not begin with this.
+            ValueError: This answer is not a prefix of ``whole``.
         """
         head = {"session_id": session_id, "turn_id": turn_id, "seq": seq}
         if thought := _rest(self.reasoning, whole.reasoning):
@@ -115,42 +115,42 @@ class Answer:
 
 
 class Answered:
-    """Shows the answer that it has.
+    """Properties of a turn that are read from its answer.
 
     Attributes:
-        answer: What has come so far.
+        answer: The answer received so far.
     """
 
     answer: Answer
 
     @property
     def content(self) -> str:
-        """What was said so far."""
+        """The text received so far."""
         return self.answer.content
 
     @property
     def reasoning(self) -> str:
-        """What was thought before."""
+        """The reasoning that precedes the text."""
         return self.answer.reasoning
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The tools that were asked for; see ``Answer.tool_calls``."""
+        """The requested tool calls; see ``Answer.tool_calls``."""
         return self.answer.tool_calls
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why the turn is over; ``None`` while it is not."""
+        """Why the turn ended; ``None`` while it runs."""
         return self.answer.finish_reason
 
     @property
     def stats(self) -> TurnStats | None:
-        """How the turn went; ``None`` while it goes on."""
+        """Timings and rates of the turn; ``None`` while it runs."""
         return self.answer.stats
 
     @property
     def usage(self) -> Usage | None:
-        """The turn's tokens; ``None`` while it goes on."""
+        """Token counts of the turn; ``None`` while it runs."""
         return self.answer.usage
 
 
@@ -165,7 +165,7 @@ _Text = Token | Reasoning | ToolCallEvent
 
 
 def result(call: ToolCall, content: str) -> ChatMessage:
-    """Return the message that says what a tool returned."""
+    """Return the message that carries a tool's result."""
     return ChatMessage(role="tool", content=content, tool_call_id=call.call_id)
 
 

@@ -1,6 +1,6 @@
-"""The client for programs without asyncio, and for notebooks, whose own event loop is busy while a cell runs.
+"""Synchronous client, for programs without asyncio and for notebooks, whose event loop is busy while a cell runs.
 
-Any number of threads may use one client at once. What it calls back, as ``on_notice``, it calls in a thread of its own.
+A client is thread-safe. Callbacks such as ``on_notice`` run in the client's background thread.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 class LoopThread:
-    """Runs coroutines for other threads until it is closed. It ends with its program, also when it was not closed."""
+    """An event loop in a daemon thread that runs coroutines for other threads until it is closed."""
 
     def __init__(self) -> None:
         self._is_up = threading.Event()
@@ -54,15 +54,15 @@ class LoopThread:
         self._is_up.wait()
 
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return what a coroutine returns; when the wait is interrupted, as by Ctrl-C, it is cancelled.
+        """Run a coroutine to its result; an interrupted wait, as by Ctrl-C, cancels it.
 
         Raises:
             UnreachableError: The thread was closed.
-            RuntimeError: The thread would wait for itself.
+            RuntimeError: Called from the loop's own thread, where it would deadlock.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
-            raise RuntimeError("what is called back cannot wait for the client that calls it")
+            raise RuntimeError("a callback of this client cannot make a blocking call on it")
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError:
@@ -75,12 +75,12 @@ class LoopThread:
             raise
 
     def soon(self, callback: Callable[[], object]) -> None:
-        """Have a function called there, after all that it was given before; without the thread it is not."""
+        """Schedule a callback on the loop, in order; ignored once the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
-        """Cancel what still runs, and end."""
+        """Cancel running coroutines and join the thread."""
         self.soon(self._closing.set)
         self._thread.join()
 
@@ -98,7 +98,7 @@ T = TypeVar("T")
 
 
 class BlockingClient:
-    """A client of one daemon, open inside ``with``, or from ``open`` to ``close``.
+    """A connection to one daemon, open inside ``with``, or from ``open`` to ``close``.
 
     Arguments, methods and errors are those of ``inferencecenter.client.Client``.
     """
@@ -130,7 +130,7 @@ class BlockingClient:
         self._thread = thread
 
     def close(self) -> None:
-        """Close the socket. Sessions stay, and turns go on, but for those that were left."""
+        """Close the socket. Sessions and their turns continue on the daemon; abandoned turns are aborted first."""
         thread, self._thread = self._thread, None
         if thread is not None:
             try:
@@ -140,27 +140,27 @@ class BlockingClient:
 
     @property
     def hello(self) -> Hello:
-        """What the daemon said when the socket opened last."""
+        """The daemon's ``hello`` of the latest connection."""
         return self._client.hello
 
     @property
     def account(self) -> AuthSuccess:
-        """Who the daemon says this is."""
+        """The authenticated account."""
         return self._client.account
 
     @property
     def connected(self) -> bool:
-        """Whether the daemon hears this client now, and every session is open."""
+        """Whether the socket is open and every session is restored."""
         return self._client.connected
 
     @property
     def ended(self) -> InferenceCenterError | None:
-        """Why the connection is over for good; ``None`` while it is not."""
+        """Why the connection ended for good; ``None`` while it has not."""
         return self._client.ended
 
     @contextlib.contextmanager
     def session(self, **options: Unpack[SessionOptions]) -> Iterator[BlockingSession]:
-        """Have a session that is closed when it is left; ``create_session`` opens one that stays."""
+        """Open a session that is closed when the block exits; ``create_session`` opens one that stays."""
         session = self.create_session(**options)
         try:
             yield session
@@ -170,28 +170,28 @@ class BlockingClient:
         session.leave(failed=False)
 
     def create_session(self, **options: Unpack[SessionOptions]) -> BlockingSession:
-        """Open a session; if its model has to be loaded first, wait for that."""
+        """Open a session, waiting for its model to load if necessary."""
         return BlockingSession(self._running, self._call(self._client.create_session(**options)))
 
     def resume(self, session_id: str) -> tuple[BlockingSession, SessionResumed]:
-        """Take up a session, and return all that was said before with it."""
+        """Resume a session and return it with its history."""
         session, resumed = self._call(self._client.resume(session_id))
         return BlockingSession(self._running, session), resumed
 
     def sessions(self) -> tuple[SessionSummary, ...]:
-        """Return all sessions of this client, oldest first, whichever connection has them."""
+        """Return all sessions of this client, oldest first, on any connection."""
         return self._call(self._client.sessions())
 
     def models(self) -> tuple[ModelSummary, ...]:
-        """Return the models that this client may use, by name."""
+        """Return the models available to this client, sorted by name."""
         return self._call(self._client.models())
 
     def usage(self, *, days: int = 30, client_id: str | None = None) -> UsageReport:
-        """Return what was used by day, and what the token may still use."""
+        """Return the usage by day and the remaining quota."""
         return self._call(self._client.usage(days=days, client_id=client_id))
 
     def metrics(self, interval_s: float = 1.0) -> Iterator[Metrics]:
-        """Yield readings of the GPU, the engine and the work, again and again."""
+        """Yield samples of GPU, engine and load metrics periodically."""
         readings = self._client.metrics(interval_s)
 
         async def following() -> Metrics:
@@ -201,15 +201,15 @@ class BlockingClient:
             yield self._call(following())
 
     def load_model(self, name: str, *, on_progress: Callable[[Swap], None] | None = None) -> None:
-        """Have a model loaded and be the one of all sessions that name none; return when it is."""
+        """Load a model and make it the default for sessions that name none; return when it is loaded."""
         self._call(self._client.load_model(name, on_progress=on_progress))
 
     def unload_model(self, name: str) -> None:
-        """Have a model's memory freed when its turns have ended."""
+        """Free a model's memory once its turns have ended."""
         self._call(self._client.unload_model(name))
 
     def request(self, request: Request) -> Event:
-        """Send a request and return its direct reply; while the connection is lost, wait."""
+        """Send a request and return its direct reply; waits while the connection is lost."""
         return self._call(self._client.request(request))
 
     @property
@@ -228,7 +228,7 @@ class BlockingClient:
 
 
 class BlockingSession:
-    """An open session; ``Client.session``, ``create_session`` and ``resume`` make one.
+    """An open session, made by ``Client.session``, ``create_session`` or ``resume``.
 
     Methods and errors are those of ``inferencecenter.client.ClientSession``.
     """
@@ -242,67 +242,67 @@ class BlockingSession:
 
     @property
     def session_id(self) -> str:
-        """The name the daemon gave it."""
+        """Id of the session, assigned by the daemon."""
         return self._session.session_id
 
     @property
     def created(self) -> SessionCreated | None:
-        """What the daemon said when this connection opened it; ``None`` for one that was taken up."""
+        """The daemon's reply to the creation of the session; ``None`` for a resumed one."""
         return self._session.created
 
     def infer(
         self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
     ) -> BlockingTurn:
-        """Say something and return the turn that answers it; iterate over it for the text."""
+        """Send a prompt or messages and return the turn that answers; iterate over it for the text."""
         return BlockingTurn(self._thread, self._session.infer(prompt, messages=messages, **asked))
 
     def ask(
         self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
     ) -> Answer:
-        """Say something and return the whole answer."""
+        """Send a prompt or messages and return the whole answer."""
         return self._thread.call(self._session.ask(prompt, messages=messages, **asked))
 
     def follow(self) -> BlockingTurn:
-        """Return the turn that was running when the session was resumed, from its beginning to its end."""
+        """Return the turn that was running when the session was resumed, from its start to its end."""
         return BlockingTurn(self._thread, self._session.follow())
 
     def abort(self) -> None:
-        """Ask for the end of the running turn, as from another thread than the one that reads it."""
+        """Abort the running turn; may be called from another thread than the turn's reader."""
         self._thread.call(self._session.abort())
 
     def read(self) -> Session:
-        """Return all that the daemon knows of the session."""
+        """Return the daemon's full record of the session."""
         return self._thread.call(self._session.read())
 
     def append(self, messages: Messages) -> Appended:
-        """Add messages without having them answered."""
+        """Append messages without starting a turn."""
         return self._thread.call(self._session.append(messages))
 
     def fork(self, turn: str | None = None) -> BlockingSession:
-        """Open another session that begins as this one does, up to a turn."""
+        """Open a session that starts with this one's history, up to a turn."""
         return BlockingSession(self._thread, self._thread.call(self._session.fork(turn)))
 
     def rewind(self, turn: str) -> SessionRewound:
-        """Forget all that came after a turn."""
+        """Discard everything after a turn."""
         return self._thread.call(self._session.rewind(turn))
 
     def set_metadata(self, metadata: Mapping[str, str]) -> MetadataSet:
-        """Give the session other metadata, as a title; a turn that runs goes on."""
+        """Replace the session's metadata, such as a title; does not affect a running turn."""
         return self._thread.call(self._session.set_metadata(metadata))
 
     def close(self) -> None:
-        """End the session."""
+        """Close the session."""
         self._thread.call(self._session.close())
 
     def leave(self, *, failed: bool) -> None:
-        """End the session when its block is left; one that is gone already has ended."""
+        """Close the session at the end of its block; ignored if it no longer exists."""
         self._thread.call(self._session.leave(failed=failed))
 
 
 class BlockingTurn(Answered):
-    """One turn, to be read once; iterating yields the answer's text as it comes.
+    """One turn, to be read once; iterating yields the answer's text as it arrives.
 
-    Who leaves the loop before the end has the turn end; see ``inferencecenter.client.Turn``.
+    Leaving the loop early aborts the turn; see ``inferencecenter.client.ClientTurn``.
     """
 
     def __init__(self, thread: LoopThread, turn: AsyncTurn) -> None:
@@ -315,27 +315,31 @@ class BlockingTurn(Answered):
 
     @property
     def turn_id(self) -> str | None:
-        """Its id, once the daemon has named it."""
+        """Id of the turn, once the daemon has assigned it."""
         return self._turn.turn_id
 
     def __iter__(self) -> Iterator[str]:
         return self._each(self._turn.next_text)
 
     def events(self) -> Iterator[TurnStreamEvent]:
-        """Iterate over all that the turn tells, not only its text; the last is ``End``."""
+        """Iterate over all events of the turn, not only its text; the last is ``End``."""
         return self._each(self._turn.next_event)
 
-    def rest(self) -> Answer:
-        """Read on to the end, also of a turn that was left, and return the whole answer."""
-        return self._thread.call(self._turn.rest())
+    def result(self) -> Answer:
+        """Read the turn to its end, even after leaving it, and return the whole answer."""
+        return self._thread.call(self._turn.result())
+
+    rest = result  # former name
 
     def abort(self) -> None:
-        """Have the turn end; whoever reads it goes on to its end."""
+        """Abort the turn; its reader still receives the events up to ``End``."""
         self._thread.call(self._turn.abort())
 
-    def let_run(self) -> None:
-        """Have the turn go on when it is left, for whoever resumes its session later."""
-        self._turn.let_run()
+    def detach(self) -> None:
+        """Let the turn continue on the daemon when it is left, so that a later resume of the session can follow it."""
+        self._turn.detach()
+
+    let_run = detach  # former name
 
     def _each(self, following: Callable[[], Coroutine[Any, Any, T | None]]) -> Iterator[T]:
         try:
@@ -346,4 +350,4 @@ class BlockingTurn(Answered):
 
 
 Client = BlockingClient
-"""The name under which programs import it, beside the asyncio client of the same name."""
+"""Import name of the blocking client, like that of the asyncio client."""

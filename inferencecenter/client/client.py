@@ -1,4 +1,4 @@
-"""One authenticated client, shared by any number of sessions at once, over as many sockets as it takes."""
+"""An authenticated client that multiplexes sessions over one connection and reconnects when its socket is lost."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _PAGE_SESSIONS: Final = 1000
 
 
 _WIND_UP_S: Final = 1.0
-"""How long a client that leaves waits for the end of turns that were left before."""
+"""Seconds that ``close`` waits for abandoned turns to end."""
 
 
 class Client:
-    """A client of one daemon, open inside ``async with``, or from ``open`` to ``close``.
+    """A connection to one daemon, open inside ``async with``, or from ``open`` to ``close``.
 
-    When its socket is lost it opens another, and every session goes on there.
+    When the socket is lost, the client reconnects and restores every session.
 
     Args:
-        url: Where the daemon is: ``ws://`` or ``wss://``, or the ``http://`` that a browser is given.
-        token: What to show.
+        url: Address of the daemon: ``ws://`` or ``wss://``, or the ``http://`` address of the web page.
+        token: Bearer token.
         options: See ``ClientOptions``.
 
     Raises:
-        RequestError: There is neither a token nor a client id with its key, or both.
+        RequestError: Neither a token nor a client id with its API key is given, or both are.
     """
 
     def __init__(self, url: str, token: str | None = None, **options: Unpack[ClientOptions]) -> None:
@@ -111,7 +111,7 @@ class Client:
         self._opened = exchange
 
     async def close(self) -> None:
-        """Close the socket. Sessions stay, and turns go on, but for those that were left."""
+        """Close the socket. Sessions and their turns continue on the daemon; abandoned turns are aborted first."""
         if self._opened is not None:
             await self._opened.drained(timeout_s=_WIND_UP_S)
             await self._tasks.cancel()
@@ -125,27 +125,27 @@ class Client:
 
     @property
     def hello(self) -> Hello:
-        """What the daemon said when the socket opened last, or when it was asked again."""
+        """The daemon's ``hello`` of the latest connection or ``refresh_hello``."""
         return self._exchange.hello
 
     @property
     def account(self) -> AuthSuccess:
-        """Who the daemon says this is."""
+        """The authenticated account."""
         return self._exchange.account
 
     @property
     def connected(self) -> bool:
-        """Whether the daemon hears this client now, and every session is open."""
+        """Whether the socket is open and every session is restored."""
         return self._exchange.line.connected
 
     @property
     def ended(self) -> InferenceCenterError | None:
-        """Why the connection is over for good; ``None`` while it is not."""
+        """Why the connection ended for good; ``None`` while it has not."""
         return self._exchange.line.ended
 
     @contextlib.asynccontextmanager
     async def session(self, **options: Unpack[SessionOptions]) -> AsyncIterator[ClientSession]:
-        """Have a session that is closed when it is left; ``create_session`` opens one that stays.
+        """Open a session that is closed when the block exits; ``create_session`` opens one that stays.
 
         Args:
             options: See ``SessionOptions``.
@@ -162,13 +162,13 @@ class Client:
         await session.leave(failed=False)
 
     async def create_session(self, **options: Unpack[SessionOptions]) -> ClientSession:
-        """Open a session; if its model has to be loaded first, wait for that.
+        """Open a session, waiting for its model to load if necessary.
 
         Args:
             options: See ``SessionOptions``.
 
         Raises:
-            InferenceCenterError: What the daemon refused, ``model_loading`` when that took too long, or
+            InferenceCenterError: The daemon's refusal, ``model_loading`` when loading exceeds its timeout, or
                 ``daemon_unreachable``.
         """
         fields = {name: value for name, value in options.items() if name not in RetryOptions.__annotations__}
@@ -178,10 +178,10 @@ class Client:
         return ClientSession.opened(self._exchange, expect(created, SessionCreated))
 
     async def resume(self, session_id: str) -> tuple[ClientSession, SessionResumed]:
-        """Take up a session, also from another connection, which loses it.
+        """Resume a session; another connection that has it attached loses it.
 
         Returns:
-            The session, whose ``follow`` yields the turn that runs, and all that was said before.
+            The session, whose ``follow`` yields the running turn, and the session's history.
 
         Raises:
             InferenceCenterError: ``session_not_found``, or ``daemon_unreachable``.
@@ -200,7 +200,7 @@ class Client:
         return session, expect(answer, SessionResumed)
 
     async def sessions(self) -> tuple[SessionSummary, ...]:
-        """Return all sessions of this client, oldest first, whichever connection has them.
+        """Return all sessions of this client, oldest first, on any connection.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``.
@@ -215,11 +215,11 @@ class Client:
                 return tuple(found)
 
     async def usage(self, *, days: int = 30, client_id: str | None = None) -> UsageReport:
-        """Return what was used by day, and what the token may still use.
+        """Return the usage by day and the remaining quota.
 
         Args:
-            days: So many, today included; they begin at midnight UTC.
-            client_id: Whose; another's needs the operator scope.
+            days: Number of days, including today; days begin at midnight UTC.
+            client_id: The account; the accounts of others need the operator scope.
 
         Raises:
             InferenceCenterError: ``forbidden`` or ``daemon_unreachable``.
@@ -227,10 +227,10 @@ class Client:
         return expect(await self.request(made(requests.Usage, days=days, client_id=client_id)), UsageReport)
 
     async def metrics(self, interval_s: float = 1.0) -> AsyncIterator[Metrics]:
-        """Yield readings of the GPU, the engine and the work, again and again; while the connection is lost, wait.
+        """Yield samples of GPU, engine and load metrics periodically; waits while the connection is lost.
 
         Args:
-            interval_s: Seconds between them.
+            interval_s: Seconds between samples.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``.
@@ -240,7 +240,7 @@ class Client:
             await self._exchange.timing.sleep(interval_s)
 
     async def models(self) -> tuple[ModelSummary, ...]:
-        """Return the models that this client may use, by name.
+        """Return the models available to this client, sorted by name.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``.
@@ -248,15 +248,15 @@ class Client:
         return expect(await self.request(requests.ListModels(op="list_models")), Models).models
 
     async def load_model(self, name: str, *, on_progress: Callable[[Swap], None] | None = None) -> None:
-        """Have a model loaded and be the one of all sessions that name none; return when it is.
+        """Load a model and make it the default for sessions that name none; return when it is loaded.
 
         Args:
-            name: As ``models`` tells.
-            on_progress: Called with how far it is.
+            name: A name listed by ``models``.
+            on_progress: Called with each progress event.
 
         Raises:
-            InferenceCenterError: ``forbidden``, ``model_not_found``, ``model_loading`` while another is being loaded,
-                ``engine_unavailable`` with the reason when it cannot be loaded, which changes nothing, or
+            InferenceCenterError: ``forbidden``, ``model_not_found``, ``model_loading`` while another model is being
+                loaded, ``engine_unavailable`` with the reason when loading fails, which changes nothing, or
                 ``daemon_unreachable``.
         """
 
@@ -273,7 +273,7 @@ class Client:
             raise failure(ErrorCode.ENGINE_UNAVAILABLE, f"{name} cannot be loaded: {ended.detail}")
 
     async def unload_model(self, name: str) -> None:
-        """Have a model's memory freed when its turns have ended; the next turn that wants it loads it again.
+        """Free a model's memory once its turns have ended; the next turn that needs it loads it again.
 
         Raises:
             InferenceCenterError: ``forbidden``, ``model_not_found`` or ``daemon_unreachable``.
@@ -281,7 +281,7 @@ class Client:
         expect(await self.request(requests.UnloadModel(op="unload_model", name=name)), ModelUnloaded)
 
     async def refresh_hello(self) -> Hello:
-        """Ask again who answers and whether it is ready.
+        """Request ``hello`` again: the daemon's identity and readiness.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``.
@@ -291,12 +291,12 @@ class Client:
         return self._exchange.hello
 
     async def request(self, request: Request) -> Event:
-        """Send a request and return its direct reply; while the connection is lost, wait.
+        """Send a request and return its direct reply; waits while the connection is lost.
 
-        What only reads, or ends a session, is sent again when its answer is lost with the socket. Of anything else
-        nobody knows then whether it was done: ``daemon_unreachable`` says so.
+        A read, or a request that closes a session, is sent again if its reply is lost with the socket. The outcome of
+        any other request is then unknown, and ``daemon_unreachable`` is raised.
 
         Raises:
-            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         return await self._exchange.request(request)

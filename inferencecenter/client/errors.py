@@ -1,16 +1,16 @@
-"""What goes wrong between a client and its daemon, as exceptions: a class for each thing that a caller may do about it.
+"""Errors of the client as exceptions: one class for each reaction that a caller may have.
 
 ::
 
     InferenceCenterError
-    ├── TryLaterError          ask the same again, not before ``retry_after_ms``
-    ├── UnreachableError       look at the address, the network and the daemon
-    ├── RequestError           ask differently
-    │   └── TooLongError       say less, or go on in a session that holds less
-    ├── NotFoundError          it is gone, or never was: make it, or name another
-    ├── NotAllowedError        show another token, or have somebody allow it
-    ├── DaemonError            tell whoever runs the daemon: its log says more
-    └── SessionTakenOverError  another connection has the session now
+    ├── TryLaterError          repeat the request, not before ``retry_after_ms``
+    ├── UnreachableError       check the address, the network and the daemon
+    ├── RequestError           correct the request
+    │   └── TooLongError       shorten the input, or use a session with a shorter history
+    ├── NotFoundError          create the object, or name an existing one
+    ├── NotAllowedError        use another token, or have the scope or quota granted
+    ├── DaemonError            report to the operator; the daemon's log has the details
+    └── SessionTakenOverError  another connection has resumed the session
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ R = TypeVar("R", bound="Request")
 
 
 class TryLaterError(InferenceCenterError):
-    """The daemon cannot do it now; the same may succeed later, not before ``retry_after_ms`` where that is known."""
+    """A temporary failure; the same request may succeed later, not before ``retry_after_ms`` if that is known."""
 
 
 class UnreachableError(InferenceCenterError):
-    """No daemon answers, or the connection is over for good."""
+    """The daemon is unreachable, or the connection has ended for good."""
 
 
 class RequestError(InferenceCenterError):
-    """What was asked makes no sense to the daemon; ``field`` names the offending part where there is one."""
+    """The request is invalid; ``field`` names the offending part if there is one."""
 
 
 class TooLongError(RequestError):
-    """What was asked does not fit: the context, or a frame."""
+    """The request exceeds the context or the maximum frame size."""
 
 
 class NotFoundError(InferenceCenterError):
-    """What was named does not exist, or not any more."""
+    """The named object does not exist, or no longer exists."""
 
 
 class NotAllowedError(InferenceCenterError):
-    """The token is wrong, lacks the scope, or has used up its quota."""
+    """The token is invalid, lacks the scope, or has used up its quota."""
 
 
 class DaemonError(InferenceCenterError):
-    """Something broke in the daemon."""
+    """An internal failure of the daemon."""
 
 
 class SessionTakenOverError(InferenceCenterError):
-    """Another connection of the same client has resumed the session; its events go there now."""
+    """Another connection of the same client has resumed the session and now receives its events."""
 
     def __init__(self, session_id: str) -> None:
         super().__init__(
             ErrorCode.SESSION_BUSY,
             f"session {session_id} was taken over by another connection",
-            hint="Resume it to have its events here again.",
+            hint="Resume it to receive its events here again.",
         )
 
 
 _TOO_LONG: Final = frozenset({ErrorCode.PROMPT_TOO_LONG, ErrorCode.CONTEXT_FULL, ErrorCode.MESSAGE_TOO_LARGE})
 _UNREACHABLE: Final = frozenset({ErrorCode.DAEMON_UNREACHABLE, ErrorCode.HUB_UNREACHABLE})
-# Of those that are not retryable; the table's exit codes are those of sysexits(3).
+# Only codes that are not retryable; the table's exit codes are those of sysexits(3).
 _BY_EXIT_CODE: Final[Mapping[int, type[InferenceCenterError]]] = MappingProxyType(
     {
         64: RequestError,
@@ -89,7 +89,7 @@ _BY_EXIT_CODE: Final[Mapping[int, type[InferenceCenterError]]] = MappingProxyTyp
 
 
 def error_class(code: ErrorCode) -> type[InferenceCenterError]:
-    """Return the class of a row of the error table."""
+    """Return the exception class for a code of the error table."""
     spec = ERRORS[code]
     if code in _UNREACHABLE:
         return UnreachableError
@@ -106,21 +106,21 @@ def failure(
     field: str | None = None,
     retry_after_ms: int | None = None,
 ) -> InferenceCenterError:
-    """Return an error of the class that its code has; arguments are those of ``InferenceCenterError``."""
+    """Return an error of the class for its code; the arguments are those of ``InferenceCenterError``."""
     return error_class(code)(code, message, hint=hint, field=field, retry_after_ms=retry_after_ms)
 
 
 def as_exception(event: Error) -> InferenceCenterError:
-    """Return what the daemon said is wrong; a code of a later version is ``internal``."""
+    """Return an ``error`` event as an exception; an unknown code of a later version becomes ``internal``."""
     code = ErrorCode(event.code) if event.code in set(ErrorCode) else ErrorCode.INTERNAL
     return failure(code, event.message, hint=event.hint, field=event.field, retry_after_ms=event.retry_after_ms)
 
 
 def made(kind: type[R], **fields: Any) -> R:
-    """Return a request with these fields.
+    """Return a validated request with these fields.
 
     Raises:
-        RequestError: One is unknown, or its value is not allowed.
+        RequestError: A field is unknown, or its value is invalid.
     """
     (op,) = get_args(kind.model_fields["op"].annotation)
     try:
@@ -131,7 +131,7 @@ def made(kind: type[R], **fields: Any) -> R:
 
 
 def unreachable(url: str, why: str, *, retry_after_ms: int | None = None) -> InferenceCenterError:
-    """Return that nobody, or somebody else, answers at an address."""
+    """Return the error for an address at which no InferenceCenter daemon answers."""
     return failure(
         ErrorCode.DAEMON_UNREACHABLE,
         f"no daemon answers at {url}: {why}",
@@ -141,9 +141,9 @@ def unreachable(url: str, why: str, *, retry_after_ms: int | None = None) -> Inf
 
 
 def outcome_unknown(op: str) -> InferenceCenterError:
-    """Return that a request was cut off from its answer, and may have been done or not."""
+    """Return the error for a request whose reply was lost, so that its outcome is unknown."""
     return failure(
         ErrorCode.DAEMON_UNREACHABLE,
-        f"the connection was lost before {op} was answered: it may have been done or not",
-        hint="Look at the session before trying again.",
+        f"the connection was lost before {op} was answered: its outcome is unknown",
+        hint="Read the session before you try again.",
     )

@@ -1,4 +1,4 @@
-"""Who is to hear what: requests and their answers, sessions and their events, over one connection."""
+"""Multiplexes requests and session events over one connection: matches replies to requests, events to sessions."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ E = TypeVar("E", bound="Event")
 R = TypeVar("R", bound="Request")
 
 Notice: TypeAlias = ConnectionState | EngineChanged | GoingAway | ModelChanged | StorageChanged | Thermal
-"""What concerns every session: the state of the connection, and what the daemon tells everybody."""
+"""Notifications that concern every session: the connection's state, and the daemon's broadcasts."""
 
-# Asked twice, the second time changes nothing.
+# Idempotent: safe to send again.
 _REPEATABLE: Final = (
     requests.Hello,
     requests.Ping,
@@ -63,7 +63,7 @@ def _is_answer(_event: Event) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A request that is not answered yet; ``is_interim`` takes what comes before the answer."""
+    """An unanswered request; ``is_interim`` recognizes the events that precede its reply."""
 
     request: Request
     answer: asyncio.Future[Event]
@@ -71,21 +71,21 @@ class _Pending:
 
 
 class RequestMultiplexer:
-    """What goes out and who waits for it, over as many sockets as it takes.
+    """Routes requests, replies and session events over a connection that survives its sockets.
 
     Args:
-        address: Where the daemon is.
-        policy: When to connect again; ``None`` for never.
-        on_notice: Called with what concerns every session.
-        timing: Time and chance.
-        retries: How often what the daemon cannot do now is asked again, where the caller does not say.
+        address: Address and credential of the daemon.
+        policy: Backoff of reconnects; ``None`` disables reconnecting.
+        on_notice: Called with each notification that concerns every session.
+        timing: Clock and randomness.
+        retries: Default number of retries after a temporary failure.
 
     Attributes:
-        line: The connection.
-        timing: Time and chance.
-        hello: What the daemon said when the socket opened last.
-        account: Who the daemon says this is.
-        sessions: Those that are resumed on every new socket, by their ids.
+        line: The reconnecting transport.
+        timing: Clock and randomness.
+        hello: The daemon's ``hello`` of the latest connection.
+        account: The authenticated account.
+        sessions: Sessions that are resumed after each reconnect, by id.
     """
 
     hello: Hello
@@ -108,17 +108,17 @@ class RequestMultiplexer:
         self._on_notice = on_notice
         self._tasks = TaskGroup("client")
         self._winding_up: set[asyncio.Task[None]] = set()
-        # Replayed events keep the ids of the frames they answered, which another connection may have sent.
+        # Replayed events keep the ids of the frames they answered, possibly frames of another connection.
         self._name = uuid.uuid4().hex[:8]
         self._ids = itertools.count(1)
         self._pending: dict[str, _Pending] = {}
         self._asking: dict[str, ClientSession] = {}
 
     async def run(self, link: Transport) -> None:
-        """Keep the connection until it is over.
+        """Keep the connection open until it ends for good.
 
         Args:
-            link: Its first socket.
+            link: The first socket.
         """
         try:
             await self.line.run(link)
@@ -131,23 +131,23 @@ class RequestMultiplexer:
         self.line.begin(link)
 
     async def request(self, request: Request, *, is_interim: Callable[[Event], bool] = _is_answer) -> Event:
-        """Send a request and return its direct reply; while the connection is lost, wait.
+        """Send a request and return its direct reply; waits while the connection is lost.
 
-        What only reads, or ends a session, is sent again when its answer is lost with the socket. Of anything else
-        nobody knows then whether it was done.
+        A read, or a request that closes a session, is sent again if its reply is lost with the socket. The outcome of
+        any other request is then unknown.
 
         Args:
-            request: What to ask.
-            is_interim: Called with each reply; the first that it is ``False`` for is the one that is returned.
+            request: The request.
+            is_interim: Called with each event that answers it; the first for which it returns ``False`` is the reply.
 
         Raises:
-            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         await self.line.until_connected()
         return await self.request_unchecked(request, is_interim=is_interim)
 
     async def request_unchecked(self, request: Request, *, is_interim: Callable[[Event], bool] = _is_answer) -> Event:
-        """Send a request on the socket there is, and return its direct reply.
+        """Send a request on the current socket, restored or not, and return its direct reply.
 
         Raises:
             InferenceCenterError: See ``request``.
@@ -162,10 +162,10 @@ class RequestMultiplexer:
             del self._pending[str(request.id)]
 
     def numbered(self, request: R) -> R:
-        """Return the request with an id of its own."""
+        """Return the request with a new id."""
         return request.model_copy(update={"id": f"{self._name}-{next(self._ids)}"})
 
-    # What sessions use.
+    # Interface for sessions.
 
     def patience(
         self,
@@ -174,7 +174,7 @@ class RequestMultiplexer:
         load_timeout_s: float = LOAD_TIMEOUT_S,
         on_loading: Callable[[str], None] | None = None,
     ) -> RetryPolicy:
-        """Return how long the caller of something waits; without ``retries``, as this connection has it."""
+        """Return the retry policy of one operation; ``retries`` defaults to the connection's."""
         return RetryPolicy(
             retries=self._retries if retries is None else retries,
             load_timeout_s=load_timeout_s,
@@ -183,43 +183,43 @@ class RequestMultiplexer:
         )
 
     def drain(self, turn: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Bring a turn to its end that nobody reads any more."""
+        """Run, in the background, the reader that brings an abandoned turn to its end."""
         task = self._tasks.spawn(turn, name="wind_up")
         self._winding_up.add(task)
         task.add_done_callback(self._winding_up.discard)
         return task
 
     async def drained(self, *, timeout_s: float) -> None:
-        """Wait until all such turns have ended, while the daemon hears this client."""
+        """Wait until all abandoned turns have ended, as long as the connection is up."""
         if self._winding_up and self.line.connected:
             await asyncio.wait(self._winding_up, timeout=timeout_s)
 
     def attach(self, session: ClientSession) -> None:
-        """Hand out its events to the session from now on, and resume it on every new socket."""
+        """Route events to the session from now on, and resume it after each reconnect."""
         self.sessions[session.session_id] = session
 
     def detach(self, session: ClientSession) -> None:
-        """Leave the session alone from now on."""
+        """Stop routing events to the session."""
         if self.sessions.get(session.session_id) is session:
             del self.sessions[session.session_id]
 
     def register_listener(self, request_id: str, session: ClientSession) -> None:
-        """Hand out to the session what answers a frame, also where that does not name the session."""
+        """Route the replies to a frame to the session, even those that do not name the session."""
         self._asking[request_id] = session
 
     def unregister_listener(self, request_id: str) -> None:
-        """Treat what still comes for a frame as nobody's answer."""
+        """Ignore further replies to a frame."""
         self._asking.pop(request_id, None)
 
     def fill_gap(self, session: ClientSession) -> None:
-        """Resume a session of which events did not arrive, though the socket is open."""
+        """Resume a session that has missed events although the socket is open."""
         self._tasks.spawn(self._fill_gap(session), name="fill_gap")
 
     async def pause(self, backoff: ReconnectBackoff, refusal: InferenceCenterError) -> None:
-        """Wait before an attempt at what failed.
+        """Wait before the next attempt.
 
         Raises:
-            InferenceCenterError: The failure, when it is time to give up.
+            InferenceCenterError: The failure, when the backoff is exhausted.
         """
         retry_after_s = (refusal.retry_after_ms or 0) / 1000
         wait_s = backoff.next_wait_s(now=self.timing.monotonic(), retry_after_s=retry_after_s)
@@ -228,20 +228,20 @@ class RequestMultiplexer:
         await self.timing.sleep(wait_s)
 
     def new_backoff(self) -> ReconnectBackoff:
-        """Return a count of attempts that begins now."""
+        """Return a new backoff that starts now."""
         return new_backoff(self._policy, self.timing)
 
-    # What the connection calls.
+    # Interface for the transport.
 
     def take(self, event: Event | UnknownEvent) -> None:
-        """Hand out an event to whoever it is for."""
+        """Route an event to the requests and sessions it concerns."""
         if isinstance(event, ModelChanged):
             self.hello = self.hello.model_copy(update={"model": event.model})
-        # One that answers a request is for whoever asked, too.
+        # A broadcast that answers a request also goes to the requester.
         if isinstance(event, EngineChanged | GoingAway | ModelChanged | StorageChanged | Thermal):
             self._notify(event)
         request_id = None if isinstance(event, UnknownEvent) else event.id
-        # By id first: a refusal of another client's session does not name it.
+        # By request id first: a refusal for another client's session does not name the session.
         asking = self._asking.get(request_id or "")
         pending = self._pending.get(request_id or "")
         session = asking or self.sessions.get(str(getattr(event, "session_id", None)))
@@ -255,7 +255,7 @@ class RequestMultiplexer:
             pending.answer.set_result(event)
 
     def cut(self) -> None:
-        """Take note that the socket is lost: what cannot be sent again has failed."""
+        """Handle the loss of the socket: requests that are not idempotent fail."""
         for session in self.sessions.values():
             session.cut()
         for pending in self._pending.values():
@@ -263,7 +263,7 @@ class RequestMultiplexer:
                 pending.answer.set_exception(outcome_unknown(pending.request.op))
 
     async def restore(self, link: Transport) -> None:
-        """Resume every session, then ask again what was not answered.
+        """Resume every session, then repeat the unanswered requests.
 
         Raises:
             InferenceCenterError: The daemon cannot do that yet.
@@ -278,7 +278,7 @@ class RequestMultiplexer:
             await self.line.send(request)
 
     def told(self, state: ConnectionState) -> None:
-        """Pass on the state of the connection; when it is over, to everybody who waits."""
+        """Publish the state of the connection; its end also fails everything that waits."""
         if isinstance(state, Ended):
             for pending in self._pending.values():
                 if not pending.answer.done():
@@ -289,11 +289,11 @@ class RequestMultiplexer:
 
     def _notify(self, notice: Notice) -> None:
         if self._on_notice is not None:
-            # Not here: the connection does not end because a callback fails.
+            # Scheduled, so that a failing callback cannot end the connection.
             asyncio.get_running_loop().call_soon(self._on_notice, notice)
 
     async def _resume(self, session: ClientSession) -> None:
-        """Resume a session; one that cannot be is given up.
+        """Resume a session; drop one that can no longer be resumed.
 
         Raises:
             InferenceCenterError: It cannot be resumed yet.
@@ -316,7 +316,7 @@ class RequestMultiplexer:
 
 
 def expect(event: Event, kind: type[E]) -> E:
-    """Return the event, which is of this kind.
+    """Return the event, checked to be of this type.
 
     Raises:
         InferenceCenterError: ``internal`` when it is not.

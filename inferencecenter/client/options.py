@@ -1,4 +1,4 @@
-"""What may be said of a client, a session and a turn, all of it by name."""
+"""Keyword options of a client, a session and a turn."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def current_traceparent() -> str | None:
-    """Return the current span as W3C Trace Context has it; ``None`` where there is none.
+    """Return the current span's context in W3C Trace Context format; ``None`` without a span.
 
-    OpenTelemetry is not imported: in a program that has a span, it is there.
+    Never imports OpenTelemetry: a program that has a span has already imported it.
     """
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
@@ -43,10 +43,10 @@ def current_traceparent() -> str | None:
 def infer_request(
     session_id: str, prompt: str | None, *, messages: Messages | None, asked: InferOptions
 ) -> requests.Infer:
-    """Return the request, which belongs to the caller's current span.
+    """Return an ``infer`` request with the caller's trace context.
 
     Raises:
-        RequestError: What is asked makes no sense.
+        RequestError: An option is unknown or invalid.
     """
     fields: dict[str, Any] = {name: value for name, value in asked.items() if name not in RetryOptions.__annotations__}
     if "tools" in fields:
@@ -62,25 +62,25 @@ def infer_request(
 
 
 Messages: TypeAlias = "Sequence[ChatMessage | dict[str, Any]]"
-"""What is said: messages of the protocol, or objects with their fields."""
+"""Messages of the protocol, or dictionaries with their fields."""
 
 
 class ClientOptions(TypedDict, total=False):
-    """How a client gets in and what it does when its socket is lost.
+    """Authentication and connection options.
 
     Attributes:
-        client_id: The account's name, with ``api_key``, in place of a token.
-        api_key: The account's key.
-        tls: Verifies the daemon's certificate at a ``wss://`` address, in place of the system's authorities.
-        open_timeout_s: Seconds that opening, and then authenticating, may take.
-        keepalive_s: Seconds between pings; a daemon that leaves one unanswered for as long is lost.
-        reconnect: Open another socket when this one is lost, and go on there with every session. Without it a lost
-            socket is the end.
-        give_up_after_s: Seconds without a connection after which that is the end; ``None`` for never.
-        retries: How often a session or a turn is asked for again when the daemon says that it may succeed later, as
-            with ``overloaded`` or ``rate_limited``; each time after as long as it says.
-        on_notice: Called with each change of the connection, and with what the daemon tells everybody.
-        timing: Time and chance, for tests.
+        client_id: Name of the account, with ``api_key``, instead of a token.
+        api_key: API key of the account.
+        tls: TLS context for a ``wss://`` address, instead of the system's certificate authorities.
+        open_timeout_s: Timeout in seconds of the handshake, and again of the authentication.
+        keepalive_s: Seconds between pings, and the timeout of each.
+        reconnect: Reconnect when the socket is lost, and restore every session. Without it the connection ends with its
+            socket.
+        give_up_after_s: Seconds without a connection after which reconnecting stops; ``None`` for never.
+        retries: How often a session or turn is retried after a temporary error such as ``overloaded`` or
+            ``rate_limited``, each time after the delay that the daemon gives.
+        on_notice: Called with each change of the connection's state and each broadcast of the daemon.
+        timing: Clock and randomness, for tests.
     """
 
     client_id: str | None
@@ -96,13 +96,13 @@ class ClientOptions(TypedDict, total=False):
 
 
 class RetryOptions(TypedDict, total=False):
-    """What a caller may say of waiting.
+    """Retry options of one operation.
 
     Attributes:
-        retries: How often it is asked again when the daemon says that it may succeed later; the client's own count
-            when not given. Once something was said, it is not.
-        load_timeout_s: Seconds that its model may take to be loaded.
-        on_loading: Called with what the daemon says, about once a second while it loads the model.
+        retries: How often the operation is retried after a temporary error; defaults to the client's count. Never
+            retried once part of the answer has arrived.
+        load_timeout_s: Seconds to wait for the model to load.
+        on_loading: Called with the daemon's refusal, about once a second, while the model loads.
     """
 
     retries: int
@@ -111,19 +111,19 @@ class RetryOptions(TypedDict, total=False):
 
 
 class SessionOptions(RetryOptions, total=False):
-    """How a session is.
+    """Options of a new session.
 
     Attributes:
         system: System prompt.
-        mode: Whether the model's template is applied.
-        model: Name of its model; without it the session goes with the daemon's choice.
-        params: Session level of parameters.
-        priority: Class of its turns; the account's when not given.
-        on_full: What happens when its context is full; without it the mode decides.
-        on_disconnect: What happens when the socket is lost; without it the session goes on and is resumed.
-        store: Whether it may be written to disk.
+        mode: Whether the model's chat template is applied.
+        model: Name of its model; the daemon's default model when not given.
+        params: Parameters of the session level.
+        priority: Priority class of its turns; the account's when not given.
+        on_full: Behaviour when the context is full; the mode's default when not given.
+        on_disconnect: Behaviour when the socket is lost; by default the session continues and is resumed.
+        store: Whether the session may be written to disk.
         ttl_s: Idle seconds before it expires.
-        metadata: Strings of the caller's own.
+        metadata: Strings for the caller's own use.
     """
 
     system: str | None
@@ -139,19 +139,19 @@ class SessionOptions(RetryOptions, total=False):
 
 
 class InferOptions(RetryOptions, total=False):
-    """What a turn may be asked with, beside what is said.
+    """Options of a turn, besides its prompt or messages.
 
     Attributes:
         params: Parameters of this turn; docs/protocol.md lists them.
-        tools: Tools that the model may ask for.
-        tool_choice: Whether it does.
-        parallel_tool_calls: Whether it may ask for several at once.
-        json_schema: The answer is JSON that this accepts.
-        regex: This matches the whole answer.
-        grammar: This spells the answer.
-        thinking: Whether the model thinks before it answers.
-        n_probs: How many of the likeliest tokens are told with each.
-        priority: Class of the turn.
+        tools: Tools that the model may call.
+        tool_choice: Whether and which tools the model calls.
+        parallel_tool_calls: Whether the model may call several tools at once.
+        json_schema: JSON schema that the answer conforms to.
+        regex: Regular expression that matches the whole answer.
+        grammar: GBNF grammar that the answer conforms to.
+        thinking: Whether the model reasons before it answers.
+        n_probs: Number of top token probabilities sent with each token.
+        priority: Priority class of the turn.
     """
 
     params: dict[str, Any] | None
@@ -167,7 +167,7 @@ class InferOptions(RetryOptions, total=False):
 
 
 def waits(options: Mapping[str, Any]) -> RetryOptions:
-    """Return what was said of waiting."""
+    """Return the retry options among the given options."""
     return cast(
         "RetryOptions", {name: value for name, value in options.items() if name in RetryOptions.__annotations__}
     )

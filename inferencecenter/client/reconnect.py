@@ -1,4 +1,4 @@
-"""When to connect again after a socket was lost, and when to give up. No I/O, no clock."""
+"""Exponential backoff of reconnects, and which errors end the connection. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 HEALTHY_AFTER_S: Final = 10.0
-"""A connection that held for so long starts the count of attempts anew."""
+"""Seconds after which a connection counts as stable: its loss restarts the backoff."""
 _MAX_DOUBLINGS: Final = 30
 
-# Every other code, and a socket that ends without one, is worth another attempt.
+# Every other close code, and a socket that ends without one, leads to a reconnect.
 _FINAL_CLOSES: Final[Mapping[int, ErrorCode]] = MappingProxyType(
     {
         CloseCode.NORMAL: ErrorCode.DAEMON_UNREACHABLE,
@@ -33,7 +33,7 @@ _FINAL_REFUSALS: Final = frozenset({ErrorCode.NOT_AUTHENTICATED, ErrorCode.FORBI
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """The daemon hears the client; every session that was open is open again."""
+    """The connection is up; every open session has been restored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Reconnecting:
     """The socket is lost.
 
     Attributes:
-        attempt: The attempt that comes next, from 1.
-        in_s: Seconds until then.
-        error: Why the socket, or the attempt before, was lost.
+        attempt: Number of the next attempt, from 1.
+        in_s: Seconds until the next attempt.
+        error: Why the socket, or the previous attempt, failed.
     """
 
     attempt: int
@@ -53,7 +53,7 @@ class Reconnecting:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The connection is over for good."""
+    """The connection has ended for good."""
 
     error: InferenceCenterError
 
@@ -63,12 +63,12 @@ ConnectionState: TypeAlias = Connected | Reconnecting | Ended
 
 @dataclass(frozen=True, slots=True)
 class BackoffPolicy:
-    """How long to wait between attempts, in seconds.
+    """Bounds of the backoff, in seconds.
 
     Attributes:
-        min_s: Bound of the first wait; doubles with each attempt.
-        max_s: Bound of any wait.
-        give_up_after_s: Seconds without a connection after which no more attempts are made; ``None`` for never.
+        min_s: Bound of the first delay; doubles with each attempt.
+        max_s: Bound of any delay.
+        give_up_after_s: Seconds without a connection after which attempts stop; ``None`` for never.
     """
 
     min_s: float = 0.2
@@ -77,12 +77,12 @@ class BackoffPolicy:
 
 
 class ReconnectBackoff:
-    """Counts attempts; each wait is drawn evenly from nothing to a bound that doubles.
+    """Counts attempts; each delay is uniform between 0 and a bound that doubles (full jitter).
 
     Args:
         policy: Bounds.
-        random: Numbers from 0 to 1.
-        now: Seconds of the clock that all later times are of.
+        random: Returns numbers from 0 to 1.
+        now: Current time, in seconds of the clock used for all calls.
     """
 
     def __init__(self, policy: BackoffPolicy, *, random: Callable[[], float], now: float) -> None:
@@ -92,17 +92,17 @@ class ReconnectBackoff:
         self.attempt = 0
 
     def lost(self, *, now: float, up_s: float) -> None:
-        """Take note that a connection is lost which had held for ``up_s``; a short one counts as a failed attempt."""
+        """Record the loss of a connection that was up for ``up_s``; a short one counts as a failed attempt."""
         self._since = now
         if up_s >= HEALTHY_AFTER_S:
             self.attempt = 0
 
     def next_wait_s(self, *, now: float, retry_after_s: float = 0.0) -> float | None:
-        """Return how long to wait before the next attempt, ``None`` when it is time to give up.
+        """Return the delay in seconds before the next attempt, ``None`` to give up.
 
         Args:
-            now: Seconds of the clock.
-            retry_after_s: What the daemon asked for at least; the jitter comes on top.
+            now: Current time in seconds.
+            retry_after_s: Minimum delay given by the daemon; the jitter is added to it.
         """
         policy = self._policy
         bound_s = min(policy.max_s, math.ldexp(policy.min_s, min(self.attempt, _MAX_DOUBLINGS)))
@@ -117,16 +117,16 @@ class ReconnectBackoff:
 
 
 def is_final(error: InferenceCenterError) -> bool:
-    """Return whether an attempt that failed so need not be repeated."""
+    """Return whether a failed attempt must not be repeated."""
     return error.code in _FINAL_REFUSALS
 
 
 def closing_error(code: int | None, reason: str | None) -> tuple[InferenceCenterError, bool]:
-    """Return what the end of a socket means, and whether it is final.
+    """Return the error for a closed socket, and whether it is final.
 
     Args:
-        code: Close code; ``None`` when there was none.
-        reason: What came with it.
+        code: Close code; ``None`` without one.
+        reason: Close reason.
     """
     row = next((row for row in CLOSE_CODES if row.code == code), None)
     words = reason or (row.meaning if row else "without a reason")

@@ -1,4 +1,4 @@
-"""How long a caller waits for a daemon that cannot do it yet."""
+"""Retries after temporary errors of the daemon."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOAD_TIMEOUT_S: Final = 600.0
-"""How long a model may take: some are read from slow disks."""
+"""Default timeout for loading a model; some are read from slow disks."""
 _LOOK_AGAIN_S: Final = 1.0
 _FIRST_WAIT_S: Final = 0.5
 _MAX_WAIT_S: Final = 10.0
 
 
 class RetryPolicy:
-    """Decides for one thing that is asked whether it is asked again, and waits until then.
+    """Decides whether one operation is retried, and waits before each retry.
 
     Args:
-        retries: How often it is asked again when the daemon says that it may succeed later.
-        load_timeout_s: Seconds that its model may take to be loaded, which are no retries.
-        on_loading: Called with what the daemon says, about once a second while it loads the model.
-        timing: Time and chance.
+        retries: Number of retries after temporary errors.
+        load_timeout_s: Seconds to wait for the model to load; these waits do not count as retries.
+        on_loading: Called with the daemon's refusal, about once a second, while the model loads.
+        timing: Clock and randomness.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class RetryPolicy:
         self._n_waits = 0
 
     async def wait(self, error: InferenceCenterError) -> None:
-        """Wait until it is worth asking again.
+        """Wait until the operation may be retried.
 
         Raises:
-            InferenceCenterError: The error itself, where it is not.
+            InferenceCenterError: The error itself, if it is not to be retried.
         """
         if error.code is ErrorCode.MODEL_LOADING:
             wait_s = self._until_loaded(error)
@@ -60,10 +60,10 @@ class RetryPolicy:
         await self._timing.sleep(wait_s)
 
     async def run(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Return what ``attempt`` returns, made as often as it takes.
+        """Return the result of ``attempt``, called until it succeeds or the policy is exhausted.
 
         Raises:
-            InferenceCenterError: What it raised last.
+            InferenceCenterError: The last error of ``attempt``.
         """
         while True:
             try:
@@ -81,7 +81,7 @@ class RetryPolicy:
         return wait_s
 
     def _until_retry(self, error: InferenceCenterError) -> float:
-        """Return what the daemon asked for and some more, so that those who were refused do not come back together."""
+        """Return the daemon's delay with jitter, so that refused clients do not retry simultaneously."""
         if not isinstance(error, TryLaterError) or self._n_waits >= self._retries:
             raise error
         bound_s: float = min(_MAX_WAIT_S, _FIRST_WAIT_S * 2.0**self._n_waits)

@@ -1,4 +1,4 @@
-"""A session as its client sees it."""
+"""Client side of a session."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class SequenceStatus(Enum):
-    """What the number of an event says about it."""
+    """What an event's sequence number means for its receiver."""
 
     NEXT = auto()
     REPEATED = auto()
@@ -52,11 +52,11 @@ class SequenceStatus(Enum):
 
 
 class SequenceTracker:
-    """The last event that arrived.
+    """Sequence number of the last received event.
 
     Attributes:
-        epoch: Incarnation of the history; ``None`` when it is not known.
-        seq: Number of the last event, 0 before the first.
+        epoch: Incarnation of the event history; ``None`` if unknown.
+        seq: Sequence number of the last event, 0 before the first.
     """
 
     def __init__(self, epoch: str | None, seq: int = 0) -> None:
@@ -68,10 +68,10 @@ class SequenceTracker:
         return f"{type(self).__name__}({self.epoch}, {self.seq})"
 
     def admit(self, event: SessionEvent | Error) -> SequenceStatus:
-        """Count an event, unless it was here before or events before it are missing.
+        """Record an event, unless it is a duplicate or events before it are missing.
 
-        A text may stand for several, of which it has the last number, so nothing is missing before one. Nor is there
-        a gap to fill where the history was resumed already: what is not sent again was not for this client.
+        A text event may have been coalesced from several and carries the last one's number, so it never indicates a
+        gap. Nor does a gap directly after a resume: events that are not replayed were not meant for this client.
         """
         assert event.seq is not None, "only numbered events have a position"
         if event.seq <= self.seq:
@@ -84,34 +84,34 @@ class SequenceTracker:
         return SequenceStatus.NEXT
 
     def note(self, seq: int) -> None:
-        """Count an event that is taken whatever its number, as the answer to a request."""
+        """Record an event that is accepted whatever its number, such as a direct reply."""
         self.seq = max(self.seq, seq)
 
     def resume(self, resumed: SessionResumed) -> None:
-        """Go on where the daemon goes on: at the same place, or after all that is lost."""
+        """Continue at the daemon's position: the same one, or the end of a history that was lost in part."""
         if not resumed.resumed:
             self.seq = resumed.seq
         self.epoch = resumed.epoch
         self._resumed_after = self.seq
 
     def forget(self) -> None:
-        """Stop counting: the events go elsewhere; whatever comes next is new."""
+        """Reset: another connection receives the events, so the next event here starts anew."""
         self.epoch = None
         self.seq = 0
         self._resumed_after = 0
 
 
 class ClientSession:
-    """An open session; ``Client.create_session`` and ``Client.resume`` make one.
+    """An open session, made by ``Client.create_session`` or ``Client.resume``.
 
     Args:
         exchange: The connection.
-        session_id: Its name.
-        epoch: Incarnation of its history of events; ``None`` until it is resumed.
+        session_id: Id of the session.
+        epoch: Incarnation of its event history; ``None`` until it is resumed.
 
     Attributes:
-        session_id: The name the daemon gave it.
-        created: What the daemon said when this connection opened it; ``None`` for one that was taken up.
+        session_id: Id of the session, assigned by the daemon.
+        created: The daemon's reply to the creation of the session; ``None`` for a resumed one.
     """
 
     def __init__(self, exchange: RequestMultiplexer, session_id: str, *, epoch: str | None) -> None:
@@ -127,7 +127,7 @@ class ClientSession:
 
     @classmethod
     def opened(cls, exchange: RequestMultiplexer, created: SessionCreated) -> ClientSession:
-        """Return the session that the daemon has just opened for this connection."""
+        """Return the session that the daemon has just created for this connection."""
         session = cls(exchange, created.session_id, epoch=created.epoch)
         session.created = created
         exchange.attach(session)
@@ -139,18 +139,18 @@ class ClientSession:
     def infer(
         self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
     ) -> ClientTurn:
-        """Say something and return the turn that answers it; iterate over it for the text.
+        """Send a prompt or messages and return the turn that answers; iterate over it for the text.
 
-        It goes on unbroken when the connection is lost and comes back: nothing is missing, nothing comes twice, though
-        text may come in larger pieces. It belongs to the current span of OpenTelemetry, if there is one.
+        The turn survives a lost connection: after the reconnect nothing is missing or repeated, though text may arrive
+        in larger pieces. It belongs to the current OpenTelemetry span, if there is one.
 
         Args:
-            prompt: What the user says.
-            messages: What is said, in place of a prompt; as what tools returned, see ``result``.
-            asked: What else is asked; see ``Asked``.
+            prompt: The user's message.
+            messages: Messages instead of a prompt; for tool results see ``result``.
+            asked: Further options; see ``InferOptions``.
 
         Raises:
-            RequestError: What is asked makes no sense.
+            RequestError: An option is unknown or invalid.
         """
         infer = infer_request(self.session_id, prompt, messages=messages, asked=asked)
 
@@ -163,31 +163,31 @@ class ClientSession:
     async def ask(
         self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
     ) -> Answer:
-        """Say something and return the whole answer.
+        """Send a prompt or messages and return the whole answer.
 
         Args:
-            prompt: What the user says.
-            messages: What is said, in place of a prompt.
-            asked: What else is asked; see ``Asked``.
+            prompt: The user's message.
+            messages: Messages instead of a prompt.
+            asked: Further options; see ``InferOptions``.
 
         Raises:
-            InferenceCenterError: What the daemon refused, what ended the turn, or why its rest is lost.
+            InferenceCenterError: The daemon's refusal, the failure of the turn, or why its remainder is lost.
         """
-        return await self.infer(prompt, messages=messages, **asked).rest()
+        return await self.infer(prompt, messages=messages, **asked).result()
 
     def follow(self) -> ClientTurn:
-        """Return the turn that was running when the session was resumed, from its beginning to its end.
+        """Return the turn that was running when the session was resumed, from its start to its end.
 
-        What it had said by then comes as one piece, as does what it thought and what it asked of each tool. Leaving it
-        does not end it. Without such a turn nothing comes.
+        Text, reasoning and tool calls generated before the resume arrive as one piece each. Leaving this turn early
+        does not abort it. Without a running turn it yields nothing.
         """
         reader, self._following = self._following, None
         return ClientTurn(self, lambda: reader, None)
 
     async def abort(self) -> None:
-        """Ask for the end of the running turn; its iterator yields ``End``. With nothing running, nothing happens.
+        """Abort the running turn; its iterator yields ``End``. Without a running turn, do nothing.
 
-        While the connection is lost this is remembered.
+        While the connection is lost, the abort is remembered and sent after the reconnect.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``.
@@ -200,33 +200,33 @@ class ClientSession:
         await self._exchange.line.send(self._exchange.numbered(requests.Abort(op="abort", session_id=self.session_id)))
 
     async def read(self) -> Session:
-        """Return all that the daemon knows of the session: transcript, turns, parameters, tokens.
+        """Return the daemon's full record of the session: transcript, turns, parameters, tokens.
 
         Raises:
-            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         request = requests.GetSession(op="get_session", session_id=self.session_id)
         return expect(await self._exchange.request(request), Session)
 
     async def append(self, messages: Messages) -> Appended:
-        """Add messages without having them answered.
+        """Append messages without starting a turn.
 
         Raises:
-            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         request = made(requests.Append, session_id=self.session_id, messages=list(messages))
         await self.settled()
         return expect(await self._exchange.request(request), Appended)
 
     async def fork(self, turn: str | None = None, *, load_timeout_s: float = LOAD_TIMEOUT_S) -> ClientSession:
-        """Open another session that begins as this one does; if its model has to be loaded first, wait for that.
+        """Open a session that starts with this one's history, waiting for its model to load if necessary.
 
         Args:
-            turn: Id of the last turn to take over, or ``requests.START``; without it everything is taken over.
-            load_timeout_s: Seconds that the model may take to be loaded.
+            turn: Id of the last turn to copy, or ``requests.START``; without it everything is copied.
+            load_timeout_s: Seconds to wait for the model to load.
 
         Raises:
-            InferenceCenterError: What the daemon refused, ``model_loading`` when that took too long, or
+            InferenceCenterError: The daemon's refusal, ``model_loading`` when loading exceeds its timeout, or
                 ``daemon_unreachable``.
         """
         request = made(requests.ForkSession, session_id=self.session_id, turn=turn)
@@ -236,51 +236,51 @@ class ClientSession:
         return ClientSession.opened(self._exchange, expect(created, SessionCreated))
 
     async def rewind(self, turn: str) -> SessionRewound:
-        """Forget all that came after a turn, or after ``requests.START``.
+        """Discard everything after a turn, or after ``requests.START``.
 
         Raises:
-            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         request = made(requests.RewindSession, session_id=self.session_id, turn=turn)
         await self.settled()
         return expect(await self._exchange.request(request), SessionRewound)
 
     async def set_metadata(self, metadata: Mapping[str, str]) -> MetadataSet:
-        """Give the session other metadata, as a title; a turn that runs goes on.
+        """Replace the session's metadata, such as a title; does not affect a running turn.
 
         Args:
-            metadata: Up to 16 strings of the caller's own, in place of those that it had.
+            metadata: Up to 16 strings for the caller's own use.
 
         Raises:
-            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         request = made(requests.SetMetadata, session_id=self.session_id, metadata=dict(metadata))
         return expect(await self._exchange.request(request), MetadataSet)
 
     async def close(self) -> None:
-        """End the session.
+        """Close the session.
 
         Raises:
-            InferenceCenterError: What the daemon refused, or ``daemon_unreachable``.
+            InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         await self._exchange.line.until_connected()
         n_sockets = self._exchange.line.n_sockets
         try:
             await self._exchange.request(requests.CloseSession(op="close_session", session_id=self.session_id))
         except InferenceCenterError as error:
-            # Asked again after a cut, it may be gone because it was closed the first time.
+            # A close repeated after a reconnect may find the session closed by the first attempt.
             if error.code is not ErrorCode.SESSION_NOT_FOUND or self._exchange.line.n_sockets == n_sockets:
                 raise
         self._gone("the session was closed")
 
     async def leave(self, *, failed: bool) -> None:
-        """End the session when its block is left; one that is gone already has ended.
+        """Close the session at the end of its block; ignored if it no longer exists.
 
         Args:
-            failed: Something else is wrong, which waits: where the connection is lost, the session is left as it is.
+            failed: The block raised an error, which takes precedence: a lost connection then leaves the session open.
 
         Raises:
-            InferenceCenterError: What the daemon refused, if nothing else has failed.
+            InferenceCenterError: The daemon's refusal, if the block did not fail.
         """
         if not failed:
             with contextlib.suppress(NotFoundError, UnreachableError):
@@ -289,10 +289,10 @@ class ClientSession:
             with contextlib.suppress(InferenceCenterError):
                 await self.close()
 
-    # What its turns call.
+    # Interface for turns.
 
     def drain(self, turn: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-        """Bring a turn to its end that nobody reads any more; ``None`` where the connection is over."""
+        """Read an abandoned turn to its end in the background; ``None`` if the connection has ended."""
         if self._exchange.line.ended is not None:
             turn.close()
             return None
@@ -302,33 +302,33 @@ class ClientSession:
         return task
 
     async def settled(self) -> None:
-        """Wait until the turns that were left have ended: a session answers one at a time."""
+        """Wait until abandoned turns have ended: a session runs one turn at a time."""
         if self._winding_up:
             await asyncio.wait(self._winding_up)
 
-    # What the client calls.
+    # Interface for the client.
 
     def attach(self) -> None:
-        """Follow the turn that is running when the session is resumed next."""
+        """Prepare ``follow`` for the turn that the next resume reports as running."""
         self._taking_up = True
 
     def resumption(self) -> requests.ResumeSession:
-        """Return the request for all that comes after what has arrived."""
+        """Return the request that resumes the session after the last received event."""
         epoch, seq = self._position.epoch, self._position.seq
         return requests.ResumeSession(
             op="resume_session", session_id=self.session_id, epoch=epoch, last_seq=seq if epoch is not None else 0
         )
 
     def cut(self) -> None:
-        """Take note that the socket is lost: only what comes after ``session_resumed`` counts."""
+        """Handle the loss of the socket: ignore events until ``session_resumed``."""
         self._missing = True
 
     def take(self, event: Event | UnknownEvent, *, direct: bool) -> None:
-        """Take an event of this session.
+        """Apply an event of this session.
 
         Args:
-            event: What came.
-            direct: It answers a request of this client, and counts whatever its number.
+            event: The event.
+            direct: It replies to a request of this client, and is accepted whatever its number.
         """
         match event:
             case SessionResumed():
@@ -351,21 +351,21 @@ class ClientSession:
             self._gone("the session was closed elsewhere")
 
     def fail(self, error: InferenceCenterError) -> None:
-        """Raise the error wherever a turn of this session is read."""
+        """Raise the error in every reader of a turn of this session."""
         self._hand_out(error)
 
     async def repeat_abort(self, running: str | None) -> None:
-        """Say again that a turn is to end, if it is still the one that runs."""
+        """Send a pending abort again if its turn is still the running one."""
         for reader in list(self._readers):
             await reader.repeat_abort(running)
 
     def begin_reading(self, reader: TurnReader) -> None:
-        """Hand out events to an iterator."""
+        """Route events to a turn reader."""
         if reader not in self._readers:
             self._readers.append(reader)
 
     def end_reading(self, reader: TurnReader) -> None:
-        """Hand out no more events to an iterator."""
+        """Stop routing events to a turn reader."""
         if reader in self._readers:
             self._readers.remove(reader)
 
@@ -384,7 +384,7 @@ class ClientSession:
         self._hand_out(resumed)
 
     def _follow(self, turn_id: str | None) -> None:
-        """Keep the events of a turn for ``follow``, in place of those of the turn before."""
+        """Buffer the events of a turn for ``follow``, in place of those of the previous turn."""
         if self._following is not None:
             self.end_reading(self._following)
             self._following = None
@@ -394,7 +394,7 @@ class ClientSession:
             self.begin_reading(self._following)
 
     def _counts(self, event: SessionEvent | Error, *, direct: bool) -> bool:
-        """Return whether the event is new; if others are missing before it, have them sent."""
+        """Return whether the event is new; request the replay of missing events before it."""
         if direct:
             if not self._missing and event.seq is not None:
                 self._position.note(event.seq)

@@ -1,7 +1,8 @@
-"""One turn as one unbroken stream of events, over any number of connections. No I/O.
+"""One turn as an unbroken stream of events over any number of connections. No I/O.
 
-What was shown is a prefix of the answer, always: the daemon writes down what it shows. So after a cut the daemon either
-sends the events that were missed, or says what the turn has said so far, and only the rest of that is shown.
+The invariant: the text yielded so far is a prefix of the answer, because the daemon commits text before it sends it. So
+after a reconnect the daemon either replays the missed events or sends the answer so far, of which only the remainder
+beyond that prefix is yielded.
 """
 
 from __future__ import annotations
@@ -33,31 +34,31 @@ if TYPE_CHECKING:
 
 TurnStreamEvent: TypeAlias = Queued | Progress | ContextShifted | Token | Reasoning | ToolCall | End
 
-# A daemon that has just started may say so to a turn that is sent again.
+# A daemon that has just restarted may refuse a repeated turn in these cases.
 _PASSING: Final = frozenset({ErrorCode.MODEL_LOADING, ErrorCode.ENGINE_UNAVAILABLE})
 _NO_TIMES: Final = "The turn ended while the connection was lost: its times are not known."
 
 
 class StreamState(Enum):
-    """Where a turn is, as far as its client knows."""
+    """State of a turn as its client knows it."""
 
     ASKING = auto()
-    """Sent, or about to be; the daemon has not said which turn it is."""
+    """Sent, or about to be; the daemon has not yet assigned the turn's id."""
     RUNNING = auto()
-    """The daemon named the turn."""
+    """The daemon has assigned the turn's id."""
     ENDING = auto()
-    """All of its text is here; how it ended is asked for."""
+    """The text is complete; the end of the turn is still unknown."""
     OVER = auto()
 
 
 class TurnStream:
-    """Takes what arrives for a session and gives the events of one turn, each once and in order.
+    """Filters a session's events into the events of one turn, each once and in order.
 
-    Whoever owns it sends ``infer`` with the turn's key while ``due`` is set, and says under which id with ``asked``.
+    While ``due`` is set, the owner sends ``infer`` with the turn's key and reports the request id with ``asked``.
 
     Attributes:
         due: Whether ``infer`` has to be sent (again).
-        refusal: Why the daemon could not take it when it was last sent; it may soon.
+        refusal: The temporary refusal of the last ``infer``; ``None`` if there was none.
     """
 
     def __init__(self, session_id: str) -> None:
@@ -70,13 +71,13 @@ class TurnStream:
         self._request_id: str | None = None
         self._turn_id: str | None = None
         self._shown = Answer()
-        # While asking: what may turn out to belong to the turn.
+        # While asking: events that may turn out to belong to the turn.
         self._snapshot: SessionResumed | None = None
         self._early: list[TurnStreamEvent] = []
 
     @classmethod
     def following(cls, session_id: str, turn_id: str) -> TurnStream:
-        """Return the stream of a turn that somebody else asked for, to be begun with ``session_resumed``."""
+        """Return the stream of a turn that another connection started, to be begun with ``session_resumed``."""
         stream = cls(session_id)
         stream.due, stream._asks = False, False
         stream._state, stream._turn_id = StreamState.RUNNING, turn_id
@@ -87,26 +88,26 @@ class TurnStream:
 
     @property
     def state(self) -> StreamState:
-        """Where the turn is."""
+        """State of the turn."""
         return self._state
 
     @property
     def over(self) -> bool:
-        """Whether its last event was given."""
+        """Whether the turn's last event was yielded."""
         return self._state is StreamState.OVER
 
     @property
     def turn_id(self) -> str | None:
-        """The turn, once the daemon has named it."""
+        """Id of the turn, once the daemon has assigned it."""
         return self._turn_id
 
     def asked(self, request_id: str) -> None:
-        """Take note that ``infer`` goes out under this id; answers to earlier ones no longer count."""
+        """Record the request id of ``infer``; replies to earlier ids are ignored from now on."""
         self.due, self.refusal = False, None
         self._request_id = request_id
 
     def take(self, event: Event) -> Iterator[TurnStreamEvent]:
-        """Yield what an event of the session means for the turn: nothing, itself, or more.
+        """Yield the turn's events that follow from an event of the session: none, the event itself, or several.
 
         Raises:
             InferenceCenterError: The turn failed, was refused, or is lost.
@@ -140,7 +141,7 @@ class TurnStream:
         yield event
 
     def _acknowledge(self, event: TurnStreamEvent) -> Iterator[TurnStreamEvent]:
-        """Begin with the turn that the daemon names, and with what arrived of it already."""
+        """Start with the turn that the daemon names and with its events that have already arrived."""
         snapshot, early = self._snapshot, [early for early in self._early if early.turn_id == event.turn_id]
         self._snapshot, self._early = None, []
         self._state, self._turn_id, self.due = StreamState.RUNNING, event.turn_id, False
@@ -153,7 +154,7 @@ class TurnStream:
                 yield from self._give(known)
 
     def _resume(self, resumed: SessionResumed) -> Iterator[TurnStreamEvent]:
-        """Go on after a cut: whatever was sent may not have arrived, whatever was said may have been missed."""
+        """Continue after a reconnect: requests may not have arrived, and events may have been missed."""
         self._interrupted = True
         if self._state is StreamState.RUNNING:
             if not resumed.resumed:
@@ -164,13 +165,13 @@ class TurnStream:
             self._snapshot, self._early = resumed, []
 
     def _resume_without_events(self, resumed: SessionResumed) -> Iterator[TurnStreamEvent]:
-        assert self._turn_id is not None, "a running turn has a name"
+        assert self._turn_id is not None, "a running turn has an id"
         if resumed.turn_id == self._turn_id:
             yield from self._catch_up(_so_far(resumed), seq=resumed.seq)
             return
         ended = _ended(resumed, self._turn_id)
         if ended is None:
-            raise self._lost("it failed, or was taken back, while the connection was lost")
+            raise self._lost("it failed, or was rewound, while the connection was lost")
         yield from self._finish_text(resumed, ended)
         if self._asks:
             self._state, self.due = StreamState.ENDING, True
@@ -178,20 +179,20 @@ class TurnStream:
             yield from self._give(_end_of(resumed, ended))
 
     def _catch_up(self, answer: Answer, *, seq: int) -> Iterator[TurnStreamEvent]:
-        """Show what is new in all that the turn has answered."""
+        """Yield the part of the turn's answer that has not been yielded yet."""
         turn_id = str(self._turn_id)
         try:
             missing = tuple(self._shown.missing(answer, session_id=self._session_id, turn_id=turn_id, seq=max(seq, 1)))
         except ValueError:
             self._state = StreamState.OVER
             raise failure(
-                ErrorCode.INTERNAL, f"what was shown of turn {turn_id} is not how its answer begins"
+                ErrorCode.INTERNAL, f"the text received of turn {turn_id} is not a prefix of its answer"
             ) from None
         for event in missing:
             yield from self._give(event)
 
     def _finish_text(self, resumed: SessionResumed, ended: TranscriptTurn) -> Iterator[TurnStreamEvent]:
-        """Show what is new in the answer of a turn that has ended."""
+        """Yield the remaining answer of a turn that has ended."""
         answer = _answer(resumed, ended)
         if answer is not None:
             yield from self._catch_up(answer, seq=resumed.seq)
@@ -214,12 +215,12 @@ class TurnStream:
 
 
 def _ended(resumed: SessionResumed, turn_id: str) -> TranscriptTurn | None:
-    """Return what the transcript says of a turn, if it has ended and is part of it."""
+    """Return the transcript's record of a turn, if it has ended and is part of the transcript."""
     return next((turn for turn in resumed.turns or () if turn.turn_id == turn_id), None)
 
 
 def _so_far(resumed: SessionResumed) -> Answer:
-    """Return what the running turn has answered."""
+    """Return the running turn's answer so far."""
     return Answer.of(resumed.content or "", resumed.reasoning, resumed.tool_calls)
 
 
@@ -235,7 +236,7 @@ def _answer(resumed: SessionResumed, ended: TranscriptTurn) -> Answer | None:
 
 
 def _end_of(resumed: SessionResumed, ended: TranscriptTurn) -> End:
-    """Return the end of a turn as far as the transcript tells it."""
+    """Return the ``end`` of a turn as far as the transcript records it."""
     usage = ended.usage
     stats = TurnStats(
         ttft_ms=0.0,

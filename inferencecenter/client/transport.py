@@ -1,4 +1,4 @@
-"""A connection that is opened again whenever its socket is lost."""
+"""The WebSocket transport: opens and authenticates sockets, and reconnects whenever one is lost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _HTTP_ERRORS: Final = {401: ErrorCode.NOT_AUTHENTICATED, 403: ErrorCode.FORBIDDE
 
 
 class UnknownEvent(BaseModel):
-    """A numbered event of a later version: only its number is understood."""
+    """A numbered event of a later protocol version, of which only the sequence number is understood."""
 
     model_config = ConfigDict(defer_build=True)
 
@@ -60,14 +60,14 @@ class UnknownEvent(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """Where the daemon is and how to get in.
+    """Address of the daemon and how to connect to it.
 
     Attributes:
-        url: Its WebSocket.
-        credential: What to show.
-        tls: Verifies the daemon's certificate; ``None`` leaves that to the system's authorities.
-        open_timeout_s: Seconds for the handshake, and as many for the authentication.
-        keepalive_s: Seconds between pings, and seconds that each has to be answered.
+        url: WebSocket URL.
+        credential: Token, or client id with API key.
+        tls: TLS context; ``None`` uses the system's certificate authorities.
+        open_timeout_s: Timeout in seconds of the handshake, and again of the authentication.
+        keepalive_s: Seconds between pings, and the timeout of each.
     """
 
     url: str
@@ -81,8 +81,8 @@ class Transport:
     """An open, authenticated socket.
 
     Attributes:
-        hello: What the daemon said when the socket opened.
-        account: Who the daemon says this is.
+        hello: The daemon's ``hello``.
+        account: The authenticated account.
     """
 
     def __init__(self, socket: ClientConnection, hello: Hello, account: AuthSuccess) -> None:
@@ -91,23 +91,23 @@ class Transport:
         self.account = account
 
     async def send(self, request: Request) -> None:
-        """Send a request; on a socket that has closed it is lost, and ``events`` says why.
+        """Send a request; on a closed socket it is dropped, and ``events`` reports the reason.
 
         Raises:
             InferenceCenterError: ``message_too_large``.
         """
         text = request.model_dump_json(exclude_none=True)
         limit = self.hello.limits.max_frame_bytes
-        # The daemon would close the socket, and with it everybody's turns.
+        # The daemon would close the socket, and with it all turns of this client.
         if len(text) > limit or (len(text) * 4 > limit and len(text.encode()) > limit):
             raise failure(
-                ErrorCode.MESSAGE_TOO_LARGE, f"{request.op} is larger than the {limit} bytes that the daemon takes"
+                ErrorCode.MESSAGE_TOO_LARGE, f"{request.op} is larger than the {limit} bytes that the daemon accepts"
             )
         with contextlib.suppress(websockets.ConnectionClosed):
             await self._socket.send(text)
 
     async def events(self) -> AsyncIterator[Event | UnknownEvent]:
-        """Yield what the daemon says until the socket closes."""
+        """Yield the daemon's events until the socket closes."""
         with contextlib.suppress(websockets.ConnectionClosed):
             async for text in self._socket:
                 if (event := parse(text)) is not None:
@@ -118,7 +118,7 @@ class Transport:
         return closing_error(self._socket.close_code, self._socket.close_reason)
 
     async def close(self) -> None:
-        """Say good-bye, and wait a little for the answer."""
+        """Close with a closing handshake, bounded by a short timeout."""
         await self._socket.close()
 
 
@@ -126,8 +126,8 @@ async def open_transport(address: Address) -> Transport:
     """Open a socket and authenticate.
 
     Raises:
-        InferenceCenterError: ``not_authenticated``, ``forbidden``, or anything else that may be otherwise at the next
-            attempt, as ``daemon_unreachable`` and ``rate_limited``.
+        InferenceCenterError: ``not_authenticated``, ``forbidden``, or a temporary error such as ``daemon_unreachable``
+            and ``rate_limited``.
     """
     try:
         socket = await open_socket(
@@ -147,7 +147,7 @@ async def open_transport(address: Address) -> Transport:
             return await _enter(socket, address)
     except TimeoutError as error:
         socket.transport.abort()
-        raise unreachable(address.url, "it opens a socket and then says nothing") from error
+        raise unreachable(address.url, "the socket opens but receives nothing") from error
     except websockets.ConnectionClosed as error:
         raise closing_error(socket.close_code, socket.close_reason)[0] from error
     except BaseException:
@@ -156,13 +156,13 @@ async def open_transport(address: Address) -> Transport:
 
 
 def socket_url(url: str) -> str:
-    """Return an address as a WebSocket's: ``http`` and ``https`` are said of the same daemon."""
+    """Return the WebSocket URL for an ``http``, ``https``, ``ws`` or ``wss`` address of the daemon."""
     scheme, separator, rest = url.partition("://")
     return {"http": "ws", "https": "wss"}.get(scheme.lower(), scheme) + separator + rest
 
 
 def parse(text: str | bytes) -> Event | UnknownEvent | None:
-    """Return an event; of an op or a shape that this version does not know, at most its number."""
+    """Parse a frame; an unknown op or shape yields at most its sequence number."""
     with contextlib.suppress(ValidationError):
         return _EVENTS.validate_json(text)
     with contextlib.suppress(ValidationError):
@@ -173,7 +173,7 @@ def parse(text: str | bytes) -> Event | UnknownEvent | None:
 async def _enter(socket: ClientConnection, address: Address) -> Transport:
     greeting = parse(await socket.recv())
     if not isinstance(greeting, Hello):
-        raise unreachable(address.url, "what answers there is no InferenceCenter")
+        raise unreachable(address.url, "the server there is not InferenceCenter")
     await socket.send(address.credential.model_copy(update={"id": "auth"}).model_dump_json(exclude_none=True))
     while True:
         answer = parse(await socket.recv())
@@ -186,7 +186,7 @@ async def _enter(socket: ClientConnection, address: Address) -> Transport:
 
 
 async def _not_let_in(socket: ClientConnection, answer: AuthFailed) -> InferenceCenterError:
-    """Return why: a wrong credential, or the right one at a bad time, after which the daemon closes."""
+    """Return why: an invalid credential, or a valid one at a bad time, after which the daemon closes the socket."""
     words = f"the daemon refuses the credential: {answer.reason}"
     if answer.retry_after_ms is None:
         with contextlib.suppress(TimeoutError, websockets.ConnectionClosed):
@@ -214,7 +214,7 @@ def _refused(url: str, error: Exception) -> InferenceCenterError:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Time and chance. ``monotonic`` and ``sleep`` are in seconds, ``random`` gives numbers from 0 to 1."""
+    """Clock and randomness. ``monotonic`` and ``sleep`` are in seconds, ``random`` returns numbers from 0 to 1."""
 
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -222,33 +222,33 @@ class Timing:
 
 
 class TransportListener(Protocol):
-    """Whoever speaks over the connection."""
+    """Receives the events and state changes of a ``ReconnectingTransport``."""
 
     def take(self, event: Event | UnknownEvent) -> None:
-        """Take an event."""
+        """Handle an event."""
 
     def cut(self) -> None:
-        """Take note that the socket is lost, and with it what was under way in both directions."""
+        """Handle the loss of the socket and of everything in flight in both directions."""
 
     async def restore(self, link: Transport) -> None:
-        """Bring back on a new socket what was open on the one before.
+        """Restore the state of the previous socket on a new one.
 
         Raises:
             InferenceCenterError: The daemon cannot do that yet; the attempt counts as failed.
         """
 
     def told(self, state: ConnectionState) -> None:
-        """Hear what becomes of the connection."""
+        """Handle a change of the connection's state."""
 
 
 class ReconnectingTransport:
-    """Keeps one socket open; ``run`` is its only writer.
+    """Keeps one socket open; ``run`` is the only writer of its state.
 
     Args:
-        address: Where the daemon is.
-        policy: When to connect again; ``None`` for never.
-        timing: Time and chance.
-        user: Who speaks over it.
+        address: Address and credential of the daemon.
+        policy: Backoff of reconnects; ``None`` disables reconnecting.
+        timing: Clock and randomness.
+        user: Receives events and state changes.
     """
 
     def __init__(
@@ -270,21 +270,21 @@ class ReconnectingTransport:
 
     @property
     def connected(self) -> bool:
-        """Whether what is sent now goes out, and everything is restored."""
+        """Whether the socket is open and everything is restored."""
         return self._settled.is_set() and self.ended is None
 
     async def until_connected(self) -> None:
-        """Wait for the next moment at which everything is restored.
+        """Wait until the socket is open and everything is restored.
 
         Raises:
-            InferenceCenterError: Why there will be none.
+            InferenceCenterError: The connection has ended for good.
         """
         await self._settled.wait()
         if self.ended is not None:
             raise self.ended
 
     async def send(self, request: Request) -> None:
-        """Send a request; without a socket it is lost.
+        """Send a request; without a socket it is dropped.
 
         Raises:
             InferenceCenterError: ``message_too_large``.
@@ -293,16 +293,16 @@ class ReconnectingTransport:
             await self._link.send(request)
 
     async def fail(self, error: InferenceCenterError) -> None:
-        """Give up the socket, which is open but of no use at the moment."""
+        """Close the socket, which is open but unusable, so that ``run`` reconnects."""
         if self._link is not None:
             self._failure = error
             await self._link.close()
 
     async def run(self, link: Transport) -> None:
-        """Read from one socket after the other until that is over for good.
+        """Read from one socket after the other until the connection ends for good.
 
         Args:
-            link: The first one.
+            link: The first socket.
         """
         backoff = new_backoff(self._policy, self._timing)
         restoring: asyncio.Task[None] | None = None
@@ -326,13 +326,13 @@ class ReconnectingTransport:
             await self.close()
 
     def begin(self, link: Transport) -> None:
-        """Take the first socket, on which there is nothing to restore."""
+        """Start with the first socket, on which there is nothing to restore."""
         self._link = link
         self.n_sockets = 1
         self._settled.set()
 
     async def _serve(self, link: Transport, restoring: asyncio.Task[None] | None) -> tuple[InferenceCenterError, bool]:
-        """Hand out what comes until the socket closes; return why it did, and whether that is final."""
+        """Dispatch events until the socket closes; return why it did, and whether that is final."""
         async for event in link.events():
             self._user.take(event)
         if restoring is not None:
@@ -354,7 +354,7 @@ class ReconnectingTransport:
         """Return a new socket.
 
         Raises:
-            _OverError: There will be none.
+            _OverError: The connection has ended for good.
         """
         while True:
             wait_s = backoff.next_wait_s(now=self._timing.monotonic(), retry_after_s=(error.retry_after_ms or 0) / 1000)
@@ -375,7 +375,7 @@ class ReconnectingTransport:
         self._user.told(Ended(error))
 
     async def close(self) -> None:
-        """Leave nobody waiting, whatever the reason, and no socket open, also if ``run`` never came to run."""
+        """End the connection, wake everything that waits, and close the socket, even if ``run`` never started."""
         if self.ended is None:
             self._end(failure(ErrorCode.DAEMON_UNREACHABLE, "the client was closed"))
         await self._tasks.cancel()
@@ -384,7 +384,7 @@ class ReconnectingTransport:
 
 
 class _OverError(Exception):
-    """There will be no other socket."""
+    """Reconnecting has stopped for good."""
 
     def __init__(self, error: InferenceCenterError) -> None:
         super().__init__(str(error))
@@ -392,13 +392,13 @@ class _OverError(Exception):
 
 
 def new_backoff(policy: BackoffPolicy | None, timing: Timing) -> ReconnectBackoff:
-    """Return a count of attempts that begins now."""
+    """Return a new backoff that starts now."""
     return ReconnectBackoff(policy or BackoffPolicy(), random=timing.random, now=timing.monotonic())
 
 
 def _given_up(error: InferenceCenterError) -> InferenceCenterError:
     return failure(
         ErrorCode.DAEMON_UNREACHABLE,
-        f"the connection was lost and did not come back in time: {error.message}",
+        f"the connection was lost and not restored in time: {error.message}",
         hint=error.hint,
     )

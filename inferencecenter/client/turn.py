@@ -1,4 +1,4 @@
-"""One turn as its caller sees it: text to iterate over, and what has come so far."""
+"""Client side of one turn: an iterator over its text or events, and the answer received so far."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Abort(Enum):
-    """Whether the turn is to end early, and whether the daemon was told on this socket."""
+    """Whether the turn is to be aborted, and whether the abort was sent on the current socket."""
 
     UNWANTED = auto()
     WANTED = auto()
@@ -35,16 +35,16 @@ class _Abort(Enum):
 
 
 class TurnReader:
-    """Reads one turn once.
+    """Reads the events of one turn, once.
 
     Args:
         exchange: The connection.
-        session: The session, which hands in its events.
-        stream: What makes one stream of them.
-        infer: What asks for the turn; ``None`` when somebody else did.
+        session: The session, which passes its events to ``put``.
+        stream: Filters them into the turn's events.
+        infer: The request that starts the turn; ``None`` for a turn that another connection started.
 
     Attributes:
-        closed: Whether nothing more comes.
+        closed: Whether no more events follow.
     """
 
     def __init__(
@@ -68,29 +68,29 @@ class TurnReader:
         return f"<{type(self).__name__} {self._stream} waiting={self._inbox.qsize()} abort={self._abort.name}>"
 
     def put(self, item: Event | InferenceCenterError) -> None:
-        """Take an event of the session, or why there will be no more."""
+        """Queue an event of the session, or the error that ends it."""
         self._inbox.put_nowait(item)
 
     def resumed(self) -> None:
-        """Take note that what was sent on the socket before may not have arrived."""
+        """Handle a reconnect: an abort sent on the previous socket may be lost."""
         if self._abort is _Abort.SENT:
             self._abort = _Abort.WANTED
 
     @property
     def turn_id(self) -> str | None:
-        """The turn, once the daemon has named it."""
+        """Id of the turn, once the daemon has assigned it."""
         return self._stream.turn_id
 
     @property
     def is_asked(self) -> bool:
-        """Whether the daemon may know of the turn."""
+        """Whether the daemon may know the turn."""
         return self._infer is None or self._request_id is not None
 
     async def next(self) -> TurnStreamEvent | None:
-        """Return the turn's next event, the last being ``End``, and then ``None``. If it is cancelled, nothing is lost.
+        """Return the turn's next event, the last being ``End``, and then ``None``. Safe to cancel: no event is lost.
 
         Raises:
-            InferenceCenterError: What the daemon refused, what ended the turn, or why its rest is lost.
+            InferenceCenterError: The daemon's refusal, the failure of the turn, or why its remainder is lost.
         """
         try:
             while not self._ready and not self.closed:
@@ -103,26 +103,26 @@ class TurnReader:
         return self._ready.popleft() if self._ready else None
 
     def close(self) -> None:
-        """Read no more; the turn is left as it is."""
+        """Stop reading; the turn itself is not aborted."""
         self.closed = True
         self._session.end_reading(self)
         self._ignore_answers()
 
     async def abort(self) -> None:
-        """Have the turn end, now or as soon as the daemon can be told."""
+        """Abort the turn, now or as soon as the connection is restored."""
         self._abort = _Abort.WANTED
-        # Without its name, whatever runs would be aborted: if this is refused, somebody else's.
+        # An abort without a turn id would end whichever turn runs; if this one is refused, that is another one.
         if self._stream.turn_id is not None and self._exchange.line.connected:
             await self._send_abort()
 
     async def repeat_abort(self, running: str | None) -> None:
-        """On a new socket, say again that the turn is to end if it still runs."""
+        """After a reconnect, send the abort again if the turn is still running."""
         if self._abort is _Abort.WANTED and running is not None and running == self._stream.turn_id:
             await self._send_abort()
 
     async def _read(self) -> None:
         stream = self._stream
-        # What has come already may change what is to be asked.
+        # Queued events may change whether and what to send.
         if stream.due and self._inbox.empty():
             await self._ask()
             return
@@ -136,8 +136,8 @@ class TurnReader:
             await self.abort()
 
     async def _ask(self) -> None:
-        """Send ``infer`` again, after a while if the daemon could not take it yet."""
-        assert self._infer is not None, "a turn of somebody else is never due"
+        """Send ``infer`` (again), after a delay if the daemon refused it temporarily."""
+        assert self._infer is not None, "a followed turn is never due"
         if self._stream.refusal is not None:
             self._backoff = self._backoff or self._exchange.new_backoff()
             await self._exchange.pause(self._backoff, self._stream.refusal)
@@ -152,7 +152,7 @@ class TurnReader:
         try:
             await self._exchange.line.send(request)
         except BaseException:
-            self._stream.due = True  # cancelled: it is not known to have gone out
+            self._stream.due = True  # cancelled: it may not have been sent
             raise
 
     async def _send_abort(self) -> None:
@@ -169,16 +169,16 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ClientTurn(Answered):
-    """One turn, to be read once; ``ClientSession.infer`` and ``ClientSession.follow`` make one.
+    """One turn, to be read once, made by ``ClientSession.infer`` or ``ClientSession.follow``.
 
-    Iterating yields the answer's text as it comes. The daemon hears of the turn when its first piece is asked for.
-    Who leaves the loop before the end, by ``break``, an exception or cancellation, has the turn end: what was said by
-    then stays part of the conversation, and the session's next turn waits until it has ended.
+    Iterating yields the answer's text as it arrives. The request is sent when the first piece is read. Leaving the loop
+    before the end, by ``break``, an exception or cancellation, aborts the turn: the text generated by then stays part
+    of the conversation, and the session's next turn waits until the abort has completed.
 
     Args:
-        session: Where it is asked.
-        begin: Returns what reads the turn, or asks for it anew after a refusal.
-        patience: Whether it is asked for anew; ``None`` for a turn that somebody else asked for.
+        session: The session.
+        begin: Returns a reader for the turn, also for each retry after a refusal; ``None`` when there is no turn.
+        patience: Retry policy; ``None`` for a turn that another connection started.
     """
 
     def __init__(
@@ -201,16 +201,16 @@ class ClientTurn(Answered):
 
     @property
     def turn_id(self) -> str | None:
-        """Its id, once the daemon has named it."""
+        """Id of the turn, once the daemon has assigned it."""
         return None if self._reader is None else self._reader.turn_id
 
     def __aiter__(self) -> TurnEventIterator[str]:
         return TurnEventIterator(self, self.next_text)
 
     def events(self) -> TurnEventIterator[TurnStreamEvent]:
-        """Return an iterator over all that the turn tells, not only its text; the last is ``End``.
+        """Return an iterator over all events of the turn, not only its text; the last is ``End``.
 
-        Leaving it early is leaving the turn.
+        Leaving it early aborts the turn.
         """
         return TurnEventIterator(self, self.next_event)
 
@@ -222,8 +222,8 @@ class ClientTurn(Answered):
     ) -> None:
         self.leave()
 
-    async def rest(self) -> Answer:
-        """Read on to the end, also of a turn that was left, and return the whole answer.
+    async def result(self) -> Answer:
+        """Read the turn to its end, even after leaving it, and return the whole answer.
 
         Raises:
             InferenceCenterError: See ``next_event``.
@@ -232,11 +232,13 @@ class ClientTurn(Answered):
             pass
         return self.answer
 
+    rest = result  # former name
+
     async def next_event(self) -> TurnStreamEvent | None:
-        """Return what comes next; after the end ``None``.
+        """Return the next event, ``None`` after the end.
 
         Raises:
-            InferenceCenterError: What the daemon refused, what ended the turn, or why its rest is lost.
+            InferenceCenterError: The daemon's refusal, the failure of the turn, or why its remainder is lost.
         """
         if self._winding_up is not None:
             await asyncio.wait((self._winding_up,))
@@ -244,7 +246,7 @@ class ClientTurn(Answered):
             return None if self._over else await self._next_event()
 
     async def next_text(self) -> str | None:
-        """Return what is said next; after the end ``None``.
+        """Return the next piece of text, ``None`` after the end.
 
         Raises:
             InferenceCenterError: See ``next_event``.
@@ -255,17 +257,19 @@ class ClientTurn(Answered):
         return None
 
     async def abort(self) -> None:
-        """Have the turn end, also if the connection is lost now; whoever reads it goes on to its ``End``."""
+        """Abort the turn, also while the connection is lost; its reader still receives the events up to ``End``."""
         self._abort_wanted = True
         if self._reader is not None:
             await self._reader.abort()
 
-    def let_run(self) -> None:
-        """Have the turn go on when it is left, for whoever resumes its session later."""
+    def detach(self) -> None:
+        """Let the turn continue on the daemon when it is left, so that a later resume of the session can follow it."""
         self._ends_when_left = False
 
+    let_run = detach  # former name
+
     def leave(self) -> None:
-        """Read no more of it, and have it end if it has not; nothing is waited for."""
+        """Stop reading, and abort the turn in the background if it has not ended."""
         if self._over or self._winding_up is not None:
             return
         reader = self._reader
@@ -294,10 +298,10 @@ class ClientTurn(Answered):
         return None
 
     async def _begin_again(self, error: InferenceCenterError) -> None:
-        """Have the turn asked for anew, after a while.
+        """Prepare a retry, after the delay of the policy.
 
         Raises:
-            InferenceCenterError: The error, where that would not help.
+            InferenceCenterError: The error, if it is not to be retried.
         """
         try:
             if self._patience is None or self._abort_wanted or self._winding_up or self.answer.has_begun:
@@ -310,7 +314,7 @@ class ClientTurn(Answered):
 
     async def _wind_up(self, reader: TurnReader) -> None:
         await reader.abort()
-        # Whoever left does not want to know why it failed.
+        # The caller has left the turn and does not handle its failure.
         with contextlib.suppress(InferenceCenterError):
             async with self._reading:
                 while await self._next_event() is not None:
@@ -318,11 +322,11 @@ class ClientTurn(Answered):
 
 
 class TurnEventIterator(Generic[T_co]):
-    """An iterator over a turn. When nobody has it any more, the turn is left.
+    """An iterator over a turn. When it is garbage collected before the end, the turn is left.
 
     Args:
-        turn: What is read.
-        advance: Returns what comes next, and ``None`` after the last.
+        turn: The turn.
+        advance: Returns the next item, and ``None`` after the last.
     """
 
     def __init__(self, turn: ClientTurn, advance: Callable[[], Awaitable[T_co | None]]) -> None:
@@ -338,7 +342,7 @@ class TurnEventIterator(Generic[T_co]):
         try:
             item = await self._advance()
         except BaseException:
-            # The exception holds on to this frame, so that `__del__` may be long in coming.
+            # The exception keeps this frame alive, so `__del__` may run much later.
             self._turn.leave()
             raise
         if item is None:

@@ -1,1 +1,1 @@
-"""What a client and the daemon say to each other. Pure: no I/O, no clock."""
+"""The wire protocol between clients and the daemon. Pure: no I/O, no clock."""

@@ -1,4 +1,4 @@
-"""What every wire message shares: strictness, ``op``, the ``id`` echo, and the marks of the first protocol (†)."""
+"""Base classes of all wire messages: strictness, ``op``, the ``id`` echo, and the marks of the first protocol (†)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOKEN_SUBPROTOCOL_PREFIX: Final = "token."  # noqa: S105 - the prefix, not a tok
 
 
 class Dagger:
-    """Marks a field that sockets of the first protocol know (written † in the documentation)."""
+    """Marks a field that belongs to the first protocol (written † in the documentation)."""
 
 
 DAGGER: Final = Dagger()
@@ -22,12 +22,12 @@ SessionId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 TurnId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
-# Validators are built when they are first used: a client that imports all messages and uses a few starts in half the
-# time. The daemon builds all of them before its event loop runs, see ``build_messages``.
+# Validators are built on first use, which halves the start-up time of a client that imports all messages and uses a
+# few. The daemon builds all of them before its event loop runs, see ``build_messages``.
 
 
 class Request(BaseModel):
-    """A frame a client sends. Unknown fields and wrong types are errors; nothing is coerced."""
+    """A frame sent by the client. Unknown fields and wrong types are errors; nothing is coerced."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, defer_build=True)
 
@@ -41,7 +41,7 @@ class Request(BaseModel):
 
 
 class Event(BaseModel):
-    """A frame the daemon sends. Fields that are ``None`` are left out unless ``keeps_null`` is set."""
+    """A frame sent by the daemon. Fields that are ``None`` are omitted unless ``keeps_null`` is set."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -49,13 +49,13 @@ class Event(BaseModel):
     id: Annotated[str | None, DAGGER] = Field(default=None, description="The `id` of the frame this answers.")
 
     dagger: ClassVar[bool] = False
-    """Whether sockets of the first protocol are sent this op."""
+    """Whether the op is sent to sockets of the first protocol."""
     keeps_null: ClassVar[bool] = False
     """Whether absent values are sent as null (readings that may be missing)."""
 
 
 class SessionEvent(Event):
-    """An event in a session's numbered history."""
+    """An event in the numbered history of a session."""
 
     session_id: Annotated[str, DAGGER] = Field(description="The session this belongs to.")
     seq: int = Field(ge=1, description="Counter per session, never reused within an epoch.")
@@ -68,7 +68,7 @@ class TurnEvent(SessionEvent):
 
 
 def build_messages(*bases: type[BaseModel]) -> None:
-    """Build the validators of all subclasses, which takes some tenths of a second."""
+    """Build the validators of all subclasses, which takes several hundred milliseconds."""
     for base in bases:
         for kind in base.__subclasses__():
             kind.model_rebuild()

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 
 class CloseCode(IntEnum):
-    """Close codes the daemon uses: RFC 6455 ones and its own in the 4000s."""
+    """Close codes of the daemon: those of RFC 6455 and its own in the 4000s."""
 
     NORMAL = 1000
     SHUTDOWN = 1001

@@ -1,4 +1,4 @@
-"""Text frames to requests, events to text frames. Pure: no socket, no clock."""
+"""Decodes text frames to requests and encodes events to text frames. Pure: no socket, no clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN_VALUE_CHARS: Final = 60
 _MOST_FAULTS: Final = 1000
 PIECE_BYTES: Final = 64 * 1024
 _MANY_FIELDS: Final = 64
-"""More than any op has: where there are so many, some of the first are unknown."""
+"""Above the number of fields of any op, so some of the first fields are certainly unknown."""
 _SECRET_FIELDS: Final = frozenset({"token", "api_key"})
 
 REQUESTS: Final[Mapping[str, type[Request]]] = MappingProxyType(
@@ -35,7 +35,7 @@ REQUESTS: Final[Mapping[str, type[Request]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A JSON object with an op, not yet validated, of ``n_chars``; ``id`` is known before anything can fail."""
+    """A JSON object with an op, not yet validated, of ``n_chars``; ``id`` is read before validation can fail."""
 
     op: str
     id: str | None
@@ -44,7 +44,7 @@ class Frame:
 
     @property
     def session_id(self) -> str | None:
-        """The session that it names, if that can be a session's name."""
+        """The session id of the frame, if it is well-formed."""
         named = self.body.get("session_id")
         return named if isinstance(named, str) and len(named) <= _MAX_ID_CHARS else None
 
@@ -69,10 +69,10 @@ class Frame:
 
 
 def read_frame(text: str) -> Frame:
-    """Read a text frame as an object with a lower-case ``op`` and a usable ``id``.
+    """Decode a text frame to an object with a lower-case ``op`` and a usable ``id``.
 
     Raises:
-        InferenceCenterError: ``message_too_large`` where it holds too many values, ``invalid_json`` or
+        InferenceCenterError: ``message_too_large`` when it holds too many values, ``invalid_json`` or
             ``invalid_request``.
     """
     if len(text) > MAX_STRUCTURE:
@@ -104,7 +104,7 @@ def read_frame(text: str) -> Frame:
 
 
 class FrameError(InferenceCenterError):
-    """A frame that names no op; it may still carry an ``id`` to echo."""
+    """A frame without a valid op; it may still carry an ``id`` to echo."""
 
     def __init__(self, request_id: str | None, message: str) -> None:
         super().__init__(ErrorCode.INVALID_REQUEST, message, field="op", hint=f"One of: {', '.join(sorted(REQUESTS))}.")
@@ -114,14 +114,14 @@ class FrameError(InferenceCenterError):
 def invalid_request(
     error: ValidationError, *, known: Mapping[str, object] = MappingProxyType({}), path: str = ""
 ) -> InferenceCenterError:
-    """Turn the first problem of a validation into an error that names field, value and what is allowed.
+    """Convert the first validation error to one that names the field, the value and what is allowed.
 
     Args:
-        error: What pydantic found.
-        known: Field names, to suggest the nearest for an unknown one.
+        error: The validation error of pydantic.
+        known: Field names, from which the nearest is suggested for an unknown one.
         path: Prefix of the field's path.
     """
-    if (n_faults := error.error_count()) > _MOST_FAULTS:  # listing them takes seconds, if somebody wants it to
+    if (n_faults := error.error_count()) > _MOST_FAULTS:  # listing all could take seconds
         return InferenceCenterError(
             ErrorCode.INVALID_REQUEST, f"{n_faults} fields are unknown, missing or out of range"
         )
@@ -144,7 +144,7 @@ def encode(event: Event, *, dagger_only: bool = False) -> str | None:
     """Return an event as a text frame.
 
     Args:
-        event: What to say.
+        event: The event.
         dagger_only: The socket speaks the first protocol: only ops and fields marked † are sent.
 
     Returns:
@@ -158,8 +158,8 @@ def encode(event: Event, *, dagger_only: bool = False) -> str | None:
 def encode_in_pieces(event: Event) -> Iterator[tuple[bytes, bool]]:
     """Yield an event as the pieces of one text frame, each with whether it is the last.
 
-    A piece is made when it is asked for and has ``PIECE_BYTES``, but for the last. Of what a client may make long, each
-    item is written by itself: a transcript of 16 MiB in one step would take 30 ms of the event loop.
+    Pieces are produced lazily, each of ``PIECE_BYTES`` but the last. Items of lists whose length a client controls are
+    encoded one by one: encoding a transcript of 16 MiB in one step would block the event loop for 30 ms.
     """
     lists = {name: items for name, items in event if _is_list_of_values(items)}
     piece = bytearray(_dumped(event, exclude=set(lists)))
@@ -190,7 +190,7 @@ _Include: TypeAlias = "dict[str, _Include | bool]"
 
 
 def _dagger_fields(kind: type[BaseModel]) -> _Include:
-    """Fields of a message that the first protocol knows, as pydantic's nested ``include``."""
+    """Return the message's fields of the first protocol, as pydantic's nested ``include``."""
     chosen: _Include = {"op": True} if issubclass(kind, Event) else {}
     for name, field in kind.model_fields.items():
         if any(isinstance(mark, Dagger) for mark in field.metadata):
@@ -207,10 +207,10 @@ def _json_type(value: object) -> str:
 
 
 def _shown(value: object) -> str:
-    """A value as a client would recognise it, shortened."""
+    """Return a value as a client recognises it, shortened."""
     try:
         text = orjson.dumps(value, default=lambda other: type(other).__name__).decode()
-    except orjson.JSONEncodeError:  # it can be read at depths at which it cannot be written
+    except orjson.JSONEncodeError:  # orjson parses deeper nesting than it serializes
         return f"a JSON {_json_type(value)} of many levels"
     return _cut(text, _SHOWN_VALUE_CHARS)
 

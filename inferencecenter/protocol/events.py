@@ -1,4 +1,4 @@
-"""Every op the daemon sends."""
+"""All events that the daemon sends."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from inferencecenter.protocol.values import ToolCall as AskedTool
 
 
 class Hello(Event):
-    """Who answers, and whether it is ready."""
+    """Identity, version and readiness of the daemon."""
 
     dagger: ClassVar[bool] = True
     op: Literal["hello"] = "hello"
     status: Annotated[Literal["ready", "loading", "degraded"], DAGGER] = Field(description="Whether turns can run.")
-    message: Annotated[str, DAGGER] = Field(description="The same in words, with loading progress.")
-    uptime_seconds: Annotated[int, DAGGER] = Field(description="Since the daemon started.")
+    message: Annotated[str, DAGGER] = Field(description="Readiness as text, with loading progress.")
+    uptime_seconds: Annotated[int, DAGGER] = Field(description="Seconds since the daemon started.")
     requires_auth: Annotated[bool, DAGGER] = Field(description="Always true.")
-    protocol: int = Field(description="The version of this protocol.")
+    protocol: int = Field(description="Version of this protocol.")
     server: str = Field(description="`inferencecenter`.")
-    version: str = Field(description="The daemon's version.")
-    model: str | None = Field(default=None, description="The loaded model, once there is one.")
-    limits: ServerLimits = Field(description="What is accepted from anyone.")
+    version: str = Field(description="Version of the daemon.")
+    model: str | None = Field(default=None, description="The loaded model; absent until one is loaded.")
+    limits: ServerLimits = Field(description="Limits that apply to every client.")
 
 
 class AuthSuccess(Event):
@@ -54,10 +54,10 @@ class AuthSuccess(Event):
     dagger: ClassVar[bool] = True
     op: Literal["auth_success"] = "auth_success"
     client_id: Annotated[str, DAGGER] = Field(description="The account.")
-    max_sessions: Annotated[int, DAGGER] = Field(description="Sessions it may have open.")
+    max_sessions: Annotated[int, DAGGER] = Field(description="Maximum number of open sessions.")
     scopes: tuple[str, ...] = Field(description="Its rights.")
-    priority: str = Field(description="Class of its turns.")
-    limits: ClientLimits = Field(description="What it may have at once.")
+    priority: str = Field(description="Priority class of its turns.")
+    limits: ClientLimits = Field(description="Limits of this client.")
 
 
 class AuthFailed(Event):
@@ -65,7 +65,7 @@ class AuthFailed(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["auth_failed"] = "auth_failed"
-    reason: Annotated[str, DAGGER] = Field(description="What is wrong, in words.")
+    reason: Annotated[str, DAGGER] = Field(description="The reason as text.")
     retry_after_ms: int | None = Field(default=None, description="Earliest useful retry.")
 
 
@@ -74,13 +74,13 @@ class SessionCreated(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["session_created"] = "session_created"
-    session_id: Annotated[str, DAGGER] = Field(description="Its name in all that follows.")
-    parent: str | None = Field(default=None, description="The session that it is a fork of.")
+    session_id: Annotated[str, DAGGER] = Field(description="Id of the session.")
+    parent: str | None = Field(default=None, description="The session from which it was forked.")
     epoch: str = Field(description="Incarnation of its event history.")
     model: str = Field(description="The model that answers.")
-    n_ctx: int = Field(description="Tokens the session's context holds.")
+    n_ctx: int = Field(description="Context size of the session in tokens.")
     params: dict[str, Any] = Field(description="Effective parameters of the session level.")
-    warnings: tuple[str, ...] = Field(description="Legal settings of which one has no effect.")
+    warnings: tuple[str, ...] = Field(description="Valid settings that have no effect.")
 
 
 class SessionError(Event):
@@ -88,81 +88,87 @@ class SessionError(Event):
 
     dagger: ClassVar[bool] = True
     op: Literal["session_error"] = "session_error"
-    error: Annotated[str, DAGGER] = Field(description="What is wrong, in words.")
+    error: Annotated[str, DAGGER] = Field(description="The reason as text.")
 
 
 class Queued(TurnEvent):
-    """The acknowledgement of `infer`; again when the position changes."""
+    """Acknowledges `infer`; sent again when the position changes."""
 
     op: Literal["queued"] = "queued"
-    position: int = Field(ge=0, description="0 runs at once.")
-    eta_ms: float | None = Field(default=None, description="Expected wait, where it can be told.")
+    position: int = Field(ge=0, description="Position in the queue; 0 starts immediately.")
+    eta_ms: float | None = Field(default=None, description="Expected wait in milliseconds, if it can be estimated.")
 
 
 class Progress(TurnEvent):
-    """A long prompt is being read."""
+    """Progress of the prefill of a long prompt."""
 
     op: Literal["progress"] = "progress"
-    done: int = Field(description="Prompt tokens read.")
+    done: int = Field(description="Prompt tokens processed.")
     total: int = Field(description="Prompt tokens.")
 
 
 class ContextShifted(TurnEvent):
-    """The context was full: the oldest turns are no longer read, the transcript keeps them, and the turn goes on.
+    """The context was full: the oldest turns left the context but not the transcript, and the turn continues.
 
-    Its `end` counts all prompts that were read for it.
+    The turn's `end` counts the tokens of every prompt that was processed for it.
     """
 
     op: Literal["context_shifted"] = "context_shifted"
-    dropped_turns: int = Field(ge=0, description="Turns that are no longer read.")
-    tokens: int = Field(ge=0, description="Tokens that these took, about.")
+    dropped_turns: int = Field(ge=0, description="Turns removed from the context.")
+    tokens: int = Field(ge=0, description="Approximate number of their tokens.")
 
 
 class Token(TurnEvent):
-    """New text of the answer; whole UTF-8, never part of a stop string."""
+    """New text of the answer: complete UTF-8 characters, never part of a stop string."""
 
     dagger: ClassVar[bool] = True
     op: Literal["token"] = "token"
     content: Annotated[str, DAGGER] = Field(description="Text to append.")
-    logprobs: tuple[TokenLogprobs, ...] | None = Field(default=None, description="When `n_probs` was asked for.")
+    logprobs: tuple[TokenLogprobs, ...] | None = Field(
+        default=None, description="Present when `n_probs` was requested."
+    )
 
 
 class Reasoning(TurnEvent):
-    """New text of what the model thinks before it answers; whole UTF-8. It is no part of the answer."""
+    """New text of the reasoning that precedes the answer: complete UTF-8 characters. It is not part of the answer."""
 
     op: Literal["reasoning"] = "reasoning"
     content: str = Field(description="Text to append.")
-    logprobs: tuple[TokenLogprobs, ...] | None = Field(default=None, description="When `n_probs` was asked for.")
+    logprobs: tuple[TokenLogprobs, ...] | None = Field(
+        default=None, description="Present when `n_probs` was requested."
+    )
 
 
 class ToolCall(TurnEvent):
-    """The model asks for a tool: the first event of a call has its name, all append to its arguments.
+    """The model calls a tool: the first event of a call carries its name, every event appends to its arguments.
 
-    The turn then ends with `tool_calls`; the results are the `messages` of role `tool` of the next `infer`.
+    The turn then ends with `tool_calls`; send the results as `messages` of role `tool` in the next `infer`.
     """
 
     op: Literal["tool_call"] = "tool_call"
-    index: int = Field(ge=0, description="Counts the calls of the turn.")
-    call_id: str = Field(description="Names the call.")
-    name: str | None = Field(default=None, description="The tool, with the first event of the call.")
-    arguments: str = Field(description="Text to append to the arguments, which are JSON at the end.")
-    logprobs: tuple[TokenLogprobs, ...] | None = Field(default=None, description="When `n_probs` was asked for.")
+    index: int = Field(ge=0, description="Index of the call within the turn, from 0.")
+    call_id: str = Field(description="Id of the call.")
+    name: str | None = Field(default=None, description="Name of the tool, in the first event of the call.")
+    arguments: str = Field(description="Text to append to the arguments, which are JSON once complete.")
+    logprobs: tuple[TokenLogprobs, ...] | None = Field(
+        default=None, description="Present when `n_probs` was requested."
+    )
 
 
 class End(TurnEvent):
-    """The turn is over."""
+    """The turn has ended."""
 
     dagger: ClassVar[bool] = True
     op: Literal["end"] = "end"
-    finish_reason: FinishReason = Field(description="Why it is over.")
+    finish_reason: FinishReason = Field(description="Why it ended.")
     stop: str | None = Field(default=None, description="The stop string or pattern that matched.")
-    warnings: tuple[str, ...] = Field(description="Legal parameters of which one had no effect.")
+    warnings: tuple[str, ...] = Field(description="Valid parameters that had no effect.")
     usage: Usage = Field(description="Tokens of the turn.")
-    stats: Annotated[TurnStats, DAGGER] = Field(description="How it went.")
+    stats: Annotated[TurnStats, DAGGER] = Field(description="Timings and rates of the turn.")
 
 
 class AbortStatus(Event):
-    """The answer to `abort` on sockets of the first protocol."""
+    """Reply to `abort` on sockets of the first protocol."""
 
     dagger: ClassVar[bool] = True
     op: Literal["abort"] = "abort"
@@ -171,9 +177,9 @@ class AbortStatus(Event):
 
 
 class SessionClosed(Event):
-    """The session is gone, whoever ended it; all sockets of its client hear of it.
+    """The session was closed, by any connection of its client; sent to all sockets of the client.
 
-    One that had no socket and expired is told of in this way, too.
+    Also sent when a session without a socket expires.
     """
 
     dagger: ClassVar[bool] = True
@@ -188,39 +194,39 @@ class SessionExpired(SessionEvent):
 
 
 class SessionResumed(Event):
-    """The session's events come to this socket from now on.
+    """The session's events are sent to this socket from now on.
 
-    With `resumed` the events after `last_seq` follow, those of neighbouring tokens as one. Without it events were lost
-    for good: the transcript stands in for all up to `seq`, and `content` for what a running turn has said.
+    With `resumed` the events after `last_seq` are replayed, coalescing those of adjacent tokens. Otherwise some events
+    are no longer available: the transcript replaces all events up to `seq`, and `content` the text of a running turn.
     """
 
     op: Literal["session_resumed"] = "session_resumed"
     session_id: str = Field(description="The session.")
-    resumed: bool = Field(description="Whether the missing events follow.")
+    resumed: bool = Field(description="Whether the missing events are replayed.")
     reason: Literal["no_position", "other_epoch", "unknown_position", "too_old"] | None = Field(
-        default=None, description="Why they do not."
+        default=None, description="Why they are not replayed."
     )
-    state: SessionStateName = Field(description="Whether it is answering.")
+    state: SessionStateName = Field(description="State of the session.")
     epoch: str = Field(description="Incarnation of its event history.")
     seq: int = Field(ge=0, description="Number of its last event.")
-    turn_id: str | None = Field(default=None, description="The turn that is being answered.")
-    content: str | None = Field(default=None, description="What that turn has said up to `seq`, when not resumed.")
-    reasoning: str | None = Field(default=None, description="What it has thought up to `seq`, when not resumed.")
+    turn_id: str | None = Field(default=None, description="Id of the running turn.")
+    content: str | None = Field(default=None, description="Text of that turn up to `seq`, when not resumed.")
+    reasoning: str | None = Field(default=None, description="Reasoning of that turn up to `seq`, when not resumed.")
     tool_calls: tuple[AskedTool, ...] | None = Field(
         default=None,
-        description="The tools that it has asked for up to `seq`, when not resumed; the arguments of the last may lack "
-        "their end.",
+        description="Tool calls of that turn up to `seq`, when not resumed; the arguments of the last may be "
+        "incomplete.",
     )
     transcript: tuple[ChatMessage, ...] | None = Field(
-        default=None, description="All messages, when not resumed, those that are being answered included."
+        default=None, description="All messages, including those of the running turn, when not resumed."
     )
     turns: tuple[TranscriptTurn, ...] | None = Field(
-        default=None, description="The latest of its turns that have ended, when not resumed."
+        default=None, description="The most recent ended turns, when not resumed."
     )
 
 
 class SessionDetached(Event):
-    """The session's events come to this socket no more; the socket stays open for its other sessions."""
+    """The session's events are no longer sent to this socket, which stays open for its other sessions."""
 
     op: Literal["session_detached"] = "session_detached"
     session_id: str = Field(description="The session.")
@@ -228,45 +234,45 @@ class SessionDetached(Event):
 
 
 class Appended(SessionEvent):
-    """The messages are part of the history."""
+    """The messages were appended to the history."""
 
     op: Literal["appended"] = "appended"
-    messages: int = Field(description="Messages the session holds now.")
+    messages: int = Field(description="Number of messages now in the session.")
 
 
 class SessionRewound(SessionEvent):
-    """What came after the turn is gone."""
+    """Everything after the turn was discarded."""
 
     op: Literal["session_rewound"] = "session_rewound"
-    turn: str = Field(description="The turn that is the last one now, or `start`.")
-    messages: int = Field(description="Messages the session holds now.")
+    turn: str = Field(description="The turn that is now the last one, or `start`.")
+    messages: int = Field(description="Number of messages now in the session.")
 
 
 class MetadataSet(Event):
-    """A session has other metadata, or was opened with some; all sockets of its client hear of it."""
+    """The metadata of a session was set or replaced; sent to all sockets of its client."""
 
     op: Literal["metadata_set"] = "metadata_set"
     session_id: str = Field(description="The session.")
-    metadata: dict[str, str] = Field(description="All that it has now.")
+    metadata: dict[str, str] = Field(description="The complete metadata.")
 
 
 class Session(Event):
-    """Everything about one session."""
+    """The full record of one session."""
 
     op: Literal["session"] = "session"
     session_id: str = Field(description="The session.")
     epoch: str = Field(description="Incarnation of its event history.")
-    seq: int = Field(ge=0, description="Number of the last event.")
-    state: SessionStateName = Field(description="Whether it is answering.")
+    seq: int = Field(ge=0, description="Sequence number of the last event.")
+    state: SessionStateName = Field(description="State of the session.")
     model: str = Field(description="The model that answers.")
-    n_ctx: int = Field(description="Tokens its context holds.")
-    n_tokens: int = Field(description="Tokens of history.")
-    on_full: OnFull = Field(description="What happens when the context is full.")
-    dropped_messages: int = Field(description="Messages of the transcript that are no longer read.")
+    n_ctx: int = Field(description="Context size in tokens.")
+    n_tokens: int = Field(description="Tokens of the history.")
+    on_full: OnFull = Field(description="Behaviour when the context is full.")
+    dropped_messages: int = Field(description="Messages of the transcript that are no longer in the context.")
     params: dict[str, Any] = Field(description="Effective parameters of the session level.")
-    metadata: dict[str, str] = Field(description="What was given when it was created, or by `set_metadata` since.")
+    metadata: dict[str, str] = Field(description="Metadata given at creation or by the latest `set_metadata`.")
     transcript: tuple[ChatMessage, ...] = Field(description="All messages; a running turn is not part of it yet.")
-    turns: tuple[TranscriptTurn, ...] = Field(description="The latest of its turns that have ended.")
+    turns: tuple[TranscriptTurn, ...] = Field(description="The most recent ended turns.")
     usage: Usage = Field(description="Tokens of all its turns.")
 
 
@@ -275,11 +281,11 @@ class Sessions(Event):
 
     op: Literal["sessions"] = "sessions"
     sessions: tuple[SessionSummary, ...] = Field(description="The page.")
-    next: str | None = Field(default=None, description="Pass it as `after` for the next page.")
+    next: str | None = Field(default=None, description="Cursor: pass it as `after` to get the next page.")
 
 
 class Metrics(Event):
-    """Readings of the GPU, the engine and the work."""
+    """Readings of the GPU, the engine and the load."""
 
     dagger: ClassVar[bool] = True
     keeps_null: ClassVar[bool] = True
@@ -291,7 +297,7 @@ class Metrics(Event):
 
 
 class MetricsSubscribed(Event):
-    """Metrics frames will come."""
+    """Metrics frames will follow."""
 
     dagger: ClassVar[bool] = True
     op: Literal["metrics_subscribed"] = "metrics_subscribed"
@@ -299,56 +305,57 @@ class MetricsSubscribed(Event):
 
 
 class MetricsUnsubscribed(Event):
-    """No more metrics frames will come."""
+    """No more metrics frames follow."""
 
     dagger: ClassVar[bool] = True
     op: Literal["metrics_unsubscribed"] = "metrics_unsubscribed"
 
 
 class Status(Event):
-    """One side of the daemon, as numbers by name."""
+    """Readings of one part of the daemon, by name."""
 
     op: Literal["status"] = "status"
     type: StatusType = Field(description="Which side.")
     values: dict[str, float | int | str | None] = Field(description="Readings by name.")
     plan: EnginePlan | None = Field(
-        default=None, description="For operators, of `model`: where its parts are, and why; absent where none was made."
+        default=None,
+        description="For operators, with scope `model`: placement of the model; absent if none was planned.",
     )
 
 
 class UsageReport(Event):
-    """What a client used; days without a turn are left out."""
+    """Usage of a client by day; days without a turn are omitted."""
 
     op: Literal["usage"] = "usage"
     client_id: str = Field(description="The account.")
-    days: tuple[UsageDay, ...] = Field(description="By day, the latest last.")
-    left: UsageLeft | None = Field(default=None, description="What may still be used, of one's own.")
+    days: tuple[UsageDay, ...] = Field(description="Usage by day, the latest last.")
+    left: UsageLeft | None = Field(default=None, description="Remaining quota; only in a client's own report.")
 
 
 class Clients(Event):
-    """Which clients are connected."""
+    """The connected clients."""
 
     op: Literal["clients"] = "clients"
-    clients: tuple[ConnectedClient, ...] = Field(description="By their names.")
+    clients: tuple[ConnectedClient, ...] = Field(description="The clients, sorted by name.")
 
 
 class Kicked(Event):
-    """A client's sockets are closed."""
+    """The sockets of a client were closed."""
 
     op: Literal["kicked"] = "kicked"
     client_id: str = Field(description="The account.")
-    connections: int = Field(description="Sockets that it had.")
+    connections: int = Field(description="Number of sockets closed.")
 
 
 class Draining(Event):
     """The daemon is about to stop; `going_away` follows on every socket."""
 
     op: Literal["draining"] = "draining"
-    deadline_ms: int = Field(description="Milliseconds that running turns have to finish.")
+    deadline_ms: int = Field(description="Milliseconds until running turns are cut off.")
 
 
 class Pong(Event):
-    """The answer to `ping`."""
+    """Reply to `ping`."""
 
     op: Literal["pong"] = "pong"
 
@@ -358,87 +365,89 @@ class EngineChanged(Event):
 
     op: Literal["engine"] = "engine"
     state: Literal["starting", "ready", "restarting", "asleep", "failed"] = Field(description="Its new state.")
-    detail: str = Field(default="", description="The last failure, in words.")
-    model: str | None = Field(default=None, description="The model, when it is not that of all sessions.")
+    detail: str = Field(default="", description="The last failure as text.")
+    model: str | None = Field(default=None, description="The model, when it is not the default model.")
 
 
 class Models(Event):
-    """The models there are, by name."""
+    """The available models, sorted by name."""
 
     op: Literal["models"] = "models"
-    models: tuple[ModelSummary, ...] = Field(description="All that this client may use.")
+    models: tuple[ModelSummary, ...] = Field(description="All models available to this client.")
 
 
 class Swap(Event):
-    """How far `load_model` has come; `done` or `failed` is the last. A failed one leaves all as it was."""
+    """Progress of `load_model`; `done` or `failed` is the last. A failed load changes nothing."""
 
     op: Literal["swap"] = "swap"
-    model: str = Field(description="The model that is to be loaded.")
+    model: str = Field(description="The model to load.")
     phase: Literal["draining", "loading", "done", "failed"] = Field(
         description="`draining` waits for the turns of a model whose memory is needed."
     )
-    done: float = Field(default=0.0, ge=0, le=1, description="Part of the loading that is done.")
-    detail: str = Field(default="", description="Why it failed, in words.")
+    done: float = Field(default=0.0, ge=0, le=1, description="Fraction that is loaded.")
+    detail: str = Field(default="", description="Why it failed, as text.")
 
 
 class ModelChanged(Event):
-    """Sessions that named no model go on with another; their next turn is read anew."""
+    """The default model changed: sessions that named no model use it, and their history is prefilled again."""
 
     op: Literal["model_changed"] = "model_changed"
     model: str = Field(description="The model that answers from now on.")
-    n_ctx: int = Field(description="Tokens that their contexts hold.")
+    n_ctx: int = Field(description="Context size of these sessions in tokens.")
 
 
 class ModelUnloaded(Event):
-    """The model's memory is free, or will be when its turns have ended."""
+    """The model's memory is free, or will be once its turns have ended."""
 
     op: Literal["model_unloaded"] = "model_unloaded"
     model: str = Field(description="The model.")
 
 
 class Thermal(Event):
-    """The GPUs became warmer or cooler, and the daemon does less or more."""
+    """The thermal state of the GPUs changed, and the daemon adapts its load."""
 
     op: Literal["thermal"] = "thermal"
-    state: Literal["cool", "warm", "hot"] = Field(description="How they are now.")
-    temp: float | None = Field(default=None, description="The hottest one's temperature in °C, where it tells.")
-    action: str = Field(description="What is done about it, in words.")
+    state: Literal["cool", "warm", "hot"] = Field(description="The thermal state.")
+    temp: float | None = Field(default=None, description="Temperature of the hottest GPU in °C, if available.")
+    action: str = Field(description="The daemon's reaction, as text.")
 
 
 class StorageChanged(Event):
-    """Sessions can no longer be written down, or can be again.
+    """Sessions can no longer be written to storage, or can be again.
 
-    While they cannot, all that would be told of stored sessions is held back, answers that are being generated too, and
-    new turns of theirs are refused with `storage_unavailable`; sessions with `store` false go on.
+    While storage is unavailable, events of stored sessions are withheld, including the text of running turns, and new
+    turns of such sessions are refused with `storage_unavailable`; sessions with `store` false are unaffected.
     """
 
     op: Literal["storage"] = "storage"
-    state: Literal["ok", "unavailable"] = Field(description="Whether they can be written down.")
-    detail: str = Field(default="", description="Why they cannot, in words.")
-    retry_after_ms: int | None = Field(default=None, description="Earliest useful retry of what is refused.")
+    state: Literal["ok", "unavailable"] = Field(description="Whether storage accepts writes.")
+    detail: str = Field(default="", description="Why it does not, as text.")
+    retry_after_ms: int | None = Field(
+        default=None, description="Earliest useful retry of a refused request, in milliseconds."
+    )
 
 
 class GoingAway(Event):
     """The daemon is about to stop."""
 
     op: Literal["going_away"] = "going_away"
-    deadline_ms: int = Field(description="Milliseconds that running turns have to finish.")
+    deadline_ms: int = Field(description="Milliseconds until running turns are cut off.")
     resume: bool = Field(description="Whether sessions can be resumed afterwards.")
 
 
 class Error(Event):
-    """Something could not be done; the connection and the session go on."""
+    """A request or turn failed; the connection and the session stay usable."""
 
     dagger: ClassVar[bool] = True
     op: Literal["error"] = "error"
-    code: str = Field(description="A row of the error table.")
-    message: str = Field(description="What is wrong, in words.")
+    code: str = Field(description="Code from the error table.")
+    message: str = Field(description="Description of the error.")
     error: Annotated[str, DAGGER] = Field(description="Equal to `message`.")
-    hint: str | None = Field(default=None, description="What to do about it.")
+    hint: str | None = Field(default=None, description="How to resolve it.")
     field: str | None = Field(default=None, description="Path of the offending field.")
     session_id: Annotated[str | None, DAGGER] = Field(default=None, description="The session concerned.")
-    seq: int | None = Field(default=None, description="Set when the error is the end of a turn.")
-    turn_id: str | None = Field(default=None, description="The turn that this ends.")
+    seq: int | None = Field(default=None, description="Sequence number; set when the error ends a turn.")
+    turn_id: str | None = Field(default=None, description="The turn that the error ends.")
     retryable: bool = Field(description="Whether the same request may succeed later.")
     retry_after_ms: int | None = Field(default=None, description="Earliest useful retry.")
 
@@ -491,14 +500,14 @@ Text: TypeAlias = Token | Reasoning | ToolCall
 
 
 def text_of(event: Text) -> str:
-    """Return the piece that an event brings."""
+    """Return the text that an event appends."""
     return event.arguments if isinstance(event, ToolCall) else event.content
 
 
 def goes_on(first: Text, event: Event) -> bool:
-    """Tell whether an event brings more of the text of which ``first`` brings a piece.
+    """Return whether an event continues the text of ``first``, so that both may be coalesced.
 
-    The event that names a tool stands by itself.
+    The first event of a tool call, which carries the name, never continues another.
     """
     if type(event) is not type(first) or event.turn_id != first.turn_id:
         return False
@@ -508,6 +517,6 @@ def goes_on(first: Text, event: Event) -> bool:
 
 
 def with_text(event: Text, text: str, *, seq: int, logprobs: tuple[TokenLogprobs, ...] | None) -> Text:
-    """Return the event with another piece in place of its own."""
+    """Return a copy of the event with this text in place of its own."""
     field = "arguments" if isinstance(event, ToolCall) else "content"
     return event.model_copy(update={field: text, "seq": seq, "logprobs": logprobs})

@@ -1,4 +1,4 @@
-"""Parameters of a turn: reading, merging levels, checking combinations, and the form they travel in."""
+"""Parameters of a turn: parsing, merging of levels, checks of combinations, and serialization."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _NESTED: Mapping[str, Mapping[str, str]] = {
     "adaptive": {"target": "adaptive_target", "decay": "adaptive_decay"},
 }
 
-_NO_BEAMS = "Beam search is gone from llama.cpp; sample with temperature and top_p."
+_NO_BEAMS = "llama.cpp has removed beam search; sample with temperature and top_p."
 _GONE: Mapping[str, str] = {
-    "tfs_z": "Tail-free sampling is gone from llama.cpp; use min_p, top_p or typical_p.",
-    "tfs": "Tail-free sampling is gone from llama.cpp; use min_p, top_p or typical_p.",
+    "tfs_z": "llama.cpp has removed tail-free sampling; use min_p, top_p or typical_p.",
+    "tfs": "llama.cpp has removed tail-free sampling; use min_p, top_p or typical_p.",
     "top_a": "llama.cpp has no top-a; use min_p.",
     "epsilon_cutoff": "llama.cpp has no epsilon cutoff; use min_p.",
     "eta_cutoff": "llama.cpp has no eta cutoff; use min_p or typical_p.",
@@ -45,14 +45,14 @@ _GONE: Mapping[str, str] = {
     "num_beams": _NO_BEAMS,
     "best_of": _NO_BEAMS,
     "length_penalty": _NO_BEAMS,
-    "cfg_scale": "Guidance is gone from llama.cpp; say what you want in the system prompt.",
-    "guidance_scale": "Guidance is gone from llama.cpp; say what you want in the system prompt.",
-    "repetition_penalty": "Its name here is repeat_penalty.",
-    "max_new_tokens": "Its name here is max_tokens.",
-    "max_completion_tokens": "Its name here is max_tokens.",
-    "mirostat_mode": "Its name here is mirostat.",
-    "mirostat_lr": "Its name here is mirostat_eta.",
-    "mirostat_ent": "Its name here is mirostat_tau.",
+    "cfg_scale": "llama.cpp has removed guidance; give instructions in the system prompt.",
+    "guidance_scale": "llama.cpp has removed guidance; give instructions in the system prompt.",
+    "repetition_penalty": "Use repeat_penalty.",
+    "max_new_tokens": "Use max_tokens.",
+    "max_completion_tokens": "Use max_tokens.",
+    "mirostat_mode": "Use mirostat.",
+    "mirostat_lr": "Use mirostat_eta.",
+    "mirostat_ent": "Use mirostat_tau.",
 }
 _BESIDE_PARAMS = ("json_schema", "regex", "grammar", "tools", "tool_choice")
 
@@ -67,7 +67,7 @@ _HINTS: Mapping[tuple[str, object], str] = {
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """One value as written: where it stood and which parameter it means."""
+    """One given value, its path in the request, and the parameter it sets."""
 
     name: str
     path: str
@@ -75,12 +75,12 @@ class _Given:
 
 
 def parse_params(raw: Mapping[str, object], *, path: str = "params") -> Params:
-    """Read parameters written flat, by alias, in groups or in nested forms.
+    """Parse parameters given flat, by alias, in groups or in nested forms.
 
-    A ``null`` counts as not given. ``path`` is where ``raw`` stands in the request.
+    ``null`` counts as absent. ``path`` is the path of ``raw`` in the request.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` with the path as written, the value and what is allowed.
+        InferenceCenterError: ``invalid_request`` with the path as given, the value and what is allowed.
     """
     given: dict[str, _Given] = {}
     for entry in _walk(raw, path):
@@ -123,7 +123,7 @@ def _read(key: str, value: object, path: str) -> Iterator[_Given]:
     elif key in _NAMES:
         yield _Given(_NAMES[key], here, value)
     elif key in _GONE:
-        # 1 turned tail-free sampling off, so that old requests that say so lose nothing.
+        # The value 1 disables tail-free sampling, so requests that carry it lose nothing.
         if not (key in {"tfs_z", "tfs"} and (value is None or (type(value) in {int, float} and value == 1))):
             raise _invalid(here, f"{here} is not supported.", hint=_GONE[key])
     elif key in _BESIDE_PARAMS:
@@ -179,7 +179,7 @@ def _shown(value: object) -> str:
 
 
 def _number(value: float) -> str:
-    # Python refuses to print integers of several thousand digits.
+    # Python refuses to convert integers of several thousand digits.
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     return repr(value)
@@ -191,7 +191,7 @@ _PENALTIES = ("repeat_penalty", "presence_penalty", "frequency_penalty")
 _DRY = ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")
 _MIROSTAT = ("mirostat_tau", "mirostat_eta")
 
-# Which parameters a sampler's absence from ``samplers`` silences.
+# Parameters that have no effect when their sampler is not in ``samplers``.
 _OWNED = {
     "penalties": (*_PENALTIES, "repeat_last_n"),
     "dry": ("dry_multiplier", *_DRY),
@@ -206,16 +206,16 @@ _OWNED = {
 
 
 def is_greedy(params: Params) -> bool:
-    """Tell whether every token is the likeliest one, so that nothing is drawn at random."""
+    """Return whether every token is the most probable one, so that nothing is random."""
     return params.temperature == 0 and "temperature" in params.samplers
 
 
 def cross_check(params: Params, *, given: Collection[str] | None = None) -> tuple[str, ...]:
-    """Return a sentence for each given parameter that has no effect beside the others.
+    """Return a warning for each given parameter that has no effect in combination with the others.
 
     Args:
         params: Effective parameters of a turn.
-        given: Names somebody chose; those set explicitly in ``params`` when omitted.
+        given: Names of parameters that were chosen; by default those set explicitly in ``params``.
 
     Raises:
         InferenceCenterError: ``invalid_request`` for two parameters that exclude each other.
@@ -244,7 +244,7 @@ def _silenced(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
 def _silenced_by_selection(params: Params) -> Iterator[tuple[tuple[str, ...], str]]:
     if is_greedy(params):
         random = (*_TRUNCATION, *_DYNATEMP, "mirostat", *_MIROSTAT, "adaptive_target", "adaptive_decay", "seed")
-        yield random, "temperature 0 always takes the likeliest token"
+        yield random, "temperature 0 always takes the most probable token"
     elif params.mirostat:
         yield _TRUNCATION, f"mirostat {params.mirostat} replaces it"
     if not params.mirostat:
@@ -299,13 +299,13 @@ __all__ = [
 
 
 def merge(base: Params, *overlays: Params) -> Params:
-    """Return ``base`` with what each overlay sets explicitly, the later ones winning."""
+    """Return ``base`` updated with the explicitly set values of each overlay; later overlays win."""
     changed = {name: getattr(overlay, name) for overlay in overlays for name in overlay.model_fields_set}
     return base.model_copy(update=changed)
 
 
 def encode(params: Params) -> bytes:
-    """Return the explicitly set values as JSON; ``decode`` gives back an equal object."""
+    """Return the explicitly set values as JSON; ``decode`` is the inverse."""
     return params.model_dump_json(exclude_unset=True).encode()
 
 

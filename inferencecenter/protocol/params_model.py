@@ -1,6 +1,6 @@
-"""The parameters of a turn: names, ranges, defaults, aliases and what each does, declared once.
+"""The parameters of a turn: names, ranges, defaults, aliases and descriptions, declared once.
 
-Checking, the JSON schema, the documentation and both processes read this model.
+Validation, the JSON schema, the documentation and both processes use this model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SamplerName: TypeAlias = Literal[
     "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"
 ]
 
-# The order of llama.cpp's own programs.
+# The default order of llama.cpp.
 SAMPLER_ORDER: tuple[SamplerName, ...] = (
     "penalties",
     "dry",
@@ -32,7 +32,7 @@ SAMPLER_ORDER: tuple[SamplerName, ...] = (
 )
 SAMPLER_ALIASES = {"typical_p": "typ_p"}
 
-# llama.cpp takes the largest 32-bit seed as "draw one yourself", so it is no seed that could be obeyed.
+# llama.cpp treats the largest 32-bit seed as "choose a random one", so it is not a valid seed.
 MAX_SEED = 2**32 - 2
 MAX_TOKENS = 2**20
 MAX_KEPT = 1000
@@ -43,7 +43,7 @@ MAX_PATTERNS = 4
 MAX_PATTERN_CHARS = 512
 MAX_BIASES = 1024
 MAX_BREAKERS = 16
-# llama.cpp cuts longer sequence breakers off.
+# llama.cpp truncates longer sequence breakers.
 MAX_BREAKER_BYTES = 40
 
 
@@ -68,7 +68,7 @@ def _sampler_names(value: object) -> object:
 def _each_once(names: tuple[SamplerName, ...]) -> tuple[SamplerName, ...]:
     for name in names:
         if names.count(name) > 1:
-            raise _refused(f"{name} stands in it twice")
+            raise _refused(f"{name} occurs twice")
     return names
 
 
@@ -80,7 +80,7 @@ def _bias_pairs(value: object) -> object:
         raise _refused(f"it has {len(pairs)} entries")
     result = tuple(_bias_pair(pair) for pair in pairs)
     if len({token for token, _ in result}) < len(result):
-        raise _refused("a token stands in it twice")
+        raise _refused("a token occurs twice")
     return result
 
 
@@ -109,7 +109,7 @@ def _pattern(source: str) -> str:
     except (regex.error, ValueError, OverflowError, RecursionError, MemoryError, TimeoutError) as error:
         raise _refused(f"{source[:64]!r} does not compile: {str(error)[:128]}") from None
     if pattern.flags & regex.REVERSE:
-        raise _refused(f"{source[:64]!r} searches backwards, which a growing text does not allow")
+        raise _refused(f"{source[:64]!r} has a lookbehind, which incremental matching does not support")
     if empty is not None:
         raise _refused(f"{source[:64]!r} matches the empty text, so it would end every answer at once")
     return source
@@ -117,15 +117,15 @@ def _pattern(source: str) -> str:
 
 def _repeats(value: int) -> int:
     if value == 1:
-        raise _refused("everything occurs once")
+        raise _refused("a run of tokens always occurs once")
     return value
 
 
-# From left to right, because 0 equals False.
+# Evaluated left to right, because 0 equals False.
 _Bias: TypeAlias = Annotated[
     Annotated[float, Field(ge=-100, le=100)] | Literal[False], Field(union_mode="left_to_right")
 ]
-# JSON has no tuples: strict=False lets a list in, the items stay strict.
+# JSON has no tuples: strict=False accepts a list, its items stay strict.
 _Biases: TypeAlias = Annotated[
     tuple[tuple[int, _Bias], ...],
     Field(strict=False, fail_fast=True),
@@ -204,30 +204,28 @@ def _integer(default: int, bounds: tuple[int, int], description: str, *, aliases
 
 
 class Params(BaseModel):
-    """Everything that decides how a turn samples and when it stops; ``model_fields_set`` is what was given."""
+    """Sampling and stop parameters of a turn; ``model_fields_set`` names those that were given."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     temperature: float = _number(
-        0.8, (0, 5), "Divides the logits before sampling; 0 always takes the likeliest token.", aliases=("temp",)
+        0.8, (0, 5), "Divides the logits before sampling; 0 always takes the most probable token.", aliases=("temp",)
     )
     dynatemp_range: float = _number(
-        0.0, (0, 5), "How far the temperature moves up and down with the distribution's entropy; 0 is off."
+        0.0, (0, 5), "Range by which the temperature varies with the distribution's entropy; 0 is off."
     )
     dynatemp_exponent: float = _number(1.0, (0.01, 10), "How entropy maps to the dynamic temperature; 1 is linear.")
-    top_k: int = _integer(40, (0, MAX_TOKENS), "Keeps the k likeliest tokens; 0 is off.")
-    top_p: float = _number(0.95, (0, 1), "Keeps the likeliest tokens that together reach this probability; 1 is off.")
-    min_p: float = _number(
-        0.05, (0, 1), "Keeps tokens at least this fraction as probable as the likeliest one; 0 is off."
-    )
+    top_k: int = _integer(40, (0, MAX_TOKENS), "Keeps the k most probable tokens; 0 is off.")
+    top_p: float = _number(0.95, (0, 1), "Keeps the most probable tokens up to this cumulative probability; 1 is off.")
+    min_p: float = _number(0.05, (0, 1), "Keeps tokens at least this fraction as probable as the top token; 0 is off.")
     typical_p: float = _number(
-        1.0, (0, 1), "Keeps the tokens whose surprise is nearest the expected one, up to this probability; 1 is off."
+        1.0, (0, 1), "Keeps the most typical tokens (surprise near the entropy) up to this probability; 1 is off."
     )
     top_n_sigma: float = _number(
         -1.0, (-1, 100), "Keeps logits within this many standard deviations of the largest; 0 and below is off."
     )
     xtc_probability: float = _number(
-        0.0, (0, 1), "Chance at each token of removing all but the least likely of the probable tokens; 0 is off."
+        0.0, (0, 1), "Probability of removing all probable tokens but the least probable one; 0 is off."
     )
     xtc_threshold: float = _number(
         0.1, (0, 1), "Probability from which xtc_probability counts a token as probable; above 0.5 is off."
@@ -259,73 +257,71 @@ class Params(BaseModel):
     )
     dry_sequence_breakers: _Breakers = _param(
         ("\n", ":", '"', "*"),
-        "Texts that end a repeated sequence for DRY.",
+        "Strings at which DRY ends a repeated sequence.",
         f"a list of at most {MAX_BREAKERS} non-empty strings of at most {MAX_BREAKER_BYTES} bytes",
     )
-    mirostat: int = _integer(0, (0, 2), "Holds the surprise steady instead of truncating: version 1 or 2; 0 is off.")
-    mirostat_tau: float = _number(5.0, (0, 100), "Surprise that mirostat aims at, in bits a token.")
-    mirostat_eta: float = _number(0.1, (0, 1), "How fast mirostat corrects itself.")
+    mirostat: int = _integer(0, (0, 2), "Keeps the surprise constant instead of truncating: version 1 or 2; 0 is off.")
+    mirostat_tau: float = _number(5.0, (0, 100), "Target surprise of mirostat, in bits per token.")
+    mirostat_eta: float = _number(0.1, (0, 1), "Learning rate of mirostat.")
     adaptive_target: float = _number(
         -1.0, (-1, 1), "Prefers tokens near this probability (adaptive-p); below 0 is off."
     )
-    adaptive_decay: float = _number(
-        0.9, (0, 0.99), "How much of the past adaptive-p remembers: about 1 / (1 - decay) tokens."
-    )
-    min_keep: int = _integer(0, (0, MAX_TOKENS), "Tokens that top_p, min_p, typical_p and xtc leave at least.")
+    adaptive_decay: float = _number(0.9, (0, 0.99), "History length of adaptive-p: about 1 / (1 - decay) tokens.")
+    min_keep: int = _integer(0, (0, MAX_TOKENS), "Minimum number of tokens that top_p, min_p, typical_p and xtc keep.")
     seed: _Seed = _param(
         None,
-        "Equal seeds draw equal random numbers, each made of the seed and the token's place in the answer; without one "
-        "each turn draws its own.",
+        "Equal seeds give equal random numbers, derived from the seed and the token's position in the answer; "
+        "without it each turn uses a random seed.",
         f"an integer from 0 to {MAX_SEED}, or -1 for a random one",
     )
     logit_bias: _Biases = _param(
         (),
-        "Added to the logits of single tokens; false bans a token.",
+        "Bias added to the logits of individual tokens; false bans a token.",
         f"an object from token id to a number from -100 to 100 or false, with at most {MAX_BIASES} entries",
     )
     n_probs: int = _integer(
-        0, (0, 20), "How many of the likeliest tokens are reported with each token.", aliases=("logprobs",)
+        0, (0, 20), "Number of most probable tokens reported with each token.", aliases=("logprobs",)
     )
     samplers: _Samplers = _param(
         SAMPLER_ORDER,
-        "Which samplers run, in this order; one that is left out is off.",
+        "Samplers in the order in which they run; an omitted one is off.",
         f"a list, each at most once, of {', '.join(SAMPLER_ORDER)}",
     )
-    ignore_eos: bool = _param(False, "Goes on where the model wants to end its answer.", "true or false")
+    ignore_eos: bool = _param(False, "Continues past the model's end-of-sequence token.", "true or false")
     stop: _Stops = _param(
         (),
-        "Texts that end the answer where they begin; they are never shown.",
+        "Strings that end the answer before their match, which is never sent.",
         f"a string or a list of at most {MAX_STOPS} non-empty strings of at most {MAX_STOP_CHARS} characters",
         group="stopping",
     )
     stop_regex: _Patterns = _param(
         (),
-        "Regular expressions that end the answer where their match begins; the match is never shown.",
+        "Regular expressions that end the answer before their match, which is never sent.",
         f"a string or a list of at most {MAX_PATTERNS} regular expressions of at most {MAX_PATTERN_CHARS} characters",
         group="stopping",
     )
     max_tokens: _MaxTokens = _param(
         None,
-        "Tokens to generate at most; without it the answer may fill the context.",
+        "Maximum number of tokens to generate; without it the answer may fill the context.",
         f"an integer from 1 to {MAX_TOKENS}, or -1 for as many as the context holds",
         aliases=("n_predict",),
         group="stopping",
     )
     max_time_ms: Annotated[int, Field(ge=1, le=86_400_000)] | None = _param(
         None,
-        "Milliseconds, from `infer` on, after which the answer ends; waiting for a slot counts.",
+        "Timeout of the turn in milliseconds from `infer` on, including the wait for a slot.",
         "an integer from 1 to 86400000",
         group="stopping",
     )
     stop_on_repetition: _Repetitions = _param(
         0,
-        "Ends the answer when the same run of tokens came this many times in a row; 0 is off.",
+        "Ends the answer when a sequence of tokens repeats this many times in a row; 0 is off.",
         f"0 or an integer from 2 to {MAX_REPETITIONS}",
         group="stopping",
     )
     n_keep: Annotated[int, Field(ge=0, le=MAX_KEPT)] = _param(
         0,
-        "How many of the first messages after the system prompt stay when the context is shifted.",
+        "Number of first messages after the system prompt that are kept when the context is shifted.",
         f"an integer from 0 to {MAX_KEPT}",
         group="memory",
     )
@@ -333,7 +329,7 @@ class Params(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ParamDoc:
-    """One parameter for the docs; ``allowed`` completes the sentence "must be …", ``kind`` is its JSON type."""
+    """One parameter for the documentation; ``allowed`` completes "must be …", ``kind`` is its JSON type."""
 
     name: str
     aliases: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Every op a client may send."""
+"""All requests that a client may send."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from inferencecenter.protocol.values import (
 )
 
 MAX_GRAMMAR_CHARS: Final = 262_144
-"""Characters of a grammar or a regular expression, and of a JSON Schema when it is written out."""
+"""Maximum characters of a grammar, a regular expression, or a serialized JSON Schema."""
 
 RawParams = dict[str, Any]
-"""Parameters as the client wrote them; ``params.parse_params`` gives them meaning."""
+"""Parameters as given by the client; ``params.parse_params`` validates them."""
 
 START: Final = "start"
-"""Stands for the place before the first turn, where a turn's id is asked for."""
+"""The position before the first turn, in place of a turn id."""
 
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Credential = Annotated[str, StringConstraints(min_length=1, max_length=256)]
@@ -36,7 +36,7 @@ Protocol = Annotated[Literal[1] | None, Field(description="1 makes this a v1 soc
 
 
 class Hello(Request):
-    """Ask who answers; allowed at any time, also before authentication."""
+    """Request the daemon's identity and readiness; allowed at any time, also before authentication."""
 
     dagger: ClassVar[bool] = True
     op: Literal["hello"]
@@ -63,48 +63,52 @@ class Auth(Request):
 
 
 class CreateSession(Request):
-    """Open a conversation with its own context."""
+    """Open a session with its own context."""
 
     dagger: ClassVar[bool] = True
     op: Literal["create_session"]
     system: str | None = Field(default=None, description="System prompt.")
-    mode: Mode = Field(default="chat", description="`chat` applies the model's template, `raw` continues plain text.")
+    mode: Mode = Field(
+        default="chat", description="`chat` applies the model's chat template, `raw` continues plain text."
+    )
     model: str | None = Field(
         default=None,
         max_length=256,
-        description="Model name, as `list_models` tells. Without it the session goes with the daemon's choice, also "
-        "when that changes.",
+        description="Model name, as listed by `list_models`. Without it the session uses the default model, also "
+        "after that changes.",
     )
-    params: Annotated[RawParams | None, DAGGER] = Field(default=None, description="Session level of parameters.")
-    priority: Priority | None = Field(default=None, description="Class of this session's turns.")
+    params: Annotated[RawParams | None, DAGGER] = Field(default=None, description="Parameters of the session level.")
+    priority: Priority | None = Field(default=None, description="Priority class of the session's turns.")
     on_full: OnFull | None = Field(
         default=None,
         description=(
-            "What happens when the context is full: `shift` goes on without the oldest turns, `stop` ends the answer. "
-            "Without it `shift` in mode `chat`, `stop` in mode `raw`."
+            "When the context is full, `shift` continues without the oldest turns, `stop` ends the answer. "
+            "Default: `shift` in mode `chat`, `stop` in mode `raw`."
         ),
     )
     on_disconnect: OnDisconnect | None = Field(
         default=None,
         description=(
-            "What happens when the socket is gone: `detach` lets the session and its turn go on, `close` ends both. "
-            "Without it `detach` on v1 sockets, `close` on sockets of the first protocol."
+            "When the socket is lost, `detach` lets the session and its turn continue, `close` ends both. "
+            "Default: `detach` on v1 sockets, `close` on sockets of the first protocol."
         ),
     )
     store: bool = Field(default=True, description="Whether the session may be written to disk.")
     ttl_s: float | None = Field(
         default=None, gt=0, le=31_536_000, description="Idle seconds before it expires; less than 1 counts as 1."
     )
-    metadata: Metadata | None = Field(default=None, description="Up to 16 strings of your own, given back as they are.")
+    metadata: Metadata | None = Field(
+        default=None, description="Up to 16 strings for the client's own use, returned unchanged."
+    )
 
 
 class Infer(Request):
-    """Start a turn: say something and have it answered."""
+    """Start a turn: send a prompt or messages and have the model answer."""
 
     dagger: ClassVar[bool] = True
     op: Literal["infer"]
     session_id: Annotated[SessionId, DAGGER] = Field(description="The session.")
-    prompt: Annotated[str | None, DAGGER] = Field(default=None, min_length=1, description="What the user says.")
+    prompt: Annotated[str | None, DAGGER] = Field(default=None, min_length=1, description="The user's message.")
     messages: list[ChatMessage] | None = Field(
         default=None,
         min_length=1,
@@ -112,49 +116,50 @@ class Infer(Request):
         fail_fast=True,
         description="New messages, the last from `user` or `tool`.",
     )
-    params: Annotated[RawParams | None, DAGGER] = Field(default=None, description="Turn level of parameters.")
+    params: Annotated[RawParams | None, DAGGER] = Field(default=None, description="Parameters of the turn level.")
     tools: list[Tool] | None = Field(
         default=None,
         min_length=1,
         max_length=128,
         fail_fast=True,
-        description="Tools that the model may ask for, each name once.",
+        description="Tools that the model may call, with unique names.",
     )
     tool_choice: ToolChoice = Field(
         default="auto",
-        description="Whether it does: `auto` leaves it to the model, `none` forbids, `required` demands, and `{name}` "
-        "demands one tool.",
+        description="Whether tools are called: `auto` leaves it to the model, `none` forbids it, `required` forces a "
+        "call, `{name}` forces this tool.",
     )
-    parallel_tool_calls: bool = Field(default=True, description="Whether it may ask for several at once.")
+    parallel_tool_calls: bool = Field(default=True, description="Whether the model may call several tools at once.")
     json_schema: dict[str, Any] | bool | None = Field(
-        default=None, description="The answer is JSON that this JSON Schema accepts."
+        default=None, description="JSON Schema that the answer conforms to."
     )
     regex: str | None = Field(
         default=None,
         min_length=1,
         max_length=MAX_GRAMMAR_CHARS,
-        description="This expression matches the whole answer.",
+        description="Regular expression that matches the whole answer.",
     )
     grammar: str | None = Field(
         default=None,
         min_length=1,
         max_length=MAX_GRAMMAR_CHARS,
-        description="This grammar spells the answer: GBNF where its rules have `::=`, else Lark.",
+        description="Grammar that the answer conforms to: GBNF if its rules use `::=`, else Lark.",
     )
     thinking: bool | None = Field(
         default=None,
-        description="Whether the model thinks before it answers, where its template lets one choose; without it as the "
-        "template has it.",
+        description="Whether the model reasons before it answers, if its template offers the choice; the template's "
+        "default otherwise.",
     )
-    n_probs: int | None = Field(default=None, ge=0, le=20, description="Short for `params.n_probs`.")
-    priority: Priority | None = Field(default=None, description="Class of this turn; raising it needs the scope.")
+    n_probs: int | None = Field(default=None, ge=0, le=20, description="Shorthand for `params.n_probs`.")
+    priority: Priority | None = Field(
+        default=None, description="Priority class of this turn; raising it needs the scope `priority`."
+    )
     turn_key: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = Field(
-        default=None, description="A second `infer` with the same key attaches to the first turn."
+        default=None, description="Idempotency key: a second `infer` with the same key attaches to the first turn."
     )
     traceparent: Traceparent | None = Field(
         default=None,
-        description="Span of the client's trace that the turn belongs to, as in W3C Trace Context; without it the one "
-        "that came with the upgrade.",
+        description="Parent span of the turn in W3C Trace Context format; defaults to the one of the HTTP upgrade.",
     )
 
     @model_validator(mode="after")
@@ -188,17 +193,17 @@ class Infer(Request):
 
 
 class Abort(Request):
-    """End the running turn; what was said stays unless `discard` is set."""
+    """Abort the running turn; its text so far is kept unless `discard` is set."""
 
     dagger: ClassVar[bool] = True
     op: Literal["abort"]
     session_id: Annotated[SessionId, DAGGER] = Field(description="The session.")
     turn_id: TurnId | None = Field(default=None, description="Abort only if this turn is the running one.")
-    discard: bool = Field(default=False, description="Also forget the turn: its question and its partial answer.")
+    discard: bool = Field(default=False, description="Also discard the turn: its messages and its partial answer.")
 
 
 class CloseSession(Request):
-    """End a session and forget it."""
+    """Close a session and delete it."""
 
     dagger: ClassVar[bool] = True
     op: Literal["close_session"]
@@ -206,22 +211,22 @@ class CloseSession(Request):
 
 
 class ResumeSession(Request):
-    """Come back to a session from this socket; `session_resumed` answers, then the events that were missed.
+    """Attach a session to this socket; `session_resumed` is the reply, then the missed events are replayed.
 
-    The socket that had the session gets `session_detached`.
+    The socket that was attached before receives `session_detached`.
     """
 
     op: Literal["resume_session"]
     session_id: SessionId = Field(description="The session.")
     epoch: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = Field(
         default=None,
-        description="As `session_created` or `session_resumed` said last; without it nothing is missed.",
+        description="From the latest `session_created` or `session_resumed`; without it no gap is detected.",
     )
-    last_seq: int = Field(default=0, ge=0, description="Number of the last event that arrived; 0 if none did.")
+    last_seq: int = Field(default=0, ge=0, description="Sequence number of the last received event; 0 if none.")
 
 
 class Append(Request):
-    """Add history without generating: few-shot examples, imports."""
+    """Append messages to the history without generating: few-shot examples, imports."""
 
     op: Literal["append"]
     session_id: SessionId = Field(description="The session.")
@@ -231,41 +236,40 @@ class Append(Request):
 
 
 class ForkSession(Request):
-    """Open another session with the same beginning; `session_created` answers, with `parent`.
+    """Open a session that starts with this one's history; the reply is `session_created`, with `parent`.
 
-    Everything that was chosen for the session holds for the new one. Its turns keep their ids, so that it can be taken
-    back to any of them.
+    The new session has the same settings. Its turns keep their ids, so that it can be rewound to any of them.
     """
 
     op: Literal["fork_session"]
     session_id: SessionId = Field(description="The session to copy.")
     turn: TurnId | None = Field(
         default=None,
-        description="Id of the last turn to take over; `start` takes over what came before the first turn. Without it "
-        "everything is taken over.",
+        description="Id of the last turn to copy; `start` copies what precedes the first turn. Without it "
+        "everything is copied.",
     )
 
 
 class RewindSession(Request):
-    """Take a session back to where it was when a turn ended: what came later is gone.
+    """Rewind a session to the end of a turn: everything later is discarded.
 
-    The turns that stay are not read again.
+    The KV cache of the remaining turns is kept.
     """
 
     op: Literal["rewind_session"]
     session_id: SessionId = Field(description="The session.")
-    turn: TurnId = Field(description="Id of the last turn to keep; `start` goes back to before the first turn.")
+    turn: TurnId = Field(description="Id of the last turn to keep; `start` rewinds to before the first turn.")
 
 
 class SetMetadata(Request):
-    """Give a session other metadata, as a title; `metadata_set` tells so on all sockets of the client.
+    """Replace the metadata of a session, such as a title; `metadata_set` is sent to all sockets of the client.
 
-    What the session holds and when it was used last stays as it is, and a running turn goes on.
+    History and last-used time do not change, and a running turn continues.
     """
 
     op: Literal["set_metadata"]
     session_id: SessionId = Field(description="The session.")
-    metadata: Metadata = Field(description="Up to 16 strings of your own, in place of those that it had.")
+    metadata: Metadata = Field(description="Up to 16 strings for the client's own use, in place of the previous ones.")
 
 
 class GetSession(Request):
@@ -280,19 +284,19 @@ class ListSessions(Request):
 
     op: Literal["list_sessions"]
     limit: int = Field(default=100, ge=1, le=1000, description="Page size.")
-    after: SessionId | None = Field(default=None, description="`next` of the page before.")
+    after: SessionId | None = Field(default=None, description="`next` of the previous page.")
 
 
 class ListModels(Request):
-    """Ask which models there are; `models` answers."""
+    """List the available models; the reply is `models`."""
 
     op: Literal["list_models"]
 
 
 class LoadModel(Request):
-    """Load a model and make it the one of all sessions that name none; `swap` frames answer, then `model_changed`.
+    """Load a model and make it the default of sessions that name none; `swap` events follow, then `model_changed`.
 
-    Nobody's turn is cut: those that run end with the model that began them.
+    No turn is cut off: running turns end with the model that started them.
     """
 
     op: Literal["load_model"]
@@ -300,21 +304,21 @@ class LoadModel(Request):
 
 
 class UnloadModel(Request):
-    """Free the memory of a model when its turns have ended; the next turn that wants it loads it again."""
+    """Free the memory of a model once its turns have ended; the next turn that needs it loads it again."""
 
     op: Literal["unload_model"]
     name: ModelName = Field(description="A name that `models` lists.")
 
 
 class Metrics(Request):
-    """Ask for one metrics frame."""
+    """Request one metrics frame."""
 
     dagger: ClassVar[bool] = True
     op: Literal["metrics"]
 
 
 class SubscribeMetrics(Request):
-    """Ask for a metrics frame every interval."""
+    """Subscribe to periodic metrics frames."""
 
     dagger: ClassVar[bool] = True
     op: Literal["subscribe_metrics"]
@@ -329,46 +333,46 @@ class UnsubscribeMetrics(Request):
 
 
 class Status(Request):
-    """Ask about one side of the daemon; others' shares need the operator scope."""
+    """Request the readings of one part of the daemon; other clients' shares need the operator scope."""
 
     op: Literal["status"]
     type: StatusType = Field(default="queue", description="Which side.")
 
 
 class Usage(Request):
-    """Ask what a client used by day, and what its token may still use; another's needs the operator scope."""
+    """Request a client's usage by day and its remaining quota; other clients' need the operator scope."""
 
     op: Literal["usage"]
-    client_id: Credential | None = Field(default=None, description="Whose; one's own when absent.")
+    client_id: Credential | None = Field(default=None, description="The client; the requesting one when absent.")
     days: int = Field(
-        default=30, ge=1, le=3660, description="So many days, today included; they begin at midnight UTC."
+        default=30, ge=1, le=3660, description="Number of days, including today; days begin at midnight UTC."
     )
 
 
 class ListClients(Request):
-    """Ask which clients are connected; `clients` answers."""
+    """List the connected clients; the reply is `clients`."""
 
     op: Literal["list_clients"]
 
 
 class Kick(Request):
-    """Close all sockets of a client; its sessions go on without them. `kicked` answers."""
+    """Close all sockets of a client; its sessions continue detached. The reply is `kicked`."""
 
     op: Literal["kick"]
     client_id: Credential = Field(description="As `clients` lists it.")
 
 
 class Drain(Request):
-    """Have the daemon stop as SIGTERM does: everybody hears `going_away`, running turns get time, nobody new gets in.
+    """Stop the daemon as SIGTERM does: `going_away` is broadcast, running turns may finish, new clients are refused.
 
-    `draining` answers.
+    The reply is `draining`.
     """
 
     op: Literal["drain"]
 
 
 class Ping(Request):
-    """Ask for a `pong`."""
+    """Request a `pong`."""
 
     op: Literal["ping"]
 

@@ -1,4 +1,4 @@
-"""The one table of scopes: what a client may do beyond being connected."""
+"""The table of scopes: rights of an account beyond connecting."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ class Scope(StrEnum):
 
 SCOPES: Final[Mapping[Scope, str]] = MappingProxyType(
     {
-        Scope.USER: "Open sessions, generate, and read one's own sessions and the metrics.",
-        Scope.PRIORITY: "Raise the priority class of one's own turns above the account's.",
-        Scope.OPERATOR: "Read everybody's status and usage and /metrics, swap models, drain the daemon.",
-        Scope.ADMIN: "See which clients are connected, and close their sockets.",
+        Scope.USER: "Open sessions, generate, and read the client's own sessions and the metrics.",
+        Scope.PRIORITY: "Raise the priority class of the client's own turns above the account's.",
+        Scope.OPERATOR: "Read the status and usage of all clients and /metrics, swap models, drain the daemon.",
+        Scope.ADMIN: "List which clients are connected, and close their sockets.",
     }
 )
 
 
 def parse_scopes(names: Iterable[str]) -> frozenset[Scope]:
-    """Return the scopes that ``names`` spell.
+    """Return the scopes with these names.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` naming the first name that is no scope.
+        InferenceCenterError: ``invalid_request`` naming the first unknown scope.
     """
     scopes = set()
     for name in names:
         if name not in SCOPES:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"scopes contains {name!r}, which is no scope",
+                f"scopes contains {name!r}, which is not a scope",
                 field="scopes",
                 hint=f"One of: {', '.join(SCOPES)}.",
             )

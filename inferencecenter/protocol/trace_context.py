@@ -1,4 +1,4 @@
-"""Where a client's trace goes on here: the ``traceparent`` of W3C Trace Context. Pure."""
+"""Validates the ``traceparent`` of W3C Trace Context. Pure."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ _FIRST_VERSION: Final = "00"
 
 
 def check_traceparent(value: str) -> str:
-    """Return ``value`` if it names a trace and a span in it.
+    """Return ``value`` if it is a valid ``traceparent``.
 
-    Of versions to come, which may have more at their end, only what the first one has is minded.
+    For future versions, which may be longer, only the fields of the first version are checked.
 
     Raises:
-        ValueError: With what is wrong, in words.
+        ValueError: With the reason.
     """
     found = _FORM.match(value)
     if found is None:
         raise ValueError("traceparent must be like 00-<32 hex digits>-<16 hex digits>-01, in lower case")
     rest = value[found.end() :]
     if found["version"] == _UNUSED_VERSION:
-        raise ValueError("traceparent has version ff, which there is not")
+        raise ValueError("traceparent has version ff, which is invalid")
     if rest and (found["version"] == _FIRST_VERSION or not _LATER_FIELDS.fullmatch(rest)):
-        raise ValueError("traceparent goes on after its flags")
+        raise ValueError("traceparent has data after its flags")
     if not int(found["trace"], 16) or not int(found["span"], 16):
         raise ValueError("traceparent has a trace or a span that is all zeros")
     return value
 
 
 def read_traceparent(header: str | None) -> str | None:
-    """Return the value of an HTTP header, or ``None`` for one that is wrong: the standard has it passed over."""
+    """Return the value of an HTTP header, or ``None`` for an invalid one, which the standard says to ignore."""
     try:
         return None if header is None else check_traceparent(header.strip())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Values that several messages carry."""
+"""Values shared by several messages."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ CallId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 class Tool(Value):
-    """A function that the client can run, and that the model may ask for."""
+    """A function of the client that the model may call."""
 
     name: ToolName = Field(description="Its name.")
     description: str | None = Field(default=None, max_length=16_384, description="What it does, for the model.")
     parameters: dict[str, Any] | None = Field(
-        default=None, description="JSON Schema of its arguments, an object; without it there are none."
+        default=None, description="JSON Schema of its arguments, an object; absent for a tool without arguments."
     )
 
 
 class NamedTool(Value):
-    """The tool that the model has to call."""
+    """The tool that the model must call."""
 
     name: ToolName = Field(description="Its name.")
 
@@ -56,9 +56,9 @@ ToolChoice = Literal["auto", "none", "required"] | NamedTool
 
 
 class ToolCall(Value):
-    """A tool that the model asked for."""
+    """A tool call by the model."""
 
-    call_id: CallId = Field(description="Names this call; the message with its result has it as `tool_call_id`.")
+    call_id: CallId = Field(description="Id of the call; the message with its result refers to it as `tool_call_id`.")
     name: ToolName = Field(description="The tool.")
     arguments: str = Field(description="Its arguments, as JSON text.")
 
@@ -67,14 +67,15 @@ class ChatMessage(Value):
     """One message of a conversation."""
 
     role: Role = Field(description="Who speaks.")
-    content: str = Field(description="What is said, as plain text; may be empty.")
+    content: str = Field(description="Plain text; may be empty.")
     reasoning: str | None = Field(
-        default=None, description="What an assistant thought before; the model's template says who reads it again."
+        default=None,
+        description="The assistant's reasoning; the model's template decides whether it is part of later prompts.",
     )
     tool_calls: (
         Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=128, strict=False, fail_fast=True)] | None
-    ) = Field(default=None, description="Tools that an assistant asked for.")
-    tool_call_id: CallId | None = Field(default=None, description="The call that a message of a tool is the result of.")
+    ) = Field(default=None, description="Tool calls by the assistant.")
+    tool_call_id: CallId | None = Field(default=None, description="The call whose result a tool message carries.")
 
     @model_validator(mode="after")
     def _fits_role(self) -> ChatMessage:
@@ -88,80 +89,80 @@ class ChatMessage(Value):
 class Usage(Value):
     """Tokens counted for one turn or a whole session."""
 
-    prompt_tokens: int = Field(ge=0, description="Tokens the model was given.")
+    prompt_tokens: int = Field(ge=0, description="Tokens of the prompt.")
     cached_tokens: int = Field(ge=0, description="Of those, tokens whose KV was reused.")
-    completion_tokens: int = Field(ge=0, description="Tokens the model made.")
+    completion_tokens: int = Field(ge=0, description="Tokens generated.")
     reasoning_tokens: int = Field(
-        default=0, ge=0, description="Of those, tokens up to the end of what it thought, with the marks around that."
+        default=0, ge=0, description="Of those, tokens of the reasoning, including its delimiters."
     )
 
 
 class TurnStats(Value):
-    """How one turn went."""
+    """Timings and rates of one turn."""
 
     ttft_ms: Annotated[float, DAGGER] = Field(description="Milliseconds from `infer` to the first token.")
     total_ms: Annotated[float, DAGGER] = Field(description="Milliseconds from `infer` to the end.")
     tokens: Annotated[int, DAGGER] = Field(description="Tokens generated.")
-    tps: Annotated[float, DAGGER] = Field(description="Tokens a second after the first.")
-    prompt_tokens: int = Field(description="Tokens of the prompt, history included.")
+    tps: Annotated[float, DAGGER] = Field(description="Tokens per second after the first token.")
+    prompt_tokens: int = Field(description="Tokens of the prompt, including the history.")
     cached_tokens: int = Field(description="Of those, tokens whose KV was reused.")
-    queue_ms: float = Field(description="Milliseconds waited for a slot.")
-    preempted: int = Field(description="Times the turn gave its slot to another.")
+    queue_ms: float = Field(description="Milliseconds spent waiting for a slot.")
+    preempted: int = Field(description="Number of preemptions.")
 
 
 class TokenProbability(Value):
     """A token and its natural-log probability before any sampler."""
 
-    token: str = Field(description="The token's text; bytes that are no whole character are shown as U+FFFD.")
-    token_id: int = Field(description="Its number in the vocabulary.")
+    token: str = Field(description="The token's text; bytes of incomplete characters are shown as U+FFFD.")
+    token_id: int = Field(description="Its id in the vocabulary.")
     logprob: float = Field(description="Natural logarithm of its probability.")
 
 
 class TokenLogprobs(Value):
-    """The sampled token and the likeliest ones at its position."""
+    """The sampled token and the most probable ones at its position."""
 
     token: str = Field(description="The sampled token's text.")
-    token_id: int = Field(description="Its number in the vocabulary.")
+    token_id: int = Field(description="Its id in the vocabulary.")
     logprob: float = Field(description="Natural logarithm of its probability.")
-    top: tuple[TokenProbability, ...] = Field(description="The `n_probs` likeliest tokens, the likeliest first.")
+    top: tuple[TokenProbability, ...] = Field(description="The `n_probs` most probable tokens, in descending order.")
 
 
 class ClientLimits(Value):
-    """What a client may have at once, and what the token that it showed may use; what is absent has no limit."""
+    """Concurrency limits of a client and quota of its token; absent fields have no limit."""
 
     max_sessions: int = Field(description="Open sessions.")
     max_connections: int = Field(description="Open sockets.")
-    requests_per_minute: int | None = Field(default=None, description="Turns that may be asked for in any minute.")
+    requests_per_minute: int | None = Field(default=None, description="Turns that may be started in any minute.")
     tokens_per_minute: int | None = Field(
-        default=None, description="Tokens of prompts that have to be read, and of answers, in a minute."
+        default=None, description="Tokens per minute: uncached prompt tokens and generated tokens."
     )
-    tokens_per_day: int | None = Field(default=None, description="The same in a day, which begins at midnight UTC.")
-    concurrent_turns: int | None = Field(default=None, description="Turns that run or wait at once.")
-    max_tokens: int | None = Field(default=None, description="Tokens of one answer.")
+    tokens_per_day: int | None = Field(default=None, description="The same per day, which begins at midnight UTC.")
+    concurrent_turns: int | None = Field(default=None, description="Turns that may run or wait at once.")
+    max_tokens: int | None = Field(default=None, description="Maximum tokens of one answer.")
     models: tuple[str, ...] | None = Field(default=None, description="Models that may be used.")
 
 
 class UsageDay(Value):
-    """What turns that ended on one day took."""
+    """Usage of the turns that ended on one day."""
 
-    day: str = Field(description="In UTC, as 2026-11-22.")
+    day: str = Field(description="Date in UTC, such as 2026-11-22.")
     turns: int = Field(description="Turns.")
-    prompt_tokens: int = Field(description="Tokens the model was given.")
+    prompt_tokens: int = Field(description="Tokens of the prompts.")
     cached_tokens: int = Field(description="Of those, tokens whose KV was reused; limits do not count them.")
-    completion_tokens: int = Field(description="Tokens the model made.")
+    completion_tokens: int = Field(description="Tokens generated.")
 
 
 class UsageLeft(Value):
-    """What the token that asks may still use now; what is absent has no limit."""
+    """Remaining quota of the requesting token; absent fields have no limit."""
 
-    tokens_today: int = Field(description="Tokens that limits count, used since midnight UTC.")
-    day_ends_in_ms: int = Field(description="Milliseconds until the next.")
+    tokens_today: int = Field(description="Tokens counted against limits since midnight UTC.")
+    day_ends_in_ms: int = Field(description="Milliseconds until midnight UTC.")
     turns: int = Field(description="Turns that run or wait.")
-    requests_left: int | None = Field(default=None, description="Turns that may be asked for.")
+    requests_left: int | None = Field(default=None, description="Turns that may still be started.")
     minute_tokens_left: int | None = Field(
-        default=None, description="Tokens that are left of a minute's; below 0 so many have to be regained first."
+        default=None, description="Tokens left of the quota per minute; a negative value has to be regained first."
     )
-    day_tokens_left: int | None = Field(default=None, description="Tokens that are left of today's.")
+    day_tokens_left: int | None = Field(default=None, description="Tokens left of today's quota.")
 
 
 class ConnectedClient(Value):
@@ -169,25 +170,25 @@ class ConnectedClient(Value):
 
     client_id: str = Field(description="The account.")
     connections: int = Field(description="Its sockets.")
-    addresses: int = Field(description="Different addresses that they come from.")
+    addresses: int = Field(description="Number of distinct remote addresses.")
     sessions: int = Field(description="Its open sessions.")
-    busy: int = Field(description="Of those, sessions that answer.")
-    tokens_today: int = Field(description="Tokens that limits count, used since midnight UTC.")
+    busy: int = Field(description="Of those, sessions with a running turn.")
+    tokens_today: int = Field(description="Tokens counted against limits since midnight UTC.")
 
 
 class ServerLimits(Value):
-    """What the daemon accepts from anyone."""
+    """Limits that apply to every client."""
 
-    max_frame_bytes: int = Field(description="Bytes of one frame.")
+    max_frame_bytes: int = Field(description="Maximum bytes of one frame.")
     auth_timeout_s: float = Field(description="Seconds a socket has to authenticate.")
 
 
 class TranscriptTurn(Value):
-    """What is known of one finished turn."""
+    """Record of one ended turn."""
 
     turn_id: str = Field(description="The turn.")
     finish_reason: str = Field(description="How it ended.")
-    messages: int = Field(ge=0, description="Messages of the transcript at its end, the last of them its answer.")
+    messages: int = Field(ge=0, description="Length of the transcript at its end; the last message is its answer.")
     usage: Usage = Field(description="Its tokens.")
 
 
@@ -195,128 +196,128 @@ class SessionSummary(Value):
     """A session in a list."""
 
     session_id: str = Field(description="The session.")
-    state: SessionStateName = Field(description="Whether it is answering.")
-    mode: Mode = Field(description="As it was created.")
+    state: SessionStateName = Field(description="State of the session.")
+    mode: Mode = Field(description="Mode given at its creation.")
     model: str = Field(description="The model that answers.")
-    messages: int = Field(description="Messages of history.")
-    tokens: int = Field(description="Tokens of history.")
+    messages: int = Field(description="Messages of the history.")
+    tokens: int = Field(description="Tokens of the history.")
     created_at: float = Field(description="Unix seconds.")
     last_used_at: float = Field(description="Unix seconds.")
-    metadata: dict[str, str] = Field(description="What was given when it was created, or by `set_metadata` since.")
+    metadata: dict[str, str] = Field(description="Metadata given at creation or by the latest `set_metadata`.")
 
 
 class ModelSummary(Value):
-    """A model in a list; what is not known before it was loaded is absent."""
+    """A model in a list; values that are unknown before it is loaded are absent."""
 
     name: str = Field(description="Its name for `create_session` and `load_model`.")
-    default: bool = Field(description="Whether sessions that name no model have it.")
+    default: bool = Field(description="Whether it is the default model, used by sessions that name none.")
     state: Literal["unloaded", "loading", "loaded", "asleep", "failed"] = Field(
-        description="Where it is; a turn loads one that is `unloaded` or `asleep`."
+        description="Its state; a turn loads a model that is `unloaded` or `asleep`."
     )
-    detail: str = Field(default="", description="Why it could not be loaded, in words.")
-    n_ctx: int | None = Field(default=None, description="Tokens a session's context holds.")
-    slots: int | None = Field(default=None, description="Turns that it answers at once.")
+    detail: str = Field(default="", description="Why it could not be loaded, as text.")
+    n_ctx: int | None = Field(default=None, description="Context size of a session in tokens.")
+    slots: int | None = Field(default=None, description="Maximum number of concurrent turns.")
     parameters: int | None = Field(default=None, description="Parameters.")
-    size_mb: float | None = Field(default=None, description="Its weights, in MiB.")
+    size_mb: float | None = Field(default=None, description="Size of its weights in MiB.")
 
 
 PlanText = Annotated[str, StringConstraints(max_length=512)]
 
 
 class PlannedDevice(Value):
-    """What a plan puts on one GPU, and what that GPU had when the plan was made."""
+    """Memory plan of one GPU, and the state of the GPU when it was made."""
 
-    id: PlanText = Field(description="Its address on the PCI bus, or llama.cpp's name for it.")
+    id: PlanText = Field(description="Its PCI bus address, or llama.cpp's name for it.")
     name: PlanText = Field(description="Its name.")
     total_bytes: int = Field(description="Its memory.")
-    free_bytes: int = Field(description="What was free of it; the rest was others'.")
-    margin_bytes: int = Field(description="What is left free.")
-    layers: int = Field(description="Layers that are put there, the output matrix counted as one.")
+    free_bytes: int = Field(description="Free memory when the plan was made.")
+    margin_bytes: int = Field(description="Memory left free as a safety margin.")
+    layers: int = Field(description="Layers placed there; the output matrix counts as one.")
     weight_bytes: int = Field(description="Their weights.")
-    kv_bytes: int = Field(description="Their KV, of all slots.")
-    compute_bytes: int = Field(description="Buffers for computing.")
-    context_bytes: int = Field(description="What the driver and its libraries take for themselves.")
-    used_bytes: int | None = Field(default=None, description="What it took in fact, where that was measured.")
+    kv_bytes: int = Field(description="KV cache of these layers, of all slots.")
+    compute_bytes: int = Field(description="Compute buffers.")
+    context_bytes: int = Field(description="Overhead of the driver and its libraries.")
+    used_bytes: int | None = Field(default=None, description="Measured memory use, if available.")
 
 
 class PlannedHost(Value):
-    """What a plan leaves to the processor and its memory."""
+    """Memory plan of the host."""
 
-    available_bytes: int | None = Field(default=None, description="What was free, where the kernel tells.")
-    weight_bytes: int = Field(description="Weights, the embeddings among them.")
-    kv_bytes: int = Field(description="KV of the layers that are on no GPU.")
-    compute_bytes: int = Field(description="Buffers for computing.")
-    expert_layers: int = Field(description="Layers on GPUs of which the experts stay with the host.")
+    available_bytes: int | None = Field(default=None, description="Available memory when the plan was made, if known.")
+    weight_bytes: int = Field(description="Weights, including the embeddings.")
+    kv_bytes: int = Field(description="KV cache of the layers that are not on a GPU.")
+    compute_bytes: int = Field(description="Compute buffers.")
+    expert_layers: int = Field(description="Layers on GPUs whose experts stay in host memory.")
 
 
 class PlanReason(Value):
-    """A number of a plan, and why it is that."""
+    """A value chosen by a plan, and why."""
 
-    name: PlanText = Field(description="The setting, or several.")
-    value: PlanText = Field(description="What it is.")
-    why: PlanText = Field(description="Why, in words.")
-    explicit: bool = Field(description="Whether it was set.")
+    name: PlanText = Field(description="The setting or settings.")
+    value: PlanText = Field(description="Its value.")
+    why: PlanText = Field(description="The reason as text.")
+    explicit: bool = Field(description="Whether it was set explicitly.")
 
 
 class EnginePlan(Value):
-    """How a model is divided between GPUs and host, as it was planned when its engine was started last."""
+    """Placement of a model on GPUs and host, as planned at the latest start of its engine."""
 
-    fits: bool = Field(description="Whether all of it fits; if not, what is set was kept all the same.")
-    layers: int = Field(description="Layers of the model, the output matrix counted as one.")
+    fits: bool = Field(description="Whether everything fits; if not, explicit settings are kept regardless.")
+    layers: int = Field(description="Layers of the model; the output matrix counts as one.")
     n_gpu_layers: int = Field(description="Of those, layers on GPUs.")
     split_mode: Literal["layer", "none"] = Field(description="`layer` where several GPUs share them.")
-    slots: int = Field(description="Turns that are answered at once.")
-    n_ctx: int = Field(description="Tokens that the context of each holds.")
-    n_batch: int = Field(description="Tokens in a decode call at most.")
-    n_ubatch: int = Field(description="Of those, tokens that are computed at once.")
-    kv_type_k: PlanText = Field(description="Type of the keys in KV.")
-    kv_type_v: PlanText = Field(description="Type of the values in KV.")
-    flash_attention: bool = Field(description="Whether it is used, where a GPU has kernels for the model.")
-    n_threads: int = Field(description="Threads that compute.")
-    devices: tuple[PlannedDevice, ...] = Field(max_length=64, description="The GPUs that take part.")
+    slots: int = Field(description="Maximum number of concurrent turns.")
+    n_ctx: int = Field(description="Context size of each in tokens.")
+    n_batch: int = Field(description="Maximum tokens per decode call.")
+    n_ubatch: int = Field(description="Of those, tokens computed at once.")
+    kv_type_k: PlanText = Field(description="Data type of the keys in the KV cache.")
+    kv_type_v: PlanText = Field(description="Data type of the values in the KV cache.")
+    flash_attention: bool = Field(description="Whether it is used, if the GPU has kernels for the model.")
+    n_threads: int = Field(description="Number of compute threads.")
+    devices: tuple[PlannedDevice, ...] = Field(max_length=64, description="The GPUs in use.")
     host: PlannedHost = Field(description="The rest.")
-    reasons: tuple[PlanReason, ...] = Field(max_length=32, description="The numbers, each with its reason.")
+    reasons: tuple[PlanReason, ...] = Field(max_length=32, description="The chosen values, each with its reason.")
     advice: tuple[PlanText, ...] = Field(
-        max_length=128, description="What does not fit, what else could be chosen, and what should be known."
+        max_length=128, description="Warnings: what does not fit, alternatives, and hints."
     )
 
 
 class GpuReadings(Value):
-    """The first GPU's readings; null where there is no GPU or no such reading."""
+    """Readings of the first GPU; null without a GPU or the reading."""
 
     temp: Annotated[float | None, DAGGER] = Field(description="Degrees Celsius.")
     vram_total_mb: Annotated[float | None, DAGGER] = Field(description="Memory, in MiB.")
-    vram_used_mb: Annotated[float | None, DAGGER] = Field(description="Memory in use by anybody, in MiB.")
-    vram_free_mb: Annotated[float | None, DAGGER] = Field(description="Memory left, in MiB.")
+    vram_used_mb: Annotated[float | None, DAGGER] = Field(description="Memory in use by all processes, in MiB.")
+    vram_free_mb: Annotated[float | None, DAGGER] = Field(description="Free memory, in MiB.")
     power_watts: Annotated[float | None, DAGGER] = Field(description="Power drawn.")
     fan_percent: Annotated[float | None, DAGGER] = Field(description="Fan speed.")
-    throttling: Annotated[bool | None, DAGGER] = Field(description="Whether the GPU slows itself down.")
+    throttling: Annotated[bool | None, DAGGER] = Field(description="Whether the GPU throttles its clock.")
     name: str | None = Field(description="The device.")
     utilization: float | None = Field(description="Percent.")
-    throttle_reasons: tuple[str, ...] | None = Field(description="Why, as NVML names it.")
+    throttle_reasons: tuple[str, ...] | None = Field(description="Throttle reasons as named by NVML.")
 
 
 class InferenceReadings(Value):
-    """What the engine is doing."""
+    """Load and throughput of the engine."""
 
     active_generations: Annotated[int, DAGGER] = Field(description="Turns that run or wait.")
     total_sessions: Annotated[int, DAGGER] = Field(description="Open sessions.")
-    last_tps: Annotated[float, DAGGER] = Field(description="Tokens a second of the turn that ended last.")
+    last_tps: Annotated[float, DAGGER] = Field(description="Tokens per second of the turn that ended last.")
     last_ttft_ms: Annotated[float, DAGGER] = Field(description="Its time to the first token.")
-    total_tokens_generated: Annotated[int, DAGGER] = Field(description="Tokens since the daemon started.")
+    total_tokens_generated: Annotated[int, DAGGER] = Field(description="Tokens generated since the daemon started.")
     queue_depth: int = Field(description="Turns that wait for a slot.")
-    tokens_per_s: float = Field(description="Over the last ten seconds.")
+    tokens_per_s: float = Field(description="Tokens per second over the last ten seconds.")
     slots_used: int = Field(description="Slots in which a turn runs.")
-    slots: int = Field(description="Sequences decoded at once at most.")
-    parked_sessions: int = Field(description="Sessions whose KV is kept outside the slots.")
-    parked_mb: float = Field(description="What that KV takes, in MiB.")
+    slots: int = Field(description="Maximum number of sequences decoded at once.")
+    parked_sessions: int = Field(description="Sessions whose KV cache is offloaded from the slots.")
+    parked_mb: float = Field(description="Size of the offloaded KV cache in MiB.")
 
 
 class EngineReadings(Value):
     """The engine process."""
 
-    state: str = Field(description="Where the process is in its life.")
+    state: str = Field(description="State of the process.")
     model: str | None = Field(description="The loaded model.")
     gpu_layers: int | None = Field(description="Layers on the GPU.")
-    restarts: int = Field(description="Times it was started again.")
+    restarts: int = Field(description="Number of restarts.")
     rss_mb: float | None = Field(description="Resident memory, in MiB.")

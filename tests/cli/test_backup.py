@@ -77,7 +77,7 @@ async def test_nothing_is_written_over(cli: Cli, running: SessionStore, tmp_path
     """A directory that is there is refused, empty or not."""
     result = await asyncio.to_thread(cli.run, "backup", str(tmp_path))
     assert result.code == 73
-    assert "never written over another" in result.err
+    assert "never overwritten" in result.err
 
 
 def lose(path: Path) -> None:

@@ -130,8 +130,8 @@ async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("/undo", "taken back"),
-        ("/back", "no copy"),
+        ("/undo", "no turn to undo"),
+        ("/back", "not a copy"),
         ("/nwe", "no command /nwe"),
         ("/params temperature", "no value"),
         ("/params temperature 9", "temperature"),
@@ -292,9 +292,9 @@ async def test_a_script_waits_for_a_turn_that_still_runs(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (("--resume", "s1", "--continue"), "two conversations"),
-        (("--continue", "--system", "x"), "has its own"),
-        (("--resume", "s1", "--system", "x"), "has its own"),
+        (("--resume", "s1", "--continue"), "mutually exclusive"),
+        (("--continue", "--system", "x"), "new conversations only"),
+        (("--resume", "s1", "--system", "x"), "new conversations only"),
     ],
 )
 def test_options_that_contradict_each_other(cli: Cli, options: tuple[str, ...], told: str) -> None:
@@ -550,7 +550,7 @@ async def test_a_shifted_context_is_told_on_a_terminal(scripted: Start) -> None:
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"hello\n")
-        for text in ("First half", "the oldest 2 turns are no longer read", "second half.", "> "):
+        for text in ("First half", "the oldest 2 turns are no longer in the context", "second half.", "> "):
             await screen.until(text)
 
 
@@ -580,7 +580,7 @@ def test_notices_in_words() -> None:
     assert describe_notice(Reconnecting(1, 0.2, lost)) == "connection lost, reconnecting…"
     assert "attempt 3" in describe_notice(Reconnecting(3, 0.8, lost))
     assert "failed" in describe_notice(EngineChanged(state="failed"))
-    assert "holds it back" in describe_notice(StorageChanged(state="unavailable", detail="the disk is full"))
+    assert "withholds it" in describe_notice(StorageChanged(state="unavailable", detail="the disk is full"))
     assert describe_notice(StorageChanged(state="ok")) == ""
     assert "restart" in describe_notice(GoingAway(deadline_ms=1, resume=True))
     assert [describe_notice(notice) for notice in (Connected(), EngineChanged(state="ready"))] == ["", ""]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CHANGED = ModelChanged(model="phi", n_ctx=2048)
 WARM = Thermal(state="warm", temp=81.4, action="half of the slots are in use")
 COOL = Thermal(state="cool", action="all slots are in use")
-CHANGED_LINE = "phi answers from now on, with room for 2048 tokens"
+CHANGED_LINE = "phi is the model from now on, with a context of 2048 tokens"
 WARM_LINE = "the GPU is warm at 81 °C: half of the slots are in use"
 
 
@@ -69,7 +69,7 @@ async def test_a_conversation_that_goes_on_keeps_its_model(cli: Cli, options: tu
     """Another one for it is refused before anybody is asked."""
     result = cli.run("chat", "--model", "phi", *options)
     assert result.code == 64
-    assert "keeps its own" in result.err
+    assert "new conversations only" in result.err
 
 
 async def test_a_terminal_shows_what_is_loaded_and_ctrl_c_gives_it_up(scripted: Start) -> None:
@@ -190,4 +190,4 @@ def test_a_hostile_name_moves_no_cursor() -> None:
     view.notice(ModelChanged(model="p\x1b[2Jhi", n_ctx=1))
     view.begin()
     view.finish()
-    assert "p[2Jhi answers" in written.getvalue()
+    assert "p[2Jhi is the model" in written.getvalue()

@@ -99,7 +99,7 @@ def test_all_models_are_looked_at(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp
     }
     assert str(models_dir / "gone.gguf") in found["model gone"]["detail"]
     assert str(adapter) in found["model tuned"]["detail"]
-    assert "is no GGUF file" in found["model foreign"]["detail"]
+    assert "is not a GGUF file" in found["model foreign"]["detail"]
     assert found["other models"]["detail"] == "whole"
 
 
@@ -128,7 +128,7 @@ def test_the_echo_backend_needs_no_file(cli: Cli, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("INFERENCECENTER_ENGINE__BACKEND", "echo")
     code, found = _found(cli)
     assert code == 0
-    assert found["model file"]["detail"] == "the echo backend reads none"
+    assert found["model file"]["detail"] == "the echo backend uses none"
 
 
 @pytest.mark.usefixtures("quick")

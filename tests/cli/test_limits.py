@@ -118,7 +118,7 @@ def test_a_token_has_no_number_of_sessions_of_its_own(cli: Cli) -> None:
     """They are the account's."""
     made = _json(cli, "token", "create", "ada")
     refused = cli.run("token", "limits", made["token_id"], "max_sessions=3")
-    assert (refused.code, "is no limit" in refused.err) == (64, True)
+    assert (refused.code, "is not a limit" in refused.err) == (64, True)
 
 
 async def test_a_running_daemon_is_told(cli: Cli, state_dir: Path) -> None:
@@ -140,9 +140,9 @@ async def test_a_running_daemon_is_told(cli: Cli, state_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("assignment", "said"),
     [
-        ("tokens_per_hour=5", "'tokens_per_hour=5' is no limit"),
-        ("tokens_per_day", "'tokens_per_day' is no limit"),
-        ("tokens_per_day=", "'tokens_per_day=' is no limit"),
+        ("tokens_per_hour=5", "'tokens_per_hour=5' is not a limit"),
+        ("tokens_per_day", "'tokens_per_day' is not a limit"),
+        ("tokens_per_day=", "'tokens_per_day=' is not a limit"),
         ("tokens_per_day=0", "tokens_per_day is"),
         ("tokens_per_day=many", "tokens_per_day is"),
         ("addresses=10.0.0.0/33", "10.0.0.0/33"),

@@ -64,9 +64,9 @@ def test_pull_list_info_verify_remove(cli: Cli, models: Path, pulled: dict[str, 
     assert "ada/tiny/tiny-Q8_0.gguf" in shown
 
     verified = cli.run("model", "verify")
-    assert (verified.code, verified.out) == (0, "tiny-Q8_0: whole\n")
+    assert (verified.code, verified.out) == (0, "tiny-Q8_0: complete\n")
 
-    assert "was there already" in cli.run("model", "pull", "ada/tiny").out
+    assert "is already present" in cli.run("model", "pull", "ada/tiny").out
     removed = cli.run("model", "remove", "tiny-Q8_0", "--yes")
     assert (removed.code, removed.out) == (0, "Deleted tiny-Q8_0.\n")
     assert list(models.iterdir()) == []

@@ -64,7 +64,7 @@ WHOLE = (
 async def test_a_model_is_loaded(cli: Cli, scripted: Start) -> None:
     """In a pipe each phase is a line on standard error; what has happened is on standard output."""
     result = await run(cli, "load", "phi", url=await scripted(swaps(*WHOLE)))
-    assert (result.code, result.out) == (0, "phi answers from now on.\n")
+    assert (result.code, result.out) == (0, "phi is now the default model.\n")
     assert result.err.splitlines() == [
         "phi: waiting for the turns of the model whose memory it needs",
         "phi: loading",
@@ -76,7 +76,7 @@ async def test_a_terminal_shows_how_far_it_is(cli: Cli, scripted: Start, monkeyp
     shown = StringIO()
     monkeypatch.setattr(model, "stderr", Console(file=shown, force_terminal=True, width=120, highlight=False))
     result = await run(cli, "load", "phi", url=await scripted(swaps(*WHOLE)))
-    assert (result.code, result.out) == (0, "phi answers from now on.\n")
+    assert (result.code, result.out) == (0, "phi is now the default model.\n")
     assert "phi: loading" in shown.getvalue()
     assert "90%" in shown.getvalue()
 
@@ -133,7 +133,7 @@ def test_ctrl_c_leaves_the_daemon_to_it(cli: Cli, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(model, "_load", interrupted)
     result = cli.run("model", "load", "phi", "--token", "t")
     assert result.code != 0
-    assert "goes on" in result.err
+    assert "continues to load" in result.err
 
 
 @pytest.mark.parametrize("command", ["load", "unload"])
@@ -156,7 +156,7 @@ async def test_a_model_is_unloaded(cli: Cli, scripted: Start) -> None:
 
     url = await scripted(daemon)
     told = await run(cli, "unload", "phi", url=url)
-    assert (told.code, told.out) == (0, "phi leaves memory when its turns have ended.\n")
+    assert (told.code, told.out) == (0, "phi is unloaded once its turns have ended.\n")
     assert json.loads((await run(cli, "unload", "phi", "--json", url=url)).out) == {"model": "phi", "unloaded": True}
 
 
@@ -196,7 +196,7 @@ async def test_the_list_needs_no_daemon(cli: Cli, scripted: Start) -> None:
         assert (result.code, len(result.out.splitlines()), result.err) == (0, 2, "")
     gone = await run(cli, "list", url="ws://127.0.0.1:1/")
     assert (gone.code, len(gone.out.splitlines())) == (0, 2)
-    assert "not known: no daemon answers" in gone.err
+    assert "unknown: no daemon answers" in gone.err
 
     async def refuses(peer: Peer) -> None:
         await peer.welcome()

@@ -157,7 +157,7 @@ def test_gpus_are_shown_with_their_driver(monkeypatch: pytest.MonkeyPatch) -> No
     check = checks.gpu()
     assert check.verdict is CheckResult.OK
     assert check.detail == (
-        "GTX 1060, 100 of 3000 MB of memory in use, compute capability 6.1, divided by MIG; "
+        "GTX 1060, 100 of 3000 MB of memory in use, compute capability 6.1, partitioned by MIG; "
         "Other, 0 of 0 MB of memory in use; driver 580.1"
     )
     monkeypatch.setattr(checks, "read_gpus", lambda: Gpus(problem="Driver/library version mismatch"))

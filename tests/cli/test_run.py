@@ -209,7 +209,7 @@ def test_a_prompt_from_what_is_no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_piped_must_be_text(piped: Callable[[bytes], None]) -> None:
     """An image is refused before a model is loaded."""
     piped(b"\x89PNG")
-    with pytest.raises(InferenceCenterError, match="no UTF-8 at byte 0"):
+    with pytest.raises(InferenceCenterError, match="not UTF-8 at byte 0"):
         read_prompt("Look:")
 
 

@@ -62,7 +62,7 @@ def test_it_is_said_in_words(cli: Cli, path: Path) -> None:
     """Each session that lost something by its name."""
     damage(path, b"s_2 " * 500)
     result = cli.run("session", "salvage")
-    assert "2 sessions are whole, 1 cut, 0 lost." in result.out
+    assert "2 sessions are complete, 1 truncated, 0 lost." in result.out
     assert "s_2 of ada: the first 1 messages were saved, at least 1 are lost." in result.out
     assert f"{path}.damaged-" in result.out
 

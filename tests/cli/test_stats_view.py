@@ -88,7 +88,7 @@ def test_a_screen_of_any_width(width: int) -> None:
     words = " ".join(text.split())
     for told in (
         "InferenceCenter 1.2.3 ws://box/ws",
-        "demo · 4096 tokens of context · on the processor",
+        "demo · 4096 tokens of context · on the CPU",
         "ready · 812 MiB resident",
         "87.6",
         "23.4 tokens/s, the first after 313 ms",
@@ -118,7 +118,7 @@ def test_heat_is_shown_until_it_is_over() -> None:
     hot = Thermal(state="hot", temp=91.0, action="a quarter of the slots")
     text = shown(glance(gpu=GPU | {"throttling": True, "throttle_reasons": ("hw_thermal",)}, heat=hot), width=160)
     assert "hot: a quarter of the slots" in text
-    assert "slowed down: hw_thermal" in text
+    assert "throttled: hw_thermal" in text
     assert "quarter" not in shown(glance(gpu=GPU, heat=Thermal(state="cool", temp=60.0, action="no limits")))
 
 
@@ -131,7 +131,7 @@ def test_what_is_wrong_is_shown() -> None:
     text = shown(glance(status=status, notice="connection lost, reconnecting…", engine={"restarts": 2}))
     assert "connection lost, reconnecting…" in text
     assert "· full" in text
-    assert "nothing can be stored: disk full" in text
+    assert "storage is unavailable: disk full" in text
     assert "2 restarts" in text
 
 

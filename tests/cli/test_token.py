@@ -64,7 +64,7 @@ def test_a_second_token_leaves_the_clients_limits_alone(cli: Cli, state_dir: Pat
     for limit in (["--max-sessions", "4"], ["--retention-days", "0"]):
         refused = cli.run("token", "create", "ada", *limit)
         assert refused.code == 64
-        assert "'ada' exists" in refused.err
+        assert "'ada' already exists" in refused.err
 
 
 @pytest.mark.parametrize("days", ["0", "-1", "nan", "inf", "40000"])

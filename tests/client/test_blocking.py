@@ -107,7 +107,7 @@ def test_leaving_a_loop_ends_the_turn(start: Starts) -> None:
             assert text == "on "
             break
         assert str(session.ask("next")) == "next "
-        assert turn.rest().finish_reason == "aborted"
+        assert turn.result().finish_reason == "aborted"
 
 
 def test_threads_share_a_client(start: Starts) -> None:
@@ -216,7 +216,7 @@ def test_a_callback_that_would_wait_for_itself_is_told(start: Starts) -> None:
 
     with BlockingClient(start(daemon), "ic_a_b", on_notice=ask) as client:
         client.request(Ping(op="ping"))
-    assert "cannot wait" in str(told[0])
+    assert "cannot make a blocking call" in str(told[0])
 
 
 def test_readings_are_iterated_over(start: Starts) -> None:

@@ -35,7 +35,7 @@ async def test_a_turn_goes_out_with_the_callers_span(scripted: Start) -> None:
         session = await client.create_session()
         with trace.use_span(_SPAN):
             turn = session.infer("hi")
-        await turn.rest()
+        await turn.result()
         await session.ask("hi")
     assert heard == [_PARENT, None]
 

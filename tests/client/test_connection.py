@@ -108,7 +108,7 @@ async def test_another_program_is_told_apart(scripted: Start) -> None:
     async def echo(peer: Peer) -> None:
         await peer.socket.send("welcome to something else")
 
-    with pytest.raises(InferenceCenterError, match="no InferenceCenter"):
+    with pytest.raises(InferenceCenterError, match="not InferenceCenter"):
         async with Client(await scripted(echo), token="ic_a_b"):
             pass
 

@@ -280,7 +280,7 @@ async def test_requests_in_flight(scripted: Start) -> None:
         assert isinstance(error, InferenceCenterError)
         assert error.code is ErrorCode.DAEMON_UNREACHABLE
         assert error.spec.retryable
-        assert "may have been done or not" in error.message
+        assert "its outcome is unknown" in error.message
     pong, sessions, closed = results[5:]
     assert isinstance(pong, Pong)
     assert isinstance(sessions, tuple)

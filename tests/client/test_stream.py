@@ -187,7 +187,7 @@ def test_an_undisturbed_turn_is_passed_through() -> None:
 def test_an_answer_that_changed_is_not_shown() -> None:
     """A daemon that breaks the promise of the prefix is told, not hidden."""
     stream = running("Hel")
-    with pytest.raises(InferenceCenterError, match="not how its answer begins") as caught:
+    with pytest.raises(InferenceCenterError, match="not a prefix of its answer") as caught:
         list(stream.take(lost(turn_id="t", content="Yes")))
     assert caught.value.code is ErrorCode.INTERNAL
     assert stream.over

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter.client import Client, NotFoundError, RequestError, Timing, TryLaterError
+from inferencecenter.client import (
+    Asked,
+    Client,
+    ClientTurn,
+    InferOptions,
+    NotFoundError,
+    RequestError,
+    Timing,
+    TryLaterError,
+    Turn,
+)
+from inferencecenter.client.blocking import BlockingTurn
 from inferencecenter.client.errors import DaemonError
 from inferencecenter.protocol.events import End, Queued, Token
 from tests.client.peer import STATS, USAGE
@@ -144,7 +155,7 @@ async def test_what_was_left_can_be_looked_at(scripted: Start) -> None:
         async for text in turn:
             assert text == "One"
             break
-        answer = await turn.rest()
+        answer = await turn.result()
     assert (str(answer), answer.finish_reason) == ("One two", "aborted")
 
 
@@ -162,8 +173,8 @@ async def test_a_turn_that_is_left_with_its_client_is_aborted_before_the_socket_
     assert aborts == ["t1"]
 
 
-async def test_a_turn_may_be_let_run(scripted: Start) -> None:
-    """Then leaving it says nothing, and it goes on for whoever resumes the session."""
+async def test_a_detached_turn_continues_when_left(scripted: Start) -> None:
+    """Leaving it sends no abort, and it can be followed after a resume."""
     heard: list[str] = []
 
     async def daemon(peer: Peer) -> None:
@@ -177,7 +188,7 @@ async def test_a_turn_may_be_let_run(scripted: Start) -> None:
 
     async with Client(await scripted(daemon), "ic_a_b") as client:
         turn = (await client.create_session()).infer("count")
-        turn.let_run()
+        turn.detach()
         async for _ in turn:
             break
         assert await client.models() == ()
@@ -318,7 +329,7 @@ async def test_an_answer_that_has_begun_is_not_asked_for_again(scripted: Start) 
         session = await client.create_session()
         turn = session.infer("count")
         with pytest.raises(TryLaterError):
-            await turn.rest()
+            await turn.result()
         assert turn.content == "One"
         assert await turn.next_event() is None
 
@@ -410,3 +421,10 @@ async def test_a_daemons_fault_is_one(scripted: Start) -> None:
         session = await client.create_session()
         with pytest.raises(DaemonError):
             await session.ask("hi")
+
+
+def test_former_names_remain_importable_and_callable() -> None:
+    """Programs written for the former names of classes and methods keep working."""
+    assert (Turn, Asked) == (ClientTurn, InferOptions)
+    assert (ClientTurn.rest, ClientTurn.let_run) == (ClientTurn.result, ClientTurn.detach)
+    assert (BlockingTurn.rest, BlockingTurn.let_run) == (BlockingTurn.result, BlockingTurn.detach)

@@ -5,23 +5,23 @@ export type ErrorCode = "invalid_json" | "invalid_request" | "unknown_op" | "not
 
 /** Parameters by their names; those that are absent are as the level below has them. */
 export interface ParamValues {
-  /** Divides the logits before sampling; 0 always takes the likeliest token. */
+  /** Divides the logits before sampling; 0 always takes the most probable token. */
   temperature?: number;
-  /** How far the temperature moves up and down with the distribution's entropy; 0 is off. */
+  /** Range by which the temperature varies with the distribution's entropy; 0 is off. */
   dynatemp_range?: number;
   /** How entropy maps to the dynamic temperature; 1 is linear. */
   dynatemp_exponent?: number;
-  /** Keeps the k likeliest tokens; 0 is off. */
+  /** Keeps the k most probable tokens; 0 is off. */
   top_k?: number;
-  /** Keeps the likeliest tokens that together reach this probability; 1 is off. */
+  /** Keeps the most probable tokens up to this cumulative probability; 1 is off. */
   top_p?: number;
-  /** Keeps tokens at least this fraction as probable as the likeliest one; 0 is off. */
+  /** Keeps tokens at least this fraction as probable as the top token; 0 is off. */
   min_p?: number;
-  /** Keeps the tokens whose surprise is nearest the expected one, up to this probability; 1 is off. */
+  /** Keeps the most typical tokens (surprise near the entropy) up to this probability; 1 is off. */
   typical_p?: number;
   /** Keeps logits within this many standard deviations of the largest; 0 and below is off. */
   top_n_sigma?: number;
-  /** Chance at each token of removing all but the least likely of the probable tokens; 0 is off. */
+  /** Probability of removing all probable tokens but the least probable one; 0 is off. */
   xtc_probability?: number;
   /** Probability from which xtc_probability counts a token as probable; above 0.5 is off. */
   xtc_threshold?: number;
@@ -41,41 +41,41 @@ export interface ParamValues {
   dry_allowed_length?: number;
   /** How many tokens back DRY looks; 0 is off, -1 is the whole context. */
   dry_penalty_last_n?: number;
-  /** Texts that end a repeated sequence for DRY. */
+  /** Strings at which DRY ends a repeated sequence. */
   dry_sequence_breakers?: string[];
-  /** Holds the surprise steady instead of truncating: version 1 or 2; 0 is off. */
+  /** Keeps the surprise constant instead of truncating: version 1 or 2; 0 is off. */
   mirostat?: number;
-  /** Surprise that mirostat aims at, in bits a token. */
+  /** Target surprise of mirostat, in bits per token. */
   mirostat_tau?: number;
-  /** How fast mirostat corrects itself. */
+  /** Learning rate of mirostat. */
   mirostat_eta?: number;
   /** Prefers tokens near this probability (adaptive-p); below 0 is off. */
   adaptive_target?: number;
-  /** How much of the past adaptive-p remembers: about 1 / (1 - decay) tokens. */
+  /** History length of adaptive-p: about 1 / (1 - decay) tokens. */
   adaptive_decay?: number;
-  /** Tokens that top_p, min_p, typical_p and xtc leave at least. */
+  /** Minimum number of tokens that top_p, min_p, typical_p and xtc keep. */
   min_keep?: number;
-  /** Equal seeds draw equal random numbers, each made of the seed and the token's place in the answer; without one each turn draws its own. */
+  /** Equal seeds give equal random numbers, derived from the seed and the token's position in the answer; without it each turn uses a random seed. */
   seed?: number | -1;
-  /** Added to the logits of single tokens; false bans a token. */
+  /** Bias added to the logits of individual tokens; false bans a token. */
   logit_bias?: Record<string, number | false>;
-  /** How many of the likeliest tokens are reported with each token. */
+  /** Number of most probable tokens reported with each token. */
   n_probs?: number;
-  /** Which samplers run, in this order; one that is left out is off. */
+  /** Samplers in the order in which they run; an omitted one is off. */
   samplers?: ("penalties" | "dry" | "top_n_sigma" | "top_k" | "typ_p" | "top_p" | "min_p" | "xtc" | "temperature")[];
-  /** Goes on where the model wants to end its answer. */
+  /** Continues past the model's end-of-sequence token. */
   ignore_eos?: boolean;
-  /** Texts that end the answer where they begin; they are never shown. */
+  /** Strings that end the answer before their match, which is never sent. */
   stop?: string | string[];
-  /** Regular expressions that end the answer where their match begins; the match is never shown. */
+  /** Regular expressions that end the answer before their match, which is never sent. */
   stop_regex?: string | string[];
-  /** Tokens to generate at most; without it the answer may fill the context. */
+  /** Maximum number of tokens to generate; without it the answer may fill the context. */
   max_tokens?: number | -1;
-  /** Milliseconds, from `infer` on, after which the answer ends; waiting for a slot counts. */
+  /** Timeout of the turn in milliseconds from `infer` on, including the wait for a slot. */
   max_time_ms?: number | null;
-  /** Ends the answer when the same run of tokens came this many times in a row; 0 is off. */
+  /** Ends the answer when a sequence of tokens repeats this many times in a row; 0 is off. */
   stop_on_repetition?: number;
-  /** How many of the first messages after the system prompt stay when the context is shifted. */
+  /** Number of first messages after the system prompt that are kept when the context is shifted. */
   n_keep?: number;
 }
 
@@ -83,35 +83,35 @@ export interface ParamValues {
 export interface ChatMessage {
   /** Who speaks. */
   role: "system" | "user" | "assistant" | "tool";
-  /** What is said, as plain text; may be empty. */
+  /** Plain text; may be empty. */
   content: string;
-  /** What an assistant thought before; the model's template says who reads it again. */
+  /** The assistant's reasoning; the model's template decides whether it is part of later prompts. */
   reasoning?: string | null;
-  /** Tools that an assistant asked for. */
+  /** Tool calls by the assistant. */
   tool_calls?: ToolCall[] | null;
-  /** The call that a message of a tool is the result of. */
+  /** The call whose result a tool message carries. */
   tool_call_id?: string | null;
 }
 
-/** The tool that the model has to call. */
+/** The tool that the model must call. */
 export interface NamedTool {
   /** Its name. */
   name: string;
 }
 
-/** A function that the client can run, and that the model may ask for. */
+/** A function of the client that the model may call. */
 export interface Tool {
   /** Its name. */
   name: string;
   /** What it does, for the model. */
   description?: string | null;
-  /** JSON Schema of its arguments, an object; without it there are none. */
+  /** JSON Schema of its arguments, an object; absent for a tool without arguments. */
   parameters?: Record<string, unknown> | null;
 }
 
-/** A tool that the model asked for. */
+/** A tool call by the model. */
 export interface ToolCall {
-  /** Names this call; the message with its result has it as `tool_call_id`. */
+  /** Id of the call; the message with its result refers to it as `tool_call_id`. */
   call_id: string;
   /** The tool. */
   name: string;
@@ -119,21 +119,21 @@ export interface ToolCall {
   arguments: string;
 }
 
-/** What a client may have at once, and what the token that it showed may use; what is absent has no limit. */
+/** Concurrency limits of a client and quota of its token; absent fields have no limit. */
 export interface ClientLimits {
   /** Open sessions. */
   max_sessions: number;
   /** Open sockets. */
   max_connections: number;
-  /** Turns that may be asked for in any minute. */
+  /** Turns that may be started in any minute. */
   requests_per_minute?: number;
-  /** Tokens of prompts that have to be read, and of answers, in a minute. */
+  /** Tokens per minute: uncached prompt tokens and generated tokens. */
   tokens_per_minute?: number;
-  /** The same in a day, which begins at midnight UTC. */
+  /** The same per day, which begins at midnight UTC. */
   tokens_per_day?: number;
-  /** Turns that run or wait at once. */
+  /** Turns that may run or wait at once. */
   concurrent_turns?: number;
-  /** Tokens of one answer. */
+  /** Maximum tokens of one answer. */
   max_tokens?: number;
   /** Models that may be used. */
   models?: string[];
@@ -145,191 +145,191 @@ export interface ConnectedClient {
   client_id: string;
   /** Its sockets. */
   connections: number;
-  /** Different addresses that they come from. */
+  /** Number of distinct remote addresses. */
   addresses: number;
   /** Its open sessions. */
   sessions: number;
-  /** Of those, sessions that answer. */
+  /** Of those, sessions with a running turn. */
   busy: number;
-  /** Tokens that limits count, used since midnight UTC. */
+  /** Tokens counted against limits since midnight UTC. */
   tokens_today: number;
 }
 
-/** How a model is divided between GPUs and host, as it was planned when its engine was started last. */
+/** Placement of a model on GPUs and host, as planned at the latest start of its engine. */
 export interface EnginePlan {
-  /** Whether all of it fits; if not, what is set was kept all the same. */
+  /** Whether everything fits; if not, explicit settings are kept regardless. */
   fits: boolean;
-  /** Layers of the model, the output matrix counted as one. */
+  /** Layers of the model; the output matrix counts as one. */
   layers: number;
   /** Of those, layers on GPUs. */
   n_gpu_layers: number;
   /** `layer` where several GPUs share them. */
   split_mode: "layer" | "none";
-  /** Turns that are answered at once. */
+  /** Maximum number of concurrent turns. */
   slots: number;
-  /** Tokens that the context of each holds. */
+  /** Context size of each in tokens. */
   n_ctx: number;
-  /** Tokens in a decode call at most. */
+  /** Maximum tokens per decode call. */
   n_batch: number;
-  /** Of those, tokens that are computed at once. */
+  /** Of those, tokens computed at once. */
   n_ubatch: number;
-  /** Type of the keys in KV. */
+  /** Data type of the keys in the KV cache. */
   kv_type_k: string;
-  /** Type of the values in KV. */
+  /** Data type of the values in the KV cache. */
   kv_type_v: string;
-  /** Whether it is used, where a GPU has kernels for the model. */
+  /** Whether it is used, if the GPU has kernels for the model. */
   flash_attention: boolean;
-  /** Threads that compute. */
+  /** Number of compute threads. */
   n_threads: number;
-  /** The GPUs that take part. */
+  /** The GPUs in use. */
   devices: PlannedDevice[];
   /** The rest. */
   host: PlannedHost;
-  /** The numbers, each with its reason. */
+  /** The chosen values, each with its reason. */
   reasons: PlanReason[];
-  /** What does not fit, what else could be chosen, and what should be known. */
+  /** Warnings: what does not fit, alternatives, and hints. */
   advice: string[];
 }
 
 /** The engine process. */
 export interface EngineReadings {
-  /** Where the process is in its life. */
+  /** State of the process. */
   state: string;
   /** The loaded model. */
   model: string | null;
   /** Layers on the GPU. */
   gpu_layers: number | null;
-  /** Times it was started again. */
+  /** Number of restarts. */
   restarts: number;
   /** Resident memory, in MiB. */
   rss_mb: number | null;
 }
 
-/** The first GPU's readings; null where there is no GPU or no such reading. */
+/** Readings of the first GPU; null without a GPU or the reading. */
 export interface GpuReadings {
   /** Degrees Celsius. */
   temp: number | null;
   /** Memory, in MiB. */
   vram_total_mb: number | null;
-  /** Memory in use by anybody, in MiB. */
+  /** Memory in use by all processes, in MiB. */
   vram_used_mb: number | null;
-  /** Memory left, in MiB. */
+  /** Free memory, in MiB. */
   vram_free_mb: number | null;
   /** Power drawn. */
   power_watts: number | null;
   /** Fan speed. */
   fan_percent: number | null;
-  /** Whether the GPU slows itself down. */
+  /** Whether the GPU throttles its clock. */
   throttling: boolean | null;
   /** The device. */
   name: string | null;
   /** Percent. */
   utilization: number | null;
-  /** Why, as NVML names it. */
+  /** Throttle reasons as named by NVML. */
   throttle_reasons: string[] | null;
 }
 
-/** What the engine is doing. */
+/** Load and throughput of the engine. */
 export interface InferenceReadings {
   /** Turns that run or wait. */
   active_generations: number;
   /** Open sessions. */
   total_sessions: number;
-  /** Tokens a second of the turn that ended last. */
+  /** Tokens per second of the turn that ended last. */
   last_tps: number;
   /** Its time to the first token. */
   last_ttft_ms: number;
-  /** Tokens since the daemon started. */
+  /** Tokens generated since the daemon started. */
   total_tokens_generated: number;
   /** Turns that wait for a slot. */
   queue_depth: number;
-  /** Over the last ten seconds. */
+  /** Tokens per second over the last ten seconds. */
   tokens_per_s: number;
   /** Slots in which a turn runs. */
   slots_used: number;
-  /** Sequences decoded at once at most. */
+  /** Maximum number of sequences decoded at once. */
   slots: number;
-  /** Sessions whose KV is kept outside the slots. */
+  /** Sessions whose KV cache is offloaded from the slots. */
   parked_sessions: number;
-  /** What that KV takes, in MiB. */
+  /** Size of the offloaded KV cache in MiB. */
   parked_mb: number;
 }
 
-/** A model in a list; what is not known before it was loaded is absent. */
+/** A model in a list; values that are unknown before it is loaded are absent. */
 export interface ModelSummary {
   /** Its name for `create_session` and `load_model`. */
   name: string;
-  /** Whether sessions that name no model have it. */
+  /** Whether it is the default model, used by sessions that name none. */
   default: boolean;
-  /** Where it is; a turn loads one that is `unloaded` or `asleep`. */
+  /** Its state; a turn loads a model that is `unloaded` or `asleep`. */
   state: "unloaded" | "loading" | "loaded" | "asleep" | "failed";
-  /** Why it could not be loaded, in words. */
+  /** Why it could not be loaded, as text. */
   detail: string;
-  /** Tokens a session's context holds. */
+  /** Context size of a session in tokens. */
   n_ctx?: number;
-  /** Turns that it answers at once. */
+  /** Maximum number of concurrent turns. */
   slots?: number;
   /** Parameters. */
   parameters?: number;
-  /** Its weights, in MiB. */
+  /** Size of its weights in MiB. */
   size_mb?: number;
 }
 
-/** A number of a plan, and why it is that. */
+/** A value chosen by a plan, and why. */
 export interface PlanReason {
-  /** The setting, or several. */
+  /** The setting or settings. */
   name: string;
-  /** What it is. */
+  /** Its value. */
   value: string;
-  /** Why, in words. */
+  /** The reason as text. */
   why: string;
-  /** Whether it was set. */
+  /** Whether it was set explicitly. */
   explicit: boolean;
 }
 
-/** What a plan puts on one GPU, and what that GPU had when the plan was made. */
+/** Memory plan of one GPU, and the state of the GPU when it was made. */
 export interface PlannedDevice {
-  /** Its address on the PCI bus, or llama.cpp's name for it. */
+  /** Its PCI bus address, or llama.cpp's name for it. */
   id: string;
   /** Its name. */
   name: string;
   /** Its memory. */
   total_bytes: number;
-  /** What was free of it; the rest was others'. */
+  /** Free memory when the plan was made. */
   free_bytes: number;
-  /** What is left free. */
+  /** Memory left free as a safety margin. */
   margin_bytes: number;
-  /** Layers that are put there, the output matrix counted as one. */
+  /** Layers placed there; the output matrix counts as one. */
   layers: number;
   /** Their weights. */
   weight_bytes: number;
-  /** Their KV, of all slots. */
+  /** KV cache of these layers, of all slots. */
   kv_bytes: number;
-  /** Buffers for computing. */
+  /** Compute buffers. */
   compute_bytes: number;
-  /** What the driver and its libraries take for themselves. */
+  /** Overhead of the driver and its libraries. */
   context_bytes: number;
-  /** What it took in fact, where that was measured. */
+  /** Measured memory use, if available. */
   used_bytes?: number;
 }
 
-/** What a plan leaves to the processor and its memory. */
+/** Memory plan of the host. */
 export interface PlannedHost {
-  /** What was free, where the kernel tells. */
+  /** Available memory when the plan was made, if known. */
   available_bytes?: number;
-  /** Weights, the embeddings among them. */
+  /** Weights, including the embeddings. */
   weight_bytes: number;
-  /** KV of the layers that are on no GPU. */
+  /** KV cache of the layers that are not on a GPU. */
   kv_bytes: number;
-  /** Buffers for computing. */
+  /** Compute buffers. */
   compute_bytes: number;
-  /** Layers on GPUs of which the experts stay with the host. */
+  /** Layers on GPUs whose experts stay in host memory. */
   expert_layers: number;
 }
 
-/** What the daemon accepts from anyone. */
+/** Limits that apply to every client. */
 export interface ServerLimits {
-  /** Bytes of one frame. */
+  /** Maximum bytes of one frame. */
   max_frame_bytes: number;
   /** Seconds a socket has to authenticate. */
   auth_timeout_s: number;
@@ -339,59 +339,59 @@ export interface ServerLimits {
 export interface SessionSummary {
   /** The session. */
   session_id: string;
-  /** Whether it is answering. */
+  /** State of the session. */
   state: "idle" | "busy" | "closed" | "expired";
-  /** As it was created. */
+  /** Mode given at its creation. */
   mode: "chat" | "raw";
   /** The model that answers. */
   model: string;
-  /** Messages of history. */
+  /** Messages of the history. */
   messages: number;
-  /** Tokens of history. */
+  /** Tokens of the history. */
   tokens: number;
   /** Unix seconds. */
   created_at: number;
   /** Unix seconds. */
   last_used_at: number;
-  /** What was given when it was created, or by `set_metadata` since. */
+  /** Metadata given at creation or by the latest `set_metadata`. */
   metadata: Record<string, string>;
 }
 
-/** The sampled token and the likeliest ones at its position. */
+/** The sampled token and the most probable ones at its position. */
 export interface TokenLogprobs {
   /** The sampled token's text. */
   token: string;
-  /** Its number in the vocabulary. */
+  /** Its id in the vocabulary. */
   token_id: number;
   /** Natural logarithm of its probability. */
   logprob: number;
-  /** The `n_probs` likeliest tokens, the likeliest first. */
+  /** The `n_probs` most probable tokens, in descending order. */
   top: TokenProbability[];
 }
 
 /** A token and its natural-log probability before any sampler. */
 export interface TokenProbability {
-  /** The token's text; bytes that are no whole character are shown as U+FFFD. */
+  /** The token's text; bytes of incomplete characters are shown as U+FFFD. */
   token: string;
-  /** Its number in the vocabulary. */
+  /** Its id in the vocabulary. */
   token_id: number;
   /** Natural logarithm of its probability. */
   logprob: number;
 }
 
-/** What is known of one finished turn. */
+/** Record of one ended turn. */
 export interface TranscriptTurn {
   /** The turn. */
   turn_id: string;
   /** How it ended. */
   finish_reason: string;
-  /** Messages of the transcript at its end, the last of them its answer. */
+  /** Length of the transcript at its end; the last message is its answer. */
   messages: number;
   /** Its tokens. */
   usage: Usage;
 }
 
-/** How one turn went. */
+/** Timings and rates of one turn. */
 export interface TurnStats {
   /** Milliseconds from `infer` to the first token. */
   ttft_ms: number;
@@ -399,61 +399,61 @@ export interface TurnStats {
   total_ms: number;
   /** Tokens generated. */
   tokens: number;
-  /** Tokens a second after the first. */
+  /** Tokens per second after the first token. */
   tps: number;
-  /** Tokens of the prompt, history included. */
+  /** Tokens of the prompt, including the history. */
   prompt_tokens: number;
   /** Of those, tokens whose KV was reused. */
   cached_tokens: number;
-  /** Milliseconds waited for a slot. */
+  /** Milliseconds spent waiting for a slot. */
   queue_ms: number;
-  /** Times the turn gave its slot to another. */
+  /** Number of preemptions. */
   preempted: number;
 }
 
 /** Tokens counted for one turn or a whole session. */
 export interface Usage {
-  /** Tokens the model was given. */
+  /** Tokens of the prompt. */
   prompt_tokens: number;
   /** Of those, tokens whose KV was reused. */
   cached_tokens: number;
-  /** Tokens the model made. */
+  /** Tokens generated. */
   completion_tokens: number;
-  /** Of those, tokens up to the end of what it thought, with the marks around that. */
+  /** Of those, tokens of the reasoning, including its delimiters. */
   reasoning_tokens: number;
 }
 
-/** What turns that ended on one day took. */
+/** Usage of the turns that ended on one day. */
 export interface UsageDay {
-  /** In UTC, as 2026-11-22. */
+  /** Date in UTC, such as 2026-11-22. */
   day: string;
   /** Turns. */
   turns: number;
-  /** Tokens the model was given. */
+  /** Tokens of the prompts. */
   prompt_tokens: number;
   /** Of those, tokens whose KV was reused; limits do not count them. */
   cached_tokens: number;
-  /** Tokens the model made. */
+  /** Tokens generated. */
   completion_tokens: number;
 }
 
-/** What the token that asks may still use now; what is absent has no limit. */
+/** Remaining quota of the requesting token; absent fields have no limit. */
 export interface UsageLeft {
-  /** Tokens that limits count, used since midnight UTC. */
+  /** Tokens counted against limits since midnight UTC. */
   tokens_today: number;
-  /** Milliseconds until the next. */
+  /** Milliseconds until midnight UTC. */
   day_ends_in_ms: number;
   /** Turns that run or wait. */
   turns: number;
-  /** Turns that may be asked for. */
+  /** Turns that may still be started. */
   requests_left?: number;
-  /** Tokens that are left of a minute's; below 0 so many have to be regained first. */
+  /** Tokens left of the quota per minute; a negative value has to be regained first. */
   minute_tokens_left?: number;
-  /** Tokens that are left of today's. */
+  /** Tokens left of today's quota. */
   day_tokens_left?: number;
 }
 
-/** Ask who answers; allowed at any time, also before authentication. */
+/** Request the daemon's identity and readiness; allowed at any time, also before authentication. */
 export interface HelloRequest {
   op: "hello";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -477,71 +477,71 @@ export interface AuthRequest {
   protocol?: 1 | null;
 }
 
-/** Open a conversation with its own context. */
+/** Open a session with its own context. */
 export interface CreateSessionRequest {
   op: "create_session";
   /** Echoed in the direct reply and in every error this frame causes. */
   id?: string | null;
   /** System prompt. */
   system?: string | null;
-  /** `chat` applies the model's template, `raw` continues plain text. */
+  /** `chat` applies the model's chat template, `raw` continues plain text. */
   mode?: "chat" | "raw";
-  /** Model name, as `list_models` tells. Without it the session goes with the daemon's choice, also when that changes. */
+  /** Model name, as listed by `list_models`. Without it the session uses the default model, also after that changes. */
   model?: string | null;
-  /** Session level of parameters. */
+  /** Parameters of the session level. */
   params?: ParamValues | null;
-  /** Class of this session's turns. */
+  /** Priority class of the session's turns. */
   priority?: "interactive" | "normal" | "batch" | null;
-  /** What happens when the context is full: `shift` goes on without the oldest turns, `stop` ends the answer. Without it `shift` in mode `chat`, `stop` in mode `raw`. */
+  /** When the context is full, `shift` continues without the oldest turns, `stop` ends the answer. Default: `shift` in mode `chat`, `stop` in mode `raw`. */
   on_full?: "shift" | "stop" | null;
-  /** What happens when the socket is gone: `detach` lets the session and its turn go on, `close` ends both. Without it `detach` on v1 sockets, `close` on sockets of the first protocol. */
+  /** When the socket is lost, `detach` lets the session and its turn continue, `close` ends both. Default: `detach` on v1 sockets, `close` on sockets of the first protocol. */
   on_disconnect?: "detach" | "close" | null;
   /** Whether the session may be written to disk. */
   store?: boolean;
   /** Idle seconds before it expires; less than 1 counts as 1. */
   ttl_s?: number | null;
-  /** Up to 16 strings of your own, given back as they are. */
+  /** Up to 16 strings for the client's own use, returned unchanged. */
   metadata?: Record<string, string> | null;
 }
 
-/** Start a turn: say something and have it answered. */
+/** Start a turn: send a prompt or messages and have the model answer. */
 export interface InferRequest {
   op: "infer";
   /** Echoed in the direct reply and in every error this frame causes. */
   id?: string | null;
   /** The session. */
   session_id: string;
-  /** What the user says. */
+  /** The user's message. */
   prompt?: string | null;
   /** New messages, the last from `user` or `tool`. */
   messages?: ChatMessage[] | null;
-  /** Turn level of parameters. */
+  /** Parameters of the turn level. */
   params?: ParamValues | null;
-  /** Tools that the model may ask for, each name once. */
+  /** Tools that the model may call, with unique names. */
   tools?: Tool[] | null;
-  /** Whether it does: `auto` leaves it to the model, `none` forbids, `required` demands, and `{name}` demands one tool. */
+  /** Whether tools are called: `auto` leaves it to the model, `none` forbids it, `required` forces a call, `{name}` forces this tool. */
   tool_choice?: "auto" | "none" | "required" | NamedTool;
-  /** Whether it may ask for several at once. */
+  /** Whether the model may call several tools at once. */
   parallel_tool_calls?: boolean;
-  /** The answer is JSON that this JSON Schema accepts. */
+  /** JSON Schema that the answer conforms to. */
   json_schema?: Record<string, unknown> | boolean | null;
-  /** This expression matches the whole answer. */
+  /** Regular expression that matches the whole answer. */
   regex?: string | null;
-  /** This grammar spells the answer: GBNF where its rules have `::=`, else Lark. */
+  /** Grammar that the answer conforms to: GBNF if its rules use `::=`, else Lark. */
   grammar?: string | null;
-  /** Whether the model thinks before it answers, where its template lets one choose; without it as the template has it. */
+  /** Whether the model reasons before it answers, if its template offers the choice; the template's default otherwise. */
   thinking?: boolean | null;
-  /** Short for `params.n_probs`. */
+  /** Shorthand for `params.n_probs`. */
   n_probs?: number | null;
-  /** Class of this turn; raising it needs the scope. */
+  /** Priority class of this turn; raising it needs the scope `priority`. */
   priority?: "interactive" | "normal" | "batch" | null;
-  /** A second `infer` with the same key attaches to the first turn. */
+  /** Idempotency key: a second `infer` with the same key attaches to the first turn. */
   turn_key?: string | null;
-  /** Span of the client's trace that the turn belongs to, as in W3C Trace Context; without it the one that came with the upgrade. */
+  /** Parent span of the turn in W3C Trace Context format; defaults to the one of the HTTP upgrade. */
   traceparent?: string | null;
 }
 
-/** End the running turn; what was said stays unless `discard` is set. */
+/** Abort the running turn; its text so far is kept unless `discard` is set. */
 export interface AbortRequest {
   op: "abort";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -550,11 +550,11 @@ export interface AbortRequest {
   session_id: string;
   /** Abort only if this turn is the running one. */
   turn_id?: string | null;
-  /** Also forget the turn: its question and its partial answer. */
+  /** Also discard the turn: its messages and its partial answer. */
   discard?: boolean;
 }
 
-/** End a session and forget it. */
+/** Close a session and delete it. */
 export interface CloseSessionRequest {
   op: "close_session";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -564,9 +564,9 @@ export interface CloseSessionRequest {
 }
 
 /**
- * Come back to a session from this socket; `session_resumed` answers, then the events that were missed.
+ * Attach a session to this socket; `session_resumed` is the reply, then the missed events are replayed.
  *
- * The socket that had the session gets `session_detached`.
+ * The socket that was attached before receives `session_detached`.
  */
 export interface ResumeSessionRequest {
   op: "resume_session";
@@ -574,13 +574,13 @@ export interface ResumeSessionRequest {
   id?: string | null;
   /** The session. */
   session_id: string;
-  /** As `session_created` or `session_resumed` said last; without it nothing is missed. */
+  /** From the latest `session_created` or `session_resumed`; without it no gap is detected. */
   epoch?: string | null;
-  /** Number of the last event that arrived; 0 if none did. */
+  /** Sequence number of the last received event; 0 if none. */
   last_seq?: number;
 }
 
-/** Add history without generating: few-shot examples, imports. */
+/** Append messages to the history without generating: few-shot examples, imports. */
 export interface AppendRequest {
   op: "append";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -592,10 +592,9 @@ export interface AppendRequest {
 }
 
 /**
- * Open another session with the same beginning; `session_created` answers, with `parent`.
+ * Open a session that starts with this one's history; the reply is `session_created`, with `parent`.
  *
- * Everything that was chosen for the session holds for the new one. Its turns keep their ids, so that it can be taken
- * back to any of them.
+ * The new session has the same settings. Its turns keep their ids, so that it can be rewound to any of them.
  */
 export interface ForkSessionRequest {
   op: "fork_session";
@@ -603,14 +602,14 @@ export interface ForkSessionRequest {
   id?: string | null;
   /** The session to copy. */
   session_id: string;
-  /** Id of the last turn to take over; `start` takes over what came before the first turn. Without it everything is taken over. */
+  /** Id of the last turn to copy; `start` copies what precedes the first turn. Without it everything is copied. */
   turn?: string | null;
 }
 
 /**
- * Take a session back to where it was when a turn ended: what came later is gone.
+ * Rewind a session to the end of a turn: everything later is discarded.
  *
- * The turns that stay are not read again.
+ * The KV cache of the remaining turns is kept.
  */
 export interface RewindSessionRequest {
   op: "rewind_session";
@@ -618,14 +617,14 @@ export interface RewindSessionRequest {
   id?: string | null;
   /** The session. */
   session_id: string;
-  /** Id of the last turn to keep; `start` goes back to before the first turn. */
+  /** Id of the last turn to keep; `start` rewinds to before the first turn. */
   turn: string;
 }
 
 /**
- * Give a session other metadata, as a title; `metadata_set` tells so on all sockets of the client.
+ * Replace the metadata of a session, such as a title; `metadata_set` is sent to all sockets of the client.
  *
- * What the session holds and when it was used last stays as it is, and a running turn goes on.
+ * History and last-used time do not change, and a running turn continues.
  */
 export interface SetMetadataRequest {
   op: "set_metadata";
@@ -633,7 +632,7 @@ export interface SetMetadataRequest {
   id?: string | null;
   /** The session. */
   session_id: string;
-  /** Up to 16 strings of your own, in place of those that it had. */
+  /** Up to 16 strings for the client's own use, in place of the previous ones. */
   metadata: Record<string, string>;
 }
 
@@ -653,11 +652,11 @@ export interface ListSessionsRequest {
   id?: string | null;
   /** Page size. */
   limit?: number;
-  /** `next` of the page before. */
+  /** `next` of the previous page. */
   after?: string | null;
 }
 
-/** Ask which models there are; `models` answers. */
+/** List the available models; the reply is `models`. */
 export interface ListModelsRequest {
   op: "list_models";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -665,9 +664,9 @@ export interface ListModelsRequest {
 }
 
 /**
- * Load a model and make it the one of all sessions that name none; `swap` frames answer, then `model_changed`.
+ * Load a model and make it the default of sessions that name none; `swap` events follow, then `model_changed`.
  *
- * Nobody's turn is cut: those that run end with the model that began them.
+ * No turn is cut off: running turns end with the model that started them.
  */
 export interface LoadModelRequest {
   op: "load_model";
@@ -677,7 +676,7 @@ export interface LoadModelRequest {
   name: string;
 }
 
-/** Free the memory of a model when its turns have ended; the next turn that wants it loads it again. */
+/** Free the memory of a model once its turns have ended; the next turn that needs it loads it again. */
 export interface UnloadModelRequest {
   op: "unload_model";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -686,14 +685,14 @@ export interface UnloadModelRequest {
   name: string;
 }
 
-/** Ask for one metrics frame. */
+/** Request one metrics frame. */
 export interface MetricsRequest {
   op: "metrics";
   /** Echoed in the direct reply and in every error this frame causes. */
   id?: string | null;
 }
 
-/** Ask for a metrics frame every interval. */
+/** Subscribe to periodic metrics frames. */
 export interface SubscribeMetricsRequest {
   op: "subscribe_metrics";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -709,7 +708,7 @@ export interface UnsubscribeMetricsRequest {
   id?: string | null;
 }
 
-/** Ask about one side of the daemon; others' shares need the operator scope. */
+/** Request the readings of one part of the daemon; other clients' shares need the operator scope. */
 export interface StatusRequest {
   op: "status";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -718,25 +717,25 @@ export interface StatusRequest {
   type?: "queue" | "memory" | "sessions" | "performance" | "model";
 }
 
-/** Ask what a client used by day, and what its token may still use; another's needs the operator scope. */
+/** Request a client's usage by day and its remaining quota; other clients' need the operator scope. */
 export interface UsageRequest {
   op: "usage";
   /** Echoed in the direct reply and in every error this frame causes. */
   id?: string | null;
-  /** Whose; one's own when absent. */
+  /** The client; the requesting one when absent. */
   client_id?: string | null;
-  /** So many days, today included; they begin at midnight UTC. */
+  /** Number of days, including today; days begin at midnight UTC. */
   days?: number;
 }
 
-/** Ask which clients are connected; `clients` answers. */
+/** List the connected clients; the reply is `clients`. */
 export interface ListClientsRequest {
   op: "list_clients";
   /** Echoed in the direct reply and in every error this frame causes. */
   id?: string | null;
 }
 
-/** Close all sockets of a client; its sessions go on without them. `kicked` answers. */
+/** Close all sockets of a client; its sessions continue detached. The reply is `kicked`. */
 export interface KickRequest {
   op: "kick";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -746,9 +745,9 @@ export interface KickRequest {
 }
 
 /**
- * Have the daemon stop as SIGTERM does: everybody hears `going_away`, running turns get time, nobody new gets in.
+ * Stop the daemon as SIGTERM does: `going_away` is broadcast, running turns may finish, new clients are refused.
  *
- * `draining` answers.
+ * The reply is `draining`.
  */
 export interface DrainRequest {
   op: "drain";
@@ -756,35 +755,35 @@ export interface DrainRequest {
   id?: string | null;
 }
 
-/** Ask for a `pong`. */
+/** Request a `pong`. */
 export interface PingRequest {
   op: "ping";
   /** Echoed in the direct reply and in every error this frame causes. */
   id?: string | null;
 }
 
-/** Who answers, and whether it is ready. */
+/** Identity, version and readiness of the daemon. */
 export interface HelloEvent {
   op: "hello";
   /** The `id` of the frame this answers. */
   id?: string;
   /** Whether turns can run. */
   status: "ready" | "loading" | "degraded";
-  /** The same in words, with loading progress. */
+  /** Readiness as text, with loading progress. */
   message: string;
-  /** Since the daemon started. */
+  /** Seconds since the daemon started. */
   uptime_seconds: number;
   /** Always true. */
   requires_auth: boolean;
-  /** The version of this protocol. */
+  /** Version of this protocol. */
   protocol: number;
   /** `inferencecenter`. */
   server: string;
-  /** The daemon's version. */
+  /** Version of the daemon. */
   version: string;
-  /** The loaded model, once there is one. */
+  /** The loaded model; absent until one is loaded. */
   model?: string;
-  /** What is accepted from anyone. */
+  /** Limits that apply to every client. */
   limits: ServerLimits;
 }
 
@@ -795,13 +794,13 @@ export interface AuthSuccessEvent {
   id?: string;
   /** The account. */
   client_id: string;
-  /** Sessions it may have open. */
+  /** Maximum number of open sessions. */
   max_sessions: number;
   /** Its rights. */
   scopes: string[];
-  /** Class of its turns. */
+  /** Priority class of its turns. */
   priority: string;
-  /** What it may have at once. */
+  /** Limits of this client. */
   limits: ClientLimits;
 }
 
@@ -810,7 +809,7 @@ export interface AuthFailedEvent {
   op: "auth_failed";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** What is wrong, in words. */
+  /** The reason as text. */
   reason: string;
   /** Earliest useful retry. */
   retry_after_ms?: number;
@@ -821,19 +820,19 @@ export interface SessionCreatedEvent {
   op: "session_created";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** Its name in all that follows. */
+  /** Id of the session. */
   session_id: string;
-  /** The session that it is a fork of. */
+  /** The session from which it was forked. */
   parent?: string;
   /** Incarnation of its event history. */
   epoch: string;
   /** The model that answers. */
   model: string;
-  /** Tokens the session's context holds. */
+  /** Context size of the session in tokens. */
   n_ctx: number;
   /** Effective parameters of the session level. */
   params: ParamValues;
-  /** Legal settings of which one has no effect. */
+  /** Valid settings that have no effect. */
   warnings: string[];
 }
 
@@ -842,11 +841,11 @@ export interface SessionErrorEvent {
   op: "session_error";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** What is wrong, in words. */
+  /** The reason as text. */
   error: string;
 }
 
-/** The acknowledgement of `infer`; again when the position changes. */
+/** Acknowledges `infer`; sent again when the position changes. */
 export interface QueuedEvent {
   op: "queued";
   /** The `id` of the frame this answers. */
@@ -857,13 +856,13 @@ export interface QueuedEvent {
   seq: number;
   /** The turn this belongs to. */
   turn_id: string;
-  /** 0 runs at once. */
+  /** Position in the queue; 0 starts immediately. */
   position: number;
-  /** Expected wait, where it can be told. */
+  /** Expected wait in milliseconds, if it can be estimated. */
   eta_ms?: number;
 }
 
-/** A long prompt is being read. */
+/** Progress of the prefill of a long prompt. */
 export interface ProgressEvent {
   op: "progress";
   /** The `id` of the frame this answers. */
@@ -874,16 +873,16 @@ export interface ProgressEvent {
   seq: number;
   /** The turn this belongs to. */
   turn_id: string;
-  /** Prompt tokens read. */
+  /** Prompt tokens processed. */
   done: number;
   /** Prompt tokens. */
   total: number;
 }
 
 /**
- * The context was full: the oldest turns are no longer read, the transcript keeps them, and the turn goes on.
+ * The context was full: the oldest turns left the context but not the transcript, and the turn continues.
  *
- * Its `end` counts all prompts that were read for it.
+ * The turn's `end` counts the tokens of every prompt that was processed for it.
  */
 export interface ContextShiftedEvent {
   op: "context_shifted";
@@ -895,13 +894,13 @@ export interface ContextShiftedEvent {
   seq: number;
   /** The turn this belongs to. */
   turn_id: string;
-  /** Turns that are no longer read. */
+  /** Turns removed from the context. */
   dropped_turns: number;
-  /** Tokens that these took, about. */
+  /** Approximate number of their tokens. */
   tokens: number;
 }
 
-/** New text of the answer; whole UTF-8, never part of a stop string. */
+/** New text of the answer: complete UTF-8 characters, never part of a stop string. */
 export interface TokenEvent {
   op: "token";
   /** The `id` of the frame this answers. */
@@ -914,11 +913,11 @@ export interface TokenEvent {
   turn_id: string;
   /** Text to append. */
   content: string;
-  /** When `n_probs` was asked for. */
+  /** Present when `n_probs` was requested. */
   logprobs?: TokenLogprobs[];
 }
 
-/** New text of what the model thinks before it answers; whole UTF-8. It is no part of the answer. */
+/** New text of the reasoning that precedes the answer: complete UTF-8 characters. It is not part of the answer. */
 export interface ReasoningEvent {
   op: "reasoning";
   /** The `id` of the frame this answers. */
@@ -931,14 +930,14 @@ export interface ReasoningEvent {
   turn_id: string;
   /** Text to append. */
   content: string;
-  /** When `n_probs` was asked for. */
+  /** Present when `n_probs` was requested. */
   logprobs?: TokenLogprobs[];
 }
 
 /**
- * The model asks for a tool: the first event of a call has its name, all append to its arguments.
+ * The model calls a tool: the first event of a call carries its name, every event appends to its arguments.
  *
- * The turn then ends with `tool_calls`; the results are the `messages` of role `tool` of the next `infer`.
+ * The turn then ends with `tool_calls`; send the results as `messages` of role `tool` in the next `infer`.
  */
 export interface ToolCallEvent {
   op: "tool_call";
@@ -950,19 +949,19 @@ export interface ToolCallEvent {
   seq: number;
   /** The turn this belongs to. */
   turn_id: string;
-  /** Counts the calls of the turn. */
+  /** Index of the call within the turn, from 0. */
   index: number;
-  /** Names the call. */
+  /** Id of the call. */
   call_id: string;
-  /** The tool, with the first event of the call. */
+  /** Name of the tool, in the first event of the call. */
   name?: string;
-  /** Text to append to the arguments, which are JSON at the end. */
+  /** Text to append to the arguments, which are JSON once complete. */
   arguments: string;
-  /** When `n_probs` was asked for. */
+  /** Present when `n_probs` was requested. */
   logprobs?: TokenLogprobs[];
 }
 
-/** The turn is over. */
+/** The turn has ended. */
 export interface EndEvent {
   op: "end";
   /** The `id` of the frame this answers. */
@@ -973,19 +972,19 @@ export interface EndEvent {
   seq: number;
   /** The turn this belongs to. */
   turn_id: string;
-  /** Why it is over. */
+  /** Why it ended. */
   finish_reason: "stop" | "length" | "aborted" | "context_full" | "time" | "tool_calls" | "repetition" | "quota_exceeded";
   /** The stop string or pattern that matched. */
   stop?: string;
-  /** Legal parameters of which one had no effect. */
+  /** Valid parameters that had no effect. */
   warnings: string[];
   /** Tokens of the turn. */
   usage: Usage;
-  /** How it went. */
+  /** Timings and rates of the turn. */
   stats: TurnStats;
 }
 
-/** The answer to `abort` on sockets of the first protocol. */
+/** Reply to `abort` on sockets of the first protocol. */
 export interface AbortStatusEvent {
   op: "abort";
   /** The `id` of the frame this answers. */
@@ -997,9 +996,9 @@ export interface AbortStatusEvent {
 }
 
 /**
- * The session is gone, whoever ended it; all sockets of its client hear of it.
+ * The session was closed, by any connection of its client; sent to all sockets of the client.
  *
- * One that had no socket and expired is told of in this way, too.
+ * Also sent when a session without a socket expires.
  */
 export interface SessionClosedEvent {
   op: "session_closed";
@@ -1021,10 +1020,10 @@ export interface SessionExpiredEvent {
 }
 
 /**
- * The session's events come to this socket from now on.
+ * The session's events are sent to this socket from now on.
  *
- * With `resumed` the events after `last_seq` follow, those of neighbouring tokens as one. Without it events were lost
- * for good: the transcript stands in for all up to `seq`, and `content` for what a running turn has said.
+ * With `resumed` the events after `last_seq` are replayed, coalescing those of adjacent tokens. Otherwise some events
+ * are no longer available: the transcript replaces all events up to `seq`, and `content` the text of a running turn.
  */
 export interface SessionResumedEvent {
   op: "session_resumed";
@@ -1032,31 +1031,31 @@ export interface SessionResumedEvent {
   id?: string;
   /** The session. */
   session_id: string;
-  /** Whether the missing events follow. */
+  /** Whether the missing events are replayed. */
   resumed: boolean;
-  /** Why they do not. */
+  /** Why they are not replayed. */
   reason?: "no_position" | "other_epoch" | "unknown_position" | "too_old";
-  /** Whether it is answering. */
+  /** State of the session. */
   state: "idle" | "busy" | "closed" | "expired";
   /** Incarnation of its event history. */
   epoch: string;
   /** Number of its last event. */
   seq: number;
-  /** The turn that is being answered. */
+  /** Id of the running turn. */
   turn_id?: string;
-  /** What that turn has said up to `seq`, when not resumed. */
+  /** Text of that turn up to `seq`, when not resumed. */
   content?: string;
-  /** What it has thought up to `seq`, when not resumed. */
+  /** Reasoning of that turn up to `seq`, when not resumed. */
   reasoning?: string;
-  /** The tools that it has asked for up to `seq`, when not resumed; the arguments of the last may lack their end. */
+  /** Tool calls of that turn up to `seq`, when not resumed; the arguments of the last may be incomplete. */
   tool_calls?: ToolCall[];
-  /** All messages, when not resumed, those that are being answered included. */
+  /** All messages, including those of the running turn, when not resumed. */
   transcript?: ChatMessage[];
-  /** The latest of its turns that have ended, when not resumed. */
+  /** The most recent ended turns, when not resumed. */
   turns?: TranscriptTurn[];
 }
 
-/** The session's events come to this socket no more; the socket stays open for its other sessions. */
+/** The session's events are no longer sent to this socket, which stays open for its other sessions. */
 export interface SessionDetachedEvent {
   op: "session_detached";
   /** The `id` of the frame this answers. */
@@ -1067,7 +1066,7 @@ export interface SessionDetachedEvent {
   reason: "resumed_elsewhere";
 }
 
-/** The messages are part of the history. */
+/** The messages were appended to the history. */
 export interface AppendedEvent {
   op: "appended";
   /** The `id` of the frame this answers. */
@@ -1076,11 +1075,11 @@ export interface AppendedEvent {
   session_id: string;
   /** Counter per session, never reused within an epoch. */
   seq: number;
-  /** Messages the session holds now. */
+  /** Number of messages now in the session. */
   messages: number;
 }
 
-/** What came after the turn is gone. */
+/** Everything after the turn was discarded. */
 export interface SessionRewoundEvent {
   op: "session_rewound";
   /** The `id` of the frame this answers. */
@@ -1089,24 +1088,24 @@ export interface SessionRewoundEvent {
   session_id: string;
   /** Counter per session, never reused within an epoch. */
   seq: number;
-  /** The turn that is the last one now, or `start`. */
+  /** The turn that is now the last one, or `start`. */
   turn: string;
-  /** Messages the session holds now. */
+  /** Number of messages now in the session. */
   messages: number;
 }
 
-/** A session has other metadata, or was opened with some; all sockets of its client hear of it. */
+/** The metadata of a session was set or replaced; sent to all sockets of its client. */
 export interface MetadataSetEvent {
   op: "metadata_set";
   /** The `id` of the frame this answers. */
   id?: string;
   /** The session. */
   session_id: string;
-  /** All that it has now. */
+  /** The complete metadata. */
   metadata: Record<string, string>;
 }
 
-/** Everything about one session. */
+/** The full record of one session. */
 export interface SessionEvent {
   op: "session";
   /** The `id` of the frame this answers. */
@@ -1115,27 +1114,27 @@ export interface SessionEvent {
   session_id: string;
   /** Incarnation of its event history. */
   epoch: string;
-  /** Number of the last event. */
+  /** Sequence number of the last event. */
   seq: number;
-  /** Whether it is answering. */
+  /** State of the session. */
   state: "idle" | "busy" | "closed" | "expired";
   /** The model that answers. */
   model: string;
-  /** Tokens its context holds. */
+  /** Context size in tokens. */
   n_ctx: number;
-  /** Tokens of history. */
+  /** Tokens of the history. */
   n_tokens: number;
-  /** What happens when the context is full. */
+  /** Behaviour when the context is full. */
   on_full: "shift" | "stop";
-  /** Messages of the transcript that are no longer read. */
+  /** Messages of the transcript that are no longer in the context. */
   dropped_messages: number;
   /** Effective parameters of the session level. */
   params: ParamValues;
-  /** What was given when it was created, or by `set_metadata` since. */
+  /** Metadata given at creation or by the latest `set_metadata`. */
   metadata: Record<string, string>;
   /** All messages; a running turn is not part of it yet. */
   transcript: ChatMessage[];
-  /** The latest of its turns that have ended. */
+  /** The most recent ended turns. */
   turns: TranscriptTurn[];
   /** Tokens of all its turns. */
   usage: Usage;
@@ -1148,11 +1147,11 @@ export interface SessionsEvent {
   id?: string;
   /** The page. */
   sessions: SessionSummary[];
-  /** Pass it as `after` for the next page. */
+  /** Cursor: pass it as `after` to get the next page. */
   next?: string;
 }
 
-/** Readings of the GPU, the engine and the work. */
+/** Readings of the GPU, the engine and the load. */
 export interface MetricsEvent {
   op: "metrics";
   /** The `id` of the frame this answers. */
@@ -1167,7 +1166,7 @@ export interface MetricsEvent {
   engine: EngineReadings;
 }
 
-/** Metrics frames will come. */
+/** Metrics frames will follow. */
 export interface MetricsSubscribedEvent {
   op: "metrics_subscribed";
   /** The `id` of the frame this answers. */
@@ -1176,14 +1175,14 @@ export interface MetricsSubscribedEvent {
   interval_ms: number;
 }
 
-/** No more metrics frames will come. */
+/** No more metrics frames follow. */
 export interface MetricsUnsubscribedEvent {
   op: "metrics_unsubscribed";
   /** The `id` of the frame this answers. */
   id?: string;
 }
 
-/** One side of the daemon, as numbers by name. */
+/** Readings of one part of the daemon, by name. */
 export interface StatusEvent {
   op: "status";
   /** The `id` of the frame this answers. */
@@ -1192,40 +1191,40 @@ export interface StatusEvent {
   type: "queue" | "memory" | "sessions" | "performance" | "model";
   /** Readings by name. */
   values: Record<string, number | string | null>;
-  /** For operators, of `model`: where its parts are, and why; absent where none was made. */
+  /** For operators, with scope `model`: placement of the model; absent if none was planned. */
   plan?: EnginePlan;
 }
 
-/** What a client used; days without a turn are left out. */
+/** Usage of a client by day; days without a turn are omitted. */
 export interface UsageReportEvent {
   op: "usage";
   /** The `id` of the frame this answers. */
   id?: string;
   /** The account. */
   client_id: string;
-  /** By day, the latest last. */
+  /** Usage by day, the latest last. */
   days: UsageDay[];
-  /** What may still be used, of one's own. */
+  /** Remaining quota; only in a client's own report. */
   left?: UsageLeft;
 }
 
-/** Which clients are connected. */
+/** The connected clients. */
 export interface ClientsEvent {
   op: "clients";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** By their names. */
+  /** The clients, sorted by name. */
   clients: ConnectedClient[];
 }
 
-/** A client's sockets are closed. */
+/** The sockets of a client were closed. */
 export interface KickedEvent {
   op: "kicked";
   /** The `id` of the frame this answers. */
   id?: string;
   /** The account. */
   client_id: string;
-  /** Sockets that it had. */
+  /** Number of sockets closed. */
   connections: number;
 }
 
@@ -1234,11 +1233,11 @@ export interface DrainingEvent {
   op: "draining";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** Milliseconds that running turns have to finish. */
+  /** Milliseconds until running turns are cut off. */
   deadline_ms: number;
 }
 
-/** The answer to `ping`. */
+/** Reply to `ping`. */
 export interface PongEvent {
   op: "pong";
   /** The `id` of the frame this answers. */
@@ -1252,48 +1251,48 @@ export interface EngineChangedEvent {
   id?: string;
   /** Its new state. */
   state: "starting" | "ready" | "restarting" | "asleep" | "failed";
-  /** The last failure, in words. */
+  /** The last failure as text. */
   detail: string;
-  /** The model, when it is not that of all sessions. */
+  /** The model, when it is not the default model. */
   model?: string;
 }
 
-/** The models there are, by name. */
+/** The available models, sorted by name. */
 export interface ModelsEvent {
   op: "models";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** All that this client may use. */
+  /** All models available to this client. */
   models: ModelSummary[];
 }
 
-/** How far `load_model` has come; `done` or `failed` is the last. A failed one leaves all as it was. */
+/** Progress of `load_model`; `done` or `failed` is the last. A failed load changes nothing. */
 export interface SwapEvent {
   op: "swap";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** The model that is to be loaded. */
+  /** The model to load. */
   model: string;
   /** `draining` waits for the turns of a model whose memory is needed. */
   phase: "draining" | "loading" | "done" | "failed";
-  /** Part of the loading that is done. */
+  /** Fraction that is loaded. */
   done: number;
-  /** Why it failed, in words. */
+  /** Why it failed, as text. */
   detail: string;
 }
 
-/** Sessions that named no model go on with another; their next turn is read anew. */
+/** The default model changed: sessions that named no model use it, and their history is prefilled again. */
 export interface ModelChangedEvent {
   op: "model_changed";
   /** The `id` of the frame this answers. */
   id?: string;
   /** The model that answers from now on. */
   model: string;
-  /** Tokens that their contexts hold. */
+  /** Context size of these sessions in tokens. */
   n_ctx: number;
 }
 
-/** The model's memory is free, or will be when its turns have ended. */
+/** The model's memory is free, or will be once its turns have ended. */
 export interface ModelUnloadedEvent {
   op: "model_unloaded";
   /** The `id` of the frame this answers. */
@@ -1302,34 +1301,34 @@ export interface ModelUnloadedEvent {
   model: string;
 }
 
-/** The GPUs became warmer or cooler, and the daemon does less or more. */
+/** The thermal state of the GPUs changed, and the daemon adapts its load. */
 export interface ThermalEvent {
   op: "thermal";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** How they are now. */
+  /** The thermal state. */
   state: "cool" | "warm" | "hot";
-  /** The hottest one's temperature in °C, where it tells. */
+  /** Temperature of the hottest GPU in °C, if available. */
   temp?: number;
-  /** What is done about it, in words. */
+  /** The daemon's reaction, as text. */
   action: string;
 }
 
 /**
- * Sessions can no longer be written down, or can be again.
+ * Sessions can no longer be written to storage, or can be again.
  *
- * While they cannot, all that would be told of stored sessions is held back, answers that are being generated too, and
- * new turns of theirs are refused with `storage_unavailable`; sessions with `store` false go on.
+ * While storage is unavailable, events of stored sessions are withheld, including the text of running turns, and new
+ * turns of such sessions are refused with `storage_unavailable`; sessions with `store` false are unaffected.
  */
 export interface StorageChangedEvent {
   op: "storage";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** Whether they can be written down. */
+  /** Whether storage accepts writes. */
   state: "ok" | "unavailable";
-  /** Why they cannot, in words. */
+  /** Why it does not, as text. */
   detail: string;
-  /** Earliest useful retry of what is refused. */
+  /** Earliest useful retry of a refused request, in milliseconds. */
   retry_after_ms?: number;
 }
 
@@ -1338,32 +1337,32 @@ export interface GoingAwayEvent {
   op: "going_away";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** Milliseconds that running turns have to finish. */
+  /** Milliseconds until running turns are cut off. */
   deadline_ms: number;
   /** Whether sessions can be resumed afterwards. */
   resume: boolean;
 }
 
-/** Something could not be done; the connection and the session go on. */
+/** A request or turn failed; the connection and the session stay usable. */
 export interface ErrorEvent {
   op: "error";
   /** The `id` of the frame this answers. */
   id?: string;
-  /** A row of the error table. */
+  /** Code from the error table. */
   code: string;
-  /** What is wrong, in words. */
+  /** Description of the error. */
   message: string;
   /** Equal to `message`. */
   error: string;
-  /** What to do about it. */
+  /** How to resolve it. */
   hint?: string;
   /** Path of the offending field. */
   field?: string;
   /** The session concerned. */
   session_id?: string;
-  /** Set when the error is the end of a turn. */
+  /** Sequence number; set when the error ends a turn. */
   seq?: number;
-  /** The turn that this ends. */
+  /** The turn that the error ends. */
   turn_id?: string;
   /** Whether the same request may succeed later. */
   retryable: boolean;
