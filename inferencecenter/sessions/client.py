@@ -126,7 +126,7 @@ class UnlimitedAllowance:
 UNLIMITED: Final = UnlimitedAllowance()
 
 
-def unlimited(_client_id: str, _token_id: str) -> Allowance:
+def unlimited_allowance(_client_id: str, _token_id: str) -> Allowance:
     """Return the allowance of any client where no limits are set."""
     return UNLIMITED
 
@@ -146,11 +146,11 @@ def check_model(name: str, limits: AccessLimits) -> None:
         )
 
 
-def limited(asked: Params, limits: AccessLimits, *, session: Params, chosen: Collection[str]) -> Params:
+def bound_max_tokens(own: Params, limits: AccessLimits, *, session: Params, chosen: Collection[str]) -> Params:
     """Return a turn's own parameters with ``max_tokens`` bounded by the limits.
 
     Args:
-        asked: The parameters set by the turn.
+        own: The parameters set by the turn.
         limits: The limits of the requester.
         session: The parameters of the session.
         chosen: The session parameters that the client set itself.
@@ -160,16 +160,16 @@ def limited(asked: Params, limits: AccessLimits, *, session: Params, chosen: Col
     """
     most = limits.max_tokens
     if most is None:
-        return asked
-    itself = "max_tokens" in asked.model_fields_set
-    wanted = asked.max_tokens if itself else session.max_tokens
+        return own
+    is_own = "max_tokens" in own.model_fields_set
+    wanted = own.max_tokens if is_own else session.max_tokens
     if wanted is not None and wanted <= most:
-        return asked
-    if wanted is not None and (itself or "max_tokens" in chosen):
+        return own
+    if wanted is not None and (is_own or "max_tokens" in chosen):
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
             f"max_tokens is {wanted}; answers for this token have at most {most}",
             field="params.max_tokens",
             hint="Request fewer tokens, or omit the field.",
         )
-    return merge(asked, Params(max_tokens=most))
+    return merge(own, Params(max_tokens=most))

@@ -67,7 +67,7 @@ class _Run:
         self.contents: deque[str] = deque()
         self.logprobs: deque[tuple[TokenLogprobs, ...] | None] | None = None if event.logprobs is None else deque()
 
-    def takes(self, event: Text) -> bool:
+    def accepts(self, event: Text) -> bool:
         # Fast path: most deltas are tokens.
         is_plain = self.plain_turn is not None and type(event) is Token
         return (
@@ -86,7 +86,7 @@ class _Run:
         content = self.contents.popleft()
         return _token_bytes(content, self.logprobs.popleft() if self.logprobs is not None else None)
 
-    def after(self, last_seq: int) -> Iterator[Text]:
+    def events_after(self, last_seq: int) -> Iterator[Text]:
         """Yield the events after ``last_seq``, joined up to ``MAX_JOINED_BYTES``."""
         parts: list[str] = []
         logprobs: list[TokenLogprobs] = []
@@ -153,14 +153,14 @@ class ReplayBuffer:
         while self._bytes > self._limit_bytes:
             self._forget_oldest()
 
-    def after(self, last_seq: int) -> list[NumberedEvent] | None:
+    def events_after(self, last_seq: int) -> list[NumberedEvent] | None:
         """Return all events after ``last_seq``, adjacent deltas of a text joined; ``None`` if some are lost."""
         if last_seq < self._lost_seq:
             return None
         missing: list[NumberedEvent] = []
         for entry in self._entries:
             if isinstance(entry, _Run):
-                missing.extend(entry.after(last_seq))
+                missing.extend(entry.events_after(last_seq))
             elif (entry[0].seq or 0) > last_seq:
                 missing.append(entry[0])
         return missing
@@ -181,7 +181,7 @@ class ReplayBuffer:
 
     def _add_text(self, event: Text) -> None:
         last = self._entries[-1] if self._entries else None
-        if not isinstance(last, _Run) or not last.takes(event):
+        if not isinstance(last, _Run) or not last.accepts(event):
             last = _Run(event)
             self._entries.append(last)
         text = event.content if type(event) is Token else text_of(event)
@@ -302,7 +302,7 @@ class Subscription:
             return ReplayResult(reason="other_epoch")
         if request.last_seq > seq:
             return ReplayResult(reason="unknown_position")
-        missing = self._replay.after(request.last_seq)
+        missing = self._replay.events_after(request.last_seq)
         return ReplayResult(reason="too_old") if missing is None else ReplayResult(tuple(missing))
 
     def resume(self, sink: ReplaySink, answer: events.SessionResumed, missing: tuple[NumberedEvent, ...]) -> None:

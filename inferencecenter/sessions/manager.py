@@ -27,7 +27,7 @@ from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import merge, parse_params
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.client import check_model, limited, unlimited
+from inferencecenter.sessions.client import bound_max_tokens, check_model, unlimited_allowance
 from inferencecenter.sessions.event_log import SessionNotifier
 from inferencecenter.sessions.history import History, TurnLog
 from inferencecenter.sessions.journal import EpochChanged, NullJournal, ResumeLimiter, SessionDeleted, check_writable
@@ -139,7 +139,7 @@ class SessionManager:
         observer: TurnObserver | None = None,
         tracer: Tracer | None = None,
         admit: Callable[[], None] = _admit,
-        allowance_of: Callable[[str, str], Allowance] = unlimited,
+        allowance_of: Callable[[str, str], Allowance] = unlimited_allowance,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         local_time: Callable[[], datetime] = _local_time,
@@ -344,7 +344,7 @@ class SessionManager:
             mode: The mode of the session.
             on_full: The session's policy for a full context.
         """
-        own = self._table.stateless_of(client.client_id) if stateless else self._table.of(client.client_id)
+        own = self._table.stateless_of(client.client_id) if stateless else self._table.of_client(client.client_id)
         kind = model, mode, on_full
         idle = [
             session
@@ -432,7 +432,7 @@ class SessionManager:
 
     def session_counts(self, client_id: str) -> tuple[int, int]:
         """Return the number of a client's open sessions, and how many of them run a turn."""
-        return self._table.n_of(client_id), self._active_turns.of(client_id)
+        return self._table.count_of(client_id), self._active_turns.of(client_id)
 
     def session_chars(self, client: Principal, session_id: str) -> int:
         """Return the characters held by a client's session; 0 if the client has no such session."""
@@ -507,7 +507,7 @@ def new_session_config(
     overlay = parse_params(request.params or {})
     limits = services.allowance_of(client.client_id, client.token_id).limits
     check_model(serving.name, limits)
-    limited(overlay, limits, session=overlay, chosen=())
+    bound_max_tokens(overlay, limits, session=overlay, chosen=())
     priority = client.allow_priority(request.priority, otherwise=client.priority)
     # Only after the access check: a client without access must not cause a load.
     model = serving.model(client.client_id)

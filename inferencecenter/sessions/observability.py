@@ -148,7 +148,7 @@ class WaitEstimator:
     def __init__(self) -> None:
         self._held_ms: dict[str, float] = {}
 
-    def observe(self, record: TurnRecord) -> None:
+    def update(self, record: TurnRecord) -> None:
         """Update the estimate with an ended turn; a turn that never ran is ignored."""
         if record.prompt_tokens:
             held_ms = record.total_ms - record.queue_ms
@@ -179,7 +179,7 @@ class TurnMetrics:
     def turn_ended(self, record: TurnRecord) -> None:
         """Handle the end of a turn."""
         self._last = record
-        self._waits.observe(record)
+        self._waits.update(record)
         _log.info(
             "turn",
             client=record.client_id,

@@ -36,7 +36,7 @@ def find_longest_prefix(
     """
     best: PrefixMatch | None = None
     for session_id, history in histories:
-        if best is not None and not _may_be_better(history.messages, messages, best):
+        if best is not None and not _can_beat(history.messages, messages, best):
             continue
         found = _match(session_id, history, messages)
         if found is not None and (best is None or _rank(found) > _rank(best)):
@@ -57,7 +57,7 @@ def same_message(held: ChatMessage, sent: ChatMessage) -> bool:
     )
 
 
-def _may_be_better(held: Sequence[ChatMessage], sent: Sequence[ChatMessage], best: PrefixMatch) -> bool:
+def _can_beat(held: Sequence[ChatMessage], sent: Sequence[ChatMessage], best: PrefixMatch) -> bool:
     """Compare one message to skip sessions that cannot beat ``best``: a client may have many long, similar ones."""
     n = best.n_messages
     if len(held) > n:

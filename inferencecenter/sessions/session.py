@@ -179,7 +179,7 @@ class SessionSnapshot:
 
 COUNTED_TOKENS: Final = 256
 """Tokens of an answer after which the usage of a session that is not stored is recorded."""
-_INCOMPLETE: Final = "Part of this session could not be stored and may be missing after a restart."
+_INCOMPLETE_WARNING: Final = "Part of this session could not be stored and may be missing after a restart."
 
 
 class LiveSession:
@@ -475,7 +475,7 @@ class LiveSession:
     def turn_ended(self, turn: Turn, history: History, outcome: TurnOutcome) -> None:
         """Commit the history with the turn that ended, and publish its ``end``."""
         if self.journal.lacks(self.config.session_id):
-            outcome = replace(outcome, warnings=(*outcome.warnings, _INCOMPLETE))
+            outcome = replace(outcome, warnings=(*outcome.warnings, _INCOMPLETE_WARNING))
         end = self._events.end(turn, outcome)
         self._end_turn()
         self._history = history
@@ -547,7 +547,7 @@ class LiveSession:
         input_messages = messages_of(request)
         self._history.check_tool_results(input_messages)
         size = HistorySize.of(input_messages)
-        services.history_limits(noted_chars=note_chars).check(self._history.size + size)
+        services.history_limits(note_chars=note_chars).check(self._history.size + size)
         self._check_text_quota(size.n_chars)
         spec = new_turn_spec(request, options, config=config, services=services)
         now = services.monotonic()

@@ -61,9 +61,9 @@ class SessionServices:
     detached_turn_s: float
     stateless_ttl_s: float
 
-    def history_limits(self, *, noted_chars: int = 0) -> HistoryLimits:
-        """Return the limits of a session's history; notes of ``noted_chars`` characters are subtracted."""
-        return HistoryLimits(self.max_transcript_chars - noted_chars, self.max_messages)
+    def history_limits(self, *, note_chars: int = 0) -> HistoryLimits:
+        """Return the limits of a session's history; notes of ``note_chars`` characters are subtracted."""
+        return HistoryLimits(self.max_transcript_chars - note_chars, self.max_messages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ class SessionTable:
         """Return a session of any client by its id."""
         return self._sessions.get(session_id)
 
-    def of(self, client_id: str) -> list[LiveSession]:
+    def of_client(self, client_id: str) -> list[LiveSession]:
         """Return the sessions of a client, oldest first, without the stateless ones."""
         return list(self._listed_of.get(client_id, {}).values())
 
@@ -177,7 +177,7 @@ class SessionTable:
 
     def all_of(self, client_id: str) -> list[LiveSession]:
         """Return all sessions of a client."""
-        return self.of(client_id) + self.stateless_of(client_id)
+        return self.of_client(client_id) + self.stateless_of(client_id)
 
     def page(self, client_id: str, *, after: str | None, limit: int) -> tuple[list[LiveSession], bool]:
         """Return up to ``limit`` of a client's sessions after ``after``, and whether there are more.
@@ -191,7 +191,7 @@ class SessionTable:
         start = 0 if after is None else list(own).index(after) + 1
         return list(islice(own.values(), start, start + limit)), len(own) > start + limit
 
-    def n_of(self, client_id: str) -> int:
+    def count_of(self, client_id: str) -> int:
         """Return the number of a client's sessions, without the stateless ones."""
         return len(self._listed_of.get(client_id, {}))
 
@@ -226,7 +226,7 @@ class SessionTable:
         Raises:
             InferenceCenterError: ``session_limit``.
         """
-        n_own = len(self._stateless_of.get(client.client_id, {})) if stateless else self.n_of(client.client_id)
+        n_own = len(self._stateless_of.get(client.client_id, {})) if stateless else self.count_of(client.client_id)
         within_own_limit = n_own < client.max_sessions
         if within_own_limit and len(self._sessions) < self._max_sessions:
             return None
@@ -234,7 +234,9 @@ class SessionTable:
         if stateless or within_own_limit:
             victim = self._idle_stateless(client, within_own_limit=within_own_limit, excluded=excluded)
         if victim is None and not stateless:
-            victim = next((each for each in self.of(client.client_id) if self._may_be_evicted(each, excluded)), None)
+            victim = next(
+                (each for each in self.of_client(client.client_id) if self._may_be_evicted(each, excluded)), None
+            )
         if victim is not None:
             return victim
         if within_own_limit:

@@ -45,7 +45,7 @@ from inferencecenter.sessions.prompt.plan import (
 from inferencecenter.sessions.states import TurnChange, TurnState
 from inferencecenter.sessions.turn_spec import (
     check_fits,
-    failed,
+    failure_of,
     prompt_too_long,
     render_input,
     spec_for_model,
@@ -118,7 +118,7 @@ class TurnRunner:
         self._events = event_log
         self._config = config
         self._services = services
-        self._cannot_continue = False
+        self._cannot_resume = False
         # Whether the context was shifted and the shortened prompt is not prefilled yet.
         self._shifted = False
         self._rendering: _Rendering | None = None
@@ -159,7 +159,7 @@ class TurnRunner:
         try:
             return self._ensure_prompt(then)
         except InferenceCenterError:
-            self._cannot_continue = self.turn.n_tokens > 0
+            self._cannot_resume = self.turn.n_tokens > 0
             raise
 
     def submission(self) -> Submit:
@@ -194,7 +194,7 @@ class TurnRunner:
             case Finished():
                 self._finish(event)
             case Cancelled():
-                self._cut_short(turn.forced_finish or "aborted")
+                self._end_early(turn.forced_finish or "aborted")
             case Failed():
                 self._fail(event)
             case _:
@@ -260,8 +260,8 @@ class TurnRunner:
             self._serving = self._choose_model()
             self.turn.position = self._serving.engine.submit(self)
         except InferenceCenterError as error:
-            self._cannot_continue = self.turn.n_tokens > 0
-            self._fail(failed(self.turn_id, error))
+            self._cannot_resume = self.turn.n_tokens > 0
+            self._fail(failure_of(self.turn_id, error))
 
     def resend_queued(self, *, request_id: str | None) -> None:
         """Publish the position of the turn again."""
@@ -426,7 +426,7 @@ class TurnRunner:
             self._fail(prompt_too_long(event, refusal, n_ctx=self._model.model().n_ctx))
             return
         if event.end is None:
-            self._cut_short(cut or "context_full")
+            self._end_early(cut or "context_full")
             return
         if event.text:
             self._append(TokenDelta(turn.turn_id, b"", event.text))
@@ -440,7 +440,7 @@ class TurnRunner:
         self.turn.trace.spent(end.stages)
         self._complete(self._final_history(end), self.turn.finished_outcome(end, now=self._services.monotonic()))
 
-    def _cut_short(self, finish: str, *warnings: str) -> None:
+    def _end_early(self, finish: str, *warnings: str) -> None:
         """End the turn with its partial answer, without a final report of the engine."""
         self._flush()
         self._complete(
@@ -451,29 +451,29 @@ class TurnRunner:
     def _fail(self, failure: Failed) -> None:
         """Fail the turn; a partial answer is kept only if the turn was being ended anyway or cannot be retried."""
         turn = self.turn
-        if self._cannot_continue and self._shifted:
-            self._cut_short("context_full", f"The context could not be shifted: {failure.message}")
-        elif self._cannot_continue:
-            self._cut_short("aborted", f"The answer could not be continued: {failure.message}")
+        if self._cannot_resume and self._shifted:
+            self._end_early("context_full", f"The context could not be shifted: {failure.message}")
+        elif self._cannot_resume:
+            self._end_early("aborted", f"The answer could not be continued: {failure.message}")
         elif turn.forced_finish is not None:
-            self._cut_short(turn.forced_finish)
+            self._end_early(turn.forced_finish)
         else:
             turn.change(TurnChange.FAIL)
             outcome = turn.failed_outcome(failure, now=self._services.monotonic())
             turn.trace.spent(failure.stages)
             end_trace(turn, outcome, failed=True)
-            self._count_end()
+            self._release()
             self._listener.turn_failed(turn, failure, outcome)
             self._has_ended = True
 
     def _complete(self, history: History, outcome: TurnOutcome) -> None:
         self.turn.change(TurnChange.ABORT if outcome.finish in _FORCED_FINISHES else TurnChange.FINISH)
         end_trace(self.turn, outcome)
-        self._count_end()
+        self._release()
         self._listener.turn_ended(self.turn, history, outcome)
         self._has_ended = True
 
-    def _count_end(self) -> None:
+    def _release(self) -> None:
         self._cancel_rendering()
         if self._is_counted:
             self._is_counted = False
@@ -501,8 +501,8 @@ class TurnRunner:
         turn = self.turn
         if not turn.state.is_terminal:
             turn.change(TurnChange.FAIL)
-        self._count_end()
-        failure = failed(self.turn_id, InferenceCenterError(ErrorCode.INTERNAL))
+        self._release()
+        failure = failure_of(self.turn_id, InferenceCenterError(ErrorCode.INTERNAL))
         try:
             self._listener.turn_broken(turn, failure, turn.failed_outcome(failure, now=self._services.monotonic()))
         finally:

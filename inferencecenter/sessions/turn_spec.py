@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Failed, Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
-from inferencecenter.sessions.client import PRIORITY_RANK, check_model, limited
+from inferencecenter.sessions.client import PRIORITY_RANK, bound_max_tokens, check_model
 from inferencecenter.sessions.journal import TurnSpec
 from inferencecenter.sessions.prompt.plan import PromptPlan, messages_of, min_tokens, next_view
 from inferencecenter.sessions.prompt.renderer import RenderInput
@@ -91,7 +91,7 @@ def new_turn_spec(
     serving.model(config.client_id)
     model_fingerprint = serving.fingerprint()
     below = services.models.params(config, serving.name)
-    overlay = limited(options.params, limits, session=below, chosen=config.chosen)
+    overlay = bound_max_tokens(options.params, limits, session=below, chosen=config.chosen)
     params = merge(below, overlay)
     warnings = config.warnings(params, chosen=config.chosen | overlay.model_fields_set)
     if params.seed is None:
@@ -190,7 +190,7 @@ def submission(turn: Turn, prompt: Prompt, *, config: SessionConfig, services: S
     )
 
 
-def failed(turn_id: str, error: InferenceCenterError) -> Failed:
+def failure_of(turn_id: str, error: InferenceCenterError) -> Failed:
     """Return the failure of a turn that could not be submitted."""
     return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
 

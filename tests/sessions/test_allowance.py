@@ -14,7 +14,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Cancelled
 from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.client import Principal, check_model, limited
+from inferencecenter.sessions.client import Principal, bound_max_tokens, check_model
 from inferencecenter.sessions.journal import StorageFault, TurnEnded, TurnFailed, TurnQueued, UsageRecorded
 from inferencecenter.sessions.session import COUNTED_TOKENS
 from tests.sessions.conftest import World
@@ -368,6 +368,9 @@ def test_a_longer_answer_is_refused() -> None:
 def test_configured_max_tokens_is_cut_to_the_limit() -> None:
     """A larger value of the configuration is cut, a smaller one stays."""
     limits = AccessLimits(max_tokens=50)
-    assert limited(Params(), limits, session=Params(max_tokens=60), chosen=()).max_tokens == 50
-    assert "max_tokens" not in limited(Params(), limits, session=Params(max_tokens=40), chosen=()).model_fields_set
-    assert limited(Params(), NO_LIMITS, session=Params(), chosen=()) == Params()
+    assert bound_max_tokens(Params(), limits, session=Params(max_tokens=60), chosen=()).max_tokens == 50
+    assert (
+        "max_tokens"
+        not in bound_max_tokens(Params(), limits, session=Params(max_tokens=40), chosen=()).model_fields_set
+    )
+    assert bound_max_tokens(Params(), NO_LIMITS, session=Params(), chosen=()) == Params()

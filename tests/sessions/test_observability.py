@@ -48,7 +48,7 @@ def test_the_wait_follows_from_slot_times() -> None:
     """With two slots held for 400 ms each, one becomes free every 200 ms."""
     waits = WaitEstimator()
     assert waits.eta_ms("toy", 1, slots=2) is None
-    waits.observe(record(queue_ms=600, total_ms=1000))
+    waits.update(record(queue_ms=600, total_ms=1000))
     assert waits.eta_ms("toy", 0, slots=2) is None
     assert waits.eta_ms("toy", 1, slots=2) == 200
     assert waits.eta_ms("toy", 3, slots=2) == 600
@@ -57,15 +57,15 @@ def test_the_wait_follows_from_slot_times() -> None:
 def test_waits_are_estimated_per_model() -> None:
     """Turns of a small model do not affect a large one."""
     waits = WaitEstimator()
-    waits.observe(record(queue_ms=0, total_ms=100))
+    waits.update(record(queue_ms=0, total_ms=100))
     assert waits.eta_ms("large", 1, slots=1) is None
-    waits.observe(record(queue_ms=0, total_ms=5000, model="large"))
+    waits.update(record(queue_ms=0, total_ms=5000, model="large"))
     assert (waits.eta_ms("toy", 1, slots=1), waits.eta_ms("large", 1, slots=1)) == (100, 5000)
 
 
 def test_a_turn_that_never_ran_does_not_change_the_estimate() -> None:
     """A turn aborted in the queue held no slot."""
     waits = WaitEstimator()
-    waits.observe(record(queue_ms=0, total_ms=100))
-    waits.observe(record(queue_ms=5000, total_ms=9000, prompt_tokens=0))
+    waits.update(record(queue_ms=0, total_ms=100))
+    waits.update(record(queue_ms=5000, total_ms=9000, prompt_tokens=0))
     assert waits.eta_ms("toy", 1, slots=1) == 100

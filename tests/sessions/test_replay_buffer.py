@@ -39,15 +39,15 @@ def filled(*events: NumberedEvent, limit_bytes: int = 2**20) -> ReplayBuffer:
 def test_adjacent_tokens_of_a_turn_are_joined() -> None:
     """The event has the last number; other events and turns separate runs."""
     replay = filled(token(1, "a"), token(2, "b"), progress(3), token(4, "c"), token(5, "d", turn="u"))
-    missing = replay.after(0)
+    missing = replay.events_after(0)
     assert missing == [token(2, "ab"), progress(3), token(4, "c"), token(5, "d", turn="u")]
-    assert replay.after(1) == [token(2, "b"), progress(3), token(4, "c"), token(5, "d", turn="u")]
-    assert replay.after(5) == []
+    assert replay.events_after(1) == [token(2, "b"), progress(3), token(4, "c"), token(5, "d", turn="u")]
+    assert replay.events_after(5) == []
 
 
 def test_logprobs_are_joined_with_their_tokens() -> None:
     """They are in the order of the tokens."""
-    (together,) = filled(token(1, "a", logprobs=2), token(2, "b", logprobs=1)).after(0) or []
+    (together,) = filled(token(1, "a", logprobs=2), token(2, "b", logprobs=1)).events_after(0) or []
     assert isinstance(together, Token)
     assert together.content == "ab"
     assert [(entry.token, len(entry.top)) for entry in together.logprobs or ()] == [("a", 2), ("b", 1)]
@@ -56,13 +56,13 @@ def test_logprobs_are_joined_with_their_tokens() -> None:
 def test_the_error_of_a_turn_is_replayed() -> None:
     """It is a numbered event."""
     error = Error(code="internal", message="m", error="m", session_id="s", seq=2, turn_id="t", retryable=False)
-    assert filled(token(1, "a"), error).after(1) == [error]
+    assert filled(token(1, "a"), error).events_after(1) == [error]
 
 
 def test_joined_text_stays_below_the_client_limit() -> None:
     """Long text is split into several events without loss."""
     replay = filled(*(token(seq, "x" * 10_000) for seq in range(1, 31)))
-    missing = replay.after(0) or []
+    missing = replay.events_after(0) or []
     contents = [event.content for event in missing if isinstance(event, Token)]
     assert "".join(contents) == "x" * 300_000
     assert max(map(len, contents)) <= MAX_JOINED_BYTES + 10_000
@@ -72,7 +72,7 @@ def test_joined_text_stays_below_the_client_limit() -> None:
 def test_a_limit_of_zero_keeps_nothing() -> None:
     """Only the current position can be resumed."""
     replay = filled(token(1, "a"), progress(2), limit_bytes=0)
-    assert (replay.after(1), replay.after(2), replay.size_bytes) == (None, [], 0)
+    assert (replay.events_after(1), replay.events_after(2), replay.size_bytes) == (None, [], 0)
 
 
 def test_a_disabled_buffer_loses_events_until_enabled() -> None:
@@ -80,18 +80,18 @@ def test_a_disabled_buffer_loses_events_until_enabled() -> None:
     replay = filled(token(1, "a"))
     replay.disable()
     replay.add(token(2, "b"))
-    assert (replay.after(1), replay.after(2), replay.size_bytes) == (None, [], 0)
+    assert (replay.events_after(1), replay.events_after(2), replay.size_bytes) == (None, [], 0)
     replay.enable()
     replay.add(token(3, "c"))
-    assert replay.after(2) == [token(3, "c")]
+    assert replay.events_after(2) == [token(3, "c")]
 
 
 def test_events_of_an_earlier_daemon_are_lost() -> None:
     """A restored session continues its numbers."""
     replay = ReplayBuffer(1000, seq=7)
-    assert (replay.after(6), replay.after(7)) == (None, [])
+    assert (replay.events_after(6), replay.events_after(7)) == (None, [])
     replay.add(token(8, "a"))
-    assert replay.after(7) == [token(8, "a")]
+    assert replay.events_after(7) == [token(8, "a")]
 
 
 EVENTS = st.lists(
@@ -118,7 +118,7 @@ def test_a_replay_is_complete_or_refused(events: list[tuple[str, str]], limit_by
         assert replay.size_bytes <= limit_bytes
     complete = []
     for last_seq in range(len(told) + 1):
-        missing = replay.after(last_seq)
+        missing = replay.events_after(last_seq)
         complete.append(missing is not None)
         if missing is None:
             continue
