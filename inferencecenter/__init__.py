@@ -1,3 +1,3 @@
-"""InferenceCenter: one GGUF model, lent to many clients over persistent WebSockets."""
+"""InferenceCenter serves GGUF models to many concurrent clients over persistent WebSocket sessions."""
 
 __version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""``python -m inferencecenter`` is the command line."""
+"""``python -m inferencecenter`` runs the command line."""
 
 from inferencecenter.cli import main
 

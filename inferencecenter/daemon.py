@@ -1,8 +1,7 @@
-"""Composition root: puts the parts of the daemon together, runs them, and takes them apart again.
+"""Composition root: builds the parts of the daemon from the settings, runs them, and shuts them down.
 
-The only module that names the concrete classes, beside ``engines`` and ``one_shot``. What can be wrong with a
-configuration (state directory, port, client file, parameters, model file) is found here, before or while the first
-engine starts, and ends the daemon.
+Beside ``one_shot`` the only module that names the concrete classes. Errors in the configuration (state directory, port,
+client file, parameters, model file) are found here, before or while the first engine starts, and end the daemon.
 """
 
 from __future__ import annotations
@@ -91,11 +90,11 @@ if TYPE_CHECKING:
     from inferencecenter.telemetry.otlp import Traces
 
 
-def install_signal_handlers(*, stop: Callable[[], None], read_again: Callable[[], object]) -> None:
-    """Stop at the first SIGINT or SIGTERM, and give the second one back its usual effect; read again at SIGHUP.
+def install_signal_handlers(*, stop: Callable[[], None], reload: Callable[[], object]) -> None:
+    """Stop at the first SIGINT or SIGTERM, and restore the second one's default effect; reload at SIGHUP.
 
-    With a terminal SIGHUP says that it has gone, and stops the daemon; where it is ignored, as under nohup, it stays
-    ignored. To be called on the event loop.
+    With a terminal, SIGHUP means that the terminal is gone, and stops the daemon; where it is ignored, as under nohup,
+    it stays ignored. Call it on the event loop.
     """
     loop = asyncio.get_running_loop()
     ends = [signal.SIGINT, signal.SIGTERM]
@@ -103,7 +102,7 @@ def install_signal_handlers(*, stop: Callable[[], None], read_again: Callable[[]
         if _has_terminal():
             ends.append(signal.SIGHUP)
         else:
-            loop.add_signal_handler(signal.SIGHUP, read_again)
+            loop.add_signal_handler(signal.SIGHUP, reload)
 
     def end(received: signal.Signals) -> None:
         _log.info("stopping", signal=received.name)
@@ -124,7 +123,7 @@ def _has_terminal() -> bool:
 
 
 def used_today(settings: Settings) -> dict[tuple[str, str], int]:
-    """Return the tokens that limits count, used since midnight UTC, by client and token; none if nobody can tell."""
+    """Return the tokens used since midnight UTC that count towards limits, by client and token; empty if unreadable."""
     path, today = settings.state_dir / DATABASE_NAME, utc_day(time.time())
     try:
         with Archive.open(path) as archive:
@@ -136,7 +135,7 @@ def used_today(settings: Settings) -> dict[tuple[str, str], int]:
 
 
 def usage_reader(settings: Settings) -> UsageReader:
-    """Return what reads a client's usage from a day on; nothing is kept where sessions are not."""
+    """Return a function that reads a client's usage since a day; without a session store none is kept."""
     if not settings.sessions.store:
         return no_usage
 
@@ -145,12 +144,12 @@ def usage_reader(settings: Settings) -> UsageReader:
             with Archive.open(settings.state_dir / DATABASE_NAME) as archive:
                 return archive.usage(client_id, since=since)
         except InferenceCenterError as error:
-            # Clients are told neither the path nor what SQLite says.
+            # Clients get neither the path nor SQLite's message.
             _log.warning("usage_unreadable", error=error.message, hint=error.hint)
             raise InferenceCenterError(
                 ErrorCode.STORAGE_UNAVAILABLE,
                 "usage cannot be read at the moment",
-                hint="Try again when the operator has mended it.",
+                hint="Try again when the operator has fixed it.",
                 retry_after_ms=RETRY_LATER_MS,
             ) from None
 
@@ -158,14 +157,14 @@ def usage_reader(settings: Settings) -> UsageReader:
 
 
 def other_accounts(settings: Settings) -> ExternalAuthProvider | None:
-    """Return another program that knows clients, if there is one; call it on the event loop.
+    """Return the external auth provider, if one is configured; call it on the event loop.
 
     Raises:
         InferenceCenterError: ``invalid_config`` for a file that cannot be used.
     """
     if settings.external_auth.url is None:
         return None
-    # What speaks HTTP takes a tenth of a second to import, which most daemons need not.
+    # The HTTP client takes a tenth of a second to import, and most daemons do not need it.
     from inferencecenter.auth.external import ExternalAuth  # noqa: PLC0415
 
     return ExternalAuth(
@@ -179,14 +178,14 @@ def other_accounts(settings: Settings) -> ExternalAuthProvider | None:
 ACCOUNTS_FILE: Final = "accounts.sqlite3"
 _SUSPECTS_FILE: Final = "suspects.json"
 STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
-"""How long stopping takes at most when turns have had their time, and what the store needs at the end."""
+"""How long stopping takes at most after the turns' time is over, including what the store needs at the end."""
 
 _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """What whoever started the daemon should know; ``admin_token`` only on the first run."""
+    """What is announced once the daemon listens; ``admin_token`` only on the first run."""
 
     address: str
     admin_token: str | None
@@ -195,9 +194,9 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """What there must be before the event loop runs.
+    """What is opened before the event loop runs.
 
-    Without ``store`` sessions end with the daemon, without ``traces`` no turn is traced.
+    Without ``store`` sessions end with the daemon; without ``traces`` no turn is traced.
     """
 
     accounts: Accounts
@@ -207,27 +206,29 @@ class _Prepared:
     sockets: list[socket.socket]
     certificate: Certificate | None
     traces: Traces | None
-    read_again: Callable[[], Settings]
+    reload_settings: Callable[[], Settings]
     templates: TemplateProcessPool = field(default_factory=TemplateProcessPool)
 
     @property
     def tls(self) -> ssl.SSLContext | None:
-        """What the port speaks TLS with, if it does."""
+        """The TLS context of the port, if it has one."""
         return self.certificate.context if self.certificate else None
 
 
-def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_again: Callable[[], Settings]) -> int:
+def serve(
+    settings: Settings, *, announce: Callable[[Announcement], None], reload_settings: Callable[[], Settings]
+) -> int:
     """Run the daemon until SIGINT or SIGTERM and return the exit code.
 
-    The first signal lets running turns finish for ``server.shutdown_timeout_s``; those that have not go on with the
-    next daemon. A second one ends it at once. With ``engine.exit_when_failed`` it also ends, with 1, when the engine is
-    given up. At SIGHUP, or when the command line asks, settings are read again, by ``read_again``.
+    The first signal lets running turns finish for ``server.shutdown_timeout_s``; the next daemon continues those that
+    have not. A second one ends it at once. With ``engine.exit_when_failed`` the daemon also ends, with code 1, when the
+    engine is given up. At SIGHUP, or on request of the command line, settings are reloaded by ``reload_settings``.
 
     Raises:
-        InferenceCenterError: What keeps the daemon from running: ``invalid_config``, ``invalid_model_file``,
-            ``address_in_use`` or ``storage_unavailable``.
+        InferenceCenterError: The daemon cannot run: ``invalid_config``, ``invalid_model_file``, ``address_in_use`` or
+            ``storage_unavailable``.
     """
-    # A watchdog ends a front that is stuck by SIGABRT; where it was stuck then stands in the log.
+    # A watchdog ends a stuck daemon by SIGABRT; the log then has the stack.
     faulthandler.enable()
     _allow_many_sockets()
     build_messages(Request, Event, Value)
@@ -261,7 +262,7 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
             sockets=sockets,
             certificate=certificate,
             traces=traces,
-            read_again=read_again,
+            reload_settings=reload_settings,
         )
         announcement = Announcement(
             address=address(sockets, server),
@@ -274,12 +275,13 @@ def serve(settings: Settings, *, announce: Callable[[Announcement], None], read_
 
 
 async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callable[[], None]) -> int:
-    """Put the parts together, serve, and take them apart; return the exit code.
+    """Build the parts, serve, and shut them down; return the exit code.
 
-    Sockets go first, then the engine, whose turns stay as they are, and at last what writes all of that down.
+    Sockets are closed first, then the engine, which leaves its turns as they are, and last the store that persists
+    them.
 
     Raises:
-        InferenceCenterError: The model cannot be loaded, or something cannot be made in the state directory.
+        InferenceCenterError: The model cannot be loaded, or something cannot be created in the state directory.
     """
     accounts, store, metrics = prepared.accounts, prepared.store, DaemonMetrics()
 
@@ -319,7 +321,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     )
     reload = ConfigReloader(
         started_with=settings,
-        read=prepared.read_again,
+        read=prepared.reload_settings,
         accounts=accounts,
         certificate=prepared.certificate,
         close_clients=context.hub.close_clients,
@@ -328,15 +330,15 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         apply_models=models.apply,
     )
 
-    def hopeless() -> bool:
+    def is_unrecoverable() -> bool:
         return supervisor.load_failure is not None or _ends_with(models, settings)
 
-    def stop_when_hopeless(_: EngineStatus) -> None:
-        # A model that is swapped in and cannot be loaded is no reason: who asked for it is told.
-        if hopeless():
+    def stop_when_unrecoverable(_: EngineStatus) -> None:
+        # A swapped-in model that cannot be loaded does not end the daemon: the client that requested it gets the error.
+        if is_unrecoverable():
             listener.stop()
 
-    drain = partial(reporter.told_to_stop, lambda: context.drain(at_once=hopeless()))
+    drain = partial(reporter.drain_and_stop, lambda: context.drain(at_once=is_unrecoverable()))
     listener = Listener(
         create_app(context, *api_routes(context)),
         settings.server,
@@ -353,7 +355,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         if store is not None:
             store.purge(kind, name)
 
-    models.subscribe(stop_when_hopeless)
+    models.subscribe(stop_when_unrecoverable)
     async with aclosing(prepared.templates), AsyncExitStack() as running:
         if store is not None:
             running.push_async_callback(store.close)
@@ -365,7 +367,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         control.open()
         running.callback(control.close)
         running.push_async_callback(context.close)
-        install_signal_handlers(stop=listener.stop, read_again=reload.run)
+        install_signal_handlers(stop=listener.stop, reload=reload.run)
         running.callback(remove_ram_cache, settings.kv, settings.state_dir)
         reporter.begin()
         running.push_async_callback(reporter.close)
@@ -386,10 +388,10 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
 
 
 async def _listen(listener: Listener, sockets: list[socket.socket]) -> None:
-    """Serve, and spare the garbage collector what lives as long as the daemon: modules, messages' models, sessions.
+    """Serve, with the objects that live as long as the daemon excluded from garbage collection.
 
-    A full collection looks at every object that is not frozen. Those of an idle daemon take it 40 to 70 ms, in which no
-    stream gets a token, and what connections leave behind makes it come every few seconds.
+    A full collection traverses every object that is not frozen: modules, message models and sessions. In an idle daemon
+    that takes 40 to 70 ms, during which no stream gets a token, and closed connections trigger it every few seconds.
     """
     gc.collect()
     gc.freeze()
@@ -399,13 +401,13 @@ async def _listen(listener: Listener, sockets: list[socket.socket]) -> None:
 def _restore(
     settings: Settings, store: SessionStore, *, accounts: Accounts, allowances: Allowances, sessions: SessionManager
 ) -> None:
-    """Go on with what earlier daemons stored."""
+    """Restore what earlier daemons stored."""
     allowances.restore_usage(used_today(settings))
     sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
 
 
 def _ends_with(models: ModelManager, settings: Settings) -> bool:
-    """Tell whether the daemon ends because everybody's engine was given up."""
+    """Return whether the daemon ends because the default model's engine was given up."""
     return settings.engine.exit_when_failed and models.engine(models.default).given_up
 
 
@@ -459,7 +461,7 @@ def _allow_many_sockets() -> None:
 
 @contextlib.contextmanager
 def _only_daemon(state_dir: Path) -> Iterator[None]:
-    """Make the state directory, readable by its owner only, and hold it for this daemon alone.
+    """Create the state directory, readable by its owner only, and lock it for this daemon.
 
     Raises:
         InferenceCenterError: ``storage_unavailable``.
@@ -496,13 +498,13 @@ def make_models(
     metrics: EngineMetrics,
     live_sessions: Callable[[], Collection[str]] | None = None,
 ) -> ModelManager:
-    """Return the models, of which none is loaded yet, and delete what was parked for those that there are no more.
+    """Return the models, none of them loaded yet, and delete the parked KV of models that no longer exist.
 
     Args:
-        settings: Where things are kept, and what is set about GPUs.
+        settings: The daemon's settings.
         registry: The models by name.
-        metrics: Where their steps are counted.
-        live_sessions: Names the sessions whose KV a new engine is to keep; without it all is kept.
+        metrics: Where steps are recorded.
+        live_sessions: Returns the sessions whose KV a new engine keeps; ``None`` keeps all.
     """
     remove_stale_caches(settings.kv, settings.state_dir, registry.models.values())
     suspicion_file = PoisonTurnStore(settings.state_dir / _SUSPECTS_FILE)
@@ -524,7 +526,7 @@ def make_models(
         return _model(
             spec,
             admit,
-            # What is wrong with the GPUs that are set is to end the daemon, and others are planned when they load.
+            # A wrong GPU setting is to end the daemon, so the first model is planned now; others when they are loaded.
             plan_now=first is None,
             settings=settings,
             calibration=calibration,

@@ -1,7 +1,4 @@
-"""Asks a model one question with nothing else around it: no daemon, no port, no accounts, nothing written down.
-
-Puts together, beside ``daemon``, what a turn takes: an engine process and a session in memory.
-"""
+"""Runs one prompt without a daemon, port, accounts or files: an engine process and a session in memory."""
 
 from __future__ import annotations
 
@@ -39,12 +36,12 @@ _CLIENT: Final = Principal("shell", max_sessions=1, priority="interactive", scop
 _SETTLED: Final = (EngineState.READY, EngineState.FAILED)
 
 Shown: TypeAlias = Queued | Progress | ContextShifted | Token | Reasoning | End
-"""What a turn is made of, in the order of its events."""
+"""The events of a turn, in their order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneShotRequest:
-    """What is asked; with ``raw`` a text to go on with, as it is, after that of ``system``."""
+    """A prompt; with ``raw`` it is continued as plain text, after that of ``system``."""
 
     prompt: str
     params: Mapping[str, Any]
@@ -54,7 +51,7 @@ class OneShotRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneShotResult:
-    """How it ended; ``end`` is ``None`` if it never began. ``interrupted`` is the signal that ended it, 0 for none."""
+    """How the turn ended; ``end`` is ``None`` if it never began, ``interrupted`` the signal that ended it, or 0."""
 
     end: End | None
     interrupted: int = 0
@@ -83,16 +80,16 @@ def ask(
     on_status: Callable[[EngineStatus], None],
     on_event: Callable[[Shown], None],
 ) -> OneShotResult:
-    """Load a model, ask it, and let it go; to be called from the main thread.
+    """Load a model, run one prompt, and unload the model; call it from the main thread.
 
-    SIGINT and SIGTERM end the answer, which keeps what was said.
+    SIGINT and SIGTERM end the answer, and keep the text so far.
 
     Args:
         spec: The model. It runs in one slot.
-        question: What it is asked.
-        settings: What holds for engines and GPUs. Nothing is written into the state directory.
-        on_status: Hears of each change of the engine's state, and of each tenth of the loading.
-        on_event: Hears of each event of the turn; what it raises ends the turn, and is raised from here.
+        question: The request.
+        settings: The settings of engines and GPUs. Nothing is written into the state directory.
+        on_status: Called with each change of the engine's state, and at each tenth of the load progress.
+        on_event: Called with each event of the turn; an exception ends the turn and is raised from here.
 
     Raises:
         InferenceCenterError: Why there is no answer.
@@ -143,7 +140,7 @@ async def _ask(
 
 
 class _Turn:
-    """The one turn, and the socket that its session sends to. Implements ``sessions.client.EventSink``."""
+    """The only turn, and the sink for its session's events. Implements ``sessions.client.EventSink``."""
 
     def __init__(self, on_event: Callable[[Shown], None]) -> None:
         self._on_event = on_event
@@ -153,10 +150,10 @@ class _Turn:
         self.interrupted = 0
 
     def begin(self, sessions: SessionManager, question: OneShotRequest) -> None:
-        """Open a session and ask.
+        """Open a session and submit the turn.
 
         Raises:
-            InferenceCenterError: It cannot be asked.
+            InferenceCenterError: The turn is refused.
         """
         created = sessions.create(
             _CLIENT,
@@ -174,7 +171,7 @@ class _Turn:
         )
 
     def interrupt(self, number: int) -> None:
-        """End the turn, or the waiting for it; whoever cannot wait for that is heard the second time."""
+        """End the turn, or the wait for it; a second signal has its default effect."""
         for each in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(each)
         self.interrupted = number
@@ -183,7 +180,7 @@ class _Turn:
             self._abort()
 
     def send(self, event: Event) -> None:
-        """Show an event of the turn; a screen that is gone ends it."""
+        """Pass on an event of the turn; a closed output ends it."""
         if self.ended.done():
             return
         try:
@@ -202,44 +199,44 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class _OneModel:
-    """A model and no other. Implements ``ipc.port.EnginesPort``."""
+    """A single model. Implements ``ipc.port.ModelsPort``."""
 
     spec: ModelSpec
     supervisor: Supervisor
 
     @property
     def default(self) -> str:
-        """Its name."""
+        """The model's name."""
         return self.spec.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its name alone."""
+        """The model's name."""
         return (self.spec.name,)
 
     def engine(self, name: str) -> Supervisor:
-        """Return its engine."""
+        """Return the model's engine."""
         if name != self.spec.name:
             raise not_registered(name, {self.spec.name: self.spec})
         return self.supervisor
 
     def ensure_loaded(self, name: str, client_id: str = "") -> None:
-        """Say why it could not be loaded."""
+        """Raise if the model could not be loaded."""
         if (failure := self.engine(name).load_failure) is not None:
             raise failure
 
     def params_of(self, name: str) -> Mapping[str, Any]:
-        """Return its own parameters."""
+        """Return the model's parameters."""
         self.engine(name)
         return self.spec.params
 
     def release(self, session_id: str) -> None:
-        """Let its engine forget a session's KV."""
+        """Have the engine drop a session's KV."""
         self.supervisor.release(session_id)
 
 
 def _supervisor(spec: ModelSpec, settings: Settings) -> Supervisor:
-    """Return what runs the engine; corrections of plans are heeded and left as they are."""
+    """Return the engine's supervisor; the VRAM calibration is used but not updated."""
     engine = spec.engine.model_copy(update={"slots": 1})
     alone = replace(spec, engine=engine)
     planner = Planner(engine=engine, gpu=settings.gpu, calibration=VramCalibration(settings.state_dir / PLAN_FILE))

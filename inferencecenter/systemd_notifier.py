@@ -1,4 +1,4 @@
-"""What the service manager hears of the daemon: that it is ready, how it is, that it lives, and that it stops."""
+"""Reports to systemd that the daemon is ready, alive, reloading or stopping, and its status (sd_notify(3))."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 STATUS_EVERY_S: Final = 5.0
 EXTENSION_S: Final = 60.0
-"""How much longer the start may take each time that it is said to go on."""
+"""By how much each notification extends the start timeout."""
 KILLED_ENGINE_S: Final = 60.0
-"""How long an engine that was killed may still be there before the watchdog is not fed any more."""
+"""How long a killed engine may remain before the watchdog is no longer fed."""
 _EXTEND_EVERY_S: Final = 20.0
 _US_PER_S: Final = 1_000_000
 _SEND_TIMEOUT_S: Final = 0.5
@@ -39,11 +39,11 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Notifier:
-    """A service manager that wants to be told.
+    """The notification socket of the service manager (sd_notify(3)): datagrams of ``NAME=value`` lines.
 
     Args:
         address: Its datagram socket: a path, or ``@`` and an abstract name.
-        watchdog_s: Seconds within which it wants a sign of life each time; ``None`` if it wants none.
+        watchdog_s: The watchdog's timeout in seconds; ``None`` without a watchdog.
     """
 
     address: str
@@ -51,9 +51,9 @@ class Notifier:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str], *, pid: int) -> Notifier | None:
-        """Return the manager that started the process ``pid``, ``None`` if it is not to be told.
+        """Return the socket of the manager that started the process ``pid``, ``None`` if there is none.
 
-        Read are ``NOTIFY_SOCKET``, ``WATCHDOG_USEC`` and ``WATCHDOG_PID``. What makes no sense is logged and left out.
+        Reads ``NOTIFY_SOCKET``, ``WATCHDOG_USEC`` and ``WATCHDOG_PID``. Invalid values are logged and ignored.
         """
         address = environment.get("NOTIFY_SOCKET", "")
         if not address:
@@ -63,16 +63,16 @@ class Notifier:
             return None
         return cls(address, _watchdog_s(environment, pid=pid))
 
-    def send(self, **words: str | int) -> None:
-        """Tell it; what cannot be told is logged and changes nothing else. Waits at most half a second."""
-        datagram = "\n".join(f"{name}={_one_line(value)}" for name, value in words.items())
-        # A new socket each time also reaches a manager that was started again.
+    def send(self, **fields: str | int) -> None:
+        """Send a notification; a failure is only logged. Blocks for at most half a second."""
+        datagram = "\n".join(f"{name}={_one_line(value)}" for name, value in fields.items())
+        # A new socket each time also reaches a restarted manager.
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.settimeout(_SEND_TIMEOUT_S)
             try:
                 sender.sendto(datagram.encode(), _socket_name(self.address))
             except OSError as error:
-                _log.warning("service_manager_not_told", words=list(words), error=str(error))
+                _log.warning("service_manager_not_told", words=list(fields), error=str(error))
 
 
 def _socket_name(address: str) -> str:
@@ -94,35 +94,35 @@ def _watchdog_s(environment: Mapping[str, str], *, pid: int) -> float | None:
 
 
 class ReportedEngine(Protocol):
-    """What tells how the daemon's engine is."""
+    """The engine whose state is reported."""
 
     @property
     def status(self) -> EngineStatus:
-        """The engine's state now."""
+        """The engine's current status."""
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
         """Call ``listener`` when the state changes."""
 
 
 class SystemdNotifier:
-    """Tells the service manager, if there is one, and does nothing and keeps no timer without.
+    """Notifies the service manager; without one it does nothing and keeps no timer.
 
-    ``READY`` is said when the engine is ready for the first time, or is not going to be; until then the start is
+    ``READY`` is sent when the engine is ready for the first time, or will not be; until then the start timeout is
     extended for as long as the event loop runs, since the supervisor limits how long and how often a model is loaded.
 
-    The watchdog is fed from the event loop, so a front that is stuck is ended. A hung engine is the supervisor's to
-    kill; only one that the kernel does not let go of for a minute ends the feeding. With the watchdog's beat it is also
-    seen whether the status has changed; without a watchdog it is told when the engine's state changes.
+    The watchdog is fed from the event loop, so a stuck daemon is killed. A hung engine is killed by the supervisor;
+    only one that the kernel does not release for a minute ends the feeding. Each watchdog tick also checks whether the
+    status has changed; without a watchdog the status is sent when the engine's state changes.
 
     Args:
-        notifier: The service manager.
-        engine: The engine, whose state is told.
-        totals: Readings over all sessions.
-        read_gpu: Readings of the GPU; called off the event loop.
-        settled: Whether the daemon serves on without an engine.
+        notifier: The service manager's socket; ``None`` without one.
+        engine: The engine whose state is reported.
+        totals: Returns figures over all sessions.
+        read_gpu: Reads the GPU; called off the event loop.
+        settled: Returns whether the daemon continues to serve without an engine.
         stop_s: Seconds that stopping takes at most.
-        kill_pending: Whether a process was killed and is still there.
-        monotonic: Seconds that only rise.
+        kill_pending: Returns whether a process was killed and still exists.
+        monotonic: Monotonic clock in seconds.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only; the last two have defaults
@@ -150,25 +150,25 @@ class SystemdNotifier:
         self._is_ready = False
         self._stopping = False
         self._changed = False
-        self._telling = False
-        self._told = ""
-        self._glanced: tuple[object, ...] = ()
+        self._status_task_runs = False
+        self._last_status = ""
+        self._last_inputs: tuple[object, ...] = ()
         self._killed: tuple[int, float] | None = None
 
     def begin(self) -> None:
-        """Begin to tell; to be called on the event loop before the engine is started."""
+        """Start notifying; call it on the event loop before the engine is started."""
         if self._notifier is not None:
             self._engine.subscribe(self._engine_changed)
             self._extend_start()
 
     async def close(self) -> None:
-        """Tell nothing more."""
+        """Stop notifying."""
         if self._timer is not None:
             self._timer.cancel()
         await self._tasks.cancel()
 
-    async def told_to_stop(self, drain: Callable[[], Awaitable[None]]) -> None:
-        """Say that the daemon stops and how long that may take, and let it drain."""
+    async def drain_and_stop(self, drain: Callable[[], Awaitable[None]]) -> None:
+        """Notify that the daemon stops and how long that may take, then await ``drain``."""
         self._stopping = True
         if self._notifier is not None:
             extension_us = int(self._stop_s * _US_PER_S)
@@ -177,7 +177,7 @@ class SystemdNotifier:
 
     @contextlib.contextmanager
     def reloading(self) -> Iterator[None]:
-        """Say that settings are read again, and at the end that the daemon is as ready as before."""
+        """Notify that settings are being reloaded, and at the end that the daemon is ready again."""
         notifier = self._notifier if self._is_ready else None
         if notifier is not None:
             notifier.send(RELOADING=1, MONOTONIC_USEC=int(self._monotonic() * _US_PER_S))
@@ -187,7 +187,7 @@ class SystemdNotifier:
             if notifier is not None:
                 notifier.send(READY=1)
 
-    # Ready, or not yet.
+    # Readiness.
 
     def _extend_start(self) -> None:
         if self._notifier is not None:
@@ -197,7 +197,7 @@ class SystemdNotifier:
     def _engine_changed(self, status: EngineStatus) -> None:
         if not self._is_ready and (status.state is EngineState.READY or self._settled()):
             self._become_ready()
-        self._look()
+        self._update_status()
 
     def _become_ready(self) -> None:
         assert self._notifier is not None, "nobody else subscribes"
@@ -207,17 +207,17 @@ class SystemdNotifier:
             self._timer = None
         self._notifier.send(READY=1)
         if self._notifier.watchdog_s is not None:
-            self._beat(self._notifier, self._notifier.watchdog_s / 2)
+            self._tick(self._notifier, self._notifier.watchdog_s / 2)
 
-    # A sign of life.
+    # Watchdog.
 
-    def _beat(self, notifier: Notifier, every_s: float) -> None:
-        # Before anything that may fail: a beat that does not come has the service manager kill the daemon.
-        self._timer = asyncio.get_running_loop().call_later(every_s, self._beat, notifier, every_s)
+    def _tick(self, notifier: Notifier, every_s: float) -> None:
+        # Rescheduled before anything can fail: without ticks the service manager kills the daemon.
+        self._timer = asyncio.get_running_loop().call_later(every_s, self._tick, notifier, every_s)
         if not self._engine_outlives_its_kill():
             notifier.send(WATCHDOG=1)
-        if self._glance() != self._glanced:
-            self._look()
+        if self._status_inputs() != self._last_inputs:
+            self._update_status()
 
     def _engine_outlives_its_kill(self) -> bool:
         pid = self._engine.status.pid
@@ -231,37 +231,37 @@ class SystemdNotifier:
         _log.error("watchdog_not_fed", reason="the engine was killed and does not go", pid=pid)
         return True
 
-    # How it is.
+    # Status.
 
-    def _glance(self) -> tuple[object, ...]:
-        """What a change of is worth a status, and costs nothing to know."""
+    def _status_inputs(self) -> tuple[object, ...]:
+        """Return what determines the status and is cheap to read."""
         engine = self._engine.status
         return engine.state, engine.running, engine.waiting, self._totals().total_sessions
 
-    def _look(self) -> None:
+    def _update_status(self) -> None:
         self._changed = True
-        if self._notifier is not None and not self._telling:
-            self._telling = True
-            self._tasks.keep_running(partial(self._keep_telling, self._notifier), name="status")
+        if self._notifier is not None and not self._status_task_runs:
+            self._status_task_runs = True
+            self._tasks.keep_running(partial(self._keep_notifying, self._notifier), name="status")
 
-    async def _keep_telling(self, notifier: Notifier) -> None:
-        """Tell how the daemon is, every few seconds for as long as that changes or turns run."""
+    async def _keep_notifying(self, notifier: Notifier) -> None:
+        """Send the status every few seconds for as long as it changes or turns run."""
         while self._changed:
             self._changed = False
-            self._glanced = self._glance()
+            self._last_inputs = self._status_inputs()
             gpu = await asyncio.to_thread(self._read_gpu)
             text = describe(self._engine.status, self._totals(), gpu, stopping=self._stopping)
-            if text != self._told:
-                self._told = text
+            if text != self._last_status:
+                self._last_status = text
                 notifier.send(STATUS=text)
             await asyncio.sleep(STATUS_EVERY_S)
             engine = self._engine.status
-            self._changed |= bool(engine.running or engine.waiting) or self._glance() != self._glanced
-        self._telling = False
+            self._changed |= bool(engine.running or engine.waiting) or self._status_inputs() != self._last_inputs
+        self._status_task_runs = False
 
 
 def describe(engine: EngineStatus, totals: Totals, gpu: GpuReading, *, stopping: bool) -> str:
-    """Return the daemon's state in a line for ``systemctl status``."""
+    """Return the daemon's state as one line for ``systemctl status``."""
     state = "stopping" if stopping else f"engine {engine.state.value}"
     if engine.state is EngineState.STARTING and not stopping:
         state = f"loading the model, {engine.load_fraction:.0%}"
@@ -274,7 +274,7 @@ def describe(engine: EngineStatus, totals: Totals, gpu: GpuReading, *, stopping:
 
 
 def kill_is_pending(pid: int, *, proc: Path = Path("/proc")) -> bool:
-    """Tell whether a process was killed and the kernel has not ended it, as when a driver does not return."""
+    """Return whether a process was killed but not ended by the kernel, as when a driver does not return."""
     try:
         lines = (proc / str(pid) / "status").read_text().splitlines()
     except OSError:

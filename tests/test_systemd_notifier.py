@@ -120,7 +120,7 @@ async def test_without_a_manager_nothing_runs(world: World) -> None:
     reporter.begin()
     with reporter.reloading():
         pass
-    await reporter.told_to_stop(drain)
+    await reporter.drain_and_stop(drain)
     assert (world.listeners, world.heard.words, drained) == ([], [], [1])
     await reporter.close()
 
@@ -193,7 +193,7 @@ async def test_a_status_that_cannot_be_told_is_told_again(world: World, monkeypa
     reporter.begin()
     with capture_logs() as logs:
         world.become(READY)
-        await until(lambda: bool(logs) and not reporter._telling)
+        await until(lambda: bool(logs) and not reporter._status_task_runs)
     assert ("task_restarts", "reporter:status") in [(line["event"], line["task"]) for line in logs]
     world.become(replace(READY, running=1))
     await until(lambda: "1 turns running" in str(world.heard.all("STATUS")))
@@ -206,7 +206,7 @@ async def test_an_unchanged_status_is_not_told_again(world: World) -> None:
     reporter.begin()
     for _ in range(3):
         world.become(READY)
-        await until(lambda: not reporter._telling)
+        await until(lambda: not reporter._status_task_runs)
     assert len(world.heard.all("STATUS")) == 1
     looks = world.gpu_looks
     for _ in range(100):
@@ -224,7 +224,7 @@ async def test_while_turns_run_the_status_follows(world: World) -> None:
     world.status = replace(READY, running=1)
     await until(lambda: "1 turns running, 0 waiting" in str(world.heard.all("STATUS")))
     world.status = READY
-    await until(lambda: not reporter._telling)
+    await until(lambda: not reporter._status_task_runs)
     assert "0 turns running" in str(world.heard.all("STATUS")[-1])
     await reporter.close()
 
@@ -275,7 +275,7 @@ async def test_stopping_is_said_before_anything_is_drained(world: World) -> None
     async def drain() -> None:
         seen.append(world.heard.words[-1])
 
-    await reporter.told_to_stop(drain)
+    await reporter.drain_and_stop(drain)
     assert seen == [{"STOPPING": 1, "STATUS": "stopping", "EXTEND_TIMEOUT_USEC": 33_000_000}]
     await reporter.close()
 

@@ -222,8 +222,8 @@ def info(
     found = _find(settings, model)
     path = found.paths[0] if found else Path(model)
     facts = files.read_facts(path)
-    receipt = found.receipt if found else None
-    data = {"path": str(path), **asdict(facts), "source": receipt.source if receipt else None}
+    manifest = found.manifest if found else None
+    data = {"path": str(path), **asdict(facts), "source": manifest.source if manifest else None}
     if json:
         print_json(data)
         return
@@ -231,8 +231,8 @@ def info(
     for label, value in described(facts).items():
         table.add_row(label, Text(value))
     table.add_row("files", Text(f"{facts.n_files} · {path}" if facts.n_files > 1 else str(path), overflow="fold"))
-    if receipt is not None:
-        table.add_row("from", Text(f"{receipt.source}, {_date(receipt.pulled_at)}"))
+    if manifest is not None:
+        table.add_row("from", Text(f"{manifest.source}, {_date(manifest.pulled_at)}"))
     stdout.print(table)
 
 
@@ -390,9 +390,9 @@ class _Line:
 
     def cells(self) -> tuple[str, ...]:
         """Return name, architecture, weights, parameters, size, source, state and notes."""
-        facts, receipt = self._facts, self._model.receipt
+        facts, manifest = self._facts, self._model.manifest
         told = ("", "", "") if facts is None else (facts.architecture, facts.quantization, count(facts.parameters))
-        source = receipt.source if receipt else ""
+        source = manifest.source if manifest else ""
         now = state(self._served) if self._served else ""
         return self._model.name, *told, size(self._model.size_bytes), source, now, self._problem or self._setting or ""
 
@@ -427,13 +427,13 @@ def _served_data(model: ModelSummary | None) -> dict[str, Any] | None:
 
 
 def _as_data(model: ModelFiles) -> dict[str, Any]:
-    receipt = model.receipt
+    manifest = model.manifest
     return {
         "name": model.name,
         "files": [str(path) for path in model.paths],
         "size_bytes": model.size_bytes,
-        "source": receipt.source if receipt else None,
-        "pulled_at": receipt.pulled_at if receipt else None,
+        "source": manifest.source if manifest else None,
+        "pulled_at": manifest.pulled_at if manifest else None,
     }
 
 

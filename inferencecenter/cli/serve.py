@@ -69,7 +69,7 @@ def serve(  # noqa: PLR0913 - one argument an option
     status = daemon.serve(
         settings,
         announce=lambda announcement: announce(announcement, settings),
-        read_again=lambda: load_settings(config, overrides),
+        reload_settings=lambda: load_settings(config, overrides),
     )
     raise typer.Exit(status)
 

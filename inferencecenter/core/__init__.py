@@ -1,1 +1,1 @@
-"""What every part of the daemon builds on: errors, tasks, state machines and SQLite files."""
+"""Foundations of the daemon: errors, tasks, state machines and SQLite files."""

@@ -1,6 +1,6 @@
-"""The one error table: every failure a client, an HTTP caller or a shell script can meet.
+"""The error table: every failure that a client, an HTTP caller or a shell script can get.
 
-Wire frames, HTTP answers, close codes, CLI exit codes, metric labels and ``docs/errors.md`` derive from ``ERRORS``.
+Wire frames, HTTP responses, close codes, CLI exit codes, metric labels and ``docs/errors.md`` derive from ``ERRORS``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_REASON_CHARS: Final = 200
 
 
 class ErrorCode(StrEnum):
-    """Stable names of failures; clients may branch on them."""
+    """Stable error codes; clients may branch on them."""
 
     INVALID_JSON = "invalid_json"
     INVALID_REQUEST = "invalid_request"
@@ -45,14 +45,14 @@ class ErrorCode(StrEnum):
     STORAGE_UNAVAILABLE = "storage_unavailable"
     MESSAGE_TOO_LARGE = "message_too_large"
     INTERNAL = "internal"
-    # Of HTTP alone, never sent over a socket.
+    # HTTP only, never sent over a socket.
     METHOD_NOT_ALLOWED = "method_not_allowed"
     REQUEST_TIMEOUT = "request_timeout"
-    # Of Responses alone, over HTTP and over sockets of its own.
+    # Responses API only, over HTTP and its own sockets.
     PREVIOUS_RESPONSE_NOT_FOUND = "previous_response_not_found"
     CONNECTION_LIMIT = "websocket_connection_limit_reached"
     STREAM_LIMIT = "websocket_stream_limit_reached"
-    # Met by whoever runs the daemon or the command line, never sent over a socket.
+    # Daemon start and command line only, never sent over a socket.
     INVALID_CONFIG = "invalid_config"
     INVALID_MODEL_FILE = "invalid_model_file"
     ADDRESS_IN_USE = "address_in_use"
@@ -62,10 +62,10 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorSpec:
-    """One row of the table: what a code means and how each border reports it.
+    """One row of the table: what a code means and how each interface reports it.
 
-    ``retry_after_ms`` is the earliest useful retry where the place that failed knows none. ``on_wire`` are those that
-    are sent over sockets, ``on_http`` those that are sent over HTTP: what is neither, the command line meets.
+    ``retry_after_ms`` is the default where the failing code gives none. ``on_wire`` codes are sent over sockets,
+    ``on_http`` codes over HTTP; codes with neither occur on the command line only.
     """
 
     code: ErrorCode
@@ -135,14 +135,14 @@ ERRORS: Mapping[ErrorCode, ErrorSpec] = MappingProxyType({row.code: row for row 
 
 
 class InferenceCenterError(Exception):
-    """A failure with a code from the table and whatever helps to mend it.
+    """A failure with a code from the table, and what helps to fix it.
 
     Args:
         code: Row of ``ERRORS``.
-        message: What is wrong here; the row's own sentence when empty.
+        message: What is wrong; the row's message if empty.
         hint: What to do about it.
-        field: Path of the offending field, as ``params.temperature``.
-        retry_after_ms: Earliest useful retry, for codes that are retryable; the row's own when not given.
+        field: Path of the offending field, such as ``params.temperature``.
+        retry_after_ms: Earliest useful retry, for retryable codes; the row's default if not given.
     """
 
     def __init__(
@@ -162,12 +162,12 @@ class InferenceCenterError(Exception):
 
     @property
     def message(self) -> str:
-        """The sentence shown to the person who caused or met the failure."""
+        """The message shown to the user."""
         return str(self)
 
     @property
     def spec(self) -> ErrorSpec:
-        """The table row of this failure's code."""
+        """The table row of this error's code."""
         return ERRORS[self.code]
 
     def __repr__(self) -> str:
@@ -176,14 +176,14 @@ class InferenceCenterError(Exception):
 
 @contextmanager
 def foreign_input(refuse: Callable[[str], Exception], *, own: type[Exception] = InferenceCenterError) -> Iterator[None]:
-    """The border to something foreign: whatever the block raises that is not ours leaves it as one of our errors.
+    """Convert whatever the block raises while it processes untrusted input into an error of ours.
 
-    What reads a file, an answer or a device cannot list what a hostile one makes the parser raise: RecursionError,
+    A parser of a file, a response or a device cannot list what hostile input makes it raise: RecursionError,
     OverflowError and MemoryError are among it.
 
     Args:
-        refuse: Makes the error from the name and the text of what was raised, which is cut to one short line.
-        own: Errors that pass as they are.
+        refuse: Makes the error from the exception's name and text, truncated to one short line.
+        own: Errors that pass unchanged.
     """
     try:
         yield
@@ -194,7 +194,7 @@ def foreign_input(refuse: Callable[[str], Exception], *, own: type[Exception] = 
 
 
 def reason_of(error: Exception) -> str:
-    """Return an exception in one short line, whatever its text is made of."""
+    """Return an exception as one short line, whatever its text contains."""
     reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     line = ascii(reason)[1:-1]
     return line if len(line) <= _MAX_REASON_CHARS else f"{line[:_MAX_REASON_CHARS]}..."

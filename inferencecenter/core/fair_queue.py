@@ -1,4 +1,4 @@
-"""A queue in front of a worker that many clients use: they take turns, however much each of them has waiting."""
+"""Fair sharing between clients: a queue with round-robin over the clients, and shares of a bounded resource."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ ItemT = TypeVar("ItemT", bound="Hashable")
 
 
 class FairQueue(Generic[ItemT]):
-    """Items by client. A client that was served goes behind the others; its own items stay in their order.
+    """Items by client. A client that was served goes behind the others; its own items stay in order.
 
-    A client whose items are all gone is forgotten. An item is in the queue once at most.
+    A client without items is forgotten. An item is in the queue at most once.
     """
 
     def __init__(self) -> None:
-        # The client whose turn it is first; of each its items, the oldest first.
+        # Clients in the order of service, each with its items, the oldest first.
         self._clients: OrderedDict[str, dict[ItemT, None]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -30,18 +30,18 @@ class FairQueue(Generic[ItemT]):
         return (item for items in self._clients.values() for item in items)
 
     def add(self, client_id: str, item: ItemT) -> None:
-        """Put an item behind its client's others."""
+        """Append an item to its client's."""
         self._clients.setdefault(client_id, {})[item] = None
 
     def withdraw(self, client_id: str, item: ItemT) -> None:
-        """Forget an item, if it still waits."""
+        """Remove an item, if it still waits."""
         items = self._clients.get(client_id, {})
         items.pop(item, None)
         if not items:
             self._clients.pop(client_id, None)
 
     def take(self, may_run: Callable[[ItemT], bool] = lambda _: True) -> ItemT | None:
-        """Remove and return the oldest item of the first client in turn for which ``may_run`` is true, if any."""
+        """Remove and return the oldest item of the first client for which ``may_run`` is true, if any."""
         for client_id, items in self._clients.items():
             item = next(iter(items))
             if may_run(item):
@@ -52,19 +52,19 @@ class FairQueue(Generic[ItemT]):
         return None
 
     def clear(self) -> None:
-        """Forget all items."""
+        """Remove all items."""
         self._clients.clear()
 
 
 class FairShare:
-    """What each client holds of a room of bytes, or of anything else that can be counted.
+    """What each client holds of a bounded resource, such as bytes or places in a queue.
 
-    While there is room all is taken in. When it is full, a client that holds nothing is taken in all the same, and so
-    is one that stays within an even share of the room; the others are refused. So the room is exceeded by what those
-    bring, and by no client that has more than its share already.
+    While there is room, every request fits. When it is full, a request still fits if its client holds nothing, or stays
+    within an even share; others do not. So the bound is exceeded by these requests only, and by no client that
+    already has more than its share.
 
     Args:
-        room: How much there is.
+        room: The size of the resource.
     """
 
     def __init__(self, room: int) -> None:
@@ -81,18 +81,18 @@ class FairShare:
         return self._total
 
     def fits(self, client_id: str, amount: int) -> bool:
-        """Tell whether a client may hold so much more."""
+        """Return whether a client may hold ``amount`` more."""
         held = self._held.get(client_id, 0)
         n_clients = len(self._held) + (client_id not in self._held)
         return not held or self._total + amount <= self._room or held + amount <= self._room // n_clients
 
     def add(self, client_id: str, amount: int) -> None:
-        """Book what a client holds now, at least 1, whether it fits or not."""
+        """Add what a client holds now, at least 1, whether it fits or not."""
         self._held[client_id] = self._held.get(client_id, 0) + amount
         self._total += amount
 
     def remove(self, client_id: str, amount: int) -> None:
-        """Book that a client does not hold so much any more."""
+        """Subtract what a client no longer holds."""
         self._total -= amount
         self._held[client_id] -= amount
         if not self._held[client_id]:

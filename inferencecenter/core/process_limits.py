@@ -1,4 +1,4 @@
-"""What a process may take that runs a stranger's program, set from within: processor time, memory, no core dumps."""
+"""Limits that a process sets on itself before it runs untrusted programs: CPU time, memory, no core dumps."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from pathlib import Path
 
 
 def limit_memory(n_bytes: int) -> None:
-    """Let the process map so much more than it has now, and leave no core dump when it dies of that."""
+    """Limit what the process may map beyond what it has now, and disable core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + n_bytes,) * 2)
 
 
 def limit_cpu(seconds: float) -> None:
-    """Have the kernel end the process when it works for so much longer, rounded up: its parent may be gone by then."""
+    """Have the kernel kill the process after so much more CPU time, rounded up; that works without its parent."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     limit_s = int(used.ru_utime + used.ru_stime + seconds) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (limit_s, resource.RLIM_INFINITY))
 
 
 def mapped_bytes() -> int:
-    """Return how much the process has mapped."""
+    """Return the size of the process's mappings."""
     return _statm_bytes(0)
 
 
 def resident_bytes() -> int:
-    """Return how much of it is in memory."""
+    """Return the resident set size."""
     return _statm_bytes(1)
 
 

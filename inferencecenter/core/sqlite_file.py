@@ -1,4 +1,4 @@
-"""SQLite files that are ours alone: private from their first byte, migrated step by step, never overwritten."""
+"""SQLite files of the daemon: private from the first byte, migrated step by step, never overwritten."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 BUSY_TIMEOUT_S: Final = 2.0
-"""How long a statement waits for another process to let go of the file."""
+"""How long a statement waits for another process to release the file."""
 
 MAX_LOG_BYTES: Final = 1024 * 1024
-"""What the log beside a file has at most, but for transactions that are larger, and while another program reads."""
+"""Maximum size of the write-ahead log, except for larger transactions and while another program reads."""
 PAGE_BYTES: Final = 4096
-"""SQLite's own choice, which all files here have."""
+"""SQLite's default, which all files here have."""
 
 DAMAGE_CODES: Final = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
-"""Result codes that say that a file is damaged."""
+"""Result codes for a damaged file."""
 
 Steps: TypeAlias = "Sequence[Sequence[str]]"
-"""Statements by the version that they lead to; append, never change: ``PRAGMA user_version`` counts them."""
+"""Statements by the schema version they lead to; append, never change: ``PRAGMA user_version`` counts them."""
 
 
 class DamagedFileError(sqlite3.DatabaseError):
-    """The pages of a file contradict each other."""
+    """The pages of a file are inconsistent."""
 
 
 class FileMovedError(Exception):
-    """The path of an open file no longer leads to it: what is written there is gone when the file is closed."""
+    """The path of an open file no longer leads to it: what is written is lost when the file is closed."""
 
     def __init__(self, path: Path, *, is_missing: bool) -> None:
         super().__init__(f"{path} was {'deleted or moved away' if is_missing else 'replaced by another file'}")
@@ -45,7 +45,7 @@ class FileMovedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """Which files, by device and inode, a database, its log and the index of that were when they were opened."""
+    """Device and inode of a database, its log and the log's index when they were opened."""
 
     inodes: tuple[tuple[Path, int, int], ...]
 
@@ -54,16 +54,16 @@ class FileIdentity:
         """Return the identity of the files at ``path``, which is open for writing.
 
         Raises:
-            OSError: There is none.
+            OSError: A file does not exist.
         """
         found = [(each, each.stat()) for each in (path, *_beside(path)) if each == path or each.exists()]
         return cls(tuple((each, stat.st_dev, stat.st_ino) for each, stat in found))
 
     def check(self) -> None:
-        """Compare with what is there now; three system calls.
+        """Compare with the files that exist now; three system calls.
 
         Raises:
-            FileMovedError: A file is gone, or another one is in its place.
+            FileMovedError: A file is gone, or was replaced.
         """
         for path, device, inode in self.inodes:
             try:
@@ -75,10 +75,10 @@ class FileIdentity:
 
 
 def make_private(path: Path) -> None:
-    """Make the file where there is none, and keep it and what SQLite has beside it from everybody else.
+    """Create the file if it does not exist, and restrict it and SQLite's files beside it to the owner.
 
     Raises:
-        OSError: It cannot be made, or is not ours to write.
+        OSError: It cannot be created, or is not writable.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # SQLite gives the files beside it (-wal, -shm) the mode of this one.
@@ -94,58 +94,58 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def bound_log(database: sqlite3.Connection) -> None:
-    """Have the log beside the file written back when it has 1 MiB, and cut to that: it may have the disk for itself."""
+    """Have the log checkpointed at 1 MiB and truncated to that; otherwise it may fill the disk."""
     database.execute(f"PRAGMA wal_autocheckpoint = {MAX_LOG_BYTES // PAGE_BYTES}")
     database.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
 
 
 def connect_reading(path: Path) -> sqlite3.Connection:
-    """Open a file that is there for reading, also in a directory that cannot be written.
+    """Open an existing file for reading, also in a directory that cannot be written.
 
     Raises:
-        sqlite3.Error: It cannot be read, or only without what was written last.
+        sqlite3.Error: It cannot be read, or only without the latest transactions.
     """
     log = _beside(path)[0]
     try:
         return _connect_reading(path, "mode=ro")
     except sqlite3.OperationalError:
-        # Reading without locks sees the file alone; what is still in its log would be missing.
+        # Reading without locks ignores the log: its transactions would be missing.
         if log.exists() and log.stat().st_size:
             raise
         return _connect_reading(path, "immutable=1")
 
 
 def damage(database: sqlite3.Connection) -> str | None:
-    """Return what is wrong with the file, ``None`` if nothing is.
+    """Return what is wrong with the file, ``None`` if it is intact.
 
     Raises:
-        sqlite3.DatabaseError: It is no database.
+        sqlite3.DatabaseError: It is not a database.
     """
     found = str(database.execute("PRAGMA quick_check(1)").fetchone()[0])
     return None if found == "ok" else found
 
 
 def is_damage(error: BaseException) -> bool:
-    """Tell whether an error says that a file contradicts itself, or is none of SQLite's."""
+    """Return whether an error reports a damaged file, or one that is not SQLite's."""
     return isinstance(error, DamagedFileError) or (isinstance(error, sqlite3.Error) and code_of(error) in DAMAGE_CODES)
 
 
 def code_of(error: sqlite3.Error) -> int | None:
-    """Return SQLite's primary result code; ``None`` for errors that did not come from SQLite itself."""
+    """Return SQLite's primary result code; ``None`` for errors that did not come from SQLite."""
     code = getattr(error, "sqlite_errorcode", None)
     return None if code is None else code & 0xFF
 
 
 def version_of(database: sqlite3.Connection) -> int:
-    """Return how many steps the file has been through."""
+    """Return the schema version of the file."""
     return int(database.execute("PRAGMA user_version").fetchone()[0])
 
 
 def check_version(database: sqlite3.Connection, steps: Steps, *, path: Path) -> None:
-    """Refuse a file that has been through more than ``steps``.
+    """Refuse a file with a newer schema than ``steps``.
 
     Raises:
-        InferenceCenterError: ``storage_unavailable``; it says which program wrote the file, if that is known.
+        InferenceCenterError: ``storage_unavailable``; it names the program that wrote the file, if known.
         sqlite3.Error: It cannot be read.
     """
     version = version_of(database)
@@ -156,16 +156,16 @@ def check_version(database: sqlite3.Connection, steps: Steps, *, path: Path) -> 
         ErrorCode.STORAGE_UNAVAILABLE,
         f"{path} was written by {writer or 'a newer inferencecenter'} and is of version {version};"
         f" this is inferencecenter {__version__}, which knows versions up to {len(steps)}",
-        hint=f"The file is whole, leave it where it is: run {writer or 'the newer inferencecenter'} or a later one, or"
+        hint=f"The file is intact, leave it where it is: run {writer or 'the newer inferencecenter'} or a later one, or"
         " `inferencecenter restore` a backup that this version made.",
     )
 
 
 def migrate(database: sqlite3.Connection, steps: Steps, *, path: Path) -> None:
-    """Take the file through the steps that it has not been through, all or none, and note which program did.
+    """Apply the missing migration steps, all or none, and record which program did.
 
     Raises:
-        InferenceCenterError: ``storage_unavailable`` for a file that has been through more.
+        InferenceCenterError: ``storage_unavailable`` for a file with a newer schema.
         sqlite3.Error: It cannot be written.
     """
     with transaction(database):
@@ -176,7 +176,7 @@ def migrate(database: sqlite3.Connection, steps: Steps, *, path: Path) -> None:
                 database.execute(statement)
         if version < len(steps):
             database.execute(f"PRAGMA user_version = {len(steps)}")
-            # No step of ``steps``: programs of every version read it.
+            # Not one of ``steps``: programs of every version read it.
             database.execute("CREATE TABLE IF NOT EXISTS written_by (program TEXT NOT NULL) STRICT")
             database.execute("DELETE FROM written_by")
             database.execute("INSERT INTO written_by VALUES (?)", (f"inferencecenter {__version__}",))
@@ -184,31 +184,31 @@ def migrate(database: sqlite3.Connection, steps: Steps, *, path: Path) -> None:
 
 @contextmanager
 def transaction(database: sqlite3.Connection) -> Iterator[None]:
-    """Have all statements happen together or not at all."""
+    """Commit all statements of the block together, or none."""
     database.execute("BEGIN IMMEDIATE")
     try:
         yield
         database.execute("COMMIT")
     except BaseException:
-        # On a full disk SQLite has done it already.
+        # On a full disk SQLite has rolled back already.
         if database.in_transaction:
             database.execute("ROLLBACK")
         raise
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file as it stands at one moment, also while others write it, to one that is not there yet.
+    """Copy a consistent snapshot of a file, also while others write it, to a new one.
 
     Raises:
-        OSError: The target is there, or cannot be made.
-        sqlite3.Error: The source cannot be read, or the target not be written.
+        OSError: The target exists, or cannot be created.
+        sqlite3.Error: The source cannot be read, or the target cannot be written.
     """
     os.close(os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     reading = connect_reading(source)
     try:
         writing = connect(target)
         try:
-            # In one piece: a copy in several begins anew with every change that another process makes.
+            # In one step: a copy in several restarts with every change by another process.
             reading.backup(writing)
         finally:
             writing.close()
@@ -217,20 +217,20 @@ def copy(source: Path, target: Path) -> None:
 
 
 def put_in_place(new: Path, path: Path, *, aside: Path | None, write_back: bool = True) -> None:
-    """Give the file ``new`` the name ``path``; what is there, with its log, gets the name ``aside``.
+    """Rename the file ``new`` to ``path``; an existing one and its log are renamed to ``aside``.
 
-    A log that is there without its file goes as well: it would be read as that of ``new``.
+    A log without its file is moved as well: it would be read as that of ``new``.
 
-    No other program may have any of them open. ``path`` leads to one of the two at each moment. ``write_back`` has the
-    log written back before, which changes the file.
+    No other program may have any of them open. ``path`` leads to one of the two at each moment. With ``write_back`` the
+    log is checkpointed before, which changes the file.
 
     Raises:
-        OSError: A name cannot be given; ``aside`` is there already.
+        OSError: A file cannot be renamed; ``aside`` exists already.
     """
     _sync(new)
     if aside is not None:
         if write_back and path.exists():
-            # A log that is empty needs no other name, and no moment at which its file is without it.
+            # An empty log needs no rename, and no moment at which its file is without it.
             with contextlib.suppress(sqlite3.Error), contextlib.closing(connect(path)) as database:
                 database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         if path.exists():
@@ -251,7 +251,7 @@ def _sync(path: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Tell whether there is a file, or what SQLite has beside it."""
+    """Return whether the file, or one of SQLite's files beside it, exists."""
     return any(each.exists() for each in (path, *_beside(path)))
 
 
@@ -269,7 +269,7 @@ def _connect_reading(path: Path, how: str) -> sqlite3.Connection:
         check_same_thread=False,
     )
     try:
-        # The file is opened with the first statement.
+        # SQLite opens the file at the first statement.
         version_of(database)
     except sqlite3.Error:
         database.close()
@@ -278,7 +278,7 @@ def _connect_reading(path: Path, how: str) -> sqlite3.Connection:
 
 
 def _writer_of(database: sqlite3.Connection) -> str | None:
-    """Return the program that last took the file through a step; ``None`` where none has noted that."""
+    """Return the program that last migrated the file; ``None`` if none was recorded."""
     try:
         row = database.execute("SELECT program FROM written_by").fetchone()
     except sqlite3.OperationalError:
@@ -287,5 +287,5 @@ def _writer_of(database: sqlite3.Connection) -> str | None:
 
 
 def _beside(path: Path) -> tuple[Path, Path]:
-    """Return where SQLite keeps the log of a file and its index."""
+    """Return the paths of a file's log and of the log's index."""
     return path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")

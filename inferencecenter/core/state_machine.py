@@ -1,4 +1,4 @@
-"""Lifecycles as tables: every state machine of the daemon is a ``Lifecycle``, and a step it does not list raises."""
+"""Lifecycles as tables: every one is a ``StateMachine``, and a transition that is not listed raises."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Change = TypeVar("Change", bound=StrEnum)
 
 
 class IllegalTransitionError(Exception):
-    """A change that the table does not list: a defect of the code that asked for it."""
+    """A transition that is not in the table: a defect of the caller."""
 
 
 class StateMachine(Generic[State, Change]):
     """A transition table.
 
     Args:
-        name: What lives this life, for messages and documentation.
-        rows: What follows each state on each change; a pair that is not there is illegal.
+        name: What the states belong to, for messages and documentation.
+        rows: The next state for each state and change; a missing pair is illegal.
     """
 
     def __init__(self, name: str, rows: Mapping[tuple[State, Change], State]) -> None:
@@ -30,7 +30,7 @@ class StateMachine(Generic[State, Change]):
         self.rows: Mapping[tuple[State, Change], State] = MappingProxyType(dict(rows))
 
     def next(self, state: State, change: Change) -> State:
-        """Return the state that follows.
+        """Return the next state.
 
         Raises:
             IllegalTransitionError: The table has no such row.

@@ -1,8 +1,8 @@
-"""Owned asyncio tasks: the only place that creates one, so that none is lost and no failure goes unseen.
+"""Owned asyncio tasks: the only place that creates tasks, so that none is lost and no failure goes unnoticed.
 
-A task that does one thing is spawned, and ends with it. A task that watches or serves for as long as its owner lives is
-kept running: an unexpected exception is logged and counted, and the work starts again after a back-off. So a fault that
-passes costs seconds, and one that stays is a line in the log every minute and a rising metric, never silence.
+A task with one job is spawned, and ends with it. A task that watches or serves for its owner's lifetime is kept
+running: an unexpected exception is logged and counted, and the work is restarted after a back-off. So a temporary fault
+costs seconds, and a permanent one is a log line every minute and a rising metric.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
 RESTART_MIN_S: Final = 1.0
-"""Wait before work that failed is started again; doubled by each failure in a row."""
+"""Wait before failed work is restarted; doubled by each failure in a row."""
 RESTART_MAX_S: Final = 60.0
-"""Longest such wait; work that ran for so long starts the count anew."""
+"""Maximum wait; work that ran for this long resets the back-off."""
 
 
 class TaskGroup:
     """Tasks that belong to one owner and end with it.
 
-    A task that fails is logged at once with its name, and counted in ``failures``; ``cancel`` ends what still runs.
+    A failed task is logged at once with its name, and counted in ``failures``; ``cancel`` ends those that still run.
     """
 
     failures: ClassVar[Counter[str]] = Counter()
-    """Failures of tasks by their owner, of the whole process: like its log, it has no other place to go through."""
+    """Failures by owner in the whole process: global like the log."""
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
@@ -50,12 +50,12 @@ class TaskGroup:
         name: str,
         pause: Callable[[float], Awaitable[object]] = asyncio.sleep,
     ) -> asyncio.Task[None]:
-        """Start ``work`` as a task of this owner, and again whenever it fails, until it returns or is cancelled.
+        """Run ``work`` as a task of this owner, restarted whenever it fails, until it returns or is cancelled.
 
         Args:
-            work: Called for each start; what it leaves behind when it fails, the next start has to cope with.
+            work: Called for each start; it has to cope with the state that a failed run leaves.
             name: Of the task.
-            pause: Waits for seconds before the next start.
+            pause: Waits for seconds before a restart.
         """
         return self.spawn(self._restart(work, name=name, pause=pause), name=name)
 
@@ -79,7 +79,7 @@ class TaskGroup:
             began_s = loop.time()
             try:
                 return await work()
-            # The border of all long-lived work: whatever its fault is, the owner depends on it being done.
+            # The border of all long-lived work: its owner depends on it, whatever fails.
             except Exception as error:  # noqa: BLE001
                 if loop.time() - began_s >= RESTART_MAX_S:
                     delay_s = RESTART_MIN_S
@@ -96,7 +96,7 @@ class TaskGroup:
 
 
 def _log_error(event: str, **fields: Any) -> None:
-    # Imported where it is used: the SDK imports this module, and structlog would be a quarter of the time that takes.
+    # A local import: the SDK imports this module, and structlog would take a quarter of that time.
     import structlog  # noqa: PLC0415
 
     structlog.get_logger(__name__).error(event, **fields)

@@ -1,1 +1,1 @@
-"""Model files: which there are and by what names, what is known of them, and where they come from."""
+"""Model files: the registry, reading them, and pulling them from a hub."""

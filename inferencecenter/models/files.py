@@ -1,4 +1,4 @@
-"""The model files in a directory: which there are, what they say of themselves, whether they are whole."""
+"""The model files in a directory: listing, metadata, verification and removal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HASHED_BYTES: Final = 2**22
 _MAX_RECEIPT_BYTES: Final = 2**24
 _YEAR_9999: Final = 253_370_764_800
 
-# ``llama_ftype``: what a file says most of its weights are.
+# ``llama_ftype``: the type of most of a file's weights.
 _FILE_TYPES: Final[Mapping[int, str]] = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
@@ -37,13 +37,13 @@ _FILE_TYPES: Final[Mapping[int, str]] = {
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What ``model pull`` notes beside a model, in ``NAME.json``.
+    """The manifest that ``model pull`` writes beside a model, ``NAME.json``.
 
     Attributes:
         source: What was pulled, as owner/repo/file.gguf.
         commit: The repository's commit.
-        pulled_at: Unix seconds.
-        sha256: Hex digest of each file, by its name here.
+        pulled_at: Unix time in seconds.
+        sha256: Hex digest of each file, by its local name.
     """
 
     source: str
@@ -54,38 +54,38 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model in a directory: one file, or all parts of a split one that are there.
+    """A model in a directory: one file, or all existing parts of a split one.
 
     Attributes:
-        missing: Names of parts that are not there.
-        receipt: Where it was pulled from; ``None`` for a file that somebody put there.
+        missing: Names of parts that do not exist.
+        manifest: The manifest; ``None`` for a file that was not pulled.
     """
 
     name: str
     paths: tuple[Path, ...]
     missing: tuple[str, ...]
-    receipt: Manifest | None
+    manifest: Manifest | None
 
     @property
     def size_bytes(self) -> int:
-        """What its files take."""
+        """The total size of the files."""
         return sum(path.stat().st_size for path in self.paths)
 
     @property
-    def receipt_path(self) -> Path:
-        """Where its receipt lies, or would."""
+    def manifest_file(self) -> Path:
+        """The path of the manifest, whether it exists or not."""
         return manifest_path(self.paths[0].parent, self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a model's header says.
+    """Metadata from a model's header.
 
     Attributes:
-        title: What the file calls itself.
-        quantization: How most of its weights are stored, by llama.cpp's name for it.
-        n_ctx_train: Tokens of context that it was made for.
-        has_template: Whether it brings a chat template.
+        title: The model's name in the file.
+        quantization: The type of most weights, by llama.cpp's name.
+        n_ctx_train: The context length of the training, in tokens.
+        has_template: Whether it contains a chat template.
     """
 
     title: str
@@ -102,7 +102,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class IntegrityReport:
-    """Whether a model's files are what they should be; ``problems`` says what is not."""
+    """Whether a model's files are intact; ``problems`` lists what is wrong."""
 
     name: str
     checksum_known: bool
@@ -110,15 +110,15 @@ class IntegrityReport:
 
 
 def manifest_path(directory: Path, name: str) -> Path:
-    """Return where the receipt of a model lies."""
+    """Return the path of a model's manifest."""
     return directory / f"{name}.json"
 
 
 def list_models(directory: Path) -> tuple[ModelFiles, ...]:
-    """Return the models in a directory, by name; none when it is not there.
+    """Return the models in a directory, by name; none if it does not exist.
 
     Raises:
-        InferenceCenterError: ``storage_unavailable`` when it cannot be read.
+        InferenceCenterError: ``storage_unavailable`` if it cannot be read.
     """
     groups: dict[str, list[Path]] = {}
     try:
@@ -156,7 +156,7 @@ def find_model(directory: Path, name: str) -> ModelFiles:
 
 
 def read_facts(path: Path) -> ModelFacts:
-    """Return what a GGUF file says of its model; of a split one the first part is named.
+    """Return the metadata of a GGUF file; for a split model pass the first part.
 
     Raises:
         InferenceCenterError: ``invalid_model_file``.
@@ -178,18 +178,18 @@ def read_facts(path: Path) -> ModelFacts:
 
 
 def verify(model: ModelFiles, *, report: Callable[[int, int], None] = lambda _done, _total: None) -> IntegrityReport:
-    """Read a model's files from end to end and compare them with their receipt; without one, only their headers.
+    """Read all of a model's files and compare them with the manifest; without one, check only their headers.
 
-    ``report`` is called with the bytes that were read, and those that there are.
+    ``report`` is called with the bytes read so far and in total.
     """
-    problems = [f"{name} is not there" for name in model.missing]
-    digests = model.receipt.sha256 if model.receipt else {}
+    problems = [f"{name} does not exist" for name in model.missing]
+    digests = model.manifest.sha256 if model.manifest else {}
     if digests:
         total, done = model.size_bytes, 0
         for path in model.paths:
             problems += _checked(path, digests.get(path.name), partial(_report_on, report, done, total))
             done += path.stat().st_size
-        problems += [f"{name} was pulled and is not there" for name in digests if not _has(model, name)]
+        problems += [f"{name} was pulled and does not exist" for name in digests if not _has(model, name)]
     if not model.missing:
         try:
             describe(read_gguf(model.paths[0]))
@@ -199,12 +199,12 @@ def verify(model: ModelFiles, *, report: Callable[[int, int], None] = lambda _do
 
 
 def remove(directory: Path, name: str, *, configured: Mapping[Path, str]) -> ModelFiles:
-    """Delete a model's files and its receipt, and return what it was. An engine that has it loaded goes on.
+    """Delete a model's files and manifest, and return what it was. An engine that has it loaded continues.
 
     Args:
-        directory: Where models are; nothing else is deleted.
+        directory: The models' directory; nothing else is deleted.
         name: The model.
-        configured: Files that settings name, and which setting it is.
+        configured: Files that settings name, with the name of the setting.
 
     Raises:
         InferenceCenterError: ``model_not_found``; ``invalid_request`` for one that is configured;
@@ -217,11 +217,11 @@ def remove(directory: Path, name: str, *, configured: Mapping[Path, str]) -> Mod
                 ErrorCode.INVALID_REQUEST,
                 f"{model.name} is the file of {setting}",
                 field="name",
-                hint=f"Let {setting} name another one first.",
+                hint=f"Set {setting} to another model first.",
             )
     try:
-        # The first part first: without it nobody takes the others for a model.
-        for path in (*model.paths, model.receipt_path):
+        # The first part first: without it the others are not recognized as a model.
+        for path in (*model.paths, model.manifest_file):
             path.unlink(missing_ok=True)
     except OSError as error:
         raise InferenceCenterError(
@@ -241,8 +241,8 @@ def _missing(parts: list[Path]) -> tuple[str, ...]:
 
 
 def _receipt(directory: Path, name: str) -> Manifest | None:
-    """Return a model's receipt; one that cannot be read says nothing."""
-    # Whatever a foreign file of that name has the decoder raise, the model is one that was not pulled.
+    """Return a model's manifest; ``None`` if it cannot be read."""
+    # Whatever the decoder raises for an unrelated file of that name: the model was not pulled.
     with suppress(Exception), manifest_path(directory, name).open("rb") as file:
         return msgspec.json.decode(file.read(_MAX_RECEIPT_BYTES), type=Manifest)
     return None

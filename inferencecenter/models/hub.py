@@ -1,7 +1,7 @@
-"""The hub that models are pulled from: what a repository has, and its files from any byte on.
+"""The hub that models are pulled from: listing a repository, and reading its files from any offset.
 
-Files are read by plain HTTP, a range at a time, because that is what can be gone on with after a break:
-``huggingface_hub`` itself begins a file again in every process, and its own transport (Xet) in every attempt.
+Files are read by plain HTTP range requests because these can be resumed after an interruption: ``huggingface_hub``
+itself restarts a file in every process, and its own transport (Xet) in every attempt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 RANGE_BYTES: Final = 2**32
-"""Bytes of one request: the addresses that a hub hands out expire, and its caches refuse 50 GB at once."""
+"""Bytes per request: a hub's addresses expire, and its caches refuse 50 GB at once."""
 DEFAULT_ENDPOINT: Final = "https://huggingface.co"
 _TIMEOUT_S: Final = 30.0
 _RANGE: Final = re.compile(r"^bytes ([0-9]{1,19})-[0-9]+/")
@@ -46,7 +46,7 @@ _REFUSALS: Final = (401, 403)
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What a repository has at one commit, which later requests name, so that all parts belong together."""
+    """A repository's files at one commit; later requests name the commit, so that all parts belong together."""
 
     repo: str
     commit: Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z]{1,64}$")]
@@ -55,7 +55,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class RangeBody:
-    """What comes of a file: pieces of it, the first of which begins at ``start``."""
+    """A response body: chunks of a file, of which the first begins at offset ``start``."""
 
     start: int
     chunks: Iterator[bytes]
@@ -63,9 +63,9 @@ class RangeBody:
 
 @dataclass(frozen=True, slots=True)
 class ModelHub:
-    """A hub that speaks as huggingface.co does; the token is sent to nobody else, nor shown.
+    """A hub with huggingface.co's API; the token is sent to no other host and never logged.
 
-    What fails raises ``hub_unreachable`` where another attempt may help, else ``model_not_found`` or ``forbidden``.
+    Failures raise ``hub_unreachable`` if a retry may help, else ``model_not_found`` or ``forbidden``.
     """
 
     endpoint: str = DEFAULT_ENDPOINT
@@ -77,7 +77,7 @@ class ModelHub:
         Raises:
             InferenceCenterError: See the class.
         """
-        # Otherwise the library fetches a list of agents into the home directory, and tells the hub which one runs it.
+        # Else the library stores a list of coding agents in the home directory and tells the hub which one runs it.
         constants.HF_HUB_DISABLE_TELEMETRY = True
         token = self.token or False
         api = HfApi(endpoint=self.endpoint, token=token, library_name=APP_NAME, library_version=__version__)
@@ -86,7 +86,7 @@ class ModelHub:
 
     @contextlib.contextmanager
     def read(self, listing: Listing, file: RemoteFile, *, start: int) -> Iterator[RangeBody]:
-        """Yield a file from ``start`` on, up to ``RANGE_BYTES`` of it; a server may begin at 0 all the same.
+        """Yield a file from ``start`` on, at most ``RANGE_BYTES`` of it; a server may ignore the offset and begin at 0.
 
         Raises:
             InferenceCenterError: See the class; also while the chunks are read.
@@ -113,7 +113,7 @@ class ModelHub:
             yield RangeBody(start if is_range else 0, self._chunks(listing.repo, response.iter_raw))
 
     def _chunks(self, repo: str, read: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
-        """Yield what arrives. What is raised by who writes it down does not come through here."""
+        """Yield chunks; only errors of reading are converted, not those of the consumer."""
         with self._failures(repo):
             yield from read()
 
@@ -125,7 +125,7 @@ class ModelHub:
 
     @contextlib.contextmanager
     def _failures(self, repo: str) -> Iterator[None]:
-        """Raise the library's failures as ours; theirs may spell addresses that are signed."""
+        """Convert the library's exceptions, whose messages may contain signed addresses."""
         with foreign_input(lambda reason: self._odd_answer(reason.partition(":")[0])), self._known_failures(repo):
             yield
 
@@ -136,20 +136,20 @@ class ModelHub:
         except GatedRepoError:
             raise InferenceCenterError(
                 ErrorCode.FORBIDDEN,
-                f"{repo} is given only to those who accept its conditions",
+                f"{repo} is only available to accounts that have accepted its conditions",
                 hint=f"Accept them at {DEFAULT_ENDPOINT}/{repo}, and set HF_TOKEN to a token of that account.",
             ) from None
         except (RepositoryNotFoundError, HFValidationError):
             raise self._no_such(repo) from None
         except (RevisionNotFoundError, RemoteEntryNotFoundError):
             raise InferenceCenterError(
-                ErrorCode.MODEL_NOT_FOUND, f"{repo} has changed meanwhile", hint="Try again."
+                ErrorCode.MODEL_NOT_FOUND, f"{repo} has changed during the download", hint="Try again."
             ) from None
         except HfHubHTTPError as error:
             raise self._http_failure(repo, error.response.status_code) from None
         except OfflineModeIsEnabled:
             raise InferenceCenterError(
-                ErrorCode.HUB_UNREACHABLE, "HF_HUB_OFFLINE forbids to ask a hub", hint="Unset it."
+                ErrorCode.HUB_UNREACHABLE, "HF_HUB_OFFLINE forbids requests to a hub", hint="Unset it."
             ) from None
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise self._unreachable(str(error) or type(error).__name__) from None
@@ -157,7 +157,7 @@ class ModelHub:
     def _http_failure(self, repo: str, status: int) -> InferenceCenterError:
         if status in _REFUSALS:
             return InferenceCenterError(
-                ErrorCode.FORBIDDEN, f"{self._host} refuses {repo} (HTTP {status})", hint="Is HF_TOKEN the right one?"
+                ErrorCode.FORBIDDEN, f"{self._host} refuses {repo} (HTTP {status})", hint="Check HF_TOKEN."
             )
         if status == _NOT_FOUND:
             return self._no_such(repo)
@@ -170,26 +170,26 @@ class ModelHub:
             ErrorCode.MODEL_NOT_FOUND,
             f"{self._host} has no repository {repo}",
             field="reference",
-            hint="Look at the spelling; for a private one set HF_TOKEN.",
+            hint="Check the spelling; for a private one set HF_TOKEN.",
         )
 
     def _unreachable(self, why: str) -> InferenceCenterError:
         return InferenceCenterError(
             ErrorCode.HUB_UNREACHABLE,
             f"{self._host} cannot be reached: {why}",
-            hint="Try again; what has arrived of a file is kept, and only the rest is fetched.",
+            hint="Try again; downloaded parts are kept, and only the rest is fetched.",
         )
 
     def _odd_answer(self, why: str) -> InferenceCenterError:
         return InferenceCenterError(
             ErrorCode.HUB_UNREACHABLE,
-            f"{self._host} answers as no hub does ({why})",
-            hint="HF_ENDPOINT must name a hub, as https://huggingface.co.",
+            f"{self._host} does not respond like a hub ({why})",
+            hint="HF_ENDPOINT must be the address of a hub, such as https://huggingface.co.",
         )
 
 
 def _listing(repo: str, found: ModelInfo) -> Listing:
-    """Return what a hub says of a repository; a value of the wrong type or out of range raises."""
+    """Parse a hub's description of a repository; raises for a value of the wrong type or out of range."""
     files = [
         {
             "path": sibling.rfilename,
@@ -203,6 +203,6 @@ def _listing(repo: str, found: ModelInfo) -> Listing:
 
 
 def hub_of(environment: Mapping[str, str]) -> ModelHub:
-    """Return the hub that ``HF_ENDPOINT`` names, with the token of ``HF_TOKEN`` or of ``hf auth login``."""
+    """Return the hub of ``HF_ENDPOINT``, with the token of ``HF_TOKEN`` or of ``hf auth login``."""
     endpoint = environment.get("HF_ENDPOINT", "").rstrip("/") or DEFAULT_ENDPOINT
     return ModelHub(endpoint, get_token())

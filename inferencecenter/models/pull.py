@@ -1,4 +1,4 @@
-"""Brings a model from a hub into a directory: whole and checked, or not at all; what has arrived is gone on with."""
+"""Downloads a model from a hub into a directory: complete and verified, or not at all; downloads are resumed."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from inferencecenter.models.reference import ModelVariant, RemoteFile
 
 INCOMING: Final = ".incoming"
-"""Directory, among the models, of files that are not whole yet; each is named by its checksum."""
+"""Subdirectory of the models for incomplete files, each named by its checksum."""
 _WAITS_S: Final = (1.0, 2.0, 4.0, 8.0)
-"""Seconds before each attempt after one that brought nothing."""
+"""Seconds before each retry after an attempt that received nothing."""
 _HASHED_BYTES: Final = 2**22
 _DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class PullProgress:
-    """How far a pull is: the file that is being fetched, and the bytes of all that are there and needed."""
+    """Progress of a pull: the file being fetched, and the bytes received and needed in all."""
 
     file: str
     done_bytes: int
@@ -46,7 +46,7 @@ class PullProgress:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """A model that is there; ``fetched`` unless it was there before."""
+    """A model that was pulled; ``fetched`` is false if it existed before."""
 
     model: ModelFiles
     fetched: bool
@@ -62,47 +62,47 @@ def pull(  # noqa: PLR0913 - keyword-only; the last three have defaults
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.time,
 ) -> Pulled:
-    """Fetch a model and put it into a directory; a file is there under its name when all are whole and checked.
+    """Download a model into a directory; its files get their names when all are complete and verified.
 
     Args:
-        hub: Where it comes from.
+        hub: The hub.
         reference: ``owner/repo:Q4_K_M``, ``owner/repo/file.gguf`` or ``owner/repo``.
-        directory: Where it goes; made when it is not there.
-        name: What it is called here; by default what its file is called there.
-        report: Called with each piece that arrives.
-        sleep: Waits, in seconds, before another attempt.
-        clock: Unix seconds.
+        directory: The target; created if it does not exist.
+        name: The model's local name; by default its file's name in the repository.
+        report: Called with the progress after each chunk.
+        sleep: Waits for seconds before a retry.
+        clock: Unix time in seconds.
 
     Raises:
         InferenceCenterError: ``invalid_request``, ``model_not_found``, ``forbidden``, ``hub_unreachable``,
-            ``storage_unavailable`` (no room, or another pull of it runs) or ``invalid_model_file`` (checksum).
+            ``storage_unavailable`` (disk full, or another process pulls it) or ``invalid_model_file`` (checksum).
     """
     wanted = parse_reference(reference)
     if name is not None:
         name = check_name(name.removesuffix(".gguf"))
     listing = hub.listing(wanted.repo)
-    offer = choose(wanted, listing.files)
-    name = name or check_name(offer.name)
-    names = file_names(name, len(offer.files))
+    variant = choose(wanted, listing.files)
+    name = name or check_name(variant.name)
+    names = file_names(name, len(variant.files))
     with _storage_failures(directory), _incoming(directory) as incoming:
-        if (there := _already_there(directory, name, offer)) is not None:
+        if (there := _already_there(directory, name, variant)) is not None:
             return Pulled(there, fetched=False)
-        parts = [incoming / f"{_digest_of(file, hub)}.part" for file in offer.files]
-        _check_room(offer, parts, directory)
+        parts = [incoming / f"{_digest_of(file, hub)}.part" for file in variant.files]
+        _check_room(variant, parts, directory)
         digests: dict[str, str] = {}
         before = 0
-        for file, part, own_name in zip(offer.files, parts, names, strict=True):
+        for file, part, own_name in zip(variant.files, parts, names, strict=True):
             fetch = _Fetch(hub, listing, file, part, sleep=sleep)
-            digests[own_name] = fetch.run(partial(_report_on, report, file.path, before, offer.size_bytes))
+            digests[own_name] = fetch.run(partial(_report_on, report, file.path, before, variant.size_bytes))
             before += file.size_bytes
-        source = f"{listing.repo}/{offer.files[0].path}"
-        receipt = Manifest(source=source, commit=listing.commit, pulled_at=clock(), sha256=digests)
-        _install(directory, name, dict(zip(names, parts, strict=True)), receipt)
+        source = f"{listing.repo}/{variant.files[0].path}"
+        manifest = Manifest(source=source, commit=listing.commit, pulled_at=clock(), sha256=digests)
+        _install(directory, name, dict(zip(names, parts, strict=True)), manifest)
     return Pulled(find_model(directory, name), fetched=True)
 
 
 class _Fetch:
-    """One file on its way."""
+    """The download of one file."""
 
     def __init__(
         self, hub: ModelHub, listing: Listing, file: RemoteFile, part: Path, *, sleep: Callable[[float], None]
@@ -116,10 +116,10 @@ class _Fetch:
         self._sums = _sums(file)
 
     def run(self, report: Callable[[int], None]) -> str:
-        """Fetch what is missing, check all, and return the SHA-256 in hex.
+        """Fetch what is missing, verify all, and return the SHA-256 in hex.
 
         Args:
-            report: Called with the bytes that are there.
+            report: Called with the bytes received.
 
         Raises:
             InferenceCenterError: See ``pull``.
@@ -144,7 +144,7 @@ class _Fetch:
         return self._sums["sha256"].hexdigest()
 
     def _take_up(self, part: int, report: Callable[[int], None]) -> None:
-        """Count what an earlier attempt left; what is more than the file has is none of it."""
+        """Count what an earlier attempt left; ignore a part that is longer than the file."""
         if os.fstat(part).st_size > self._file.size_bytes:
             os.ftruncate(part, 0)
         while chunk := os.pread(part, _HASHED_BYTES, self._done):
@@ -164,7 +164,7 @@ class _Fetch:
                 self._add(chunk)
                 report(self._done)
         if self._done == before:
-            raise InferenceCenterError(ErrorCode.HUB_UNREACHABLE, f"nothing arrives of {self._file.path}")
+            raise InferenceCenterError(ErrorCode.HUB_UNREACHABLE, f"no data of {self._file.path} arrives")
 
     def _add(self, chunk: bytes) -> None:
         for each in self._sums.values():
@@ -177,12 +177,12 @@ class _Fetch:
             raise self._differs("its checksum is another")
 
     def _differs(self, why: str) -> InferenceCenterError:
-        """Delete what has arrived, and return what is wrong with it."""
+        """Delete the downloaded part, and return the error."""
         self._part.unlink(missing_ok=True)
         return InferenceCenterError(
             ErrorCode.INVALID_MODEL_FILE,
-            f"{self._file.path} is not what the hub says it is: {why}",
-            hint="What has arrived is deleted. Try again; if it stays so, the file is broken where it comes from.",
+            f"{self._file.path} differs from what the hub describes: {why}",
+            hint="The downloaded part is deleted. Try again; if it happens again, the file is damaged on the hub.",
         )
 
 
@@ -193,7 +193,7 @@ def _report_on(report: Callable[[PullProgress], None], file: str, before: int, t
 def _sums(file: RemoteFile) -> dict[str, hashlib._Hash]:
     sums = {"sha256": hashlib.sha256()}
     if file.sha256 is None:
-        # The name that git gives to a file's content.
+        # Git's object name of the content.
         sums["git"] = hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
     return sums
 
@@ -202,49 +202,49 @@ def _digest_of(file: RemoteFile, hub: ModelHub) -> str:
     if file.digest is None or _DIGEST.fullmatch(file.digest) is None:
         raise InferenceCenterError(
             ErrorCode.HUB_UNREACHABLE,
-            f"{hub.endpoint} tells no checksum of {file.path}",
-            hint="Without one nobody can tell whether what arrives is right.",
+            f"{hub.endpoint} has no checksum of {file.path}",
+            hint="Without a checksum the download cannot be verified.",
         )
     return file.digest
 
 
-def _already_there(directory: Path, name: str, offer: ModelVariant) -> ModelFiles | None:
-    """Return the model when it was pulled before.
+def _already_there(directory: Path, name: str, variant: ModelVariant) -> ModelFiles | None:
+    """Return the model if it was pulled before.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` when another one has its name.
+        InferenceCenterError: ``invalid_request`` if another model has its name.
     """
     there = next((model for model in list_models(directory) if model.name == name), None)
     if there is None:
         return None
     sizes = tuple(path.stat().st_size for path in there.paths)
-    digests = tuple((there.receipt.sha256 if there.receipt else {}).get(path.name) for path in there.paths)
-    same = sizes == tuple(file.size_bytes for file in offer.files)
-    if same and all(file.sha256 in (None, digest) for file, digest in zip(offer.files, digests, strict=True)):
+    digests = tuple((there.manifest.sha256 if there.manifest else {}).get(path.name) for path in there.paths)
+    same = sizes == tuple(file.size_bytes for file in variant.files)
+    if same and all(file.sha256 in (None, digest) for file, digest in zip(variant.files, digests, strict=True)):
         return there
     raise InferenceCenterError(
         ErrorCode.INVALID_REQUEST,
-        f"{directory} has another model of the name {name}",
+        f"{directory} already has another model named {name}",
         field="name",
         hint=f"Choose another name with --name, or `inferencecenter model remove {name}` first.",
     )
 
 
-def _check_room(offer: ModelVariant, parts: list[Path], directory: Path) -> None:
+def _check_room(variant: ModelVariant, parts: list[Path], directory: Path) -> None:
     there = sum(part.stat().st_size for part in parts if part.exists())
-    needed, free = offer.size_bytes - there, shutil.disk_usage(directory).free
+    needed, free = variant.size_bytes - there, shutil.disk_usage(directory).free
     if needed > free:
         raise InferenceCenterError(
             ErrorCode.STORAGE_UNAVAILABLE,
             f"{directory} has {free / 2**30:.1f} GiB free, and {needed / 2**30:.1f} GiB are still to come",
-            hint="Make room, or let models_dir name another place.",
+            hint="Free some space, or set models_dir to another directory.",
         )
 
 
-def _install(directory: Path, name: str, parts: dict[str, Path], receipt: Manifest) -> None:
-    """Give the files their names, the first one last: without it nobody takes the others for a model."""
+def _install(directory: Path, name: str, parts: dict[str, Path], manifest: Manifest) -> None:
+    """Rename the files, the first part last: without it the others are not recognized as a model."""
     part_of_receipt = directory / INCOMING / f"{name}.json"
-    part_of_receipt.write_bytes(msgspec.json.format(msgspec.json.encode(receipt), indent=2) + b"\n")
+    part_of_receipt.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
     part_of_receipt.replace(manifest_path(directory, name))
     for own_name, part in reversed(parts.items()):
         part.chmod(0o644)
@@ -258,14 +258,14 @@ def _install(directory: Path, name: str, parts: dict[str, Path], receipt: Manife
 
 @contextlib.contextmanager
 def _locked(part: Path) -> Iterator[int]:
-    """Open a file that nobody else fetches meanwhile."""
+    """Open a part file with an exclusive lock."""
     descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InferenceCenterError(
-                ErrorCode.STORAGE_UNAVAILABLE, "another process fetches the same file", hint="Wait until it is there."
+                ErrorCode.STORAGE_UNAVAILABLE, "another process fetches the same file", hint="Wait until it ends."
             ) from None
         yield descriptor
     finally:
@@ -283,7 +283,7 @@ def _write(descriptor: int, chunk: bytes, at: int) -> None:
 
 @contextlib.contextmanager
 def _incoming(directory: Path) -> Iterator[Path]:
-    """Yield the directory of what is not whole yet; it goes when nothing is left in it."""
+    """Yield the directory of incomplete files; it is removed at the end if empty."""
     incoming = directory / INCOMING
     incoming.mkdir(parents=True, exist_ok=True)
     try:
@@ -302,7 +302,7 @@ def _storage_failures(directory: Path) -> Iterator[None]:
         raise InferenceCenterError(
             ErrorCode.STORAGE_UNAVAILABLE,
             f"{directory} is full" if full else f"{directory} cannot be written: {error.strerror}",
-            hint="Make room and try again; what has arrived is kept."
+            hint="Free some space and try again; downloaded parts are kept."
             if full
             else "models_dir must be writable for who pulls; for the service's directory that is root.",
         ) from None

@@ -1,4 +1,4 @@
-"""What ``model pull`` is asked for: a repository, and which of the models in it. Pure."""
+"""References to models on a hub: a repository, and which of its models. Pure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _QUANT: Final = re.compile(
 _NAME: Final = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+-]{0,127}$")
 _PREFERRED: Final = "Q4_K_M"
 _NO_MODEL: Final = ("mmproj", "imatrix")
-"""What the names of GGUF files begin with that are beside a model, and none."""
+"""Prefixes of GGUF files that accompany a model and are none."""
 _MAX_SHOWN: Final = 40
 
 
@@ -45,9 +45,9 @@ class RemoteFile:
     """A file of a repository.
 
     Attributes:
-        path: Its place in the repository.
-        sha256: Hex digest of its content, where it is kept as a large file.
-        blob_id: Git's name for its content, where it is not.
+        path: Its path in the repository.
+        sha256: Hex digest of its content, for files in large file storage.
+        blob_id: Git's object name of its content, for others.
     """
 
     path: Annotated[str, Meta(min_length=1, max_length=1024)]
@@ -57,13 +57,13 @@ class RemoteFile:
 
     @property
     def digest(self) -> str | None:
-        """What its content is checked against, in hex; ``None`` when the hub tells nothing."""
+        """The checksum to verify the content with, in hex; ``None`` if the hub has none."""
         return self.sha256 or self.blob_id
 
 
 @dataclass(frozen=True, slots=True)
 class ModelVariant:
-    """A model that a repository has: one GGUF file, or all parts of a split one in their order."""
+    """A model in a repository: one GGUF file, or all parts of a split one in order."""
 
     name: str
     quant: str | None
@@ -71,17 +71,17 @@ class ModelVariant:
 
     @property
     def size_bytes(self) -> int:
-        """What all its files take."""
+        """The total size of the files."""
         return sum(file.size_bytes for file in self.files)
 
     def is_quant(self, wanted: str) -> bool:
-        """Tell whether it is quantized as ``wanted``, in whatever case; ``UD-Q4_K_XL`` is a ``Q4_K_XL`` too."""
+        """Return whether its quantization is ``wanted``, ignoring case; ``UD-Q4_K_XL`` is a ``Q4_K_XL`` too."""
         have = (self.quant or "").upper()
         return wanted.upper() in (have, have.removeprefix("UD-"))
 
 
 def parse_reference(text: str) -> ModelReference:
-    """Return what a reference names.
+    """Parse a reference.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -90,7 +90,7 @@ def parse_reference(text: str) -> ModelReference:
     if found is None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"{text!r} names no model of a hub",
+            f"{text!r} is not a reference to a model on a hub",
             field="reference",
             hint="Write owner/repo:Q4_K_M, owner/repo/file.gguf, or owner/repo.",
         )
@@ -98,7 +98,7 @@ def parse_reference(text: str) -> ModelReference:
 
 
 def check_name(name: str) -> str:
-    """Return a model's name that is good for a file's.
+    """Return ``name`` if it is valid as a model's file name.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -106,7 +106,7 @@ def check_name(name: str) -> str:
     if _NAME.fullmatch(name) is None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"{name!r} is no name for a model",
+            f"{name!r} is not a valid model name",
             field="name",
             hint="Up to 128 letters, digits and . _ + -, a letter or digit first.",
         )
@@ -114,14 +114,14 @@ def check_name(name: str) -> str:
 
 
 def file_names(name: str, count: int) -> tuple[str, ...]:
-    """Return the names that a model's files have here; llama.cpp finds the parts of a split one by theirs."""
+    """Return the local file names of a model; llama.cpp finds the parts of a split one by these names."""
     if count == 1:
         return (f"{name}.gguf",)
     return tuple(f"{name}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
 
 
-def offers(files: Sequence[RemoteFile]) -> tuple[ModelVariant, ...]:
-    """Return the models among the files of a repository; one that lacks parts is none."""
+def list_variants(files: Sequence[RemoteFile]) -> tuple[ModelVariant, ...]:
+    """Return the models among a repository's files; one with missing parts is left out."""
     models: defaultdict[tuple[str, int], dict[int, RemoteFile]] = defaultdict(dict)
     for file in sorted(files, key=lambda file: file.path):
         path = PurePosixPath(file.path)
@@ -138,12 +138,12 @@ def offers(files: Sequence[RemoteFile]) -> tuple[ModelVariant, ...]:
 
 
 def choose(reference: ModelReference, files: Sequence[RemoteFile]) -> ModelVariant:
-    """Return the model that is meant; without a word about which, the only one, or the only Q4_K_M.
+    """Return the model of a reference; if that names none, the only one, or the only Q4_K_M.
 
     Raises:
-        InferenceCenterError: ``model_not_found``, listing what there is.
+        InferenceCenterError: ``model_not_found``, with a list of the models.
     """
-    there = offers(files)
+    there = list_variants(files)
     if reference.file is not None:
         for offer in there:
             if any(file.path == reference.file for file in offer.files):
@@ -168,7 +168,7 @@ def choose(reference: ModelReference, files: Sequence[RemoteFile]) -> ModelVaria
 
 
 def _quant_of(place: PurePosixPath) -> str | None:
-    """Return how a model is quantized by its name, or by that of its folder."""
+    """Return the quantization in a model's file name, or in that of its folder."""
     for name in (place.name, place.parent.name):
         found = [match["quant"].upper() for match in _QUANT.finditer(name)]
         if found:

@@ -1,4 +1,4 @@
-"""Which models there are: the one of ``[model]``, those of ``[models.NAME]``, and the files in ``models_dir``."""
+"""The registry of models: the one of ``[model]``, those of ``[models.NAME]``, and the files in ``models_dir``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import LoraSettings, ModelEntry, Settings
 
 DEMO: Final = "demo"
-"""Name of the bundled model, where no other that is registered has it."""
+"""Name of the bundled model, unless a registered model has it."""
 
-# Settings of ``[engine]`` that concern no single engine: models are not run otherwise when they change.
+# Settings of ``[engine]`` that concern no single engine: changing them restarts no model.
 DAEMON_SETTINGS: Final = frozenset(
     {"max_resident", "min_residency_s", "exit_when_failed", "max_client_crashes", "client_crash_window_s"}
 )
@@ -39,14 +39,14 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A model and how it is to be run; two that are equal run alike.
+    """A model and its settings; engines of equal specs are interchangeable.
 
     Attributes:
-        name: What clients call it.
-        path: Its GGUF file, the first of a split one.
-        engine: The engine's settings, with the model's own in their place; ``DAEMON_SETTINGS`` are at their defaults.
-        params: Parameters between those that the file recommends and the configuration's.
-        lora: Adapters on top of it.
+        name: The name that clients use.
+        path: Its GGUF file, the first part of a split one.
+        engine: The engine's settings with the model's overrides; ``DAEMON_SETTINGS`` are at their defaults.
+        params: Parameters with a precedence between the file's recommendations and the configuration.
+        lora: LoRA adapters.
     """
 
     name: str
@@ -58,28 +58,28 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The models by their names; sessions that name none get ``default``.
+    """The models by name; sessions that name none get ``default``.
 
-    ``remarks`` says what in ``models_dir`` cannot be used, a sentence each. ``read_again`` reads it as it was read.
+    ``remarks`` are sentences about files in ``models_dir`` that cannot be used. ``reread`` reads it anew.
     """
 
     default: str
     models: Mapping[str, ModelSpec]
     remarks: tuple[str, ...] = ()
-    read_again: Callable[[], Registry] | None = field(default=None, compare=False, repr=False)
+    reread: Callable[[], Registry] | None = field(default=None, compare=False, repr=False)
 
     def with_new_files(self) -> Registry:
-        """Return the registry with the models that have come into ``models_dir`` since; reads the directory.
+        """Return the registry with models added to ``models_dir`` since; reads the directory.
 
         Raises:
             InferenceCenterError: See ``read_registry``.
         """
-        if self.read_again is None:
+        if self.reread is None:
             return self
-        return replace(self, models={**self.read_again().models, **self.models})
+        return replace(self, models={**self.reread().models, **self.models})
 
     def get(self, name: str, *, field: str = "model") -> ModelSpec:
-        """Return a model, which a request names in ``field``.
+        """Return the model that a request names in ``field``.
 
         Raises:
             InferenceCenterError: ``model_not_found``.
@@ -89,13 +89,13 @@ class Registry:
         return spec
 
     def log_remarks(self) -> None:
-        """Log what is to be said, in the daemon; commands show it themselves."""
+        """Log the remarks in the daemon; commands print them themselves."""
         for remark in self.remarks:
             _log.warning("models_dir", reason=remark)
 
 
 def not_registered(name: str, known: Mapping[str, object], *, field: str = "model") -> InferenceCenterError:
-    """Return what is said to those who name a model that there is not."""
+    """Return the error for the name of a model that does not exist."""
     return InferenceCenterError(
         ErrorCode.MODEL_NOT_FOUND,
         f"no model is named {name[:64]!r}" if name else "the model's name is empty",
@@ -105,13 +105,12 @@ def not_registered(name: str, known: Mapping[str, object], *, field: str = "mode
 
 
 def read_registry(settings: Settings) -> Registry:
-    """Return the models that the settings name and those in ``models_dir``. Reads the beginnings of files there.
+    """Return the models of the settings and those in ``models_dir``. Reads the headers of files there.
 
-    An entry hides a file of its name, and the model of ``model.path`` both.
+    An entry hides a file of its name, and the model of ``model.path`` hides both.
 
     Raises:
-        InferenceCenterError: ``invalid_config``: two models of one name, or settings of a model that exclude each
-            other.
+        InferenceCenterError: ``invalid_config``: two models of one name, or contradictory settings of a model.
     """
     with foreign_input(_unreadable):
         return _read(settings)
@@ -129,12 +128,12 @@ def _read(settings: Settings) -> Registry:
         raise _invalid(
             f"the default model is called {default.name}, and models.{default.name} is another",
             field="model.name" if settings.model.path is None else "model.path",
-            hint=f"Leave model.path out and set model.name to {default.name!r} to have that one as the default, "
+            hint=f"Remove model.path and set model.name to {default.name!r} to have that one as the default, "
             "or call the default something else with model.name.",
         )
     models = found | entries | {default.name: default}
     remarks = there.remarks(named={spec.path for spec in models.values()})
-    return Registry(default.name, models, remarks, read_again=lambda: read_registry(settings))
+    return Registry(default.name, models, remarks, reread=lambda: read_registry(settings))
 
 
 def default_model(settings: Settings) -> ModelSpec:
@@ -148,17 +147,17 @@ def default_model(settings: Settings) -> ModelSpec:
 
 
 def files_in(directory: Path) -> dict[str, Path]:
-    """Return the models in a directory by their stems; of a split one the first part, by the stem of all."""
+    """Return the model files in a directory by stem; of a split model the first part, by the common stem."""
     return _look_into(directory).models
 
 
 @dataclass(frozen=True, slots=True)
 class _Directory:
-    """What is in ``models_dir``; adapters and other companions of models are left out.
+    """The contents of ``models_dir``, without adapters and other companions of models.
 
     Attributes:
         models: Files that sessions may name.
-        unnameable: Those that they may not, by the name that would be theirs.
+        unnameable: Files whose names are not allowed, by name.
         problem: Why the directory cannot be read.
     """
 
@@ -168,10 +167,10 @@ class _Directory:
     problem: str = ""
 
     def remarks(self, *, named: Collection[Path]) -> tuple[str, ...]:
-        """Return what is to be said of it; the files ``named`` elsewhere have names there."""
+        """Return the remarks; the files ``named`` in settings have names there."""
         if self.problem:
             return (f"{self.path} cannot be read: {self.problem}",)
-        # A name may have bytes that are no text, or what a terminal takes for a command.
+        # A name may contain bytes that are not text, or control sequences of a terminal.
         nameless = [ascii(name[:_SHOWN_CHARS]) for name, path in self.unnameable.items() if path not in named]
         if not nameless:
             return ()
@@ -204,7 +203,7 @@ def _look_into(directory: Path) -> _Directory:
 
 
 def _is_model(path: Path) -> bool:
-    """Tell adapters and projectors from models; what cannot be read counts as one, and says so when it is loaded."""
+    """Return whether a file is a model, not an adapter or projector; an unreadable one fails when it is loaded."""
     metadata = read_summary(path)
     return metadata.get("general.type", "model") == "model" and metadata.get("general.architecture") != "clip"
 
@@ -222,7 +221,7 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, there: Mapping[str,
         raise _invalid(
             f"models.{name}: {reason}",
             field=f"models.{name}",
-            hint="What it sets takes the place of [engine]'s, keep_alive_s that of sleep_after_s.",
+            hint="Its settings override [engine]; keep_alive_s overrides sleep_after_s.",
         ) from None
     path = entry.path or there.get(name, settings.models_dir / f"{name}.gguf")
     return ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora)
@@ -236,7 +235,7 @@ def _default(
         return _with_adapters(models[chosen.name], settings)
     if chosen.path is None and chosen.name not in (None, DEMO) and shared.backend == "llama":
         raise _invalid(
-            f"model.name is {chosen.name!r}, which is no model, and model.path names no file",
+            f"model.name is {chosen.name!r}, which does not exist, and model.path names no file",
             field="model.name",
             hint=f"There are {', '.join(sorted(models))}." if models else f"{settings.models_dir} has no models.",
         )
@@ -246,7 +245,7 @@ def _default(
 
 
 def _with_adapters(spec: ModelSpec, settings: Settings) -> ModelSpec:
-    """Return a model of ``models_dir`` with the adapters of ``[model]``; one with an entry has its own."""
+    """Return a model of ``models_dir`` with the adapters of ``[model]``; a model with an entry has its own."""
     if settings.model.lora and spec.name in settings.models:
         raise _invalid(
             f"model.lora has no effect on models.{spec.name}",
@@ -257,14 +256,14 @@ def _with_adapters(spec: ModelSpec, settings: Settings) -> ModelSpec:
 
 
 def _stem_of(path: Path | None, found: Mapping[str, ModelSpec]) -> str | None:
-    """Return the name that a file has in ``models_dir``: under another it would be a second model."""
+    """Return the name that a file has in ``models_dir``: by another name it would be a second model."""
     if path is None:
         return None
     return next((name for name, spec in found.items() if spec.path.resolve() == path.resolve()), None)
 
 
 def _own_name(path: Path, *, backend: str, taken: Collection[str]) -> str:
-    """Return what the file calls itself; one that cannot be read has a stem, and its engine says what is wrong."""
+    """Return the model's name in the file; for an unreadable file the stem, and its engine reports the error."""
     if backend != "llama":
         return backend
     if DEMO not in taken and path.resolve() == bundled_model().resolve():
@@ -278,7 +277,7 @@ def _own_name(path: Path, *, backend: str, taken: Collection[str]) -> str:
 
 def _unreadable(reason: str) -> InferenceCenterError:
     return _invalid(
-        f"the models cannot be looked up: {reason}",
+        f"the models cannot be read: {reason}",
         field="models_dir",
         hint="model.path, models.NAME.path and models_dir must name files and a directory.",
     )

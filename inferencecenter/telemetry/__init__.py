@@ -1,1 +1,1 @@
-"""What the daemon tells about itself."""
+"""Metrics, logs and traces of the daemon."""

@@ -1,4 +1,4 @@
-"""What is measured of engines, of which there is one for each model."""
+"""Metrics of the engines, of which there is one for each model."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from inferencecenter.telemetry.instruments import Count, Distribution
 
-# A GPU generates a token in some milliseconds, two old cores a large model's in a second. People read ten a second:
-# what they notice lies between 50 and 300 ms, where the bounds are closest.
+# A GPU generates a token in some milliseconds, two old cores one of a large model in a second. People read ten a second
+# and notice differences between 50 and 300 ms, where the bounds are closest.
 _TOKEN_BOUNDS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
-# A step that reads prompts aims at engine.target_step_ms, 150 unless set.
+# A step with prefill aims at engine.target_step_ms, 150 unless set.
 _STEP_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 _TURN_BOUNDS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-# About 2 ms for 1500 tokens of a small model, a hundred times as much for a long conversation of a large one.
+# About 2 ms for 1500 tokens of a small model, a hundred times as much for a long conversation with a large one.
 _MOVE_BOUNDS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
 _MOVE_KINDS: Final = ("park", "restore", "copy")
 _SOURCES: Final = ("slot", "neighbour", "parked", "prefix", "computed")
@@ -30,7 +30,7 @@ _SOURCES: Final = ("slot", "neighbour", "parked", "prefix", "computed")
 
 @dataclass(frozen=True, slots=True)
 class EngineMeters:
-    """The instruments of one model that are touched with each step."""
+    """The instruments of one model that each step updates."""
 
     tokens: Count
     inter_token_s: Distribution
@@ -49,7 +49,7 @@ class EngineMeters:
 class EngineMetrics:
     """Metrics with the label ``model``.
 
-    The gauges and what is set are read from the engines' status when somebody asks.
+    Gauges are read from the engines' statuses when the metrics are scraped.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -176,7 +176,7 @@ class EngineMetrics:
         )
 
     def of(self, model: str) -> EngineMeters:
-        """Return the instruments of a model that are touched with each step."""
+        """Return the instruments of a model that each step updates."""
         model = label_text(model)
         return EngineMeters(
             tokens=self.tokens.labels(model),
@@ -194,7 +194,7 @@ class EngineMetrics:
         )
 
     def clear(self) -> None:
-        """Forget what was read of engines: a model that is gone has no state, and no state has two models' figures."""
+        """Drop the gauges: a model that is gone has no state."""
         for gauge in (
             self.info,
             self.ready,

@@ -1,6 +1,6 @@
-"""Counters and histograms for one thread: no lock, a sixth of what prometheus_client's own take.
+"""Counters and histograms for a single thread, without locks: a sixth of the cost of prometheus_client's own.
 
-The front counts on its event loop only, some of it for each token of each turn. What is exposed is the same.
+The daemon counts on its event loop only, in part for each token of each turn. The exposition format is the same.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _UNSHOWN: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 def label_text(text: str) -> str:
-    """Return ``text`` without what cannot be shown or encoded, at most 64 characters of it."""
+    """Return ``text`` without characters that cannot be displayed or encoded, truncated to 64 characters."""
     return "".join(each if each.isprintable() else _UNSHOWN for each in text[:_MAX_CHARS])
 
 
 class BoundedLabel:
-    """Gives the first ``limit`` names a label value of their own, and all others ``other``.
+    """Gives the first ``limit`` names their own label values, and all others ``other``.
 
-    Who came first keeps its value: a series that changed hands would jump, and a counter that is taken out of ``other``
-    would make that fall.
+    A name keeps its value: a series that changed its meaning would jump, and moving a counter out of ``other`` would
+    make that fall.
     """
 
     def __init__(self, limit: int) -> None:
@@ -52,7 +52,7 @@ class BoundedLabel:
 
 
 class Count:
-    """A number that only rises, but for what is read elsewhere and set."""
+    """A counter; its value may also be set from a counter read elsewhere."""
 
     __slots__ = ("value",)
 
@@ -60,12 +60,12 @@ class Count:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add to it."""
+        """Add ``amount``."""
         self.value += amount
 
 
 class Distribution:
-    """How often values fell between bounds, each bound belonging to the bucket that it closes, and their sum."""
+    """A histogram's counts by bucket, each including its upper bound, and the sum."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -76,11 +76,11 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """The number of values."""
         return sum(self.counts)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Take in a value, once or several times."""
+        """Record a value, once or several times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -89,7 +89,7 @@ _InstrumentT = TypeVar("_InstrumentT", Count, Distribution)
 
 
 class _Family(Collector, Generic[_InstrumentT]):
-    """An instrument for each set of label values; without labels there is one from the beginning."""
+    """One instrument per set of label values; without labels there is one from the start."""
 
     def __init__(
         self, name: str, documentation: str, labels: Sequence[str] = (), *, registry: CollectorRegistry
@@ -103,7 +103,7 @@ class _Family(Collector, Generic[_InstrumentT]):
         registry.register(self)
 
     def labels(self, *values: str) -> _InstrumentT:
-        """Return the instrument for these values, one for each label, in their order."""
+        """Return the instrument of these label values, in the labels' order."""
         found = self._instruments.get(values)
         if found is None:
             if len(values) != len(self._labels):
@@ -112,11 +112,11 @@ class _Family(Collector, Generic[_InstrumentT]):
         return found
 
     def clear(self) -> None:
-        """Forget all sets of label values."""
+        """Drop all sets of label values."""
         self._instruments.clear()
 
     def describe(self) -> Iterator[Metric]:
-        """Return the family without samples, for the registry to find two of one name."""
+        """Return the family without samples; the registry checks for duplicates with it."""
         yield self._family()
 
     def _new(self) -> _InstrumentT:
@@ -148,10 +148,10 @@ class Histograms(_Family[Distribution]):
 
     Args:
         name: Without ``_bucket``, ``_sum`` and ``_count``.
-        documentation: Its sentence.
-        labels: Names of its labels.
-        bounds: Upper bounds of its buckets, rising, without infinity.
-        registry: Where it is exposed.
+        documentation: The help text.
+        labels: The names of its labels.
+        bounds: Upper bounds of the buckets, ascending, without infinity.
+        registry: The registry that exposes it.
     """
 
     def __init__(

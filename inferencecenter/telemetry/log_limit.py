@@ -1,4 +1,4 @@
-"""A limit on log lines that others cause: one in each interval, which says how many it stands for."""
+"""Rate limit for log lines that others cause: one per interval, with the number of lines it stands for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ INTERVAL_S: Final = 60.0
 
 
 class LogLimit:
-    """Admits the first line and then one for each interval.
+    """Admits the first line and then one per interval.
 
     Args:
-        interval_s: Least seconds between two lines.
-        clock: Seconds that only rise.
+        interval_s: Minimum seconds between two lines.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, interval_s: float = INTERVAL_S, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -26,7 +26,7 @@ class LogLimit:
         self._n_held_back = 0
 
     def admit(self) -> int | None:
-        """Return how many lines were held back since the last one, or ``None`` where this one is, too."""
+        """Return how many lines were suppressed since the last one, or ``None`` if this one is suppressed too."""
         now_s = self._clock()
         if now_s < self._next_s:
             self._n_held_back += 1

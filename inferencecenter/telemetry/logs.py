@@ -1,4 +1,4 @@
-"""Log lines: structlog set up once, with the standard library's loggers (uvicorn, asyncio) written the same way."""
+"""Logging: configures structlog, and writes the lines of the standard library's loggers in the same format."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 
 class LogFile(RotatingFileHandler):
-    """A file as a stream of lines, for structlog and the standard library's handlers alike.
+    """A log file as a stream of lines, for structlog and the standard library's handlers.
 
-    Only its owner may read it and those that it was renamed to. What cannot be written is dropped: nobody's turn ends
-    with a log line. Safe to use from any thread.
+    Only its owner may read it and its rotated files. A line that cannot be written is dropped: no turn fails because of
+    a log line. Thread-safe.
 
     Args:
         path: The file.
-        max_bytes: Size at which it is renamed and a new one begun; 0 lets it grow.
-        backups: Renamed files that are kept.
+        max_bytes: Size at which it is rotated; 0 disables rotation.
+        backups: Number of rotated files to keep.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` when it cannot be opened.
+        InferenceCenterError: ``invalid_config`` if it cannot be opened.
     """
 
     def __init__(self, path: Path, *, max_bytes: int, backups: int) -> None:
@@ -51,7 +51,7 @@ class LogFile(RotatingFileHandler):
             raise InferenceCenterError(
                 ErrorCode.INVALID_CONFIG,
                 f"{path} cannot be written: {error.strerror}",
-                hint="Its directory must be there and be the daemon's.",
+                hint="Its directory must exist and be writable for the daemon.",
                 field="log.file",
             ) from error
 
@@ -61,11 +61,11 @@ class LogFile(RotatingFileHandler):
             self.handle(logging.makeLogRecord({"msg": line}))
 
     def isatty(self) -> bool:
-        """Tell that it is no terminal."""
+        """Return ``False``: a file is no terminal."""
         return False
 
     def doRollover(self) -> None:  # noqa: N802 - the base class names it so
-        """Begin a new file; where the old one cannot be renamed it is written on."""
+        """Rotate the file; if it cannot be renamed, writing continues in it."""
         with contextlib.suppress(OSError):
             super().doRollover()
 
@@ -74,15 +74,15 @@ class LogFile(RotatingFileHandler):
 
     def _open(self) -> io.TextIOWrapper:
         descriptor = os.open(self.baseFilename, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        # Without a buffer nothing waits in it that a full disk would not take.
+        # Unbuffered: no data waits in a buffer when the disk is full.
         return io.TextIOWrapper(_WholeLines(descriptor, "a"), encoding=self.encoding, write_through=True)
 
 
 class _WholeLines(io.FileIO):
-    """Takes what is written to it whole, or not at all."""
+    """Writes each line completely, or not at all."""
 
     def write(self, data: Buffer) -> int:
-        """Write; what a full disk takes only half of is taken back.
+        """Write; a partial write on a full disk is undone.
 
         Raises:
             OSError: It could not be written.
@@ -103,15 +103,15 @@ _TOKEN: Final = re.compile(r"\bic_([A-Za-z0-9]+)_[A-Za-z0-9_-]{8,}")
 _PRIORITIES: Final[Mapping[str, int]] = MappingProxyType(
     {"critical": 2, "error": 3, "exception": 3, "warning": 4, "info": 6, "debug": 7}
 )
-"""Of syslog, by level."""
+"""Syslog priorities by level."""
 _FOREIGN: Final = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "websockets", "asyncio")
 
 
 def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", stream: TextIO | None = None) -> None:
-    """Send every log line of this process to ``stream``, standard error when it is not given.
+    """Send every log line of this process to ``stream``, by default standard error.
 
-    ``auto`` writes for people on a terminal and one JSON object a line elsewhere. To systemd's journal each line goes
-    with its priority. May be called again.
+    ``auto`` writes text for people on a terminal, and one JSON object a line elsewhere. Lines for systemd's journal get
+    their priority. May be called again.
     """
     output = stream or sys.stderr
     pretty = log_format == "pretty" or (log_format == "auto" and output.isatty())
@@ -142,17 +142,17 @@ def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", strea
     root.setLevel(threshold)
     for name in _FOREIGN:
         logger = logging.getLogger(name)
-        # uvicorn writes a line for each request, with the whole address: its query may hold what no log should.
+        # uvicorn logs each request with the whole URL, whose query may contain secrets.
         logger.handlers, logger.propagate = [], name != "uvicorn.access"
         logger.setLevel(logging.WARNING if name.startswith("uvicorn") else logging.NOTSET)
     logging.captureWarnings(capture=True)
 
 
 def apply(settings: LogSettings) -> None:
-    """Log as ``settings`` say from now on; a file is opened again, as it may have been renamed.
+    """Apply log settings; a file is reopened, as it may have been renamed.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` when it cannot be opened; then nothing has changed.
+        InferenceCenterError: ``invalid_config`` if it cannot be opened; then nothing has changed.
     """
     stream: TextIO = getattr(sys, settings.output)
     if settings.file is not None:
@@ -166,16 +166,16 @@ def apply(settings: LogSettings) -> None:
 
 
 def goes_to_journal(stream: TextIO) -> bool:
-    """Tell whether what is written to ``stream`` is read by systemd's journal, which says so in ``JOURNAL_STREAM``."""
+    """Return whether ``stream`` is connected to systemd's journal, according to ``JOURNAL_STREAM``."""
     try:
         found = os.fstat(stream.fileno())
-    except (AttributeError, OSError, ValueError):  # it is no file, or closed
+    except (AttributeError, OSError, ValueError):  # not a file, or closed
         return False
     return os.environ.get("JOURNAL_STREAM") == f"{found.st_dev}:{found.st_ino}"
 
 
 def with_priority(text: str, level: str) -> str:
-    """Return a text whose lines begin with the priority of ``level`` as the journal reads it (sd-daemon(3))."""
+    """Return the text with the journal's prefix for ``level`` on each line (sd-daemon(3))."""
     prefix = f"<{_PRIORITIES.get(level, _PRIORITIES['info'])}>"
     return "\n".join(prefix + line for line in text.split("\n"))
 
@@ -189,9 +189,9 @@ def _prioritized(render: Processor) -> Processor:
 
 
 class _Unfailing:
-    """A stream that drops what cannot be written: its terminal may be gone or its disk full.
+    """A stream that drops what cannot be written, because its terminal is gone or its disk full.
 
-    A daemon whose terminal was closed must still stop when it is told to, and nobody's turn may end with a log line.
+    A daemon whose terminal was closed must still stop on request, and no turn may fail because of a log line.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -209,7 +209,7 @@ class _Unfailing:
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Replace what authenticates anybody: values under telling keys, and anything shaped like a token."""
+    """Redact secrets: values of sensitive keys, and anything shaped like a token."""
     for key, value in event.items():
         if isinstance(value, str):
             if key.lower() in _SECRET_KEYS:
@@ -233,7 +233,7 @@ def _json() -> list[Processor]:
 
 
 def _in_order(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """Put what every line has first, as people read these lines too."""
+    """Put the fields that every line has first, for readability."""
     first = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
     return {**first, **event}
 

@@ -1,12 +1,12 @@
-"""How late the event loop is, measured from a thread beside it.
+"""Measures the event loop's lag from a separate thread.
 
 While there are connections, the thread posts a callback to the loop every 50 ms and waits until it has run: the time in
-between is the loop's lag. A loop that has not run the callback after 100 ms is looked at while it is late: what it
-executes then, and as which task, goes into one line of the log.
+between is the lag. If the callback has not run after 100 ms, the thread samples what the loop executes, and as which
+task; one log line reports that.
 
-Lag has two causes. Either the loop's thread worked all the time, on something that should have been bounded, sliced or
-done elsewhere, or the machine did not let it run. The CPU time of that thread tells them apart: it does not pass while
-the process is stopped, nor while other processes have the processors.
+Lag has two causes. Either the loop's thread was busy with something that should have been bounded, sliced or moved to a
+thread, or the machine did not schedule it. The CPU time of that thread distinguishes them: it does not advance while
+the process is stopped, or while other processes have the processors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoopActivity:
-    """What the loop executed when it was looked at: the task, and the innermost line of this package."""
+    """A sample of the loop: the task it executed, and the innermost line of this package."""
 
     task: str
     line: str
@@ -50,9 +50,9 @@ class LoopMonitor:
     """Observes the lag of the running event loop while its context is open.
 
     Args:
-        lag_s: Takes each lag, in seconds; it is called on the loop.
-        is_idle: Tells whether nothing is to be measured. It is called from a thread; after it has returned true the
-            thread sleeps until ``wake``.
+        lag_s: Records each lag, in seconds; called on the loop.
+        is_idle: Returns whether measuring may pause. It is called from a thread; once it has returned true the thread
+            sleeps until ``wake``.
     """
 
     def __init__(self, lag_s: Distribution, *, is_idle: Callable[[], bool]) -> None:
@@ -73,10 +73,10 @@ class LoopMonitor:
     async def __aexit__(self, *_: object) -> None:
         self._closing.set()
         self._awake.set()
-        await asyncio.to_thread(self._thread.join)  # the loop goes on: it may still owe the thread a callback
+        await asyncio.to_thread(self._thread.join)  # the loop continues: the thread may still wait for a callback
 
     def wake(self) -> None:
-        """Measure again if the thread sleeps."""
+        """Resume measuring if the thread sleeps."""
         if not self._awake.is_set():
             self._awake.set()
 

@@ -1,4 +1,4 @@
-"""What is measured of the machine: processes, memory and GPUs. All of it is read, and none of it counted."""
+"""Metrics of the machine: processes, memory and GPUs. All are gauges read at a scrape."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class MachineMetrics:
-    """Metrics of the machine. A GPU's have the label ``gpu``, NVML's index; what it does not tell is absent."""
+    """Metrics of the machine. Those of GPUs have the label ``gpu``, NVML's index; unavailable readings are absent."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._declare_processes(registry)
@@ -68,7 +68,7 @@ class MachineMetrics:
         )
 
     def clear_gpus(self) -> None:
-        """Forget what was read of GPUs: one that does not answer any more has no temperature."""
+        """Drop the readings of GPUs: one that no longer responds has no temperature."""
         for gauge in (
             self.gpu_info,
             self.gpu_temperature_c,
@@ -84,6 +84,6 @@ class MachineMetrics:
             gauge.clear()
 
     def clear_processes(self) -> None:
-        """Forget what was read of processes: one that is gone uses nothing."""
+        """Drop the readings of processes: one that has ended uses nothing."""
         self.process_cpu_s.clear()
         self.process_rss_bytes.clear()

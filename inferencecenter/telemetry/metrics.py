@@ -1,6 +1,6 @@
-"""Every Prometheus metric, declared once.
+"""Every Prometheus metric of the daemon, declared once.
 
-Labels take their values from closed tables; names of clients, which are none, are bounded (``labels.BoundedLabel``).
+Label values come from closed tables; names of clients are bounded (``instruments.BoundedLabel``).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 MAX_CLIENTS: Final = 50
-# From a short question after a cached history on a GPU to a long text on two cores behind a queue.
+# From a short prompt after a cached history on a GPU to a long text on two cores behind a queue.
 _FIRST_TOKEN_BOUNDS_S: Final = (0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
-# A free slot takes a turn within a step; engine.queue_timeout_s ends the longest waits.
+# A free slot admits a turn within a step; engine.queue_timeout_s ends the longest waits.
 _QUEUE_BOUNDS_S: Final = (0.001, 0.01, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
 
 
 class TurnFigures(Protocol):
-    """What is counted of a turn. ``finish`` is its ``finish_reason``, or the error code of one that failed."""
+    """A turn's figures. ``finish`` is its ``finish_reason``, or the error code of a failed one."""
 
     @property
     def client_id(self) -> str: ...  # noqa: D102
@@ -53,10 +53,10 @@ class TurnFigures(Protocol):
 class DaemonMetrics:
     """The daemon's metrics in a registry of their own; two instances share nothing.
 
-    All is counted on the event loop, and exposed there.
+    All are updated and exposed on the event loop.
 
     Args:
-        max_clients: Clients that have series of their own.
+        max_clients: Clients with series of their own.
     """
 
     def __init__(self, *, max_clients: int = MAX_CLIENTS) -> None:
@@ -110,7 +110,7 @@ class DaemonMetrics:
             "inferencecenter_errors", "Errors sent to clients, by code of the error table.", ["code"], registry=registry
         )
         for code in ErrorCode:
-            self.errors.labels(code.value)  # so that the first of each is seen as an increase
+            self.errors.labels(code.value)  # so that the first error counts as an increase
         self.refused_connections = Counts(
             "inferencecenter_refused_connections",
             "WebSocket upgrades refused, and connections turned away before their request was heard, by HTTP status.",
@@ -178,11 +178,11 @@ class DaemonMetrics:
         )
 
     def connection_refused(self, status: int) -> None:
-        """Count a connection that was turned away with an HTTP status."""
+        """Count a connection that was refused with an HTTP status."""
         self.refused_connections.labels(str(status)).inc()
 
     def turn_ended(self, record: TurnFigures) -> None:
-        """Count a turn that ended, well or not."""
+        """Count a turn that ended, successfully or not."""
         model, client = label_text(record.model), self._clients.of(record.client_id)
         self.turns.labels(model, record.finish).inc()
         self.queue_s.labels(model).observe(record.queue_ms / 1000)
@@ -196,20 +196,19 @@ class DaemonMetrics:
         self.client_tokens.labels(client, "generated").inc(record.tokens)
 
     def set_thermal(self, state: str, *, states: Iterable[str]) -> None:
-        """Mark how the GPUs are, of ``states``."""
+        """Set the thermal state, one of ``states``."""
         _mark(self.machine.thermal_state, state, states)
 
     def set_memory(
         self, state: str, *, used_bytes: float | None, limit_bytes: float | None, states: Iterable[str]
     ) -> None:
-        """Mark how short main memory is, of ``states``, and show what of it is used, of what may be."""
+        """Set the memory pressure, one of ``states``, and the usage and limit of main memory."""
         _mark(self.machine.memory_pressure, state, states)
         self.machine.memory_used_bytes.set(_or_nan(used_bytes))
         self.machine.memory_limit_bytes.set(_or_nan(limit_bytes))
 
 
 def _or_nan(value: float | None) -> float:
-    """Return a reading for a gauge: NaN stands for one that is not there."""
     return float("nan") if value is None else value
 
 

@@ -1,7 +1,7 @@
-"""One tree of spans a turn, sent to a collector by a thread of its own. Imports OpenTelemetry.
+"""One tree of spans per turn, sent to a collector by a separate thread. Imports OpenTelemetry.
 
-Spans of both processes are made here: the engine tells when its stages began and ended, and knows nothing of traces.
-They are told apart by ``service.name``, each process being a resource of its own.
+The spans of both processes are made here: the engine reports when its stages began and ended, and does not depend on
+OpenTelemetry. ``service.name`` distinguishes them, since each process is a resource of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = structlog.get_logger(__name__)
 
 
 class SpanStage(Protocol):
-    """Where a turn spent its time in the engine, in seconds of the machine's monotonic clock."""
+    """A stage of a turn in the engine, in seconds of the machine's monotonic clock."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -59,13 +59,13 @@ class SpanStage(Protocol):
 
 
 class Traces:
-    """Begins a trace for each turn. Its methods are called on the event loop, and only ``close``, after it, waits.
+    """Begins a trace for each turn. Its methods are called on the event loop, except ``close``, which blocks.
 
     Args:
-        processor: Takes the spans that have ended.
-        ratio: Share of the turns that is traced, where the client's trace does not decide it.
-        wall_ns: Unix nanoseconds.
-        monotonic: Seconds that only rise, of the clock that the engine reads too.
+        processor: Receives the spans that have ended.
+        ratio: Share of the turns to trace, unless the client's trace decides it.
+        wall_ns: Unix time in nanoseconds.
+        monotonic: Monotonic clock in seconds, the one that the engine reads too.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class Traces:
 
     @classmethod
     def to_collector(cls, address: str, *, headers: Mapping[str, str], ratio: float) -> Traces:
-        """Return traces that go to the collector at ``address``, with ``headers`` on each request."""
+        """Return traces that are sent to the collector at ``address``, with ``headers`` on each request."""
         complaints = ExporterLogHandler()
         base = address.rstrip("/").removesuffix(_PATH)
         sender = OTLPSpanExporter(endpoint=base + _PATH, headers=headers, timeout=_SEND_TIMEOUT_S)
         return cls(BatchSpanProcessor(BackgroundExporter(sender, complaints=complaints)), ratio=ratio)
 
     def begin(self, traceparent: str | None) -> OtlpTurnTrace:
-        """Begin the trace of a turn, inside the client's if it named a span of its own."""
+        """Begin the trace of a turn, inside the client's if ``traceparent`` names a span."""
         empty = Context()
         context = empty if traceparent is None else self._propagator.extract({"traceparent": traceparent}, empty)
         now_s, now_ns = self._monotonic(), self._wall_ns()
@@ -104,10 +104,10 @@ class Traces:
         return trace
 
     def close(self) -> None:
-        """End the traces of turns that go on with the next daemon, and send what there is for ``FLUSH_S`` at most."""
+        """End the traces of turns that the next daemon continues, and send what is pending within ``FLUSH_S``."""
         for trace in tuple(self._open):
             trace.suspend()
-        # A collector that does not answer is left behind with the process.
+        # A collector that does not respond is abandoned when the process ends.
         sending = threading.Thread(target=self._processor.shutdown, name="traces-last", daemon=True)
         sending.start()
         sending.join(FLUSH_S)
@@ -117,11 +117,11 @@ class OtlpTurnTrace:
     """The spans of one turn.
 
     Args:
-        span: The turn's own span, which is the parent of the others.
-        engine: Makes those of the engine.
-        epoch_ns: Unix nanoseconds at which the monotonic clock was 0, as it is told when the turn begins: within a
-            trace no time jumps.
-        monotonic: Seconds that only rise.
+        span: The turn's span, the parent of the others.
+        engine: Makes the engine's spans.
+        epoch_ns: Unix time in nanoseconds at which the monotonic clock was 0, determined when the turn begins: within a
+            trace, time does not jump.
+        monotonic: Monotonic clock in seconds.
     """
 
     def __init__(self, span: Span, engine: Tracer, *, epoch_ns: int, monotonic: Callable[[], float]) -> None:
@@ -132,7 +132,7 @@ class OtlpTurnTrace:
         self._monotonic = monotonic
 
     def describe(self, figures: Figures) -> None:
-        """Say what is asked for."""
+        """Set attributes of the request."""
         self._span.set_attributes(figures)
 
     def spent(self, stages: Iterable[SpanStage]) -> None:
@@ -146,11 +146,11 @@ class OtlpTurnTrace:
             span.end(self._at(stage.ended_s))
 
     def note(self, event: str, figures: Figures) -> None:
-        """Take note of something that happens to the turn now."""
+        """Add an event to the turn's span."""
         self._span.add_event(event, figures, self._at(self._monotonic()))
 
     def end(self, figures: Figures, *, error: str | None) -> None:
-        """End the trace now, with the code of the error that the turn failed with, if it did."""
+        """End the trace now, with the error code if the turn failed."""
         self._span.set_attributes(figures)
         if error is not None:
             self._span.set_attribute("error.type", error)
@@ -158,7 +158,7 @@ class OtlpTurnTrace:
         self._span.end(self._at(self._monotonic()))
 
     def suspend(self) -> None:
-        """End the trace, if it has not ended: the next daemon goes on with the turn."""
+        """End the trace, if it has not ended: the next daemon continues the turn."""
         if self._span.is_recording():
             self.note("suspended", {})
             self._span.end(self._at(self._monotonic()))
@@ -168,12 +168,12 @@ class OtlpTurnTrace:
 
 
 class BackgroundExporter(SpanExporter):
-    """Hands spans on to what sends them, and says once when that fails, and when it works again.
+    """Passes spans to an exporter; logs once when that fails, and when it works again.
 
     Args:
-        sender: Sends them, from a thread, for as long as it may take.
-        complaints: What the libraries say of failures.
-        monotonic: Seconds that only rise.
+        sender: Sends the spans, from a thread, for as long as it may take.
+        complaints: Holds what the libraries log about failures.
+        monotonic: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -202,12 +202,12 @@ class BackgroundExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """Give up what is being sent."""
+        """Abort sending."""
         self._sender.shutdown()
 
 
 class ExporterLogHandler(logging.Handler):
-    """Keeps what OpenTelemetry logs out of the log: a line or more for each batch, and under load for each span."""
+    """Keeps OpenTelemetry's own lines out of the log: there is one per failed batch, and under load one per span."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -216,7 +216,7 @@ class ExporterLogHandler(logging.Handler):
         logger.handlers, logger.propagate = [self], False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Remember the last line."""
+        """Keep the last line."""
         self.last = record.getMessage()
 
 

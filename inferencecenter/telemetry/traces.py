@@ -1,4 +1,4 @@
-"""Traces with OpenTelemetry, which is imported here only when a collector is set."""
+"""Opens OpenTelemetry traces; OpenTelemetry is imported only if a collector is configured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http
 
 
 def check_installed(settings: TelemetrySettings) -> None:
-    """Find out whether turns can be traced, if they are to be.
+    """Raise if tracing is configured but not installed.
 
     Raises:
         InferenceCenterError: ``invalid_config`` without OpenTelemetry.
@@ -30,7 +30,7 @@ def check_installed(settings: TelemetrySettings) -> None:
 
 
 def open_traces(settings: TelemetrySettings) -> Traces | None:
-    """Return what traces turns; ``None`` without a collector.
+    """Return the traces; ``None`` without a collector.
 
     Raises:
         InferenceCenterError: ``invalid_config`` without OpenTelemetry.
@@ -47,5 +47,5 @@ def open_traces(settings: TelemetrySettings) -> Traces | None:
 def _is_there(package: str) -> bool:
     try:
         return find_spec(package) is not None
-    except ModuleNotFoundError:  # not even what it is in
+    except ModuleNotFoundError:  # not even its parent package
         return False

@@ -68,7 +68,7 @@ def test_check_tells_every_problem(cli: Cli, tmp_path: Path) -> None:
         ("[params]\ntemperature = 9.0\n", "params.temperature"),
         ("[params]\ntfs_z = 0.5\n", "tfs_z"),
         ("[models.phi.params]\ntemperature = 9.0\n", "models.phi.params.temperature"),
-        ('[model]\nname = "nobody"\n', "'nobody', which is no model"),
+        ('[model]\nname = "nobody"\n', "'nobody', which does not exist"),
         ('[model]\nname = "a"\nlora = [{path = "/a"}]\n[models.a]\n', "model.lora has no effect"),
         ("[models.a]\nkeep_alive_s = -0.5\n", "models.a: sleep_after_s must be above 0"),
         ('[auth]\nclients_file = "/nowhere/clients.toml"\n', "/nowhere/clients.toml"),

@@ -44,9 +44,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     seen: list[Settings] = []
 
     def serve(
-        settings: Settings, *, announce: Callable[[Announcement], None], read_again: Callable[[], Settings]
+        settings: Settings, *, announce: Callable[[Announcement], None], reload_settings: Callable[[], Settings]
     ) -> int:
-        assert read_again() == settings
+        assert reload_settings() == settings
         seen.append(settings)
         first = len(seen) == 1
         announce(Announcement(address="http://127.0.0.1:1/", admin_token=TOKEN if first else None, model="demo"))

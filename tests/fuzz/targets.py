@@ -100,7 +100,7 @@ def receipt(data: bytes) -> None:
     with _file(data) as path:
         (path.parent / "model.gguf").touch()
         path.rename(path.parent / "model.json")
-        found = find_model(path.parent, "model").receipt
+        found = find_model(path.parent, "model").manifest
     if found is not None:
         assert all(isinstance(digest, str) for digest in found.sha256.values())
 

@@ -38,8 +38,8 @@ def write_receipt(directory: Path, name: str) -> None:
     """Note the model's checksum beside it, as a pull does."""
     file = directory / f"{name}.gguf"
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
-    receipt = Manifest(source="ada/tiny/a.gguf", commit="c0", pulled_at=1.0, sha256=digests)
-    (directory / f"{name}.json").write_bytes(msgspec.json.encode(receipt))
+    manifest = Manifest(source="ada/tiny/a.gguf", commit="c0", pulled_at=1.0, sha256=digests)
+    (directory / f"{name}.json").write_bytes(msgspec.json.encode(manifest))
 
 
 def test_models_of_a_directory(models: Path) -> None:
@@ -48,9 +48,9 @@ def test_models_of_a_directory(models: Path) -> None:
     assert list(found) == ["own", "pulled", "split"]
     assert found["split"].missing == ("split-00002-of-00003.gguf",)
     assert found["split"].size_bytes == 4
-    assert found["own"].receipt is None
-    assert found["pulled"].receipt is not None
-    assert found["pulled"].receipt.source == "ada/tiny/a.gguf"
+    assert found["own"].manifest is None
+    assert found["pulled"].manifest is not None
+    assert found["pulled"].manifest.source == "ada/tiny/a.gguf"
 
 
 def test_a_directory_that_is_not_there_has_no_models(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_file_types_are_those_of_the_reference() -> None:
 
 
 def test_whole_models_have_no_problems(models: Path) -> None:
-    """With a receipt all bytes are read, without one the header, and which it was is told."""
+    """With a manifest all bytes are read, without one the header, and which it was is told."""
     told: list[tuple[int, int]] = []
     verdict = verify(find_model(models, "pulled"), report=lambda done, total: told.append((done, total)))
     size = (models / "pulled.gguf").stat().st_size
@@ -121,12 +121,12 @@ def test_a_truncated_file_is_found(models: Path) -> None:
 
 def test_missing_and_strange_parts_are_found(models: Path) -> None:
     """What was pulled must be there, and nothing else belongs to the model."""
-    assert verify(find_model(models, "split")).problems == ("split-00002-of-00003.gguf is not there",)
-    receipt = Manifest(source="s", commit="c", pulled_at=1.0, sha256={"own-00001-of-00002.gguf": "00"})
-    (models / "own.json").write_bytes(msgspec.json.encode(receipt))
+    assert verify(find_model(models, "split")).problems == ("split-00002-of-00003.gguf does not exist",)
+    manifest = Manifest(source="s", commit="c", pulled_at=1.0, sha256={"own-00001-of-00002.gguf": "00"})
+    (models / "own.json").write_bytes(msgspec.json.encode(manifest))
     assert verify(find_model(models, "own")).problems == (
         "own.gguf is not among the files that were pulled",
-        "own-00001-of-00002.gguf was pulled and is not there",
+        "own-00001-of-00002.gguf was pulled and does not exist",
     )
 
 
@@ -148,11 +148,11 @@ def test_missing_and_strange_parts_are_found(models: Path) -> None:
 def test_a_receipt_that_is_none_says_nothing(models: Path, content: bytes) -> None:
     """The model is there all the same."""
     (models / "pulled.json").write_bytes(content)
-    assert find_model(models, "pulled").receipt is None
+    assert find_model(models, "pulled").manifest is None
 
 
 def test_a_model_goes_with_all_its_files(models: Path) -> None:
-    """Parts and receipt; other models stay."""
+    """Parts and manifest; other models stay."""
     assert remove(models, "split", configured={}).name == "split"
     remove(models, "pulled.gguf", configured={})
     assert sorted(path.name for path in models.iterdir()) == [".incoming", "folder.gguf", "notes.txt", "own.gguf"]

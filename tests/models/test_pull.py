@@ -82,10 +82,10 @@ def test_a_model_is_there_whole_with_its_receipt(pulls: Pulls) -> None:
     assert path.read_bytes() == CONTENT
     assert path.stat().st_mode & 0o777 == 0o644
     assert pulls.names() == ["tiny-Q8_0.gguf", "tiny-Q8_0.json"]
-    receipt = find_model(pulls.directory, "tiny-Q8_0").receipt
-    assert receipt is not None
-    assert (receipt.source, receipt.commit, receipt.pulled_at) == (f"{REPO}/tiny-Q8_0.gguf", COMMIT, 1_000.0)
-    assert receipt.sha256 == {"tiny-Q8_0.gguf": hashlib.sha256(CONTENT).hexdigest()}
+    manifest = find_model(pulls.directory, "tiny-Q8_0").manifest
+    assert manifest is not None
+    assert (manifest.source, manifest.commit, manifest.pulled_at) == (f"{REPO}/tiny-Q8_0.gguf", COMMIT, 1_000.0)
+    assert manifest.sha256 == {"tiny-Q8_0.gguf": hashlib.sha256(CONTENT).hexdigest()}
     assert pulls.told[-1] == PullProgress("tiny-Q8_0.gguf", len(CONTENT), len(CONTENT))
     done = [progress.done_bytes for progress in pulls.told]
     assert done == sorted(done)
@@ -114,7 +114,7 @@ def test_a_name_that_another_model_has(pulls: Pulls) -> None:
     (pulls.directory / "tiny-Q8_0.gguf").write_bytes(b"mine")
     error = pulls.refused()
     assert error.code is ErrorCode.INVALID_REQUEST
-    assert "another model of the name tiny-Q8_0" in error.message
+    assert "another model named tiny-Q8_0" in error.message
     assert (pulls.directory / "tiny-Q8_0.gguf").read_bytes() == b"mine"
 
 
@@ -135,7 +135,7 @@ def test_a_split_model(pulls: Pulls) -> None:
     assert pulls.names() == [*(f"ours-{n:05}-of-00003.gguf" for n in (1, 2, 3)), "ours.json"]
     assert pulls.told[-1] == PullProgress("big/big-00003-of-00003.gguf", 6000, 6000)
     model = find_model(pulls.directory, "ours")
-    assert (model.size_bytes, model.missing, len(model.receipt.sha256 if model.receipt else {})) == (6000, (), 3)
+    assert (model.size_bytes, model.missing, len(model.manifest.sha256 if model.manifest else {})) == (6000, (), 3)
 
 
 def test_nothing_of_a_split_model_is_visible_until_all_is_there(pulls: Pulls) -> None:
@@ -244,11 +244,11 @@ def test_what_arrived_of_another_content_is_found_out(pulls: Pulls) -> None:
 
 
 def test_a_file_that_git_itself_keeps(pulls: Pulls) -> None:
-    """Is checked against git's name for its content, and its receipt has a SHA-256 all the same."""
+    """Is checked against git's name for its content, and its manifest has a SHA-256 all the same."""
     pulls.hub.repos[REPO]["tiny-Q8_0.gguf"].is_large = False
     model = pulls().model
-    assert model.receipt is not None
-    assert model.receipt.sha256["tiny-Q8_0.gguf"] == hashlib.sha256(CONTENT).hexdigest()
+    assert model.manifest is not None
+    assert model.manifest.sha256["tiny-Q8_0.gguf"] == hashlib.sha256(CONTENT).hexdigest()
 
 
 def test_files_are_kept_elsewhere_and_the_token_stays(pulls: Pulls) -> None:
@@ -416,7 +416,7 @@ def test_the_environment_names_hub_and_token(offline: None, monkeypatch: pytest.
 
 
 def test_a_model_that_was_pulled_is_verified(pulls: Pulls) -> None:
-    """Its checksum is that of the receipt; that it is no GGUF file is found as well."""
+    """Its checksum is that of the manifest; that it is no GGUF file is found as well."""
     verdict = verify(pulls().model)
     assert verdict.checksum_known
     assert ["GGUF" in problem for problem in verdict.problems] == [True]

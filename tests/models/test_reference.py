@@ -1,4 +1,4 @@
-"""Tests of what a reference means, and of what a repository offers."""
+"""Tests of what a reference means, and of the models in a repository."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from inferencecenter.models.reference import (
     check_name,
     choose,
     file_names,
-    offers,
+    list_variants,
     parse_reference,
 )
 
@@ -86,16 +86,16 @@ def test_what_is_no_reference(text: str) -> None:
 )
 def test_quantizations_are_told_by_names(path: str, name: str, quant: str | None) -> None:
     """By the file's, or by that of its folder."""
-    (offer,) = offers(files(path))
-    assert (offer.name, offer.quant) == (name, quant)
+    (variant,) = list_variants(files(path))
+    assert (variant.name, variant.quant) == (name, quant)
 
 
 def test_a_split_model_is_one_offer_and_an_incomplete_one_none() -> None:
     """Its parts stand in their order, whatever the order of the list."""
     paths = [f"big-Q8_0-{number:05}-of-00003.gguf" for number in (3, 1, 2)]
-    (offer,) = offers(files(*paths, "torn-00001-of-00002.gguf", "README.md"))
-    assert (offer.name, offer.quant, offer.size_bytes) == ("big-Q8_0", "Q8_0", 3)
-    assert [file.path for file in offer.files] == sorted(paths)
+    (variant,) = list_variants(files(*paths, "torn-00001-of-00002.gguf", "README.md"))
+    assert (variant.name, variant.quant, variant.size_bytes) == ("big-Q8_0", "Q8_0", 3)
+    assert [file.path for file in variant.files] == sorted(paths)
     assert refused("ada/tiny/torn-00001-of-00002.gguf", *paths, "torn-00001-of-00002.gguf").code is (
         ErrorCode.MODEL_NOT_FOUND
     )

@@ -449,6 +449,6 @@ def test_a_path_that_leads_in_a_circle_is_refused_by_name(folder: Path, tmp_path
     """Looking it up raises what no file does; the error is one of settings."""
     circle = tmp_path / "circle.gguf"
     circle.symlink_to(circle)
-    with pytest.raises(InferenceCenterError, match="the models cannot be looked up: RuntimeError") as caught:
+    with pytest.raises(InferenceCenterError, match="the models cannot be read: RuntimeError") as caught:
         _read(folder, model={"path": str(circle)})
     assert caught.value.code is ErrorCode.INVALID_CONFIG

@@ -640,7 +640,7 @@ async def test_models_come_into_the_directory(fleet: Callable[..., Fleet]) -> No
     """Whoever looks again finds them; those that there were stay as they are, also where nothing can be read."""
     house = fleet()
     fresh = house.registry(first=house.spec("first", max_queue=5), third=house.spec("third"))
-    house.models.apply(replace(house.registry(), read_again=lambda: fresh))
+    house.models.apply(replace(house.registry(), reread=lambda: fresh))
     await house.ready("first")
     await house.until(lambda: not house.models._changing.locked())
     engine = house.models.engine("first")
@@ -650,7 +650,7 @@ async def test_models_come_into_the_directory(fleet: Callable[..., Fleet]) -> No
     assert house.models.names == ("first", "second", "third")
     assert house.models.engine("first") is engine
     assert await ended(house.submit("t1", 2, model="third")) == answer(2)
-    house.models._registry = replace(house.models._registry, read_again=unreadable)
+    house.models._registry = replace(house.models._registry, reread=unreadable)
     house.models.rescan()
     assert house.models.names == ("first", "second", "third")
 
