@@ -1,1 +1,1 @@
-"""Accounts and tokens: who may come in, and how much each may use."""
+"""Accounts, tokens, external authentication, quotas and rate limits, and the audit log."""

@@ -1,4 +1,4 @@
-"""What accounts and their tokens are, as plain values."""
+"""Accounts and their tokens as plain values."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ CLIENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A client as one credential showed it.
+    """A client as authenticated by one credential.
 
-    ``retention_days`` are days after their last use at which its sessions are deleted; without it the daemon's setting
-    holds. ``token_id`` and ``expires_at`` (Unix seconds) belong to the token; an API key has neither. ``limits`` are
-    the token's, where it sets none the client's.
+    ``retention_days`` are days after their last use at which its sessions are deleted; ``None`` uses the daemon's
+    setting. ``token_id`` and ``expires_at`` (Unix seconds) belong to the token; an API key has neither. ``limits`` are
+    the token's, and for those it does not set the client's.
     """
 
     client_id: str
@@ -48,7 +48,7 @@ class StaticClient:
 
 @dataclass(frozen=True, slots=True)
 class NewToken:
-    """A token just made; ``token`` is shown once and kept nowhere."""
+    """A new token; ``token`` is shown once and not stored."""
 
     token_id: str
     token: str
@@ -56,7 +56,7 @@ class NewToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenInfo:
-    """What is known of a token; times are Unix seconds, ``limits`` those that it has of its own."""
+    """A stored token; times are Unix seconds, ``limits`` are the token's own."""
 
     token_id: str
     client_id: str
@@ -70,7 +70,7 @@ class TokenInfo:
 
 @dataclass(frozen=True, slots=True)
 class ClientInfo:
-    """What is known of a client; ``created_at`` is Unix seconds, ``tokens`` counts those that are not revoked."""
+    """A stored client; ``created_at`` is Unix seconds, ``tokens`` the number of tokens that are not revoked."""
 
     client_id: str
     max_sessions: int
@@ -83,7 +83,7 @@ class ClientInfo:
 
 
 def client_of(account: Account) -> Principal:
-    """Return an account as sessions see it."""
+    """Convert an account to the client that sessions know."""
     return Principal(
         client_id=account.client_id,
         max_sessions=account.max_sessions,
@@ -95,7 +95,7 @@ def client_of(account: Account) -> Principal:
 
 
 def check_client_id(client_id: str) -> None:
-    """Refuse what cannot be a new client's id: ids stand in logs, labels of metrics and on terminals.
+    """Validate the id of a new client, which appears in logs, metric labels and on terminals.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -110,7 +110,7 @@ def check_client_id(client_id: str) -> None:
 
 
 def check_max_sessions(number: int) -> None:
-    """Refuse what no account can have of open sessions.
+    """Validate an account's maximum number of open sessions.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -124,7 +124,7 @@ def check_max_sessions(number: int) -> None:
 
 
 def check_retention(days: float | None) -> None:
-    """Refuse days after which nothing could be deleted; ``None`` is as the daemon says.
+    """Validate retention days; ``None`` uses the daemon's setting.
 
     Raises:
         InferenceCenterError: ``invalid_request``.

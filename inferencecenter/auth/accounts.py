@@ -1,7 +1,7 @@
 """Clients and their tokens in SQLite. Calls are short and blocking; the file is private to its owner.
 
-A *client* is an account with limits; it has any number of tokens ``ic_<id>_<secret>``. Of a secret only its SHA-256 is
-kept: 256 random bits need no slow hash. Clients of ``clients.toml`` stand beside those of the database.
+A *client* is an account with limits; it has any number of tokens ``ic_<id>_<secret>``. Only the SHA-256 of a secret is
+stored: 256 random bits need no slow hash. Clients of ``clients.toml`` exist beside those of the database.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Accounts:
-    """The accounts of one daemon; may be used from any thread."""
+    """The accounts of one daemon; thread-safe."""
 
     def __init__(
         self,
@@ -66,27 +66,27 @@ class Accounts:
         static: Mapping[str, StaticClient] = MappingProxyType({}),
         audit_days: float | None = None,
     ) -> Accounts:
-        """Open the database at ``path``, made with mode 0600 when there is none.
+        """Open the database at ``path``, or create it with mode 0600.
 
         Args:
             path: The SQLite file.
             clock: Unix seconds.
             static: Clients of ``clients.toml`` by client id.
-            audit_days: Age from which lines of the audit log are removed when others are written; without it, none are.
+            audit_days: Age in days from which lines of the audit log are removed; ``None`` keeps them.
 
         Raises:
-            InferenceCenterError: ``storage_unavailable``; a file that cannot be used is left as it is.
+            InferenceCenterError: ``storage_unavailable``; an unusable file is left unchanged.
         """
         return cls(AccountsFile.open(path), clock=clock, static=static, audit_days=audit_days)
 
     @property
     def identity(self) -> FileIdentity | None:
-        """Which file is open."""
+        """Identity of the open file."""
         return self._file.identity
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the file that is open is the one at its path still: what others change is in that one."""
+        """Whether the open file is still the one at its path, which other processes change."""
         try:
             self._file.check()
         except FileMovedError:
@@ -94,7 +94,7 @@ class Accounts:
         return True
 
     def close(self) -> None:
-        """Write what was noted, if that can be done, and close the file."""
+        """Write buffered entries, if possible, and close the file."""
         try:
             self.flush_audit()
         except InferenceCenterError as error:
@@ -103,7 +103,7 @@ class Accounts:
             self._file.close()
 
     def has_clients(self) -> bool:
-        """Tell whether any client was ever made."""
+        """Return whether the database has any client."""
         with self._rows("SELECT 1 FROM clients LIMIT 1") as rows:
             return rows.fetchone() is not None
 
@@ -116,10 +116,10 @@ class Accounts:
         scopes: Iterable[str] = (Scope.USER,),
         retention_days: float | None = None,
     ) -> None:
-        """Make the client, or give these to the one there, whose ``Limits`` stay.
+        """Create the client, or update the existing one, whose ``Limits`` stay.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` naming what cannot be, or ``storage_unavailable``.
+            InferenceCenterError: ``invalid_request`` for an invalid value, or ``storage_unavailable``.
         """
         spelled = " ".join(sorted(parse_scopes(scopes)))
         check_max_sessions(max_sessions)
@@ -139,28 +139,28 @@ class Accounts:
             self._record(database, audit_entry(event, client_id=client_id, detail=f"scopes {spelled}"))
 
     def has_client(self, client_id: str) -> bool:
-        """Tell whether the database has this client."""
+        """Return whether the database has this client."""
         with self._rows("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)) as rows:
             return rows.fetchone() is not None
 
     def knows(self, client_id: str) -> bool:
-        """Tell whether this is a client of the database or of ``clients.toml``."""
+        """Return whether this is a client of the database or of ``clients.toml``."""
         return client_id in self._static or self.has_client(client_id)
 
     def max_sessions(self) -> dict[str, int]:
-        """Return how many sessions each client of the database may have, by client id."""
+        """Return the maximum number of sessions of each client of the database, by client id."""
         with self._rows("SELECT client_id, max_sessions FROM clients") as rows:
             return dict(rows.fetchall())
 
     def retentions(self) -> dict[str, float]:
-        """Return the ``retention_days`` of every client that has its own, by client id."""
+        """Return the ``retention_days`` of every client with its own, by client id."""
         with self._rows("SELECT client_id, retention_days FROM clients WHERE retention_days IS NOT NULL") as rows:
             own = dict(rows.fetchall())
         accounts = (client.account for client in self._static.values())
         return own | {each.client_id: each.retention_days for each in accounts if each.retention_days is not None}
 
     def replace_static(self, static: Mapping[str, StaticClient]) -> frozenset[str]:
-        """Take other clients in place of those of ``clients.toml``; return the ids of those that went or differ."""
+        """Replace the clients of ``clients.toml``; return the ids of those removed or changed."""
         before, self._static = self._static, static
         return frozenset(client_id for client_id, client in before.items() if static.get(client_id) != client)
 
@@ -180,13 +180,13 @@ class Accounts:
             return [accounts_db.client_from_row(row) for row in rows]
 
     def limits(self) -> dict[tuple[str, str], AccessLimits]:
-        """Return what each token may use, by its client's id and its own; what a key may, by the empty one."""
+        """Return the limits of all tokens, by client and token id; an API key has the empty token id."""
         with self._file.reading() as database:
             found = accounts_db.read_limits(database)
         return found | {(client_id, ""): client.account.limits for client_id, client in self._static.items()}
 
     def limit_token(self, token_id: str, limits: AccessLimits) -> bool:
-        """Give a token these limits of its own in place of those it has; ``False`` when there is no such token."""
+        """Set a token's own limits; ``False`` if there is no such token."""
         with self._file.transaction() as database:
             client_id = accounts_db.set_token_limits(database, token_id, limits)
             if client_id is not None:
@@ -196,10 +196,10 @@ class Accounts:
         return client_id is not None
 
     def limit_client(self, client_id: str, limits: AccessLimits, *, max_sessions: int | None = None) -> bool:
-        """Give a client these limits, and another number of sessions if there is one; ``False`` when there is none.
+        """Set a client's limits, and its maximum number of sessions if given; ``False`` if there is no such client.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for a number of sessions that is none, or ``storage_unavailable``.
+            InferenceCenterError: ``invalid_request`` for an invalid number of sessions, or ``storage_unavailable``.
         """
         if max_sessions is not None:
             check_max_sessions(max_sessions)
@@ -214,10 +214,10 @@ class Accounts:
     def create_token(
         self, client_id: str, *, name: str = "", expires_at: float | None = None, limits: AccessLimits = NO_LIMITS
     ) -> NewToken:
-        """Make a token for a client.
+        """Create a token for a client.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` when the database has no such client.
+            InferenceCenterError: ``invalid_request`` if the database has no such client.
         """
         if not self.has_client(client_id):
             raise InferenceCenterError(
@@ -242,7 +242,7 @@ class Accounts:
         return NewToken(token_id=token_id, token=tokens.format_token(token_id, secret))
 
     def list_tokens(self, client_id: str | None = None) -> list[TokenInfo]:
-        """Return the tokens of one client, or of all, oldest first; revoked ones included."""
+        """Return the tokens of one client, or of all, oldest first, including revoked ones."""
         self.flush_audit()
         with self._rows(
             "SELECT token_id, client_id, name, created_at, expires_at, last_used_at, revoked_at IS NOT NULL, limits"
@@ -252,7 +252,7 @@ class Accounts:
             return [accounts_db.token_from_row(row) for row in rows]
 
     def revoke(self, token_id: str) -> bool:
-        """Make a token useless; ``False`` when there is none, or it was revoked before."""
+        """Revoke a token; ``False`` if it does not exist or was already revoked."""
         with self._file.transaction() as database:
             revoked = database.execute(
                 "UPDATE tokens SET revoked_at = ? WHERE token_id = ? AND revoked_at IS NULL RETURNING client_id, name",
@@ -264,7 +264,7 @@ class Accounts:
         return bool(revoked)
 
     def verify_token(self, token: str) -> Account | None:
-        """Return the account a token stands for, ``None`` when it is unknown, wrong, expired or revoked."""
+        """Return the account of a token, ``None`` if it is unknown, wrong, expired or revoked."""
         token_id, secret = tokens.parse_token(token)
         with self._rows(
             "SELECT t.secret_sha256, t.expires_at, t.revoked_at, c.client_id, c.max_sessions, c.priority, c.scopes,"
@@ -273,7 +273,7 @@ class Accounts:
             (token_id,),
         ) as rows:
             row = rows.fetchone()
-        # Compared also for an unknown id, so that the time taken does not tell which ids exist.
+        # Compared also for an unknown id, so that the duration does not reveal which ids exist.
         right = hmac.compare_digest(tokens.hash_secret(secret), row[0] if row else _NO_HASH)
         if not right or row is None or not self._lives(expires_at=row[1], revoked_at=row[2]):
             return None
@@ -292,8 +292,7 @@ class Accounts:
     def verify_key(self, client_id: str, api_key: str) -> Account | None:
         """Return the account of a client id and its API key.
 
-        The key is the one of ``clients.toml``, or any token of that client: programs that know only this pair can use
-        tokens too.
+        The key is the one of ``clients.toml``, or any token of that client, for programs that support only such a pair.
         """
         client = self._static.get(client_id)
         right = hmac.compare_digest(tokens.hash_secret(api_key), client.key_sha256 if client else _NO_HASH)
@@ -311,14 +310,14 @@ class Accounts:
             return frozenset(row[0] for row in rows)
 
     def buffer_audit(self, line: AuditEntry) -> None:
-        """Note an entry for the audit log; takes a microsecond, and ``write_noted`` writes it."""
+        """Buffer an entry for the audit log, in a microsecond; ``flush_audit`` writes it."""
         self._noted.add(line, at=self._clock())
 
     def flush_audit(self) -> None:
-        """Write what logins left: their lines of the audit log, and when tokens were last used.
+        """Write the buffered entries of logins: lines of the audit log, and the tokens' times of last use.
 
         Raises:
-            InferenceCenterError: ``storage_unavailable``; then it is still noted.
+            InferenceCenterError: ``storage_unavailable``; the entries stay buffered.
         """
         taken = self._noted.drain()
         if not taken:
@@ -337,9 +336,9 @@ class Accounts:
     def audit(
         self, event: AuditEvent, *, client_id: str | None = None, token_id: str | None = None, detail: str = ""
     ) -> None:
-        """Write a line of the audit log that survives a power cut. What cannot be written is logged as a warning.
+        """Write a line of the audit log durably; a failure is logged as a warning.
 
-        Waits for the disk: not for the event loop, where ``note`` is.
+        Blocks for disk I/O; on the event loop use ``buffer_audit``.
         """
         try:
             with self._file.transaction() as database:
@@ -350,7 +349,7 @@ class Accounts:
     def audit_lines(
         self, *, last: int, client_id: str | None = None, event: AuditEvent | None = None
     ) -> list[AuditLine]:
-        """Return the last lines of the audit log, those of one client or event or of all, oldest first."""
+        """Return the last lines of the audit log, optionally of one client or event, oldest first."""
         self.flush_audit()
         with self._file.reading() as database:
             return self._audit_log.read(database, last=last, at=self._clock(), client_id=client_id, event=event)

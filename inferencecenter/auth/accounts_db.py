@@ -1,6 +1,6 @@
-"""The SQLite file under the accounts: made private, migrated step by step, never overwritten; and its rows.
+"""The SQLite database of accounts: private file, stepwise migrations, rows. An existing file is never overwritten.
 
-Limits are JSON of those that are set.
+Limits are stored as JSON of those that are set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DAMAGED_HINT: Final = (
     "`inferencecenter restore` a backup. Without one, move it away while no daemon runs, which forgets all clients and"
     " tokens."
 )
-"""What an operator can do about a damaged file."""
+"""Hint for a damaged file."""
 _MOVED_HINT: Final = (
     "Put it back, or restore a backup, and start the daemon again: what is open here is not what others change."
 )
@@ -77,7 +77,7 @@ MIGRATIONS: Final[Steps] = (
         "CREATE INDEX audit_by_address ON audit (event, address, at)",
     ),
     (
-        # As JSON, only those that are set.
+        # As JSON of those that are set.
         "ALTER TABLE clients ADD COLUMN limits TEXT NOT NULL DEFAULT '{}'",
         "ALTER TABLE tokens ADD COLUMN limits TEXT NOT NULL DEFAULT '{}'",
     ),
@@ -85,7 +85,7 @@ MIGRATIONS: Final[Steps] = (
 
 
 class AccountsFile:
-    """An open database; may be used from any thread. Who reads does not wait for who writes."""
+    """An open database; thread-safe. Readers do not wait for a writer."""
 
     def __init__(self, path: Path, *, reader: sqlite3.Connection, writer: sqlite3.Connection) -> None:
         self._path = path
@@ -97,7 +97,7 @@ class AccountsFile:
 
     @classmethod
     def open(cls, path: Path) -> AccountsFile:
-        """Open or make the file at ``path`` and bring it up to date.
+        """Open or create the file at ``path`` and migrate it.
 
         Raises:
             InferenceCenterError: ``storage_unavailable``.
@@ -123,18 +123,18 @@ class AccountsFile:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Lend the database for queries; its errors become ``storage_unavailable``."""
+        """Context manager for queries; SQLite errors become ``storage_unavailable``."""
         with self._reading, self._mapped_errors():
             self.check()
             yield self._reader
 
     @contextmanager
     def transaction(self, *, durable: bool = True) -> Iterator[sqlite3.Connection]:
-        """Lend the database for statements that happen together or not at all; errors become ``storage_unavailable``.
+        """Context manager for a transaction; SQLite errors become ``storage_unavailable``.
 
         Args:
-            durable: Whether they survive a power cut from then on; otherwise a crash of this process, and no wait for
-                the disk.
+            durable: Whether it survives a power failure; otherwise it survives a crash of this process and does not
+                wait for the disk.
         """
         with self._writing, self._mapped_errors():
             self.check()
@@ -154,10 +154,10 @@ class AccountsFile:
             raise unusable(self._path, str(error), damaged=is_damage(error)) from error
 
     def check(self) -> None:
-        """Compare the file that is open with the one at its path; three system calls.
+        """Compare the open file with the one at its path, by three system calls.
 
         Raises:
-            FileMovedError: It was deleted, moved or replaced: accounts that others change are not those here.
+            FileMovedError: It was deleted, moved or replaced, so changes by other processes are not seen.
         """
         if self.identity is not None:
             self.identity.check()
@@ -177,22 +177,22 @@ class AccountsFile:
 
 
 def unusable(path: Path, reason: str, *, damaged: bool = False) -> InferenceCenterError:
-    """Return the error for a file of accounts that cannot be used because of ``reason``."""
+    """Return the error for an unusable account database."""
     return sqlite_file.unusable(path, reason, hint=DAMAGED_HINT if damaged else _HINT)
 
 
 def limits_to_json(limits: AccessLimits) -> str:
-    """Return the column ``limits``."""
+    """Encode limits for the column ``limits``."""
     return limits.model_dump_json(include=set(limits.given()))
 
 
 def limits_from_json(text: str) -> AccessLimits:
-    """Return the limits in a column."""
+    """Decode the column ``limits``."""
     return AccessLimits.model_validate_json(text)
 
 
 def read_limits(database: sqlite3.Connection) -> dict[tuple[str, str], AccessLimits]:
-    """Return what each token may use, by its client's id and its own; clients by the empty id of a token."""
+    """Return the limits of all tokens, by client and token id; clients have the empty token id."""
     clients = {
         client_id: limits_from_json(text)
         for client_id, text in database.execute("SELECT client_id, limits FROM clients")
@@ -205,7 +205,7 @@ def read_limits(database: sqlite3.Connection) -> dict[tuple[str, str], AccessLim
 
 
 def set_token_limits(database: sqlite3.Connection, token_id: str, limits: AccessLimits) -> str | None:
-    """Give a token these limits of its own; return its client's id, ``None`` when there is no such token."""
+    """Set a token's own limits; return its client's id, ``None`` if there is no such token."""
     changed = database.execute(
         "UPDATE tokens SET limits = ? WHERE token_id = ? RETURNING client_id", (limits_to_json(limits), token_id)
     ).fetchall()
@@ -215,7 +215,7 @@ def set_token_limits(database: sqlite3.Connection, token_id: str, limits: Access
 def set_client_limits(
     database: sqlite3.Connection, client_id: str, limits: AccessLimits, *, max_sessions: int | None = None
 ) -> bool:
-    """Give a client these limits, and another number of sessions if there is one; ``False`` if none has this id."""
+    """Set a client's limits, and its maximum number of sessions if given; ``False`` if there is no such client."""
     changed = database.execute(
         "UPDATE clients SET limits = ?, max_sessions = coalesce(?, max_sessions) WHERE client_id = ?",
         (limits_to_json(limits), max_sessions, client_id),
@@ -224,7 +224,7 @@ def set_client_limits(
 
 
 def client_from_row(row: tuple[Any, ...]) -> ClientInfo:
-    """Return a client in the columns ``client_id`` to ``limits`` and the number of its tokens."""
+    """Return a client from the columns ``client_id`` to ``limits`` and the number of its tokens."""
     client_id, max_sessions, priority, scopes, retention_days, created_at, limits, n_tokens = row
     return ClientInfo(
         client_id=client_id,
@@ -239,7 +239,7 @@ def client_from_row(row: tuple[Any, ...]) -> ClientInfo:
 
 
 def token_from_row(row: tuple[Any, ...]) -> TokenInfo:
-    """Return a token in the columns ``token_id`` to ``last_used_at``, whether it is revoked, and ``limits``."""
+    """Return a token from the columns ``token_id`` to ``last_used_at``, whether it is revoked, and ``limits``."""
     token_id, client_id, name, created_at, expires_at, last_used_at, is_revoked, limits = row
     return TokenInfo(
         token_id=token_id,
@@ -254,7 +254,7 @@ def token_from_row(row: tuple[Any, ...]) -> TokenInfo:
 
 
 def format_limits(limits: AccessLimits) -> str:
-    """Return what is set, as people read it: ``tokens_per_day=5000 models=a,b``; empty for nothing."""
+    """Return the limits that are set, for display: ``tokens_per_day=5000 models=a,b``; empty for none."""
     return " ".join(f"{name}={_word(value)}" for name, value in limits.given().items())
 
 

@@ -1,7 +1,7 @@
-"""The audit log: who came in, who did not, what was done to accounts. A table beside theirs, bounded by rows and age.
+"""The audit log: logins, refusals and changes of accounts. A table in their database, bounded by rows and age.
 
-Equal lines within a minute are one line with a count. Each kind of event has a number of rows of its own, so that a
-flood of one does not drive out another. What logins add is buffered, and written in one transaction.
+Equal lines within a minute are merged into one with a count. Each kind of event has its own limit of rows, so that a
+flood of one does not displace another. Entries of logins are buffered, and written in one transaction.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 TOGETHER_S: Final = 60.0
-"""Equal lines that are closer than this are counted on one."""
+"""Equal lines within this time are merged."""
 PRUNE_ROWS: Final = 1000
-"""Rows that one process writes before it looks for what must go."""
+"""Rows that one process writes between two prunings."""
 _PRUNE_S: Final = 3600.0
 _DAY_S: Final = 86_400
 _MAX_CHARS: Final = 256
 
 
 class AuditEvent(StrEnum):
-    """What the log tells of."""
+    """Kinds of audit events."""
 
     LOGIN = "login"
     LOGIN_REFUSED = "login_refused"
@@ -56,11 +56,11 @@ _LOGIN_ROWS: Final = (_ROWS - _OTHER_ROWS * (len(AuditEvent) - len(_LOGINS))) //
 MAX_ROWS: Final[Mapping[AuditEvent, int]] = MappingProxyType(
     dict.fromkeys(AuditEvent, _OTHER_ROWS) | dict.fromkeys(_LOGINS, _LOGIN_ROWS)
 )
-"""Most rows of each event: 100,000 in all."""
+"""Maximum number of rows of each event: 100,000 in all."""
 
 
 class AuditEntry(NamedTuple):
-    """What a line says besides when; ``entry`` makes one of what came from outside. Each login makes and hashes one."""
+    """An audit line without its time, made by ``audit_entry`` from untrusted input; hashed at each login."""
 
     event: AuditEvent
     client_id: str | None = None
@@ -71,7 +71,7 @@ class AuditEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AuditLine:
-    """A line as it is read. It stands for ``count`` equal events from ``at`` to ``last_at`` (Unix seconds)."""
+    """A stored line. It stands for ``count`` equal events from ``at`` to ``last_at`` (Unix seconds)."""
 
     at: float
     last_at: float
@@ -91,7 +91,7 @@ def audit_entry(
     address: str | None = None,
     detail: str = "",
 ) -> AuditEntry:
-    """Return the entry of an event; long text is cut, and what a terminal might obey is replaced."""
+    """Return the entry of an event; long text is truncated, and control characters are replaced."""
     return AuditEntry(
         event,
         client_id=None if client_id is None else _plain(client_id),
@@ -102,10 +102,10 @@ def audit_entry(
 
 
 class AuditLog:
-    """Lines in the table ``audit``, written inside transactions of the caller's; one thread at a time.
+    """Lines in the table ``audit``, written inside the caller's transactions; one thread at a time.
 
     Args:
-        days: How far back lines go; ``None`` leaves them until there are too many.
+        days: Maximum age of lines; ``None`` limits only their number.
     """
 
     def __init__(self, *, days: float | None) -> None:
@@ -121,7 +121,7 @@ class AuditLog:
     def write_tallies(
         self, database: sqlite3.Connection, tallies: Mapping[AuditEntry, EventCount], *, at: float
     ) -> None:
-        """Write what happened up to ``at``, each on the row of the same within the minute if there is one."""
+        """Write entries up to ``at``, each merged into the equal row of the last minute if there is one."""
         for line, tally in tallies.items():
             if not _count_up(database, line, tally):
                 self._insert(database, line, tally)
@@ -136,7 +136,7 @@ class AuditLog:
         client_id: str | None = None,
         event: AuditEvent | None = None,
     ) -> list[AuditLine]:
-        """Return the ``last`` lines that go for a client and an event, or for all, oldest first, as of ``at``."""
+        """Return the ``last`` lines of a client and an event, or of all, oldest first, as of ``at``."""
         rows = database.execute(
             "SELECT at, last_at, count, event, client_id, token_id, address, detail FROM audit"
             " WHERE at >= ?1 AND (?2 IS NULL OR client_id = ?2) AND (?3 IS NULL OR event = ?3)"
@@ -159,7 +159,7 @@ class AuditLog:
         return row_id
 
     def _prune(self, database: sqlite3.Connection, at: float) -> None:
-        """Remove what is too old or too much, once in a while; the first write of a process always does."""
+        """Remove old and excess lines once in a while, and at the first write of a process."""
         if self._unpruned_rows < PRUNE_ROWS and abs(at - self._pruned_at) < _PRUNE_S:
             return
         database.execute("DELETE FROM audit WHERE at < ?", (self._oldest(at),))
@@ -167,7 +167,7 @@ class AuditLog:
             database.execute(
                 "DELETE FROM audit WHERE event = ?1 AND id <="
                 " (SELECT id FROM audit WHERE event = ?1 ORDER BY id DESC LIMIT 1 OFFSET ?2)",
-                # Until it is looked at again, there may be so many more.
+                # Rows that may be written until the next check.
                 (event, most - PRUNE_ROWS),
             )
         self._unpruned_rows = 0
@@ -178,7 +178,7 @@ class AuditLog:
 
 
 def _count_up(database: sqlite3.Connection, line: AuditEntry, tally: EventCount) -> bool:
-    """Add to the row of the same within the minute; ``False`` when there is none."""
+    """Add to the equal row of the last minute; ``False`` if there is none."""
     changed = database.execute(
         "UPDATE audit SET count = count + ?1, last_at = MAX(last_at, ?2) WHERE id = ("
         "SELECT id FROM audit WHERE event = ?4 AND address IS ?7 AND at BETWEEN ?3 AND ?2"
@@ -212,18 +212,18 @@ def _plain(text: str) -> str:
 
 
 MAX_NOTED: Final = 10_000
-"""Different entries that may wait; of what comes beyond, only the kind and the number are kept."""
+"""Maximum number of different buffered entries; beyond it, only kind and count are kept."""
 
 
 class EventCount(NamedTuple):
-    """How often the same happened, and when first and last (Unix seconds)."""
+    """Count of equal events, with the times of the first and last (Unix seconds)."""
 
     first_at: float
     last_at: float
     times: int = 1
 
     def plus(self, other: EventCount) -> EventCount:
-        """Return both together."""
+        """Return the sum of both."""
         return EventCount(
             min(self.first_at, other.first_at), max(self.last_at, other.last_at), times=self.times + other.times
         )
@@ -231,7 +231,7 @@ class EventCount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AuditBatch:
-    """All that was noted up to now; ``last_uses`` has Unix seconds by token id."""
+    """Drained content of the buffer; ``last_uses`` has Unix seconds by token id."""
 
     tallies: Mapping[AuditEntry, EventCount] = field(default_factory=dict)
     last_uses: Mapping[str, float] = field(default_factory=dict)
@@ -241,7 +241,7 @@ class AuditBatch:
 
 
 class AuditBuffer:
-    """Notes of logins; may be used from any thread, and nobody waits for longer than a dictionary takes."""
+    """Buffer of login entries; thread-safe, and held only for dictionary operations."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -249,24 +249,24 @@ class AuditBuffer:
         self._last_uses: dict[str, float] = {}
 
     def add_use(self, token_id: str, *, at: float) -> None:
-        """Note that a token let somebody in."""
+        """Record a use of a token."""
         with self._lock:
             self._last_uses[token_id] = at
 
     def add(self, entry: AuditEntry, *, at: float) -> None:
-        """Note an entry for the audit log."""
+        """Buffer an entry for the audit log."""
         with self._lock:
             self._add(entry, EventCount(at, at))
 
     def drain(self) -> AuditBatch:
-        """Return what was noted, and have it no longer."""
+        """Return the buffered entries and empty the buffer."""
         with self._lock:
             taken = AuditBatch(self._tallies, self._last_uses)
             self._tallies, self._last_uses = {}, {}
         return taken
 
     def requeue(self, taken: AuditBatch) -> None:
-        """Note again what could not be written."""
+        """Put entries that could not be written back into the buffer."""
         with self._lock:
             self._last_uses = {**taken.last_uses, **self._last_uses}
             for entry, tally in taken.tallies.items():

@@ -1,4 +1,4 @@
-"""From a credential to an account, with failures limited per address."""
+"""Authentication: from a credential to an account, with failures limited per address."""
 
 from __future__ import annotations
 
@@ -53,34 +53,34 @@ Credential = TokenCredential | KeyCredential
 
 
 class ExternalAuthProvider(Protocol):
-    """Another program that knows clients, as ``ExternalAuth`` asks it."""
+    """An external service that authenticates clients, implemented by ``ExternalAuth``."""
 
     async def verify(self, client_id: str, api_key: str) -> Account | None:
-        """Return the account of a client id and its key, ``None`` for a no.
+        """Return the account of a client id and its key, ``None`` if refused.
 
         Raises:
-            AuthUnavailableError: It cannot tell.
+            AuthUnavailableError: No valid answer.
         """
 
     def forget(self, client_id: str) -> None:
-        """Ask again when this client comes next."""
+        """Drop the cached answers about a client."""
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel requests in progress and release resources."""
 
 
 class AuthUnavailableError(Exception):
-    """Nobody can tell whether a key is right; ``str()`` says why, and holds no secret."""
+    """A key cannot be checked; ``str()`` is the reason, without secrets."""
 
 
 class Authenticator:
     """Checks credentials; used on the event loop.
 
     Args:
-        accounts: Who may come in.
-        limits_of: What holds for an account, by which addresses it may come from.
-        others: Who is asked about keys of clients that have no account here.
-        attempts_per_minute: Failures one address may have.
+        accounts: Local accounts.
+        limits_of: Returns the effective limits of an account, for the addresses that it allows.
+        others: Checks keys of clients without a local account.
+        attempts_per_minute: Failures allowed per address.
         clock: Monotonic seconds.
         metrics: Where failures are counted.
     """
@@ -107,11 +107,11 @@ class Authenticator:
         self._unreadable = False
 
     def authenticate(self, credential: Credential, *, address: str) -> Account:
-        """Return the account of a credential; only accounts of this daemon count.
+        """Return the account of a credential, local accounts only.
 
         Raises:
-            InferenceCenterError: ``not_authenticated`` when it is wrong, ``rate_limited`` when ``address`` has failed
-                too often, right or not this time, ``storage_unavailable`` when nobody can tell.
+            InferenceCenterError: ``not_authenticated`` for a wrong credential, ``rate_limited`` after too many failures
+                of ``address``, whether the credential is right or not, ``storage_unavailable`` if it cannot be checked.
         """
         self._check_attempts(address)
         account = self._look_up(credential)
@@ -121,9 +121,9 @@ class Authenticator:
         return self._admitted(account, address=address)
 
     def needs_external(self, credential: Credential) -> bool:
-        """Tell whether ``authenticate_anywhere`` has to ask somebody about a credential, which takes time.
+        """Return whether ``authenticate_anywhere`` has to wait for the external service about a credential.
 
-        Never about a client that has an account here, and never with what has the form of a token of this daemon.
+        Never for a client with a local account, nor for text in the form of this daemon's tokens.
 
         Raises:
             InferenceCenterError: ``storage_unavailable``.
@@ -134,15 +134,15 @@ class Authenticator:
             return public_id(credential.api_key) is None and not self._accounts.knows(credential.client_id)
 
     async def authenticate_anywhere(self, credential: Credential, *, address: str) -> Account:
-        """Do the same as ``authenticate``, and ask others about clients that have no account here.
+        """As ``authenticate``, and query the external service about clients without a local account.
 
         Raises:
-            InferenceCenterError: See ``authenticate``; ``not_authenticated`` also while nobody can tell.
+            InferenceCenterError: See ``authenticate``; ``not_authenticated`` also while the service is unavailable.
         """
         if self._others is None or not isinstance(credential, KeyCredential) or not self.needs_external(credential):
             return self.authenticate(credential, address=address)
         self._check_attempts(address)
-        # Counted before the answer is there: many guesses at once are not more than one after the other.
+        # Counted before the answer arrives, so that concurrent guesses are limited like sequential ones.
         self._attempts.count(address)
         try:
             account = await self._others.verify(credential.client_id, credential.api_key)
@@ -161,12 +161,12 @@ class Authenticator:
         return self._admitted(account, address=address, detail="known elsewhere")
 
     def forget(self, client_id: str) -> None:
-        """Have others asked again when this client comes next."""
+        """Drop the external service's cached answers about a client."""
         if self._others is not None:
             self._others.forget(client_id)
 
     def valid_tokens(self) -> frozenset[str]:
-        """Return the ids of the tokens that would let somebody in now.
+        """Return the ids of the currently valid tokens.
 
         Raises:
             InferenceCenterError: ``storage_unavailable``.
@@ -174,7 +174,7 @@ class Authenticator:
         return self._accounts.valid_tokens()
 
     def max_sessions(self) -> dict[str, int]:
-        """Return how many sessions each client may have now that comes with tokens, by client id.
+        """Return the maximum number of sessions of each client with tokens, by client id.
 
         Raises:
             InferenceCenterError: ``storage_unavailable``.
@@ -183,11 +183,11 @@ class Authenticator:
 
     @property
     def is_available(self) -> bool:
-        """Whether the accounts that are open here are those in the state directory."""
+        """Whether the open account database is the one in the state directory."""
         return self._accounts.is_in_place
 
     async def close(self) -> None:
-        """End the writing of what was noted; closing the accounts writes the rest."""
+        """Stop the writer of buffered entries; closing the accounts writes the rest."""
         if self._writing is not None:
             self._writing.cancel()
         await self._tasks.cancel()
@@ -214,7 +214,7 @@ class Authenticator:
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
-        """Log why accounts cannot be read, once, and tell the caller no more than that they cannot."""
+        """Log once why accounts cannot be read, and hide the reason from the caller."""
         try:
             yield
         except InferenceCenterError as error:
@@ -233,7 +233,7 @@ class Authenticator:
         return self._limits_of(account.limits).allows_address(address)
 
     def _refused(self, credential: Credential, *, address: str) -> InferenceCenterError:
-        """Take note of a refusal that was counted, and return it; it does not tell what was wrong."""
+        """Record a counted refusal and return its error, which does not reveal what was wrong."""
         self._metrics.login_failures.inc()
         self.audit(refusal(credential, address=address))
         _log.warning("login_failed", address=address)
@@ -251,7 +251,7 @@ class Authenticator:
         return account
 
     def audit(self, line: AuditEntry) -> None:
-        """Have a line written within a second, with the last uses, by one timer for all until then."""
+        """Buffer an audit line; it is written within a second, together with all others until then."""
         self._accounts.buffer_audit(line)
         self._to_write = True
         if self._writing is None:
@@ -263,7 +263,7 @@ class Authenticator:
         )
 
     async def _write(self) -> None:
-        """Write what was noted. Nobody's login depends on it: a failure is told once, and it is tried again."""
+        """Write the buffered entries. Logins do not depend on it: a failure is logged once, and retried."""
         self._to_write = False
         try:
             await asyncio.to_thread(self._accounts.flush_audit)
@@ -274,14 +274,14 @@ class Authenticator:
             self._write_after(_RETRY_AFTER_S)
             return
         self._warned = False
-        # Not before: a disk that takes long must not gather threads.
+        # Only now, so that a slow disk does not accumulate threads.
         self._writing = None
         if self._to_write:
             self._write_after(_WRITE_AFTER_S)
 
 
 def refusal(credential: Credential, *, address: str, detail: str = "") -> AuditEntry:
-    """Return what the audit log says of a refused credential: whom it claimed, and nothing that may be secret."""
+    """Return the audit entry of a refused credential: the claimed identity, without anything that may be secret."""
     match credential:
         case TokenCredential(token):
             return audit_entry(AuditEvent.LOGIN_REFUSED, token_id=public_id(token), address=address, detail=detail)
@@ -296,7 +296,7 @@ def refusal(credential: Credential, *, address: str, detail: str = "") -> AuditE
 
 
 def _claim(client_id: str, api_key: str) -> str | None:
-    """Return a claimed client id unless it may be a key that was put in the wrong field."""
+    """Return a claimed client id unless it may be a key in the wrong field."""
     if api_key in client_id or _LIKE_A_SECRET.search(client_id):
         return None
     return client_id[:_MAX_CLAIM_CHARS]

@@ -1,4 +1,4 @@
-"""What happens once: an account to begin with, and its token where only the owner can read it."""
+"""First start: creates an administrator, with its token in a file that only the owner can read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ADMIN_MAX_SESSIONS: Final = 100
 
 
 def ensure_admin(accounts: Accounts, state_dir: Path) -> str | None:
-    """Make the client ``admin`` with every scope when there is no client at all.
+    """Create the client ``admin`` with every scope if there is no client at all.
 
     Its token is written to ``admin.token`` (mode 0600) in ``state_dir``.
 
@@ -28,7 +28,7 @@ def ensure_admin(accounts: Accounts, state_dir: Path) -> str | None:
         The token, to be shown this once; ``None`` when there were clients already.
 
     Raises:
-        InferenceCenterError: ``storage_unavailable``; then no client was made either.
+        InferenceCenterError: ``storage_unavailable``; then no client was created.
     """
     if accounts.has_clients():
         return None
@@ -45,7 +45,7 @@ def ensure_admin(accounts: Accounts, state_dir: Path) -> str | None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Replace ``path`` as a whole by a file that was never readable by others."""
+    """Replace ``path`` atomically by a file that other users can never read."""
     unfinished = path.with_name(path.name + ".new")
     unfinished.unlink(missing_ok=True)
     descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

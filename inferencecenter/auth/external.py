@@ -1,4 +1,4 @@
-"""Another program is asked by HTTP whether a client id and its API key are right. Whatever goes wrong is a no."""
+"""Authentication of a client id and API key by an external HTTP service. Every failure is a refusal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _log = structlog.get_logger(__name__)
 
 
 class _Terms(BaseModel):
-    """What a client gets; unknown fields mean nothing."""
+    """Settings of a client; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -49,7 +49,7 @@ class _Terms(BaseModel):
 
 
 class _Answer(_Terms):
-    """What the other program says; in the form of the first InferenceCenter the terms may stand in ``config``."""
+    """Response of the service; as with the first InferenceCenter, the terms may be in ``config``."""
 
     authorized: bool | None = None
     valid: bool | None = None
@@ -59,30 +59,30 @@ class _Answer(_Terms):
 
     @property
     def is_yes(self) -> bool:
-        """Whether it says yes, and nothing else."""
+        """Whether it is a valid acceptance."""
         said = [each for each in (self.authorized, self.valid) if each is not None]
         return bool(said) and all(said) and not self.error
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """An answer that is remembered until a second of the clock; ``None`` is a no."""
+    """A cached answer with its expiry (monotonic seconds); ``None`` is a refusal."""
 
     account: Account | None
     until_s: float
 
 
 class ExternalAuth:
-    """Asks, and remembers answers by the hash of what was asked. On the event loop.
+    """Queries the service, and caches answers by a hash of the credential. On the event loop.
 
     Args:
-        settings: Whom to ask, and how; with an address.
-        default_max_sessions: Sessions of a client of which it does not say how many.
-        default_priority: Class of a client of which it does not say which.
-        clock: Seconds that only rise.
+        settings: Settings with a ``url``.
+        default_max_sessions: Maximum number of sessions where the answer has none.
+        default_priority: Priority class where the answer has none.
+        clock: Monotonic seconds.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` for a file that cannot be used.
+        InferenceCenterError: ``invalid_config`` for an unusable file.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ExternalAuth:
         self._default_priority: Priority = default_priority
         self._clock = clock
         self._known: OrderedDict[bytes, _Known] = OrderedDict()
-        # Hashes of short keys could be guessed from elsewhere, but not with a key of this process alone.
+        # Keyed with a secret of this process, as plain hashes of short keys could be reversed.
         self._hash_key = secrets.token_bytes(32)
         self._asking = asyncio.Semaphore(settings.max_requests)
         self._n_waiting = 0
@@ -107,21 +107,21 @@ class ExternalAuth:
         self._timeout = httpx2.Timeout(
             settings.read_timeout_s, connect=settings.connect_timeout_s, pool=settings.connect_timeout_s
         )
-        # Not a client: that would follow cookies, proxies of the environment and passwords of netrc files.
+        # Not a client, which would use cookies, proxies of the environment and passwords of netrc files.
         self._transport = httpx2.AsyncHTTPTransport(
             verify=_tls(settings.ca_file),
             trust_env=False,
             limits=httpx2.Limits(max_connections=settings.max_requests, max_keepalive_connections=1),
         )
-        # They write whole addresses, and in one of the forms a key is part of it.
+        # These log whole URLs, and with ``form = "query"`` the key is part of them.
         for name in ("httpx2", "httpcore2"):
             logging.getLogger(name).setLevel(logging.WARNING)
 
     async def verify(self, client_id: str, api_key: str) -> Account | None:
-        """Return the account of a client id and its key, ``None`` for a no.
+        """Return the account of a client id and its key, ``None`` if refused.
 
         Raises:
-            CannotTellError: There was no answer in time, or none that means anything.
+            AuthUnavailableError: There was no answer in time, or none that means anything.
         """
         if CLIENT_ID.fullmatch(client_id) is None or _KEY.fullmatch(api_key) is None:
             return None
@@ -132,7 +132,7 @@ class ExternalAuth:
         return known.account
 
     def forget(self, client_id: str) -> None:
-        """Ask again when this client comes next."""
+        """Drop the cached answers about a client."""
         self._known = OrderedDict(
             (name, known)
             for name, known in self._known.items()
@@ -140,7 +140,7 @@ class ExternalAuth:
         )
 
     async def close(self) -> None:
-        """Let go of the connections."""
+        """Close the connections."""
         await self._transport.aclose()
 
     async def _find_out(self, name: bytes, client_id: str, api_key: str) -> _Known:
@@ -150,7 +150,7 @@ class ExternalAuth:
         self._n_waiting += 1
         try:
             async with asyncio.timeout(settings.connect_timeout_s + settings.read_timeout_s), self._asking:
-                # Somebody else may have asked the same meanwhile.
+                # Another task may have cached the same answer meanwhile.
                 if (known := self._remembered(name)) is not None:
                     return known
                 account = self._read(await self._ask(client_id, api_key), client_id)
@@ -166,10 +166,10 @@ class ExternalAuth:
         return self._remember(name, account)
 
     async def _ask(self, client_id: str, api_key: str) -> tuple[int, bytes]:
-        """Return status and body of the answer; a redirection is an answer like any other.
+        """Return status and body of the response; redirections are not followed.
 
         Raises:
-            CannotTellError: There is none, or too much of it.
+            AuthUnavailableError: There is none, or too much of it.
         """
         with foreign_input(_cannot_tell, own=AuthUnavailableError):
             return await self._answer(self._request(client_id, api_key))
@@ -209,10 +209,10 @@ class ExternalAuth:
         )
 
     def _read(self, answer: tuple[int, bytes], client_id: str) -> Account | None:
-        """Return what an answer means for a client.
+        """Interpret a response about a client.
 
         Raises:
-            CannotTellError: Nothing.
+            AuthUnavailableError: Nothing.
         """
         status, body = answer
         if status in _SAYS_NO:
@@ -236,7 +236,7 @@ class ExternalAuth:
         )
 
     def _hashed(self, client_id: str, api_key: str) -> bytes:
-        # A client id has no character that could be taken for the one between.
+        # A client id cannot contain the separator.
         return hashlib.blake2b(f"{client_id} {api_key}".encode(), key=self._hash_key, digest_size=32).digest()
 
     def _remembered(self, name: bytes) -> _Known | None:
@@ -256,7 +256,7 @@ class ExternalAuth:
         return known
 
     def _note_failure(self, reason: str) -> None:
-        """Log the first of any number of failures."""
+        """Log only the first of consecutive failures."""
         if not self._failing:
             _log.error("external_auth_failing", reason=reason)
         self._failing = True
@@ -272,7 +272,7 @@ def _cannot_tell(reason: str) -> AuthUnavailableError:
 
 
 def _limits(given: dict[str, Any] | None) -> AccessLimits:
-    """Return the limits among what is given; those that do not exist here mean nothing."""
+    """Return the known limits in an answer; unknown ones are ignored."""
     if given is None:
         return NO_LIMITS
     return AccessLimits.model_validate(

@@ -1,4 +1,4 @@
-"""The allowances of all tokens, and of clients with a key: what each has used, and what is refused for it."""
+"""Usage and quotas of all tokens, and of clients with an API key."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from inferencecenter.auth.accounts import Accounts
 
 BUSY_RETRY_MS: Final = 1000
-"""When a client may ask again whose turns are too many: nobody knows when one of them ends."""
+"""Retry hint with too many concurrent turns; when one ends is unknown."""
 SWEEP_FROM: Final = 1000
-"""Tokens below which none is forgotten."""
+"""Number of tokens below which none is dropped."""
 
 
 class TokenAllowance:
-    """What one token has used and may use; implements ``sessions.allowance.Allowance``.
+    """Usage and limits of one token; implements ``sessions.allowance.Allowance``.
 
     Args:
         clock: Unix seconds.
-        monotonic: Seconds that only rise.
+        monotonic: Monotonic seconds.
     """
 
     def __init__(self, *, clock: Callable[[], float], monotonic: Callable[[], float]) -> None:
@@ -40,7 +40,7 @@ class TokenAllowance:
         self._admitted_ms = _ms(monotonic())
 
     def check_turn(self) -> None:
-        """Refuse another turn if there may be none now.
+        """Refuse another turn if a limit is reached.
 
         Raises:
             InferenceCenterError: ``rate_limited`` or ``quota_exceeded``.
@@ -66,17 +66,17 @@ class TokenAllowance:
             )
 
     def begin_turn(self) -> None:
-        """Count a turn that was asked for, until ``end_turn``."""
+        """Count a submitted turn, until ``end_turn``."""
         self._requests.count(now_ms=_ms(self._monotonic()))
         self._running += 1
 
     def resume_turn(self, n_tokens: int) -> None:
-        """Count a turn of an earlier daemon; what it generated then is of today."""
+        """Count a turn resumed after a restart; tokens it generated before count for today."""
         self._running += 1
         self._today().used += n_tokens
 
     def use(self, n_tokens: int) -> bool:
-        """Count tokens that were read or generated; ``False`` once there are none left for today."""
+        """Count prefilled or generated tokens; ``False`` once today's are used up."""
         limits, day = self.limits, self._day.at(self._clock() * 1000)
         day.used += n_tokens
         if limits.tokens_per_minute is not None:
@@ -84,16 +84,16 @@ class TokenAllowance:
         return limits.tokens_per_day is None or day.used < limits.tokens_per_day
 
     def end_turn(self) -> None:
-        """Count a turn as running no more."""
+        """Stop counting a turn as running."""
         self._running -= 1
 
     def admitted(self) -> None:
-        """Take note that the token has just been shown."""
+        """Record that the token has just authenticated."""
         self._admitted_ms = _ms(self._monotonic())
 
     @property
     def is_unused(self) -> bool:
-        """Whether nothing is lost with it: nothing runs, and neither this minute nor this day has seen the token."""
+        """Whether it can be dropped without loss: nothing is running, nor was it used in this minute or day."""
         now_ms = _ms(self._monotonic())
         limit = self.limits.tokens_per_minute
         return (
@@ -105,12 +105,12 @@ class TokenAllowance:
         )
 
     def restore_usage(self, n_tokens: int) -> None:
-        """Count what was used today before this daemon began."""
+        """Add today's usage from before this daemon was started."""
         self._today().used += n_tokens
 
     @property
     def running(self) -> int:
-        """Turns that run or wait."""
+        """Number of running and waiting turns."""
         return self._running
 
     @property
@@ -125,19 +125,19 @@ class TokenAllowance:
 
     @property
     def requests_left(self) -> int | None:
-        """Turns that may be asked for now; ``None`` for any number."""
+        """Turns that may be submitted now; ``None`` without a limit."""
         limit = self.limits.requests_per_minute
         return None if limit is None else max(0, limit - self._requests.total(now_ms=_ms(self._monotonic())))
 
     @property
     def minute_tokens_left(self) -> int | None:
-        """Tokens that are left of a minute's; below 0 are those owed. ``None`` for any number."""
+        """Tokens left in the per-minute bucket, negative if overdrawn; ``None`` without a limit."""
         limit = self.limits.tokens_per_minute
         return None if limit is None else self._minute.left(limit, now_ms=_ms(self._monotonic()))
 
     @property
     def day_tokens_left(self) -> int | None:
-        """Tokens that are left of today's; ``None`` for any number."""
+        """Tokens left today; ``None`` without a limit."""
         limit = self.limits.tokens_per_day
         return None if limit is None else max(0, limit - self.used_today)
 
@@ -156,13 +156,13 @@ class TokenAllowance:
 
 
 class Allowances:
-    """The allowances of one daemon, by client and token; a key's token is the empty one. On the event loop.
+    """The allowances of one daemon, by client and token id; an API key has the empty token id. On the event loop.
 
     Args:
-        accounts: Where the limits of tokens and clients stand.
-        defaults: Limits that hold where those set none.
+        accounts: Source of the limits of tokens and clients.
+        defaults: Limits where those set none.
         clock: Unix seconds.
-        monotonic: Seconds that only rise.
+        monotonic: Monotonic seconds.
     """
 
     def __init__(
@@ -183,19 +183,19 @@ class Allowances:
         self._sweep_at = SWEEP_FROM
 
     def watch(self, in_use: Callable[[], Collection[tuple[str, str]]]) -> None:
-        """Never forget what ``in_use`` returns: the clients and tokens of open sockets."""
+        """Keep the allowances that ``in_use`` returns: those of the clients and tokens of open sockets."""
         self._in_use = in_use
 
     def __len__(self) -> int:
         return len(self._own)
 
     def of(self, client_id: str, token_id: str) -> TokenAllowance:
-        """Return an allowance, made with what the accounts say if nobody asked for it yet."""
+        """Return an allowance, created from the accounts at the first use."""
         known = self._known(client_id, token_id)
         return known or self._make(client_id, token_id, self._accounts.limits().get((client_id, token_id), NO_LIMITS))
 
     def admit(self, account: Account) -> TokenAllowance:
-        """Return the allowance of an account that was just let in, with the limits that came with it."""
+        """Return the allowance of a newly authenticated account, with that account's limits."""
         client_id, token_id = account.client_id, account.token_id or ""
         allowance = self._known(client_id, token_id)
         if allowance is None:
@@ -205,23 +205,23 @@ class Allowances:
         return allowance
 
     def effective(self, own: AccessLimits) -> AccessLimits:
-        """Return what holds for a token whose own limits and its account's are ``own``."""
+        """Return the effective limits of a token, given its own and its account's as ``own``."""
         return own.over(self._defaults)
 
     def restore_usage(self, used: Mapping[tuple[str, str], int]) -> None:
-        """Count tokens that were used today before this daemon began, by client and token."""
+        """Add today's usage from before this daemon was started, by client and token id."""
         own = self._accounts.limits()
         for key, n_tokens in used.items():
             allowance = self._known(*key) or self._make(*key, own.get(key, NO_LIMITS))
             allowance.restore_usage(n_tokens)
 
     def reload(self, defaults: AccessLimits | None = None) -> None:
-        """Take the limits as the accounts say now, and other defaults if there are; what was used stays.
+        """Reread the limits from the accounts, and apply other defaults if given; usage is kept.
 
-        Clients that another program knows keep what it said of them last.
+        Clients of the external service keep the limits of its last answer.
 
         Raises:
-            InferenceCenterError: ``storage_unavailable``; then all stays as it was.
+            InferenceCenterError: ``storage_unavailable``; then nothing changes.
         """
         own = self._accounts.limits()
         self._defaults = self._defaults if defaults is None else defaults
@@ -230,7 +230,7 @@ class Allowances:
                 self._set(client_id, token_id, own.get((client_id, token_id), self._own[client_id, token_id]))
 
     def used_today(self, client_id: str) -> int:
-        """Return the tokens that all tokens of a client have used since midnight UTC."""
+        """Return the tokens used by all tokens of a client since midnight UTC."""
         return sum(each.used_today for each in self._of_client(client_id))
 
     def _known(self, client_id: str, token_id: str) -> TokenAllowance | None:
@@ -245,9 +245,9 @@ class Allowances:
         return made
 
     def _forget_unused(self) -> None:
-        """Forget tokens that nothing is counted for; another program may know any number of clients and tokens.
+        """Drop unused allowances, as an external service may know any number of clients and tokens.
 
-        Comes when there are twice as many as the last time left, so that each costs a look or two.
+        Runs when their number has doubled since the last run, so the amortized cost per token is constant.
         """
         in_use = frozenset(self._in_use())
         for client_id, token_id in [key for key in self._own if key not in in_use]:

@@ -1,6 +1,6 @@
-"""Rate limits: requests in a window, tokens in a bucket, tokens of a day, operations, failed logins, refusals.
+"""Rate limits: requests in a window, tokens in a bucket, tokens per day, operations, failed logins, refusals.
 
-Each answers when it would say yes: one millisecond earlier it still says no.
+Retry times are exact: one millisecond earlier the request is still refused.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 MINUTE_MS: Final = 60_000
 DAY_MS: Final = 86_400_000
 TICK_MS: Final = 100
-"""What comes within a tick is one entry, so that a window never holds more than some hundreds."""
+"""Granularity of a window: events within a tick share an entry, so that a window holds at most some hundreds."""
 _MAX_OTHER_DAYS: Final = 4
 
 
 class SlidingWindow:
-    """Counts what happened within the last minute, whole ticks: at most a tick longer than a minute ago."""
+    """Sliding window over the last minute in whole ticks: at most a tick longer than a minute."""
 
     def __init__(self) -> None:
         self._ticks: deque[tuple[int, int]] = deque()
         self._total = 0
 
     def total(self, *, now_ms: int) -> int:
-        """Return how often it happened within the minute."""
+        """Return the number of events within the minute."""
         while self._ticks and _leaves_ms(self._ticks[0][0]) <= now_ms:
             self._total -= self._ticks.popleft()[1]
         return self._total
 
     def retry_after_ms(self, limit: int, *, now_ms: int) -> int | None:
-        """Return how long it takes until fewer than ``limit`` are within the minute; ``None`` if that is so now."""
+        """Return the time until fewer than ``limit`` events are within the minute; ``None`` if that is so now."""
         excess = self.total(now_ms=now_ms) - limit
         if excess < 0:
             return None
@@ -51,7 +51,7 @@ class SlidingWindow:
         raise AssertionError("a limit is at least 1")
 
     def count(self, *, now_ms: int) -> None:
-        """Count one more."""
+        """Count an event."""
         tick = now_ms // TICK_MS
         self.total(now_ms=now_ms)
         if self._ticks and self._ticks[-1][0] == tick:
@@ -66,31 +66,31 @@ def _leaves_ms(tick: int) -> int:
 
 
 class TokenBucket:
-    """Tokens of a minute: full at the beginning, regained evenly, and owed when more are taken than are there."""
+    """Token bucket per minute: full at the start, refilled continuously; it can be overdrawn."""
 
     def __init__(self) -> None:
-        # How many are missing, in tokens times milliseconds of a minute: whole numbers, so that nothing is rounded.
+        # The deficit in tokens times milliseconds of a minute: integers, so that nothing is rounded.
         self._missing = 0
         self._looked_ms = 0
 
     def left(self, limit: int, *, now_ms: int) -> int:
-        """Return the whole tokens that are there; below 0 are those owed."""
+        """Return the whole tokens left; negative if overdrawn."""
         self._regain(limit, now_ms)
         return (limit * MINUTE_MS - self._missing) // MINUTE_MS
 
     def retry_after_ms(self, limit: int, *, now_ms: int) -> int | None:
-        """Return how long it takes until a token is there, ``None`` if one is."""
+        """Return the time until a token is available, ``None`` if one is."""
         self._regain(limit, now_ms)
         short = self._missing - (limit - 1) * MINUTE_MS
         return None if short <= 0 else -(-short // limit)
 
     def take(self, n_tokens: int, limit: int, *, now_ms: int) -> None:
-        """Take tokens, whether they are there or not."""
+        """Take tokens, possibly overdrawing the bucket."""
         self._regain(limit, now_ms)
         self._missing += n_tokens * MINUTE_MS
 
     def is_full(self, limit: int, *, now_ms: int) -> bool:
-        """Tell whether nothing is missing."""
+        """Return whether the bucket is full."""
         self._regain(limit, now_ms)
         return self._missing == 0
 
@@ -103,7 +103,7 @@ class TokenBucket:
 class DailyUsage:
     """Tokens used since midnight UTC; ``ends_ms`` is the next one, in Unix milliseconds.
 
-    Each day keeps its own count, so that a clock that is set back over midnight and comes there again forgets nothing.
+    Each day keeps its own count, so that a clock set back over midnight loses no usage.
     """
 
     used: int = 0
@@ -111,7 +111,7 @@ class DailyUsage:
     _others: dict[int, int] = field(default_factory=dict)
 
     def at(self, now_ms: float) -> DailyUsage:
-        """Return this day, or change to the one that it is by now; asked for every token, hence one comparison."""
+        """Return this day, switching to the current one first; called per token, hence one comparison."""
         if not 0 < self.ends_ms - now_ms <= DAY_MS:
             if self.used:
                 self._others[self.ends_ms] = self.used
@@ -123,23 +123,23 @@ class DailyUsage:
 
     @property
     def end(self) -> str:
-        """The end of the day in words."""
+        """The end of the day as text."""
         return datetime.fromtimestamp(self.ends_ms / 1000, UTC).strftime("%Y-%m-%d 00:00 UTC")
 
 
 UNIT_CHARS: Final = 64 * 1024
-"""An operation that reads or copies a session costs one unit more for each so many characters of it."""
+"""An operation that reads or copies a session costs one more unit per this many characters of it."""
 FRAME_UNIT_CHARS: Final = 16 * 1024
-"""One costs one unit more for each so many characters of its frame, which take up to a quarter of a millisecond."""
+"""An operation costs one more unit per this many characters of its frame, which take up to 0.25 ms."""
 _SWEEP_FROM: Final = 1000
 
 
 class OperationRateLimiter:
-    """Counts operations of clients against one limit, and refuses those that are too many.
+    """Limits the operations of each client, all with the same limit.
 
     Args:
-        per_minute: Units that a client regains in a minute, and may use at once.
-        monotonic: Seconds that only rise.
+        per_minute: Units that a client regains per minute, which is also the burst.
+        monotonic: Monotonic seconds.
     """
 
     def __init__(self, per_minute: int, *, monotonic: Callable[[], float]) -> None:
@@ -152,15 +152,15 @@ class OperationRateLimiter:
         return len(self._buckets)
 
     def charge(self, client_id: str, *, n_chars: int = 0, n_frame_chars: int = 0) -> None:
-        """Count an operation of a client, before anything is done for it.
+        """Charge a client for an operation, before it is executed.
 
         Args:
-            client_id: Who asks.
+            client_id: The requesting client.
             n_chars: Characters of the session that is read or copied.
-            n_frame_chars: Characters of the frame that asks.
+            n_frame_chars: Characters of the request's frame.
 
         Raises:
-            InferenceCenterError: ``rate_limited`` when nothing is left; then it is not counted.
+            InferenceCenterError: ``rate_limited`` if no units are left; then nothing is charged.
         """
         now_ms = round(self._monotonic() * 1000)
         bucket = self._buckets.get(client_id) or self._make(client_id, now_ms)
@@ -176,7 +176,7 @@ class OperationRateLimiter:
         bucket.take(n_units, self._per_minute, now_ms=now_ms)
 
     def count(self, client_id: str, *, n_frame_chars: int) -> None:
-        """Count a frame that was refused and would else have cost nothing; one without units owes no more for it."""
+        """Charge for a refused frame that would otherwise be free; the balance is not overdrawn."""
         with suppress(InferenceCenterError):
             self.charge(client_id, n_frame_chars=n_frame_chars)
 
@@ -200,11 +200,11 @@ class _Bucket:
 
 
 class AddressRateLimiter:
-    """Counts attempts by address.
+    """Limits attempts by address.
 
     Args:
-        at_once: Attempts that an address has when it comes first.
-        per_s: Those that it regains in a second, up to that number.
+        at_once: Burst of attempts.
+        per_s: Attempts regained per second.
         clock: Monotonic seconds.
     """
 
@@ -215,7 +215,7 @@ class AddressRateLimiter:
         self._buckets: OrderedDict[str, _Bucket] = OrderedDict()
 
     def retry_after_ms(self, address: str) -> int | None:
-        """Return how long ``address`` must wait before it may try again, ``None`` when it may try now."""
+        """Return how long ``address`` must wait before its next attempt, ``None`` if it may try now."""
         bucket = self._buckets.get(rate_limit_key(address))
         if bucket is None:
             return None
@@ -229,12 +229,12 @@ class AddressRateLimiter:
         self._refill(bucket)
         bucket.left = max(0.0, bucket.left - 1)
         self._buckets.move_to_end(shared)
-        # The address that tried longest ago is forgotten first; it has regained the most.
+        # The least recent address is dropped first; it has regained the most.
         if len(self._buckets) > _MAX_ADDRESSES:
             self._buckets.popitem(last=False)
 
     def refund(self, address: str) -> None:
-        """Take back an attempt of ``address`` that is none after all."""
+        """Refund an attempt of ``address``."""
         if (bucket := self._buckets.get(rate_limit_key(address))) is not None:
             bucket.left = min(self._capacity, bucket.left + 1)
 
@@ -245,7 +245,7 @@ class AddressRateLimiter:
 
 
 def rate_limit_key(address: str) -> str:
-    """Return what shares a bucket: an IPv4 address, or the /64 that one IPv6 subscriber is given."""
+    """Return the key of an address's bucket: an IPv4 address, or the /64 that an IPv6 subscriber is assigned."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -257,18 +257,17 @@ def rate_limit_key(address: str) -> str:
     return str(ipaddress.ip_network((int(parsed) >> _IPV6_SITE_BITS << _IPV6_SITE_BITS, _IPV6_SITE_BITS)))
 
 
-# How long a client waits that goes on asking after refusals.
+# Back-off for clients that keep sending refused requests.
 #
-# A refusal is cheap for the one who asks and never free for the one who answers, and no bucket bounds it: what is
-# left of it when a bucket is empty is a refusal again. So the task that reads a socket, and the one that answers an
-# HTTP request, waits a little after a refusal, longer with each one that follows, up to a second. A frame that is
-# accepted is never delayed and halves what has been counted, so that a client which errs now and then, or whose
-# sessions have all gone, waits for nothing, while one that mixes a few accepted frames into its refusals is still
-# slowed down. A socket counts for itself, so that one program does not slow down another of the same account; HTTP
-# requests have no such place, and count by account.
+# A refusal is cheap for the client and not free for the server, and no bucket limits it: a request against an empty
+# bucket is refused as well. So the task that reads a socket or answers an HTTP request waits a little after a refusal,
+# longer with each consecutive one, up to a second. An accepted frame is never delayed and halves the count, so that a
+# client which errs now and then, or whose sessions were all closed, is not delayed, while one that mixes a few accepted
+# frames into its refusals is. Each socket has its own count, so that one program does not slow down another of the same
+# account; HTTP requests count per account.
 
 FREE_REFUSALS: Final = 16
-"""Refusals in a row that cost no time."""
+"""Consecutive refusals without a delay."""
 MAX_DELAY_S: Final = 1.0
 _STEP_S: Final = 0.01
 _MAX_REFUSALS: Final = FREE_REFUSALS + round(MAX_DELAY_S / _STEP_S)
@@ -276,23 +275,23 @@ _MAX_CLIENTS: Final = 1000
 
 
 class RefusalBackoff:
-    """Counts the refusals of one that asks."""
+    """Counts consecutive refusals."""
 
     def __init__(self) -> None:
         self._n_refused = 0
 
     def accepted(self) -> None:
-        """Take note that something was done."""
+        """Record an accepted request."""
         self._n_refused //= 2
 
     def refused(self) -> float:
-        """Take note that something was refused, and return the seconds to wait before more is heard."""
+        """Record a refusal, and return the seconds to wait before the next request is read."""
         self._n_refused = min(self._n_refused + 1, _MAX_REFUSALS)
         return max(0, self._n_refused - FREE_REFUSALS) * _STEP_S
 
 
 class RefusalBackoffs:
-    """The pace of each client; of very many, those that were refused something last."""
+    """Back-offs of clients; beyond a limit, of those refused most recently."""
 
     def __init__(self) -> None:
         self._paces: OrderedDict[str, RefusalBackoff] = OrderedDict()
@@ -301,12 +300,12 @@ class RefusalBackoffs:
         return len(self._paces)
 
     def accepted(self, client_id: str) -> None:
-        """Take note that something was done for a client."""
+        """Record an accepted request of a client."""
         if (pace := self._paces.get(client_id)) is not None:
             pace.accepted()
 
     def refused(self, client_id: str) -> float:
-        """Take note that something was refused, and return the seconds to wait before the client is told."""
+        """Record a refusal, and return the seconds to wait before the response."""
         pace = self._paces.setdefault(client_id, RefusalBackoff())
         self._paces.move_to_end(client_id)
         if len(self._paces) > _MAX_CLIENTS:

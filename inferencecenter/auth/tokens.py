@@ -1,4 +1,4 @@
-"""What a token looks like, ``ic_<id>_<secret>``, and what is kept of a secret. Pure."""
+"""Format of tokens, ``ic_<id>_<secret>``, and the hash stored of a secret. Pure."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def format_token(token_id: str, secret: str) -> str:
 
 
 def parse_token(token: str) -> tuple[str, str]:
-    """Return the id and the secret of a token; the id is empty when it does not begin as one."""
+    """Return the id and the secret of a token; the id is empty if the text is not a token."""
     parts = token.split("_")
     return (parts[1], parts[2]) if len(parts) == 3 and parts[0] == _MARK else ("", token)
 
 
 def public_id(token: str) -> str | None:
-    """Return the id in what has the form of a token to the letter, whether there is such a token or not."""
+    """Return the id in text that has exactly the form of a token, whether or not the token exists."""
     match = _TOKEN.fullmatch(token)
     return match[1] if match else None
 
 
 def hash_secret(secret: str) -> bytes:
-    """Return what is kept of a secret."""
+    """Return the hash that is stored of a secret."""
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
