@@ -1,4 +1,4 @@
-"""The APIs of the daemon: its own over WebSockets, OpenAI's over HTTP, and plain text.
+"""The daemon's APIs: its own over WebSockets, an OpenAI-compatible one over HTTP, and plain text.
 
-They translate, and have no behaviour of their own.
+They only map requests to sessions and events to responses.
 """

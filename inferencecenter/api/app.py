@@ -1,4 +1,4 @@
-"""The ASGI application: the table of HTTP operations, and which path leads where."""
+"""The ASGI application: the table of HTTP operations and the routes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ OPERATIONS: Final[tuple[endpoint.Operation, ...]] = (
     *plain.OPERATIONS,
     openapi.operation(lambda: OPERATIONS),
 )
-"""Every HTTP operation; routes and the OpenAPI document derive from it."""
+"""All HTTP operations; routes and the OpenAPI document derive from it."""
 
 
 def api_routes(context: ServerContext) -> list[BaseRoute]:
-    """Return the routes of all HTTP operations, and of the socket of Responses."""
+    """Return the routes of all HTTP operations, and of the Responses socket."""
     return [*endpoint.routes(context, OPERATIONS), responses.socket_route(context)]
 
 
@@ -38,7 +38,7 @@ SOCKET_PATHS: Final = ("/", "/ws", "/api/inference", "/api/inference/")
 
 
 def create_app(context: ServerContext, *more: BaseRoute) -> Starlette:
-    """Return the application for one port, under the base path of the settings; ``more`` are those of the HTTP APIs."""
+    """Return the application of one port, below the configured base path; ``more`` are the routes of the HTTP APIs."""
     base, pages = context.settings.base_path, StatusPages(context)
     paths = [base + path for path in SOCKET_PATHS] + ([base] if base else [])
     endpoint = WebSocketEndpoint(context)

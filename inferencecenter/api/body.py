@@ -1,4 +1,4 @@
-"""The body of a request: read within bounds of size and time, and checked."""
+"""Request bodies: read within limits of size and time, and validated."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ if TYPE_CHECKING:
     from inferencecenter.core.fair_queue import FairShare
 
 _MANY: Final = 200
-"""More fields than anything has: where there are so many, some of the first are unknown."""
+"""More fields than any model has, so with this many at least one is unknown."""
 
 LARGE_BYTES: Final = 64 * 1024
-"""From here on a body takes milliseconds to read and check, which is too long for the event loop."""
+"""From this size on a body takes milliseconds to parse, which is too long for the event loop."""
 
 BODIES_BYTES: Final = 256 * 1024 * 1024
-"""Bytes of bodies in memory, shared by the clients; as much as the connections of one client can bring by default."""
+"""Maximum bytes of bodies in memory, shared by all clients; by default as much as the connections of one client can
+send.
+"""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
 class RequestModel(BaseModel):
-    """Part of a body: immutable, no unknown fields, nothing coerced; a null is as if the field were absent."""
+    """Part of a request body: immutable, without unknown fields or coercion; null is the same as absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
@@ -46,13 +48,13 @@ class RequestModel(BaseModel):
     def _without_nulls(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
-        if len(data) > _MANY:  # one unknown field is refused as a million are, which takes a second to say
+        if len(data) > _MANY:  # one unknown field is reported, as a million would take a second
             data = dict(islice(data.items(), _MANY))
         return {name: value for name, value in data.items() if value is not None}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Return the schema, in which every field that may be absent may be null."""
+        """Return the schema, in which every optional field may be null."""
         reference = handler(core_schema)
         schema = handler.resolve_ref_schema(reference)
         for name, field in schema.get("properties", {}).items():
@@ -62,11 +64,11 @@ class RequestModel(BaseModel):
 
 
 class BodyRoom:
-    """What a request's body takes of the room that clients share; free again at the end of the ``with`` block.
+    """Memory held by one request's body, out of that shared by all clients; released when the context exits.
 
     Args:
-        room: What is held of it by all requests.
-        client_id: Whom the request is from.
+        room: Memory held by all requests.
+        client_id: The requesting client.
     """
 
     def __init__(self, room: FairShare, client_id: str) -> None:
@@ -83,7 +85,7 @@ class BodyRoom:
             self._held = 0
 
     def hold(self, size: int) -> None:
-        """Hold so many bytes in all; less than are held already changes nothing.
+        """Hold this many bytes in total; fewer than already held changes nothing.
 
         Raises:
             InferenceCenterError: ``queue_full``.
@@ -94,8 +96,8 @@ class BodyRoom:
         if not self._room.fits(self.client_id, more):
             raise InferenceCenterError(
                 ErrorCode.QUEUE_FULL,
-                "The bodies of requests take too much memory, and much of it is this client's.",
-                hint="Send fewer large requests at the same time.",
+                "The bodies of requests take too much memory, much of it for this client.",
+                hint="Send fewer large requests concurrently.",
                 retry_after_ms=1000,
             )
         self._room.add(self.client_id, more)
@@ -108,15 +110,15 @@ async def read_body(
     """Return the whole body.
 
     Args:
-        receive: Where it comes from.
-        headers: May say how long it is.
-        settings: Its bounds.
-        hold: Called with its length before that is read, as far as it is known; refuses what there is no room for.
+        receive: ASGI receive.
+        headers: Headers of the request, for ``Content-Length``.
+        settings: Limits.
+        hold: Called with the length before that much is read; raises if there is no room.
 
     Raises:
-        InferenceCenterError: ``message_too_large``, before it is read where it says so itself; ``request_timeout``; and
-            see ``BodyRoom.hold``.
-        ConnectionError: The peer has gone before its end.
+        InferenceCenterError: ``message_too_large``, before it is read if ``Content-Length`` shows it;
+            ``request_timeout``; see also ``BodyRoom.hold``.
+        ConnectionError: The peer has disconnected.
     """
     limit = settings.max_body_bytes
     declared = headers.get("content-length", "0")
@@ -139,16 +141,16 @@ async def read_body(
                     return bytes(body)
     except TimeoutError:
         raise InferenceCenterError(
-            ErrorCode.REQUEST_TIMEOUT, f"the body was not there within {settings.body_timeout_s:g} s"
+            ErrorCode.REQUEST_TIMEOUT, f"the body did not arrive within {settings.body_timeout_s:g} s"
         ) from None
 
 
 def parse(kind: type[_Model], body: bytes) -> _Model:
-    """Return a body as a model; call it off the event loop where the body is ``LARGE_BYTES`` or more.
+    """Parse a body into a model; to be called off the event loop from ``LARGE_BYTES`` on.
 
     Raises:
-        InferenceCenterError: ``message_too_large`` where it holds too many values, ``invalid_json``, or
-            ``invalid_request`` with the first offending field.
+        InferenceCenterError: ``message_too_large`` for too many values, ``invalid_json``, or ``invalid_request`` with
+            the first invalid field.
     """
     check_json_bounds(body)
     try:
@@ -165,10 +167,10 @@ def parse(kind: type[_Model], body: bytes) -> _Model:
 
 
 def checked(kind: type[_Model], value: object) -> _Model:
-    """Return a value as a model.
+    """Validate a value as a model.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` with the first offending field.
+        InferenceCenterError: ``invalid_request`` with the first invalid field.
     """
     try:
         return kind.model_validate(value)
@@ -177,7 +179,7 @@ def checked(kind: type[_Model], value: object) -> _Model:
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a field, with null beside what it may be; what is said of it stays where it is."""
+    """Return a field's schema extended by null; its annotations stay at the top level."""
     said: dict[str, Any] = {name: field[name] for name in ("title", "description", "default") if name in field}
     kind = {name: value for name, value in field.items() if name not in said}
     options = kind["anyOf"] if set(kind) == {"anyOf"} else [kind]
@@ -188,5 +190,5 @@ def _too_large(limit: int) -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.MESSAGE_TOO_LARGE,
         f"the body is larger than {limit} bytes",
-        hint="An operator may raise server.max_body_bytes.",
+        hint="An operator can raise server.max_body_bytes.",
     )

@@ -1,4 +1,4 @@
-"""HTTP endpoints: one table of operations, from which routes and the OpenAPI document derive; their answers; CORS."""
+"""HTTP endpoints: a table of operations, from which routes and the OpenAPI document derive; responses; CORS."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A JSON document, written out, with headers of its own; status 304 stands for one that the client has."""
+    """A serialized JSON document with headers of its own; status 304 means that the client's copy is current."""
 
     body: bytes
     status: int = 200
@@ -53,10 +53,10 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Server-sent events, as ``sse`` writes them.
+    """Server-sent events, encoded by ``sse``.
 
-    Nothing is sent before there is a first chunk: until then a failure has its own HTTP status. Afterwards it is the
-    last event. The generator is closed when nobody listens any more.
+    Nothing is sent before the first chunk: until then an error has its own HTTP status. Afterwards it is the last
+    event. The generator is closed when the client disconnects.
     """
 
     chunks: AsyncGenerator[bytes, None]
@@ -66,7 +66,7 @@ Reply: TypeAlias = Document | Stream
 
 
 def document(value: Any, *, status: int = 200) -> Document:
-    """Return what ``orjson`` can write as a document."""
+    """Serialize a value with ``orjson``."""
     return Document(orjson.dumps(value), status)
 
 
@@ -80,10 +80,10 @@ COMMON_ERRORS: Final = (
     ErrorCode.STORAGE_UNAVAILABLE,
     ErrorCode.INTERNAL,
 )
-"""What every operation may fail with that needs a token."""
+"""Errors of every operation that requires a token."""
 
 BODY_ERRORS: Final = (ErrorCode.INVALID_JSON, ErrorCode.MESSAGE_TOO_LARGE, ErrorCode.REQUEST_TIMEOUT)
-"""What every operation with a body may fail with; a body that an operation does not take is not read."""
+"""Errors of every operation with a body; the body of an operation without one is not read."""
 
 TURN_ERRORS: Final = (
     ErrorCode.SESSION_LIMIT,
@@ -98,7 +98,7 @@ TURN_ERRORS: Final = (
     ErrorCode.MODEL_LOADING,
     ErrorCode.ENGINE_CRASHED,
 )
-"""What every operation may fail with that has something answered."""
+"""Errors of every operation that runs a turn."""
 
 _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 
@@ -106,24 +106,24 @@ _log = structlog.get_logger(__name__)
 
 
 class NoQuery(BaseModel, extra="forbid"):
-    """An address without parameters."""
+    """An empty query."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """What one method of one address does.
+    """One method of one path.
 
     Attributes:
         method: The HTTP method.
-        path: The address, as ``/v1/responses/{response_id}``.
-        summary: What it does, in a sentence.
-        handler: Does it.
-        body: What the body must be; without it there is none.
-        query: What the address's parameters must be.
-        answer: What the JSON answer is; without it the answer is free, or empty.
-        event: What the data of a server-sent event is, where the answer can be a stream.
-        errors: What it may fail with beside ``COMMON_ERRORS`` and ``BODY_ERRORS``.
-        scope: What the client must hold; without it nobody is asked for a token.
+        path: The path, such as ``/v1/responses/{response_id}``.
+        summary: Summary in one sentence.
+        handler: The handler.
+        body: Model of the body; ``None`` without a body.
+        query: Model of the query.
+        answer: Model of the JSON response; ``None`` if it is of no fixed form, or empty.
+        event: Model of the data of server-sent events, if the response can be a stream.
+        errors: Errors in addition to ``COMMON_ERRORS`` and ``BODY_ERRORS``.
+        scope: Scope that the client needs; ``None`` needs no token.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -140,9 +140,9 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """A request as its handler sees it: let in, and its body and query checked.
+    """An admitted request for its handler, with validated body and query.
 
-    ``path`` are the parameters in the address.
+    ``path`` has the path parameters.
     """
 
     context: ServerContext
@@ -154,18 +154,18 @@ class Call:
 
     @property
     def request_context(self) -> RequestContext:
-        """Says when nobody waits for the answer any more; only where a scope is needed."""
-        assert self.admitted is not None, "the operation is open to everybody"
+        """Signals the client's disconnection; only with a scope."""
+        assert self.admitted is not None, "the operation requires no token"
         return self.admitted
 
     @property
     def caller(self) -> Caller:
-        """Whom it is from; only where a scope is needed."""
+        """The authenticated caller; only with a scope."""
         return self.request_context.caller
 
 
 def routes(context: ServerContext, operations: Iterable[Operation]) -> list[BaseRoute]:
-    """Return the routes of all operations, under the base path of the settings, and of what there is not in ``/v1``."""
+    """Return the routes of all operations below the configured base path, and of unknown paths in ``/v1``."""
     by_path: defaultdict[str, dict[str, Operation]] = defaultdict(dict)
     for operation in operations:
         by_path[operation.path][operation.method] = operation
@@ -179,13 +179,13 @@ def routes(context: ServerContext, operations: Iterable[Operation]) -> list[Base
 
 
 class Endpoint:
-    """An ASGI application for one address.
+    """An ASGI application for one path.
 
     Args:
         context: The rest of the daemon.
-        operations: What is done, by method.
-        path: The address's pattern.
-        bodies: The room for bodies, which all addresses share.
+        operations: Operations by method.
+        path: Pattern of the path.
+        bodies: Memory for bodies, shared by all paths.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Endpoint:
         self._tasks = TaskGroup(path)
 
     async def __call__(self, asgi: AsgiScope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Handle one request."""
         answering = _Answering(send, counted=self._count)
         try:
             operation = self._operation(asgi["method"])
@@ -235,7 +235,8 @@ class Endpoint:
                 finally:
                     leaving.cancel()
             except InferenceCenterError:
-                # The request still counts among its client's, who so has no more refusals at once than requests.
+                # The request still counts towards its client's limit during the delay, which so bounds concurrent
+                # refusals as well.
                 if delay_s := self._context.paces.refused(request_context.account.client_id):
                     await sleep(delay_s)
                 raise
@@ -261,7 +262,7 @@ class Endpoint:
         )
 
     async def _body(self, kind: type[BaseModel], asgi: AsgiScope, receive: Receive, room: BodyRoom) -> BaseModel:
-        """Read the body as ``kind``; a large one is read in a thread, in which clients take turns."""
+        """Read and parse the body; a large one in a thread, round-robin over clients."""
         body = await read_body(receive, Headers(scope=asgi), self._context.settings, hold=room.hold)
         if len(body) < LARGE_BYTES:
             return parse(kind, body)
@@ -286,15 +287,15 @@ class Endpoint:
 
 
 class MethodNotAllowedError(InferenceCenterError):
-    """A method that an address does not take; ``allowed`` are those that it takes."""
+    """An unsupported method; ``allowed`` are the supported ones."""
 
     def __init__(self, method: str, *, allowed: str) -> None:
-        super().__init__(ErrorCode.METHOD_NOT_ALLOWED, f"this address takes {allowed}, not {method[:16]}")
+        super().__init__(ErrorCode.METHOD_NOT_ALLOWED, f"this path supports {allowed}, not {method[:16]}")
         self.allowed = allowed
 
 
 class _Answering:
-    """The answer to one request, as far as it is sent; ``counted`` hears its status, and the error if it is one."""
+    """The response to one request; ``counted`` is called with its status, and with the error if there is one."""
 
     def __init__(self, send: Send, *, counted: Callable[[int, InferenceCenterError | None], None]) -> None:
         self._send = send
@@ -302,7 +303,7 @@ class _Answering:
         self._streaming = False
 
     async def answer(self, reply: Reply) -> None:
-        """Send all of an answer."""
+        """Send the response."""
         if isinstance(reply, Document):
             await self._whole(reply.body, reply.status, reply.headers)
             self._counted(reply.status, None)
@@ -310,7 +311,7 @@ class _Answering:
             await self._stream(reply)
 
     async def fail(self, error: InferenceCenterError) -> None:
-        """Send an error in place of an answer, or as the last event of a stream that has begun."""
+        """Send an error as the response, or as the last event of a stream."""
         body = error_body(error)
         self._counted(error.spec.http_status, error)
         if self._streaming:
@@ -343,7 +344,7 @@ class _Answering:
 
 
 async def _notice_leaving(receive: Receive, request_context: RequestContext) -> None:
-    """Wait until the peer has gone; what it still sends is not asked for."""
+    """Wait until the client has disconnected; further data is ignored."""
     while (await receive())["type"] != "http.disconnect":
         pass
     request_context.end(ClientDisconnectedError())
@@ -353,26 +354,26 @@ _SHOWN_CHARS: Final = 100
 
 
 class NotFoundRoute(BaseRoute):
-    """A route for all of ``prefix`` that none before it takes; a pattern would leave out addresses with line breaks."""
+    """Route of all unknown paths below ``prefix``; a pattern would not match paths with line breaks."""
 
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix
 
     def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
-        """Take any HTTP request below the prefix."""
+        """Match any HTTP request below the prefix."""
         below = scope["type"] == "http" and scope["path"].startswith(self._prefix)
         return (Match.FULL if below else Match.NONE), {}
 
     def url_path_for(self, name: str, /, **_: Any) -> URLPath:
-        """There is nowhere to go."""
+        """Match nothing."""
         raise NoMatchFound(name, {})
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """Say in OpenAI's words that there is nothing here."""
+        """Respond with 404 in OpenAI's error format."""
         error = InferenceCenterError(
             ErrorCode.UNKNOWN_OP,
-            f"there is nothing at {scope['path'][:_SHOWN_CHARS]}",
-            hint="/openapi.json lists what there is.",
+            f"no such path: {scope['path'][:_SHOWN_CHARS]}",
+            hint="/openapi.json lists all paths.",
         )
         answer = Response(
             error_body(error),
@@ -383,10 +384,11 @@ class NotFoundRoute(BaseRoute):
         await answer(scope, receive, send)
 
 
-# Cross-origin requests: pages of origins that may connect may also read the answers.
+# Cross-origin requests (CORS).
 #
-# Credentials are tokens in ``Authorization``, which a page has to know and to send itself; cookies there are none. So
-# an answer names the origin that asked, never all of them, and never allows credentials.
+# Pages of origins that may connect may also read responses. Credentials are tokens in ``Authorization``, which a page
+# has to set itself; there are no cookies. So a response allows the requesting origin, never all of them, and never
+# allows credentials.
 
 _PREFLIGHT_S: Final = 600
 _READABLE: Final = "retry-after, retry-after-ms, x-should-retry"
@@ -395,12 +397,12 @@ _MOST_HEADERS: Final = 64
 
 
 class CrossOrigin:
-    """An ASGI application around that of one address.
+    """An ASGI application that adds CORS to that of one path.
 
     Args:
-        app: What answers.
+        app: The application.
         context: The rest of the daemon.
-        methods: What the address takes.
+        methods: Supported methods.
     """
 
     def __init__(self, app: ASGIApp, context: ServerContext, *, methods: Iterable[str]) -> None:
@@ -409,7 +411,7 @@ class CrossOrigin:
         self._methods = ", ".join(sorted(methods))
 
     async def __call__(self, asgi: AsgiScope, receive: Receive, send: Send) -> None:
-        """Answer a preflight, or have a request answered for the page that it is from."""
+        """Respond to a preflight request, or pass the request on and add CORS headers for its origin."""
         headers = Headers(scope=asgi)
         origin = headers.get("origin")
         if origin is None or not self._allows(origin, asgi, headers):
@@ -436,7 +438,7 @@ class CrossOrigin:
 
 
 def _readable_for(origin: str, send: Send) -> Send:
-    """Return a ``send`` that lets pages of an origin read the answer."""
+    """Return a ``send`` that lets pages of an origin read the response."""
     added = _encoded({**_origin_headers(origin), "access-control-expose-headers": _READABLE})
 
     async def sending(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""The error table in the words of OpenAI's HTTP interface. Pure."""
+"""The error table in OpenAI's format. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CODES: Final[Mapping[ErrorCode, str]] = MappingProxyType(
         ErrorCode.QUOTA_EXCEEDED: "insufficient_quota",
     }
 )
-"""Where OpenAI has a code that programs branch on; all others are the table's own."""
+"""Codes of OpenAI that programs depend on; all other codes are those of the table."""
 
 TYPES: Final[Mapping[int, str]] = MappingProxyType(
     {
@@ -32,16 +32,16 @@ TYPES: Final[Mapping[int, str]] = MappingProxyType(
         429: "rate_limit_error",
     }
 )
-"""The ``type`` of a failure by its HTTP status; other failures of the caller's are ``invalid_request_error``."""
+"""Error ``type`` by HTTP status; other client errors are ``invalid_request_error``."""
 
 
 def type_of(status: int) -> str:
-    """Return OpenAI's ``type`` for an HTTP status."""
+    """Return OpenAI's error ``type`` of an HTTP status."""
     return "server_error" if status >= 500 else TYPES.get(status, "invalid_request_error")
 
 
 def error_object(error: InferenceCenterError) -> dict[str, Any]:
-    """Return a failure as OpenAI's error object: ``message``, ``type``, ``param`` and ``code``.
+    """Convert an error to OpenAI's error object: ``message``, ``type``, ``param`` and ``code``.
 
     The message ends with the hint, for which there is no field.
     """
@@ -55,12 +55,12 @@ def error_object(error: InferenceCenterError) -> dict[str, Any]:
 
 
 def error_body(error: InferenceCenterError) -> bytes:
-    """Return the JSON body that tells of a failure; also the data of a stream's last event, when it fails midway."""
+    """Return the JSON body of an error response; also the data of the last event of a failed stream."""
     return orjson.dumps({"error": error_object(error)})
 
 
 def error_headers(error: InferenceCenterError) -> dict[str, str]:
-    """Return the headers that go with a failure; OpenAI's own client asks ``x-should-retry`` whether to try again."""
+    """Return the headers of an error response; OpenAI's client library reads ``x-should-retry``."""
     headers = {"x-should-retry": "true" if error.spec.retryable else "false"}
     if error.code is ErrorCode.NOT_AUTHENTICATED:
         headers["www-authenticate"] = "Bearer"

@@ -1,4 +1,4 @@
-"""The OpenAPI document of all HTTP operations, derived from their table, and the operation that shows it."""
+"""The OpenAPI document of all HTTP operations, derived from their table, and the operation that returns it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _REFERENCE: Final = "#/components/schemas/{model}"
 _SECURITY: Final[tuple[dict[str, list[str]], ...]] = ({"token": []}, {"client": [], "key": []})
 _SCHEMES: Final = {
     "token": {"type": "http", "scheme": "bearer", "description": "A token, `ic_<id>_<secret>`."},
-    "client": {"type": "apiKey", "in": "header", "name": "X-Client-ID", "description": "A client's name."},
+    "client": {"type": "apiKey", "in": "header", "name": "X-Client-ID", "description": "A client's id."},
     "key": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The client's key."},
 }
 _RETRY_AFTER: Final = {
-    "description": "Seconds after which to try again, where that is known.",
+    "description": "Seconds after which to retry, if known.",
     "schema": {"type": "integer", "minimum": 0},
 }
 _STREAM: Final = (
@@ -47,7 +47,7 @@ _STREAM: Final = (
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, in OpenAI's words."""
+    """An error, in OpenAI's format."""
 
     message: str = Field(description="What is wrong, and what to do about it.")
     type: str = Field(
@@ -64,16 +64,16 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """An error in place of an answer."""
+    """An error response."""
 
     error: ErrorDetail
 
 
 def operation(table: Callable[[], Iterable[Operation]]) -> Operation:
-    """Return the operation that shows the document of ``table``, of which it is itself a row.
+    """Return the operation that serves the document of ``table``, of which it is itself a row.
 
-    No token is needed, so a request must cost little: the document is written once for each base path, in the
-    worker's thread, and those that already have it get no body.
+    It needs no token, so it must be cheap: the document is serialized once per base path, in the worker's thread, and a
+    client with a current copy gets no body.
     """
     written: dict[str, Document] = {}
 
@@ -94,7 +94,7 @@ def operation(table: Callable[[], Iterable[Operation]]) -> Operation:
         return shown
 
     return Operation(
-        method="GET", path=PATH, summary="Show this document.", handler=openapi, answer=OpenApiDocument, scope=None
+        method="GET", path=PATH, summary="Return this document.", handler=openapi, answer=OpenApiDocument, scope=None
     )
 
 
@@ -105,7 +105,7 @@ class OpenApiDocument(BaseModel, extra="allow"):
 
 
 def document(operations: Iterable[Operation], *, base_path: str = "") -> dict[str, Any]:
-    """Return the document of operations that are found under ``base_path``."""
+    """Return the document of operations below ``base_path``."""
     table = tuple(operations)
     schemas, definitions = models_json_schema(list(_models(table)), ref_template=_REFERENCE)
     paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
@@ -116,7 +116,7 @@ def document(operations: Iterable[Operation], *, base_path: str = "") -> dict[st
         "info": {
             "title": "InferenceCenter",
             "version": inferencecenter.__version__,
-            "summary": "GGUF models over HTTP: OpenAI's interface, and the plainest calls there are.",
+            "summary": "GGUF models over HTTP: an OpenAI-compatible API, and a minimal API for plain text.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": base_path or "/"}],
@@ -126,7 +126,7 @@ def document(operations: Iterable[Operation], *, base_path: str = "") -> dict[st
 
 
 def _models(table: Sequence[Operation]) -> dict[tuple[type[BaseModel], JsonSchemaMode], None]:
-    """Return all models of the table, each once for each way in which it is used."""
+    """Return all models of the table, once for each mode (validation, serialization) in which they are used."""
     found: dict[tuple[type[BaseModel], JsonSchemaMode], None] = {(ErrorAnswer, "serialization"): None}
     for row in table:
         if row.body is not None:
@@ -184,7 +184,7 @@ def _answer(row: Operation, schemas: Schemas) -> dict[str, Any]:
 
 
 def _event(data: Mapping[str, Any], schemas: Schemas) -> dict[str, Any]:
-    """Return the schema of each event of a stream."""
+    """Return the schema of an event of a stream."""
     return {
         "type": "object",
         "description": _STREAM,
@@ -201,7 +201,7 @@ def _event(data: Mapping[str, Any], schemas: Schemas) -> dict[str, Any]:
 
 
 def _errors(row: Operation, schemas: Schemas) -> dict[str, Any]:
-    """Return what the operation may fail with, by HTTP status."""
+    """Return the possible errors of an operation, by HTTP status."""
     common = (ErrorCode.INVALID_REQUEST, ErrorCode.INTERNAL) if row.scope is None else COMMON_ERRORS
     by_status: defaultdict[int, list[ErrorCode]] = defaultdict(list)
     of_body = () if row.body is None else BODY_ERRORS

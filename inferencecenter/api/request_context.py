@@ -1,4 +1,4 @@
-"""Who asks: a request of another dialect is let in as the daemon's own sockets are."""
+"""Admission of an HTTP request, and its life until the client disconnects."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _DISMISSALS: Final[Mapping[CloseCode, ErrorCode]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a request is from.
+    """The caller of a request.
 
-    ``client`` is for ``Sessions``, ``account`` what the credential showed. ``address`` is where it comes from, and
-    ``traceparent`` the span of the client's trace that its turns belong to.
+    ``client`` is for ``Sessions``, ``account`` is the authenticated account. ``address`` is the remote address, and
+    ``traceparent`` the span of the client's trace that the request's turns belong to.
     """
 
     client: Principal
@@ -48,18 +48,18 @@ class Caller:
     traceparent: str | None
 
     def allowed(self, max_sessions: int) -> Caller:
-        """Return the same with another number of sessions that its client may have."""
+        """Return a copy with another maximum number of sessions."""
         return replace(self, client=replace(self.client, max_sessions=max_sessions))
 
 
 class ClientDisconnectedError(Exception):
-    """Nobody hears the answer any more: there is nobody to tell of it."""
+    """The client has disconnected, so no response can be sent."""
 
 
 class RequestContext:
-    """A request that is being answered, as the hub counts it: tells its turns when nobody waits for them any more.
+    """A request in progress, as the hub counts it; notifies its turns when the client disconnects.
 
-    Implements ``server.hub.Guest``.
+    Implements ``server.hub.Participant``.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -69,28 +69,28 @@ class RequestContext:
 
     @property
     def account(self) -> Account:
-        """What its credential showed."""
+        """The authenticated account."""
         return self.caller.account
 
     @property
     def address(self) -> str:
-        """Where it comes from."""
+        """Remote address."""
         return self.caller.address
 
     def set_max_sessions(self, max_sessions: int) -> None:
-        """Let its client have so many sessions from now on."""
+        """Set the maximum number of sessions of its client."""
         self.caller = self.caller.allowed(max_sessions)
 
     def drain(self, deadline_s: float) -> None:
-        """Go on: an answer ends by itself."""
+        """Nothing to do: a response ends by itself."""
 
     def dismiss(self, code: CloseCode, reason: str) -> None:
-        """End it with an error."""
+        """End the request with an error."""
         self.end(InferenceCenterError(_DISMISSALS.get(code, ErrorCode.ENGINE_UNAVAILABLE), reason))
 
     @contextmanager
     def until_expiry(self, now_s: float) -> Iterator[None]:
-        """While the block runs, dismiss it when the time of its token is over; ``now_s`` is in Unix seconds."""
+        """Context manager that dismisses the request when its token expires; ``now_s`` is in Unix seconds."""
         if self.account.expires_at is None:
             yield
             return
@@ -102,31 +102,31 @@ class RequestContext:
             deadline.cancel()
 
     def end(self, reason: Exception) -> None:
-        """Tell whoever listens that the answer must end; only the first reason counts."""
+        """Notify the listeners that the response must end; only the first reason counts."""
         if self._ended is None:
             self._ended = reason
             for listener in tuple(self._listeners):
                 listener(reason)
 
     def listen(self, listener: Callable[[Exception], None]) -> None:
-        """Call ``listener`` with the reason when the answer must end, at once if it must already."""
+        """Call ``listener`` with the reason when the response must end, at once if it must already."""
         self._listeners.append(listener)
         if self._ended is not None:
             listener(self._ended)
 
     def forget(self, listener: Callable[[Exception], None]) -> None:
-        """Call a listener no more."""
+        """Remove a listener."""
         self._listeners.remove(listener)
 
 
 async def admit(
     context: ServerContext, asgi: AsgiScope, headers: Headers, *, scope: Scope, subprotocols: Sequence[str] = ()
 ) -> Caller:
-    """Return whom a request is from: HTTP, or the upgrade of a WebSocket that offers ``subprotocols``.
+    """Authenticate and admit an HTTP request, or the upgrade of a WebSocket that offers ``subprotocols``.
 
     Raises:
         InferenceCenterError: ``not_authenticated``, ``rate_limited`` after too many failures, ``forbidden`` for pages
-            of other origins and clients without ``scope``, ``invalid_request`` for a secret in the address,
+            of other origins and clients without ``scope``, ``invalid_request`` for a secret in the URL,
             ``storage_unavailable``.
     """
     check_query(asgi["query_string"])
@@ -134,9 +134,9 @@ async def admit(
     if not origin_allowed(headers.get("origin"), found.host, context.settings.allowed_origins):
         raise InferenceCenterError(
             ErrorCode.FORBIDDEN,
-            "pages of this origin may not connect",
+            "this origin may not connect",
             field="Origin",
-            hint="An operator may add it to server.allowed_origins.",
+            hint="An operator can add it to server.allowed_origins.",
         )
     credential = read_credential(headers, subprotocols)
     if credential is None:
@@ -144,7 +144,7 @@ async def admit(
     account = await context.authenticator.authenticate_anywhere(credential, address=found.address)
     if scope not in account.scopes:
         raise InferenceCenterError(
-            ErrorCode.FORBIDDEN, f"this needs the scope {scope}", hint="Use a token of a client that has it."
+            ErrorCode.FORBIDDEN, f"this requires the scope {scope}", hint="Use a token of a client that has it."
         )
     context.allowances.admit(account)
     if asgi.get("method") != "POST":  # what is posted is a turn, which has limits of its own

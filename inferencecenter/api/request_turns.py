@@ -1,4 +1,4 @@
-"""Turns that run for one request: their events as they come, joined where a reader is behind, and their end."""
+"""The turns of one request: a stream of their events, coalesced for a slow reader, and their end."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 Text: TypeAlias = events.Token | events.Reasoning | events.ToolCall
-"""Events that text is told with."""
+"""Events that carry text."""
 
 _EVENT_BYTES: Final = 64
 _LOGPROB_BYTES: Final = 96
 
 
 class TextRun:
-    """Text of one turn that waits to be taken as one event."""
+    """Queued text of one turn, delivered as one event."""
 
     __slots__ = ("first", "last", "parts")
 
@@ -37,7 +37,7 @@ class TextRun:
         self.parts = [text_of(event)]
 
     def add(self, event: Text) -> bool:
-        """Take further text; ``False`` if it is of another kind, or has more to it than text."""
+        """Append text; ``False`` for an event of another kind, or one with more than text."""
         first = self.first
         if type(event) is not type(first) or event.logprobs is not None or first.logprobs is not None:
             return False
@@ -48,19 +48,19 @@ class TextRun:
         return True
 
     def joined(self) -> Text:
-        """Return all of it as one event, with the number of the last."""
+        """Return all of it as one event, with the sequence number of the last."""
         name = "arguments" if isinstance(self.first, events.ToolCall) else "content"
         return self.first.model_copy(update={"seq": self.last.seq, name: "".join(self.parts)})
 
 
 def size_of(event: Text) -> int:
-    """Return about how many bytes text takes while it waits."""
+    """Return the approximate size of an event in bytes."""
     logprobs = sum(1 + len(each.top) for each in event.logprobs or ())
     return _EVENT_BYTES + len(text_of(event)) + _LOGPROB_BYTES * logprobs
 
 
 def text_of(event: Text) -> str:
-    """Return the text that an event tells."""
+    """Return the text of an event."""
     return event.arguments if isinstance(event, events.ToolCall) else event.content
 
 
@@ -69,18 +69,18 @@ def _same_call(event: events.ToolCall, other: Text) -> bool:
 
 
 MOST_SEPARATE: Final = 32
-"""Events that wait before text is joined: a reader that keeps up gets one event for each token."""
+"""Number of queued events from which text is coalesced: a reader that keeps up gets one event per token."""
 
 _ENDS: Final = (events.End, events.SessionClosed, events.SessionExpired, events.SessionDetached)
 
 
 class _TurnSink:
-    """Hears one turn; implements ``sessions.client.EventSink``.
+    """Receives the events of one turn; implements ``sessions.client.EventSink``.
 
     Args:
-        index: Which one of the request's turns it is.
-        request: What was asked.
-        turns: Where its events go.
+        index: Index of the turn within the request.
+        request: The turn's request.
+        turns: Receives the events.
     """
 
     __slots__ = ("_turns", "index", "over", "request", "turn_id")
@@ -93,7 +93,7 @@ class _TurnSink:
         self._turns = turns
 
     def send(self, event: Event) -> None:
-        """Take an event; what comes after the turn's end belongs to others."""
+        """Forward an event; events after the turn's end belong to other turns."""
         if self.over:
             return
         kind = type(event)
@@ -105,16 +105,16 @@ class _TurnSink:
 
 
 class RequestTurns:
-    """The turns that one request has begun, until the block that this is the context manager of is left.
+    """Context manager of the turns that a request starts.
 
-    Turns that have not ended by then are aborted, and leave nothing behind. So it is as soon as ``fail`` is called, or
-    when more waits for a slow reader than may.
+    On exit unfinished turns are aborted without a trace; likewise as soon as ``fail`` is called, or when more is queued
+    for a slow reader than allowed.
 
     Args:
         context: The rest of the daemon.
         request_context: The request.
-        discard: Whether what aborted turns have said is forgotten.
-        outlived: Whether turns go on without the request in place of being aborted.
+        discard: Whether the text of aborted turns is discarded.
+        outlived: Whether turns continue without the request instead of being aborted.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class RequestTurns:
         self._end()
 
     def begin(self, request: Infer, *, note: str = "") -> int:
-        """Start a turn and return its number, which counts from 0.
+        """Start a turn and return its index.
 
         Raises:
             InferenceCenterError: See ``Sessions.infer``.
@@ -156,7 +156,7 @@ class RequestTurns:
         return ear.index
 
     def fail(self, reason: Exception) -> None:
-        """End all turns now; whoever reads ``batches`` gets ``reason`` in place of what waits."""
+        """End all turns now; the reader of ``batches`` gets ``reason`` instead of queued events."""
         if self._failure is None:
             self._failure = reason
             self._queue.clear()
@@ -164,7 +164,7 @@ class RequestTurns:
             self._wake()
 
     def on_event(self, index: int, event: Event) -> None:
-        """Take an event of a turn; joined to what waits, if that is much."""
+        """Queue an event of a turn, coalesced with queued text if there is much."""
         if self._failure is not None:
             return
         queue = self._queue
@@ -182,13 +182,13 @@ class RequestTurns:
         self._wake()
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Event]], None]:
-        """Yield what has come, each with the number of its turn, until all turns have ended.
+        """Yield new events, each with the index of its turn, until all turns have ended.
 
-        An empty list says that nothing was said for ``server.sse_keepalive_s``, whatever else came.
+        An empty list means ``server.sse_keepalive_s`` without text, whatever other events there were.
 
         Raises:
             InferenceCenterError: The request was ended, or its reader is too slow.
-            GoneError: Nobody listens.
+            ClientDisconnectedError: Nobody listens.
         """
         clock, keepalive_s = asyncio.get_running_loop().time, self._context.settings.sse_keepalive_s
         quiet_until = clock() + keepalive_s
@@ -209,7 +209,7 @@ class RequestTurns:
                 quiet_until = clock() + keepalive_s
 
     def _join(self, index: int, event: Text) -> bool:
-        """Add text to the entry of its turn that waits last, if nothing else of it came after that."""
+        """Append text to the turn's last queued entry, unless another event of the turn came after it."""
         for place in range(len(self._queue) - 1, max(-1, len(self._queue) - 1 - len(self._ears)), -1):
             other, waiting = self._queue[place]
             if other != index:
@@ -249,18 +249,18 @@ class RequestTurns:
     def _overflow(self) -> None:
         self._overflowed = True
         self._context.metrics.outbox_overflows.inc()
-        # Not at once: a session may be halfway through telling something.
-        error = InferenceCenterError(ErrorCode.OVERLOADED, "the answer was not read while it came")
+        # Not at once: a session may be in the middle of publishing.
+        error = InferenceCenterError(ErrorCode.OVERLOADED, "the response was not read fast enough")
         asyncio.get_running_loop().call_soon(self.fail, error)
 
     def _end(self) -> None:
-        """Abort what has not ended, and have sessions go on without this request."""
+        """Abort unfinished turns, or detach from them."""
         sessions = self._context.sessions
         for ear in self._ears:
             over, ear.over = ear.over, True
             if not over and not self._outlived:
                 abort = Abort(op="abort", session_id=ear.request.session_id, discard=self._discard)
-                with suppress(InferenceCenterError):  # it has ended, and its end is on its way
+                with suppress(InferenceCenterError):  # it has ended, and its end event is queued
                     sessions.abort(self._client, abort)
             sessions.detach(ear)
 
@@ -269,4 +269,4 @@ class NullSink:
     """An event sink that discards events."""
 
     def send(self, event: Event) -> None:
-        """Pass over the event."""
+        """Discard the event."""

@@ -1,6 +1,6 @@
-"""Sessions for clients that send whole conversations: what is said already is found again, the rest is left to say.
+"""Sessions for stateless clients: finds the session that matches the conversation sent, and the messages that it lacks.
 
-Several answers to one question are turns in sessions of their own.
+Several choices for one question are turns in sessions of their own.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ _NULL_SINK: Final = NullSink()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationRequest:
-    """What somebody wants answered: all messages, the last of them the question.
+    """A whole conversation to be answered; the last message is the question.
 
-    ``stateless`` says that its session is kept for what its engine remembers, and for nothing else. ``metadata`` is
-    for a session that has to be opened.
+    ``stateless`` means that its session is kept only for its KV. ``metadata`` is for a newly created session.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -47,16 +46,16 @@ class ConversationRequest:
 
 @dataclass(frozen=True, slots=True)
 class SessionMatch:
-    """A session that has been told all but ``unsaid``, which ends with the question."""
+    """A session and the messages that it lacks, ending with the question."""
 
     session_id: str
     remaining: tuple[ChatMessage, ...]
 
 
 def resolve_session(sessions: SessionManager, client: Principal, conversation: ConversationRequest) -> SessionMatch:
-    """Return where a conversation goes on: the client's session that says most of it, or a new one.
+    """Return where a conversation continues: the client's session with the longest matching prefix, or a new one.
 
-    A stateless session that went on in another way is taken back; of another one a fork goes on.
+    A stateless session is rewound to the end of the match; any other session is forked there.
 
     Raises:
         InferenceCenterError: See ``Sessions.create``, ``rewind``, ``fork`` and ``append``.
@@ -80,7 +79,7 @@ def resolve_session(sessions: SessionManager, client: Principal, conversation: C
 
 
 def fork_session(sessions: SessionManager, client: Principal, session_id: str, *, turn: str | None = None) -> str:
-    """Return a session that begins as another one does, up to a turn.
+    """Fork a session at a turn.
 
     Raises:
         InferenceCenterError: See ``Sessions.fork``.
@@ -92,12 +91,12 @@ def fork_session(sessions: SessionManager, client: Principal, session_id: str, *
 
 
 def close_session(sessions: SessionManager, client: Principal, session_id: str) -> None:
-    """Close a session of which nothing is wanted any more."""
+    """Close a session that is not needed any more."""
     sessions.close(client, CloseSession(op="close_session", session_id=session_id))
 
 
 def open_session(sessions: SessionManager, client: Principal, conversation: ConversationRequest) -> SessionMatch:
-    """Return where a conversation goes on that gets a session of its own.
+    """Create a session for a conversation.
 
     Raises:
         InferenceCenterError: See ``Sessions.create`` and ``append``.
@@ -121,7 +120,7 @@ def open_session(sessions: SessionManager, client: Principal, conversation: Conv
 def _told(
     sessions: SessionManager, client: Principal, session_id: str, messages: tuple[ChatMessage, ...]
 ) -> SessionMatch:
-    """Tell a session all up to the last answer among messages; what comes after it is the question."""
+    """Append the messages up to the last answer to a session; the rest is the question."""
     n_told = max((n for n, message in enumerate(messages, start=1) if message.role == "assistant"), default=0)
     for start in range(0, n_told, _MOST_AT_ONCE):
         some = list(messages[start : min(start + _MOST_AT_ONCE, n_told)])
@@ -138,20 +137,20 @@ def run_choices(
     n: int,
     infer: Callable[[SessionMatch, int], Infer],
 ) -> Iterator[RequestTurns]:
-    """Have each conversation answered ``n`` times; turn ``i * n + j`` is the ``j``-th answer to the ``i``-th.
+    """Answer each conversation ``n`` times; turn ``i * n + j`` is choice ``j`` of conversation ``i``.
 
-    The session of a conversation's first answer stays, for what its engine remembers: what comes next may begin alike.
-    Those of the others are closed at the end.
+    The session of a conversation's first choice is kept for its KV, as the next request may have the same prefix. Those
+    of the others are closed at the end.
 
     Args:
         context: The rest of the daemon.
         request_context: The request.
-        conversations: What is to be answered.
-        n: How often.
-        infer: Makes the request of an answer, of the place and the answer's number from 0.
+        conversations: Conversations to answer.
+        n: Number of choices.
+        infer: Returns the turn of a choice, given the session match and the index of the choice.
 
     Raises:
-        InferenceCenterError: See ``resolve_session`` and ``Turns.begin``.
+        InferenceCenterError: See ``resolve_session`` and ``RequestTurns.begin``.
     """
     sessions, client = context.sessions, request_context.caller.client
     spare: list[str] = []

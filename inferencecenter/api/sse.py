@@ -6,13 +6,13 @@ from typing import Final
 
 MEDIA_TYPE: Final = "text/event-stream; charset=utf-8"
 KEEPALIVE: Final = b": keepalive\n\n"
-"""A comment, which readers skip: it keeps proxies from closing a connection on which nothing is said for long."""
+"""A comment, which readers skip: it prevents proxies from closing an idle connection."""
 DONE: Final = b"data: [DONE]\n\n"
-"""What OpenAI's streams end with."""
+"""End of OpenAI's streams."""
 
 
 def comment(text: str) -> bytes:
-    """Return a comment, in one line."""
+    """Return a comment in one line."""
     return b": %b\n\n" % " ".join(text.split()).encode()
 
 

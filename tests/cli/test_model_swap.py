@@ -200,9 +200,9 @@ async def test_the_list_needs_no_daemon(cli: Cli, scripted: Start) -> None:
 
     async def refuses(peer: Peer) -> None:
         await peer.welcome()
-        await peer.refuse(await peer.hear(), "forbidden", message="this needs the scope user")
+        await peer.refuse(await peer.hear(), "forbidden", message="this requires the scope user")
 
     url = await scripted(refuses)
     refused = await run(cli, "list", url=url)
     assert (refused.code, len(refused.out.splitlines())) == (0, 2)
-    assert "this needs the scope user" in refused.err
+    assert "this requires the scope user" in refused.err

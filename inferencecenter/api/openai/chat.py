@@ -1,6 +1,6 @@
-"""``/v1/chat/completions``: a conversation is answered, at once or as a stream.
+"""``/v1/chat/completions``: answers a conversation, as a document or a stream.
 
-What a request means to sessions, the handler, and the writers of chunks and documents.
+The mapping of requests to sessions, the handler, and the writers of chunks and documents.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatHead:
-    """What all chunks of an answer say. ``top_logprobs`` are those asked for, ``None`` for none at all."""
+    """Fields common to all chunks of a response; ``top_logprobs`` is ``None`` unless requested."""
 
     completion_id: str
     created: int
@@ -51,7 +51,7 @@ class ChatHead:
 
 
 class ChatChunkWriter:
-    """Writes the chunks of a stream; most bytes of those with plain text are always the same."""
+    """Encodes the chunks of a stream; those of plain text differ in few bytes."""
 
     def __init__(self, head: ChatHead) -> None:
         self._head = head
@@ -70,7 +70,7 @@ class ChatChunkWriter:
         self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._suffix
 
     def write(self, index: int, event: Event) -> bytes:
-        """Return what a stream says of an event, which may be nothing.
+        """Return the chunks of an event, possibly none.
 
         Raises:
             InferenceCenterError: The turn failed.
@@ -123,7 +123,7 @@ def _with_warnings(chunk: bytes, warnings: tuple[str, ...]) -> bytes:
 
 @dataclass(slots=True)
 class _Choice:
-    """One answer as far as it has come; ``calls`` are by their index."""
+    """One choice so far; ``calls`` are by index."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
@@ -133,14 +133,14 @@ class _Choice:
 
 
 class ChatCollector:
-    """Gathers an answer that is sent as one document."""
+    """Collects a response that is sent as one document."""
 
     def __init__(self, head: ChatHead) -> None:
         self._head = head
         self._choices = [_Choice() for _ in range(head.n)]
 
     def take(self, index: int, event: Event) -> None:
-        """Take an event.
+        """Add an event.
 
         Raises:
             InferenceCenterError: The turn failed.
@@ -165,7 +165,7 @@ class ChatCollector:
                 raise_failure(event)
 
     def document(self) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the whole response."""
         head = self._head
         ends = [choice.end for choice in self._choices if choice.end is not None]
         said = {
@@ -225,7 +225,7 @@ def _logprobs(entries: Iterable[TokenLogprobs], top: int) -> dict[str, Any]:
 
 
 def _probability(entry: TokenLogprobs | TokenProbability) -> dict[str, Any]:
-    # What is no whole character is shown as U+FFFD, and its bytes are not known here.
+    # Incomplete characters are shown as U+FFFD; their bytes are not known here.
     known = "\N{REPLACEMENT CHARACTER}" not in entry.token
     return {
         "token": entry.token,
@@ -245,20 +245,20 @@ OPENAI_FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "params.stop": "stop",
     }
 )
-"""Fields of ``infer`` by their names here."""
+"""Fields of ``infer`` by their names in this API."""
 
 _ANY_OBJECT: Final[Mapping[str, Any]] = MappingProxyType({"type": "object"})
 
 
 def check(request: ChatRequest) -> None:
-    """Refuse what contradicts itself.
+    """Refuse contradictory fields.
 
     Raises:
         InferenceCenterError: ``invalid_request`` with the field.
     """
     check_stream_options(request)
     if request.max_tokens is not None and request.max_completion_tokens is not None:
-        raise _refused("max_completion_tokens", "max_tokens and max_completion_tokens are the same; give it once")
+        raise _refused("max_completion_tokens", "max_tokens and max_completion_tokens are the same: give one of them")
     if request.top_logprobs is not None and not request.logprobs:
         raise _refused("top_logprobs", "top_logprobs needs logprobs")
     _check_tools(request)
@@ -268,7 +268,7 @@ def check(request: ChatRequest) -> None:
 
 
 def conversation_of(request: ChatRequest) -> ConversationRequest:
-    """Return what is to be answered.
+    """Return the conversation to be answered.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -276,12 +276,14 @@ def conversation_of(request: ChatRequest) -> ConversationRequest:
     ids = {name: getattr(request, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
     metadata = {name: value for name, value in ids.items() if value is not None} | (request.metadata or {})
     if len(metadata) > 16:
-        raise _refused("metadata", f"metadata has {len(metadata)} entries with those of other fields; 16 fit")
+        raise _refused(
+            "metadata", f"metadata has {len(metadata)} entries including those of other fields; at most 16 are allowed"
+        )
     return ConversationRequest(messages=tuple(map(_said, request.messages)), model=request.model, metadata=metadata)
 
 
 def infer_of(request: ChatRequest, place: SessionMatch, choice: int) -> Infer:
-    """Return the turn that answers in a place.
+    """Return the turn that answers in a matched session.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -335,9 +337,7 @@ def _check_messages(messages: list[ChatRequestMessage]) -> None:
             _check_result(message, where, called)
         called |= {call.id: call.function.name for call in message.tool_calls or ()}
     if messages[-1].role not in ("user", "tool"):
-        raise _refused(
-            f"messages.{len(messages) - 1}.role", "the last of messages must have role user or tool: it is the question"
-        )
+        raise _refused(f"messages.{len(messages) - 1}.role", "the last message must have role user or tool")
 
 
 def _check_message(message: ChatRequestMessage, where: str) -> None:
@@ -348,7 +348,7 @@ def _check_message(message: ChatRequestMessage, where: str) -> None:
         if role != owner and getattr(message, name) is not None:
             raise _refused(f"{where}.{name}", f"{name} belongs to messages of role {owner}")
     if role != "tool" and message.name is not None:
-        raise _refused(f"{where}.name", "name is not supported: templates know speakers by their role")
+        raise _refused(f"{where}.name", "name is not supported: templates distinguish speakers by role")
 
 
 def _check_result(message: ChatRequestMessage, where: str, called: Mapping[str, str]) -> None:
@@ -356,7 +356,7 @@ def _check_result(message: ChatRequestMessage, where: str, called: Mapping[str, 
         raise _refused(f"{where}.tool_call_id", f"{where}.tool_call_id is missing")
     name = called.get(message.tool_call_id)
     if name is None:
-        raise _refused(f"{where}.tool_call_id", "tool_call_id is that of no call in an earlier message")
+        raise _refused(f"{where}.tool_call_id", "tool_call_id is not that of a call in an earlier message")
     if message.name not in (None, name):
         raise _refused(f"{where}.name", f"name is {message.name}, and the call asked for {name}")
 
@@ -368,7 +368,7 @@ def _check_tools(request: ChatRequest) -> None:
     if (choice.type == "function") != (choice.function is not None):
         raise _refused("tool_choice", "function belongs to tool_choice of the type function")
     if choice.function is not None and choice.function.name not in names:
-        raise _refused("tool_choice", f"tool_choice names {choice.function.name}, which is none of the tools")
+        raise _refused("tool_choice", f"tool_choice names {choice.function.name}, which is not among the tools")
     if choice.type == "required" and not names:
         raise _refused("tool_choice", "tool_choice is required, and there are no tools")
 
@@ -402,7 +402,7 @@ def _tool_choice(request: ChatRequest) -> ToolChoice:
     choice = request.tool_choice
     if choice.function is not None:
         return NamedTool(name=choice.function.name)
-    assert choice.type != "function", "_check_tools has seen to it"
+    assert choice.type != "function", "checked by _check_tools"
     return choice.type
 
 
@@ -411,11 +411,11 @@ def _refused(field: str, message: str) -> InferenceCenterError:
 
 
 _MANY_MESSAGES: Final = 256
-"""From here on a conversation takes more than a millisecond to understand."""
+"""From this size on a conversation takes more than a millisecond to convert."""
 
 
 async def create(call: Call) -> Reply:
-    """Answer a conversation."""
+    """Handle a request: answer a conversation."""
     conversation = await _conversation(call)
     if call.body.stream:
         return Stream(_chunks(call, conversation))
@@ -428,7 +428,7 @@ async def create(call: Call) -> Reply:
 
 
 async def _conversation(call: Call) -> ConversationRequest:
-    """Return what is to be answered; one of many messages is made in a thread, in which clients take turns.
+    """Return the conversation to be answered; a long one is converted in a thread, round-robin over clients.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -457,10 +457,10 @@ async def _chunks(call: Call, conversation: ConversationRequest) -> AsyncGenerat
 
 @contextmanager
 def _turns(call: Call, conversation: ConversationRequest) -> Iterator[RequestTurns]:
-    """Have the turns of a request run.
+    """Run the turns of a request.
 
     Raises:
-        InferenceCenterError: They cannot begin; with fields as the request names them.
+        InferenceCenterError: They cannot start; the error names the request's fields.
     """
     request: ChatRequest = call.body
     try:
@@ -492,7 +492,7 @@ OPERATIONS: Final = (
     Operation(
         method="POST",
         path="/v1/chat/completions",
-        summary="Answer a conversation.",
+        summary="Create a chat completion.",
         handler=create,
         body=ChatRequest,
         answer=ChatCompletion,

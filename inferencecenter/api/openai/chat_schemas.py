@@ -1,4 +1,4 @@
-"""Requests for chat completions, and their answers, as the OpenAPI document describes them. Pure."""
+"""Request and response models of chat completions, from which the OpenAPI document derives. Pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MOST_MESSAGES: Final = 10_000
 
 
 class TextPart(RequestModel):
-    """A piece of a message; only text is understood."""
+    """A part of a message; only text is supported."""
 
-    type: Literal["text"] = Field(description="What it is.")
+    type: Literal["text"] = Field(description="Type of the object.")
     text: str = Field(description="The text.")
 
 
@@ -31,64 +31,66 @@ def _as_object(value: object) -> object:
 
 Content: TypeAlias = Annotated[
     list[TextPart],
-    Field(max_length=1000, fail_fast=True),  # before what comes before it, so that a longer one is not looked into
+    Field(
+        max_length=1000, fail_fast=True
+    ),  # validated before the preceding validators, so that a longer one is not traversed
     BeforeValidator(_as_parts, json_schema_input_type=str | list[TextPart]),
 ]
 
 
 class CalledFunction(RequestModel):
-    """What a tool was asked for."""
+    """Function and arguments of a tool call."""
 
-    name: ToolName = Field(description="The tool.")
+    name: ToolName = Field(description="Name of the function.")
     arguments: str = Field(description="Its arguments, as JSON text.")
 
 
 class AskedCall(RequestModel):
-    """A tool that an assistant asked for."""
+    """A tool call of an assistant."""
 
-    id: CallId = Field(description="Names the call.")
-    type: Literal["function"] = Field(default="function", description="What it is.")
-    function: CalledFunction = Field(description="What was asked for.")
+    id: CallId = Field(description="Id of the call.")
+    type: Literal["function"] = Field(default="function", description="Type of the object.")
+    function: CalledFunction = Field(description="Function and arguments.")
 
 
 class ChatRequestMessage(RequestModel):
-    """One message of the conversation."""
+    """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
-        description="Who speaks; `developer` is `system`."
+        description="Role of the author; `developer` is the same as `system`."
     )
     content: Content | None = Field(
         default=None,
-        description="What is said; parts are lines. Only an assistant that asks for tools may say nothing.",
+        description="The content; parts are joined as lines. Optional only for an assistant with tool calls.",
     )
-    reasoning_content: str | None = Field(default=None, description="What an assistant thought before.")
+    reasoning_content: str | None = Field(default=None, description="Reasoning of an assistant before its content.")
     tool_calls: Annotated[list[AskedCall], Field(min_length=1, max_length=128, fail_fast=True)] | None = Field(
-        default=None, description="Tools that an assistant asked for."
+        default=None, description="Tool calls of an assistant."
     )
-    tool_call_id: CallId | None = Field(default=None, description="The call that a message of a tool is the result of.")
-    name: ToolName | None = Field(default=None, description="Only of a tool, as its call has it.")
+    tool_call_id: CallId | None = Field(default=None, description="The call whose result a tool message contains.")
+    name: ToolName | None = Field(default=None, description="Only for a tool message: the name in its call.")
 
     @property
     def text(self) -> str:
-        """All that is said."""
+        """The whole text."""
         return "\n".join(part.text for part in self.content or ())
 
 
 class Function(RequestModel):
-    """A function that the client can run."""
+    """A function that the client can execute."""
 
     name: ToolName = Field(description="Its name.")
     description: Annotated[str, StringConstraints(max_length=16_384)] | None = Field(
-        default=None, description="What it does, for the model."
+        default=None, description="Description for the model."
     )
     parameters: dict[str, Any] | None = Field(default=None, description="JSON Schema of its arguments.")
-    strict: bool = Field(default=False, description="Arguments always follow the schema, asked for or not.")
+    strict: bool = Field(default=False, description="Arguments always follow the schema, whatever the value.")
 
 
 class ToolOffer(RequestModel):
-    """A tool that the model may ask for."""
+    """A tool that the model may call."""
 
-    type: Literal["function"] = Field(description="What it is.")
+    type: Literal["function"] = Field(description="Type of the object.")
     function: Function = Field(description="The function.")
 
 
@@ -99,25 +101,25 @@ class ChosenFunction(RequestModel):
 
 
 class ToolChoice(RequestModel):
-    """Whether the model asks for tools."""
+    """Whether the model calls tools."""
 
-    type: Literal["auto", "none", "required", "function"] = Field(description="`function` demands the one named.")
+    type: Literal["auto", "none", "required", "function"] = Field(description="`function` requires the named one.")
     function: ChosenFunction | None = Field(default=None, description="Only with the type `function`.")
 
 
 class ResponseFormatSchema(RequestModel):
-    """The form of an answer."""
+    """JSON Schema of the output."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")] = Field(description="What to call it.")
-    description: str | None = Field(default=None, description="What it is for.")
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")] = Field(description="Its name.")
+    description: str | None = Field(default=None, description="Its purpose.")
     schema_: dict[str, Any] | None = Field(default=None, alias="schema", description="The JSON Schema.")
-    strict: bool = Field(default=False, description="Answers always follow the schema, asked for or not.")
+    strict: bool = Field(default=False, description="Output always follows the schema, whatever the value.")
 
 
 class ResponseFormat(RequestModel):
-    """What the answer is to be."""
+    """Format of the output."""
 
-    type: Literal["text", "json_object", "json_schema"] = Field(description="`json_object` is any object.")
+    type: Literal["text", "json_object", "json_schema"] = Field(description="`json_object` is any JSON object.")
     json_schema: ResponseFormatSchema | None = Field(default=None, description="Only with the type `json_schema`.")
 
 
@@ -125,29 +127,32 @@ _Id: TypeAlias = Annotated[MetadataText, StringConstraints(max_length=512)]
 
 
 class ChatRequest(Sampling):
-    """A conversation that is to be answered."""
+    """A chat completion request."""
 
     messages: Annotated[list[ChatRequestMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] = (
-        Field(description="All of it, the last from `user` or `tool`.")
+        Field(description="The whole conversation, the last message from `user` or `tool`.")
     )
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_TOKENS, description="Tokens to generate at most; the same as `max_tokens`."
+        default=None, ge=1, le=MAX_TOKENS, description="Maximum number of generated tokens; the same as `max_tokens`."
     )
-    logprobs: bool = Field(default=False, description="Whether probabilities of the tokens are told.")
+    logprobs: bool = Field(default=False, description="Whether token probabilities are returned.")
     top_logprobs: int | None = Field(
-        default=None, ge=0, le=MOST_PROBS, description="Likeliest tokens to tell at each place; only with `logprobs`."
+        default=None,
+        ge=0,
+        le=MOST_PROBS,
+        description="Number of most likely tokens to return at each position; only with `logprobs`.",
     )
-    response_format: ResponseFormat | None = Field(default=None, description="What the answer is to be.")
+    response_format: ResponseFormat | None = Field(default=None, description="Format of the output.")
     tools: Annotated[list[ToolOffer], Field(max_length=128, fail_fast=True)] | None = Field(
-        default=None, description="Tools that the model may ask for, each name once."
+        default=None, description="Tools that the model may call, with distinct names."
     )
     tool_choice: Annotated[
         ToolChoice,
         BeforeValidator(_as_object, json_schema_input_type=Literal["auto", "none", "required"] | ToolChoice),
-    ] = Field(default=ToolChoice(type="auto"), description="Whether it does.")
-    parallel_tool_calls: bool = Field(default=True, description="Whether it may ask for several at once.")
+    ] = Field(default=ToolChoice(type="auto"), description="Whether the model calls tools.")
+    parallel_tool_calls: bool = Field(default=True, description="Whether it may call several at once.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        default=None, description="`none` has the model not think, all others have it think; without it as it likes."
+        default=None, description="`none` disables thinking, all others enable it; if absent, the model's default."
     )
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1, fail_fast=True)] | None = Field(
         default=None, description="Answers are text."
@@ -165,19 +170,19 @@ Finish = Literal["stop", "length", "tool_calls", "content_filter"]
 
 
 class AnswerModel(BaseModel):
-    """Part of an answer."""
+    """Part of a response."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class PromptTokensDetails(AnswerModel):
-    """Tokens of prompts."""
+    """Details of prompt tokens."""
 
     cached_tokens: int = Field(description="Those whose KV was reused.")
 
 
 class CompletionTokensDetails(AnswerModel):
-    """Tokens of answers."""
+    """Details of completion tokens."""
 
     reasoning_tokens: int = Field(
         description="Those up to the end of what the model thought, with the marks around that."
@@ -185,7 +190,7 @@ class CompletionTokensDetails(AnswerModel):
 
 
 class TokenUsage(AnswerModel):
-    """Tokens of a request; a prompt that is answered several times counts once."""
+    """Token usage of a request; a prompt with several choices counts once."""
 
     prompt_tokens: int = Field(description="Tokens the model was given.")
     completion_tokens: int = Field(description="Tokens the model made.")
@@ -203,112 +208,114 @@ class Probability(AnswerModel):
 
 
 class TokenProbabilities(Probability):
-    """The sampled token, and the likeliest at its place."""
+    """The sampled token, and the most likely ones at its position."""
 
     top_logprobs: list[Probability] = Field(description="The likeliest, the likeliest first.")
 
 
 class ChoiceLogprobs(AnswerModel):
-    """Probabilities of an answer's tokens."""
+    """Probabilities of a choice's tokens."""
 
     content: list[TokenProbabilities] = Field(description="One for each token.")
-    refusal: None = Field(description="There is none.")
+    refusal: None = Field(description="Always null.")
 
 
 class ToolCallFunction(AnswerModel):
-    """What a tool is asked for."""
+    """Function and arguments of a tool call."""
 
-    name: str = Field(description="The tool.")
+    name: str = Field(description="Name of the function.")
     arguments: str = Field(description="Its arguments, as JSON text.")
 
 
 class MessageToolCall(AnswerModel):
-    """A tool that the model asks for."""
+    """A tool call of the model."""
 
-    id: str = Field(description="Names the call.")
-    type: Literal["function"] = Field(description="What it is.")
-    function: ToolCallFunction = Field(description="What is asked for.")
+    id: str = Field(description="Id of the call.")
+    type: Literal["function"] = Field(description="Type of the object.")
+    function: ToolCallFunction = Field(description="Function and arguments.")
 
 
 class ChatMessageOut(AnswerModel):
-    """An answer."""
+    """A message of the model."""
 
-    role: Literal["assistant"] = Field(description="Who speaks.")
-    content: str | None = Field(description="What is said; null where only tools are asked for.")
-    refusal: None = Field(description="There is none.")
-    reasoning_content: str | None = Field(default=None, description="What was thought before; absent for nothing.")
-    tool_calls: list[MessageToolCall] | None = Field(default=None, description="Tools asked for; absent for none.")
+    role: Literal["assistant"] = Field(description="Role of the author.")
+    content: str | None = Field(description="The content; null if there are only tool calls.")
+    refusal: None = Field(description="Always null.")
+    reasoning_content: str | None = Field(
+        default=None, description="Reasoning before the content; absent if there is none."
+    )
+    tool_calls: list[MessageToolCall] | None = Field(default=None, description="Tool calls; absent if there are none.")
 
 
 class ChatChoice(AnswerModel):
-    """One of the answers."""
+    """A choice."""
 
-    index: int = Field(description="Which.")
-    message: ChatMessageOut = Field(description="The answer.")
-    logprobs: ChoiceLogprobs | None = Field(description="Where they were asked for.")
-    finish_reason: Finish = Field(description="Why it ends.")
+    index: int = Field(description="Index of the choice.")
+    message: ChatMessageOut = Field(description="The message.")
+    logprobs: ChoiceLogprobs | None = Field(description="Token probabilities, if requested.")
+    finish_reason: Finish = Field(description="Reason of the end.")
 
 
 class ChatCompletion(AnswerModel):
-    """The answers to a conversation."""
+    """A chat completion."""
 
     id: str = Field(description="`chatcmpl-…`.")
-    object: Literal["chat.completion"] = Field(description="What it is.")
+    object: Literal["chat.completion"] = Field(description="Type of the object.")
     created: int = Field(description="Unix seconds.")
-    model: str = Field(description="The model that answered.")
-    choices: list[ChatChoice] = Field(description="The answers.")
-    usage: TokenUsage = Field(description="Its tokens.")
-    system_fingerprint: None = Field(description="There is none.")
+    model: str = Field(description="The model.")
+    choices: list[ChatChoice] = Field(description="The choices.")
+    usage: TokenUsage = Field(description="Token usage.")
+    system_fingerprint: None = Field(description="Always null.")
     warnings: list[str] | None = Field(
-        default=None, description="Legal parameters of which one had no effect; absent for none."
+        default=None, description="Valid parameters that had no effect; absent if there are none."
     )
 
 
 class FunctionDelta(AnswerModel):
-    """More of a call."""
+    """Increment of a function call."""
 
-    name: str | None = Field(default=None, description="The tool, once.")
+    name: str | None = Field(default=None, description="Name of the function, once.")
     arguments: str = Field(description="Text to append to the arguments.")
 
 
 class ToolCallDelta(AnswerModel):
-    """More of a tool's call: the first has all names."""
+    """Increment of a tool call; the first one has id, type and name."""
 
-    index: int = Field(description="Which call.")
-    id: str | None = Field(default=None, description="Names the call, once.")
-    type: Literal["function"] | None = Field(default=None, description="What it is, once.")
-    function: FunctionDelta = Field(description="What is asked for.")
+    index: int = Field(description="Index of the call.")
+    id: str | None = Field(default=None, description="Id of the call, once.")
+    type: Literal["function"] | None = Field(default=None, description="Type of the object, once.")
+    function: FunctionDelta = Field(description="Function and arguments.")
 
 
 class Delta(AnswerModel):
-    """What is new."""
+    """Increment of a message."""
 
-    role: Literal["assistant"] | None = Field(default=None, description="Who speaks, once.")
+    role: Literal["assistant"] | None = Field(default=None, description="Role of the author, once.")
     content: str | None = Field(default=None, description="Text to append.")
-    reasoning_content: str | None = Field(default=None, description="Text to append to what is thought.")
-    tool_calls: list[ToolCallDelta] | None = Field(default=None, description="More of tools' calls.")
+    reasoning_content: str | None = Field(default=None, description="Text to append to the reasoning.")
+    tool_calls: list[ToolCallDelta] | None = Field(default=None, description="Increments of tool calls.")
 
 
 class ChunkChoice(AnswerModel):
-    """What is new of one of the answers."""
+    """Increment of a choice."""
 
-    index: int = Field(description="Which.")
-    delta: Delta = Field(description="What is new.")
-    logprobs: ChoiceLogprobs | None = Field(description="Where they were asked for.")
-    finish_reason: Finish | None = Field(description="Why it ends, with its last.")
+    index: int = Field(description="Index of the choice.")
+    delta: Delta = Field(description="The increment.")
+    logprobs: ChoiceLogprobs | None = Field(description="Token probabilities, if requested.")
+    finish_reason: Finish | None = Field(description="Reason of the end, in its last chunk.")
 
 
 class ChatCompletionChunk(AnswerModel):
-    """A piece of the answers; the data of the stream's last event is `[DONE]`."""
+    """A chunk of the stream; the data of the stream's last event is `[DONE]`."""
 
-    id: str = Field(description="`chatcmpl-…`, the same in all of them.")
-    object: Literal["chat.completion.chunk"] = Field(description="What it is.")
+    id: str = Field(description="`chatcmpl-…`, the same in all chunks.")
+    object: Literal["chat.completion.chunk"] = Field(description="Type of the object.")
     created: int = Field(description="Unix seconds.")
-    model: str = Field(description="The model that answers.")
-    system_fingerprint: None = Field(description="There is none.")
-    choices: list[ChunkChoice] = Field(description="What is new; none in the last where it has `usage`.")
-    usage: TokenUsage | None = Field(default=None, description="In the last, where `include_usage` asks for it.")
+    model: str = Field(description="The model.")
+    system_fingerprint: None = Field(description="Always null.")
+    choices: list[ChunkChoice] = Field(description="Increments of choices; empty in the last chunk with `usage`.")
+    usage: TokenUsage | None = Field(default=None, description="In the last chunk, with `include_usage`.")
     warnings: list[str] | None = Field(
         default=None,
-        description="With a `finish_reason`: legal parameters of which one had no effect; absent for none.",
+        description="With a `finish_reason`: valid parameters that had no effect; absent if there are none.",
     )

@@ -1,4 +1,4 @@
-"""``/v1/completions``: plain text is continued, at once or as a stream."""
+"""``/v1/completions``: continues plain text, as a document or a stream."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionHead:
-    """What all pieces of an answer say. ``logprobs`` are the likeliest tokens to tell, ``None`` for none at all."""
+    """Fields common to all pieces of a response. ``logprobs`` is the number requested, ``None`` without."""
 
     completion_id: str
     created: int
@@ -50,7 +50,7 @@ class CompletionHead:
 
 
 class CompletionWriter:
-    """Takes events, and writes each at once, or all of them at the end."""
+    """Encodes events one by one for a stream, or all at the end."""
 
     def __init__(self, head: CompletionHead) -> None:
         self._head = head
@@ -65,7 +65,7 @@ class CompletionWriter:
         self._suffix = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
 
     def write(self, index: int, event: Event) -> bytes:
-        """Return what a stream says of an event, which may be nothing.
+        """Return the chunks of an event, possibly none.
 
         Raises:
             InferenceCenterError: The turn failed.
@@ -89,7 +89,7 @@ class CompletionWriter:
         return b'%b],"usage":%b}\n\n%b' % (self._prefix, orjson.dumps(self._usage()), sse.DONE)
 
     def take(self, index: int, event: Event) -> None:
-        """Keep an event for ``document``.
+        """Store an event for ``document``.
 
         Raises:
             InferenceCenterError: The turn failed.
@@ -105,7 +105,7 @@ class CompletionWriter:
                 raise_failure(event)
 
     def document(self) -> dict[str, Any]:
-        """Return the whole answer."""
+        """Return the whole response."""
         said = {
             **self._common(),
             "choices": [self._choice(index, end) for index, end in enumerate(self._ends) if end is not None],
@@ -128,7 +128,7 @@ class CompletionWriter:
         return usage_of([end for end in self._ends if end is not None], n=self._head.n)
 
     def _begin(self, index: int) -> str:
-        """Return what an answer begins with: the prompt where it is echoed."""
+        """Return the beginning of a choice: the prompt with ``echo``."""
         begun, self._begun[index] = self._begun[index], True
         return self._head.prompts[index // self._head.n] if self._head.echo and not begun else ""
 
@@ -157,7 +157,7 @@ class CompletionWriter:
         return self._prefix + choice + suffix
 
     def _told(self, entries: Sequence[TokenLogprobs], *, offset: int) -> dict[str, Any] | None:
-        """Return probabilities of tokens, the first of which begins at ``offset``."""
+        """Return the probabilities of tokens, the first of which begins at ``offset``."""
         n_top = self._head.logprobs
         if n_top is None:
             return None
@@ -175,72 +175,74 @@ class CompletionWriter:
 
 MOST_PROMPTS: Final = 16
 DEFAULT_MAX_TOKENS: Final = 16
-"""As OpenAI has it: without a limit, plain text goes on until the context is full."""
+"""Without a limit plain text would continue until the context is full; OpenAI's default."""
 
 
 def _texts(value: object) -> object:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and any(isinstance(each, int | list) for each in value):
-        raise PydanticCustomError("tokens", "prompts of tokens are not supported: send text")
+        raise PydanticCustomError("tokens", "token prompts are not supported: send text")
     return value
 
 
 class CompletionRequest(Sampling):
-    """Texts that are to be gone on with."""
+    """Request for completions of texts."""
 
     prompt: Annotated[
         list[Annotated[str, StringConstraints(min_length=1)]],
         Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True),
         BeforeValidator(_texts, json_schema_input_type=str | list[str]),
-    ] = Field(description="A text, or several, each of which is gone on with.")
+    ] = Field(description="A text, or several, each of which is continued.")
     max_tokens: int | None = Field(
-        default=DEFAULT_MAX_TOKENS, ge=1, le=MAX_TOKENS, description="Tokens to generate at most."
+        default=DEFAULT_MAX_TOKENS, ge=1, le=MAX_TOKENS, description="Maximum number of generated tokens."
     )
-    echo: bool = Field(default=False, description="Whether the answer begins with the prompt; not with `logprobs`.")
+    echo: bool = Field(default=False, description="Whether the completion begins with the prompt; not with `logprobs`.")
     logprobs: int | None = Field(
-        default=None, ge=0, le=MOST_PROBS, description="Likeliest tokens to tell at each place."
+        default=None, ge=0, le=MOST_PROBS, description="Number of most likely tokens to return at each position."
     )
-    best_of: Literal[1] = Field(default=1, description="Every answer is told.")
+    best_of: Literal[1] = Field(default=1, description="All completions are returned.")
 
 
 class CompletionLogprobs(AnswerModel):
-    """Probabilities of an answer's tokens, one entry of each list for each token."""
+    """Probabilities of generated tokens; each list has one entry per token."""
 
-    tokens: list[str] = Field(description="Their texts.")
+    tokens: list[str] = Field(description="The tokens as text.")
     token_logprobs: list[float] = Field(description="Natural logarithms of their probabilities.")
-    top_logprobs: list[dict[str, float]] = Field(description="Those of the likeliest tokens, by text.")
-    text_offset: list[int] = Field(description="Where each begins in the answer, in characters.")
+    top_logprobs: list[dict[str, float]] = Field(description="Log probabilities of the most likely tokens, by text.")
+    text_offset: list[int] = Field(description="Offset of each token in the completion, in characters.")
 
 
 class CompletionChoice(AnswerModel):
-    """One of the answers, or what is new of it."""
+    """One choice, or the new part of it."""
 
     text: str = Field(description="The text.")
-    index: int = Field(description="Which: answers to the same prompt follow each other.")
-    logprobs: CompletionLogprobs | None = Field(description="Where they were asked for.")
+    index: int = Field(description="Index; choices of the same prompt are consecutive.")
+    logprobs: CompletionLogprobs | None = Field(description="Token probabilities, if requested.")
     finish_reason: Literal["stop", "length", "content_filter"] | None = Field(
-        description="Why it ends; null while it goes on."
+        description="Reason of the end; null before it."
     )
 
 
 class Completion(AnswerModel):
-    """The answers, or a piece of them in a stream; the data of a stream's last event is `[DONE]`."""
+    """The choices, or a part of them in a stream; the data of the stream's last event is `[DONE]`."""
 
     id: str = Field(description="`cmpl-…`.")
-    object: Literal["text_completion"] = Field(description="What it is.")
+    object: Literal["text_completion"] = Field(description="Object type.")
     created: int = Field(description="Unix seconds.")
-    model: str = Field(description="The model that answers.")
-    choices: list[CompletionChoice] = Field(description="The answers; none in a stream's last piece with `usage`.")
-    usage: TokenUsage | None = Field(default=None, description="Tokens; in a stream where `include_usage` asks for it.")
-    system_fingerprint: None = Field(description="There is none.")
+    model: str = Field(description="The model.")
+    choices: list[CompletionChoice] = Field(
+        description="The choices; empty in the last piece of a stream with `usage`."
+    )
+    usage: TokenUsage | None = Field(default=None, description="Token usage; in a stream only with `include_usage`.")
+    system_fingerprint: None = Field(description="Always null.")
     warnings: list[str] | None = Field(
-        default=None, description="Legal parameters of which one had no effect; absent for none."
+        default=None, description="Valid parameters that had no effect; absent if there are none."
     )
 
 
 async def create(call: Call) -> Reply:
-    """Go on with texts."""
+    """Handle a request: continue texts."""
     _check(call.body)
     if call.body.stream:
         return Stream(_chunks(call))
@@ -297,7 +299,7 @@ def _turns(call: Call) -> Iterator[RequestTurns]:
 def _check(request: CompletionRequest) -> None:
     check_stream_options(request)
     if request.echo and request.logprobs is not None:
-        raise _refused("logprobs", "logprobs of the prompt, which echo asks for, are not known")
+        raise _refused("logprobs", "logprobs of the prompt are not supported with echo")
     if request.regex is not None and request.grammar is not None:
         raise _refused("grammar", "regex excludes grammar")
     _params(request, choice=0)
@@ -306,7 +308,7 @@ def _check(request: CompletionRequest) -> None:
 def _params(request: CompletionRequest, *, choice: int) -> RawParams:
     n_probs = 0 if request.logprobs is None else max(1, request.logprobs)
     own = request.params or {}
-    # The default is not what was asked for, and must not stand in the way of what was.
+    # The default was not requested, and must not exclude what was.
     max_tokens = None if "max_tokens" in own or "n_predict" in own or "stopping" in own else request.max_tokens
     return raw_params(request, max_tokens=max_tokens, n_probs=n_probs, choice=choice)
 
@@ -333,7 +335,7 @@ OPERATIONS: Final = (
     Operation(
         method="POST",
         path="/v1/completions",
-        summary="Go on with texts.",
+        summary="Create a completion of texts.",
         handler=create,
         body=CompletionRequest,
         answer=Completion,

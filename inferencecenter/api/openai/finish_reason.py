@@ -1,4 +1,4 @@
-"""How a turn's end reads in OpenAI's words. Pure."""
+"""End of a turn in OpenAI's terms. Pure."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ FINISHES: Final[Mapping[str, str]] = MappingProxyType(
         "quota_exceeded": "length",
     }
 )
-"""OpenAI's ``finish_reason``; one that is not here leaves no answer."""
+"""OpenAI's ``finish_reason`` by the turn's; others are errors."""
 
 LEAST_LOGPROB: Final = -9999.0
-"""What stands for the logarithm of 0, which JSON does not have."""
+"""Replacement of the logarithm of 0, which JSON cannot represent."""
 
 
 def finish_of(end: events.End) -> str:
     """Return why a turn ended.
 
     Raises:
-        InferenceCenterError: ``engine_unavailable`` when somebody else ended it.
+        InferenceCenterError: ``engine_unavailable`` if the turn was ended by another party.
     """
     finish = FINISHES.get(end.finish_reason)
     if finish is None:
-        raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "the answer was ended before it was complete")
+        raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "the response was ended before it was complete")
     return finish
 
 
 def raise_failure(event: Event) -> None:
-    """Raise what an event tells, if it is that a turn failed.
+    """Raise the error of an event that reports a failed turn.
 
     Raises:
-        InferenceCenterError: As the event says; ``session_not_found`` when the turn's session has gone.
+        InferenceCenterError: As in the event; ``session_not_found`` if the turn's session was closed.
     """
     if isinstance(event, events.Error):
         code = ErrorCode(event.code) if event.code in ERRORS else ErrorCode.INTERNAL
@@ -54,14 +54,14 @@ def raise_failure(event: Event) -> None:
             code, event.message, hint=event.hint, field=event.field, retry_after_ms=event.retry_after_ms
         )
     if isinstance(event, events.SessionClosed | events.SessionExpired | events.SessionDetached):
-        raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "the conversation was closed before its answer came")
+        raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "the conversation was closed before its response")
 
 
 def usage_of(ends: Iterable[events.End], *, n: int = 1) -> dict[str, Any]:
-    """Return the tokens of a request.
+    """Return the token usage of a request.
 
     Args:
-        ends: How its turns ended, in order.
+        ends: Ends of its turns, in order.
         n: Turns that share a prompt, which is counted once.
     """
     all_ends = list(ends)
@@ -78,10 +78,10 @@ def usage_of(ends: Iterable[events.End], *, n: int = 1) -> dict[str, Any]:
 
 
 def warnings_of(ends: Iterable[events.End]) -> list[str]:
-    """Return what turns warned of, each once."""
+    """Return the distinct warnings of turns."""
     return list(dict.fromkeys(warning for end in ends for warning in end.warnings))
 
 
 def finite(logprob: float) -> float:
-    """Return a logarithm of a probability as a number that JSON has."""
+    """Return a log probability as a number that JSON can represent."""
     return max(LEAST_LOGPROB, logprob)

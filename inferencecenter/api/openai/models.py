@@ -1,4 +1,4 @@
-"""``/v1/models``: which models there are."""
+"""``/v1/models``: the available models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Model(BaseModel):
-    """A model that this client may use."""
+    """A model that the client may use."""
 
     id: str = Field(description="Its name.")
     object: Literal["model"] = "model"
@@ -23,26 +23,26 @@ class Model(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All of them, by name."""
+    """All models, by name."""
 
     object: Literal["list"] = "list"
     data: list[Model] = Field(description="The models.")
 
 
 async def list_models(call: Call) -> Reply:
-    """Tell all models that the client may use."""
+    """Return all models that the client may use."""
     return document(ModelList(data=_models(call)).model_dump())
 
 
 async def get_model(call: Call) -> Reply:
-    """Tell one of them."""
+    """Return one model."""
     wanted = call.path["model"]
     for model in _models(call):
         if model.id == wanted:
             return document(model.model_dump())
     raise InferenceCenterError(
         ErrorCode.MODEL_NOT_FOUND,
-        f"there is no model {wanted[:64]!r}, or not for this token",
+        f"there is no model {wanted[:64]!r} that this token may use",
         field="model",
         hint="/v1/models lists them.",
     )

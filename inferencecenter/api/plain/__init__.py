@@ -1,4 +1,4 @@
-"""The plainest addresses there are: text in, text out, and what tokens it is made of."""
+"""A minimal HTTP API: text in, text out, and tokenization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``POST /generate``: a prompt is answered, whole or piece by piece."""
+"""``POST /generate``: answers a prompt, as a document or a stream."""
 
 from __future__ import annotations
 
@@ -31,63 +31,66 @@ _Form = Annotated[str, StringConstraints(min_length=1, max_length=MAX_GRAMMAR_CH
 
 
 class Generate(RequestModel):
-    """What is to be answered, and how."""
+    """A prompt and its parameters."""
 
-    prompt: str = Field(min_length=1, description="What the user says; in mode `raw` the text that goes on.")
+    prompt: str = Field(min_length=1, description="Message of the user; in mode `raw` the text to continue.")
     system: str | None = Field(default=None, description="System prompt.")
     mode: Mode = Field(default="chat", description="`chat` applies the model's template, `raw` continues plain text.")
-    model: ModelName | None = Field(default=None, description="Name of a model; without it the daemon's choice.")
-    stream: bool = Field(default=False, description="Whether the answer comes piece by piece, as server-sent events.")
+    model: ModelName | None = Field(default=None, description="Name of a model; if absent, the daemon's default.")
+    stream: bool = Field(default=False, description="Whether the result is streamed as server-sent events.")
     params: RawParams | None = Field(
         default=None, description="Parameters, as in `infer` of the daemon's own protocol."
     )
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)] | None = Field(
-        default=None, description="Short for `params.stop`: texts that end the answer where they begin."
+        default=None, description="Short for `params.stop`: texts that end the generation where they begin."
     )
     max_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_TOKENS, description="Short for `params.max_tokens`: tokens to generate at most."
+        default=None,
+        ge=1,
+        le=MAX_TOKENS,
+        description="Short for `params.max_tokens`: maximum number of generated tokens.",
     )
     temperature: float | None = Field(default=None, ge=0, le=5, description="Short for `params.temperature`.")
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED, description="Short for `params.seed`.")
-    json_schema: dict[str, Any] | bool | None = Field(
-        default=None, description="The answer is JSON that this JSON Schema accepts."
-    )
-    regex: _Form | None = Field(default=None, description="This expression matches the whole answer.")
+    json_schema: dict[str, Any] | bool | None = Field(default=None, description="JSON Schema of the output.")
+    regex: _Form | None = Field(default=None, description="Regular expression that the whole output matches.")
     grammar: _Form | None = Field(
-        default=None, description="This grammar spells the answer: GBNF where its rules have `::=`, else Lark."
+        default=None, description="Grammar of the output: GBNF if its rules have `::=`, else Lark."
     )
     thinking: bool | None = Field(
-        default=None, description="Whether the model thinks before it answers, where its template lets one choose."
+        default=None, description="Whether the model thinks first, if its template has that option."
     )
-    priority: Priority | None = Field(default=None, description="Class of the turn; raising it needs the scope.")
+    priority: Priority | None = Field(
+        default=None, description="Priority class of the turn; raising it requires the scope."
+    )
 
 
 class Generated(BaseModel):
-    """The answer."""
+    """The result."""
 
-    text: str = Field(description="What the model said.")
-    reasoning: str | None = Field(default=None, description="What it thought before; absent where it did not.")
-    finish_reason: FinishReason = Field(description="Why it is over.")
+    text: str = Field(description="The generated text.")
+    reasoning: str | None = Field(default=None, description="Reasoning before the text; absent if there is none.")
+    finish_reason: FinishReason = Field(description="Reason of the end.")
     stop: str | None = Field(default=None, description="The stop string or pattern that matched.")
-    warnings: tuple[str, ...] = Field(default=(), description="Legal parameters of which one had no effect.")
-    usage: Usage = Field(description="Tokens of the turn.")
-    stats: TurnStats = Field(description="How it went.")
+    warnings: tuple[str, ...] = Field(default=(), description="Valid parameters that had no effect.")
+    usage: Usage = Field(description="Token usage of the turn.")
+    stats: TurnStats = Field(description="Statistics of the turn.")
 
 
 class GeneratedPart(BaseModel):
-    """A piece of the answer; the last one has no text and says why the answer is over."""
+    """A part of the result; the last one has no text, but the finish reason."""
 
-    text: str | None = Field(default=None, description="What the model said after the piece before.")
-    reasoning: str | None = Field(default=None, description="What it thought after the piece before.")
-    finish_reason: FinishReason | None = Field(default=None, description="Why the answer is over; only in the last.")
+    text: str | None = Field(default=None, description="Text to append.")
+    reasoning: str | None = Field(default=None, description="Reasoning to append.")
+    finish_reason: FinishReason | None = Field(default=None, description="Reason of the end; only in the last part.")
     stop: str | None = Field(default=None, description="The stop string or pattern that matched.")
-    warnings: tuple[str, ...] = Field(default=(), description="Legal parameters of which one had no effect.")
-    usage: Usage | None = Field(default=None, description="Tokens of the turn; only in the last.")
-    stats: TurnStats | None = Field(default=None, description="How it went; only in the last.")
+    warnings: tuple[str, ...] = Field(default=(), description="Valid parameters that had no effect.")
+    usage: Usage | None = Field(default=None, description="Token usage of the turn; only in the last part.")
+    stats: TurnStats | None = Field(default=None, description="Statistics of the turn; only in the last part.")
 
 
 async def generate(call: Call) -> Reply:
-    """Have a prompt answered by a session that is kept for its computed state alone."""
+    """Answer a prompt by a stateless session, kept only for its KV."""
     body: Generate = call.body
     request, conversation = _asked(body), _conversation(body)
     place = resolve_session(call.context.sessions, call.caller.client, conversation)
@@ -98,16 +101,14 @@ async def generate(call: Call) -> Reply:
 
 
 def _asked(body: Generate) -> Infer:
-    """Return the turn; whose session it is comes later."""
+    """Return the turn, still without a session."""
     params = dict(body.params or {})
     for name in _SHORT:
         value = getattr(body, name)
         if value is None:
             continue
         if name in params:
-            raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST, f"{name} stands there twice, also in params", field=name
-            )
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, f"{name} is given twice: also in params", field=name)
         params[name] = value
     handed_on = {name: getattr(body, name) for name in _HANDED_ON}
     return checked(Infer, {"op": "infer", "session_id": "-", "prompt": body.prompt, "params": params, **handed_on})
@@ -149,7 +150,7 @@ async def _parts(call: Call, request: Infer) -> AsyncGenerator[bytes, None]:
 
 
 def _part(event: Event) -> GeneratedPart | None:
-    """Return what an event adds to the answer, ``None`` if that is nothing.
+    """Return the part of the result in an event, ``None`` if there is none.
 
     Raises:
         InferenceCenterError: The turn failed.
@@ -176,7 +177,7 @@ def _part(event: Event) -> GeneratedPart | None:
                 retry_after_ms=event.retry_after_ms,
             )
         case events.SessionClosed() | events.SessionExpired() | events.SessionDetached():
-            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "the session was closed before its answer was over")
+            raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "the session was closed before the end of its turn")
         case _:
             return None
 
@@ -184,7 +185,7 @@ def _part(event: Event) -> GeneratedPart | None:
 OPERATION: Final = Operation(
     method="POST",
     path="/generate",
-    summary="Have a prompt answered.",
+    summary="Answer a prompt.",
     handler=generate,
     body=Generate,
     answer=Generated,

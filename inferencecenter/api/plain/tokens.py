@@ -1,4 +1,4 @@
-"""``POST /tokenize`` and ``POST /detokenize``: what tokens a text is made of, and what text tokens spell."""
+"""``POST /tokenize`` and ``POST /detokenize``: conversion between text and tokens."""
 
 from __future__ import annotations
 
@@ -20,56 +20,54 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EnginePort
 
 MAX_CHARS: Final = 1_048_576
-"""Characters of a text; a worker reads about a million in a second."""
+"""Maximum number of characters of a text; a worker tokenizes about a million per second."""
 MAX_TOKENS: Final = 262_144
 
-_MODEL: Final = "Name of a model; without it the daemon's choice."
+_MODEL: Final = "Name of a model; if absent, the daemon's default."
 _Found = TypeVar("_Found", Tokenized, Detokenized)
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class Tokenize(RequestModel):
-    """A text."""
+    """A text to tokenize."""
 
     text: str = Field(max_length=MAX_CHARS, description="The text.")
     model: ModelName | None = Field(default=None, description=_MODEL)
     special: bool = Field(
         default=False,
-        description="Whether the names of special tokens in the text are these tokens; if not, they are text as any.",
+        description="Whether names of special tokens in the text are parsed as such; otherwise they are plain text.",
     )
     add_bos: bool = Field(
-        default=False, description="Whether the text begins a sequence, with the token that the model wants there."
+        default=False, description="Whether to add the model's token for the beginning of a sequence."
     )
-    pieces: bool = Field(default=False, description="Whether the answer says what each token spells.")
+    pieces: bool = Field(default=False, description="Whether to return the text of each token.")
 
 
 class Tokens(BaseModel):
     """The tokens of a text."""
 
-    tokens: list[int] = Field(description="Their numbers in the vocabulary.")
-    count: int = Field(description="How many they are.")
+    tokens: list[int] = Field(description="Token ids.")
+    count: int = Field(description="Number of tokens.")
     pieces: list[str] | None = Field(
-        default=None, description="What each spells, if asked for; bytes that are no whole character are U+FFFD."
+        default=None, description="Text of each token, if requested; incomplete characters are U+FFFD."
     )
 
 
 class Detokenize(RequestModel):
-    """Tokens."""
+    """Tokens to convert to text."""
 
-    tokens: Annotated[list[_TokenId], FailFast()] = Field(
-        max_length=MAX_TOKENS, description="Their numbers in the vocabulary."
-    )
+    tokens: Annotated[list[_TokenId], FailFast()] = Field(max_length=MAX_TOKENS, description="Token ids.")
     model: ModelName | None = Field(default=None, description=_MODEL)
 
 
 class Text(BaseModel):
-    """The text that tokens spell."""
+    """The text of the tokens."""
 
-    text: str = Field(description="The text, special tokens by their names.")
+    text: str = Field(description="The text, with special tokens by name.")
 
 
 async def tokenize(call: Call) -> Reply:
-    """Tell the tokens of a text."""
+    """Return the tokens of a text."""
     body: Tokenize = call.body
     pieces = (PromptSegment(body.text, body.special),) if body.text else ()
     found = await _answer(
@@ -83,13 +81,13 @@ async def tokenize(call: Call) -> Reply:
 
 
 async def detokenize(call: Call) -> Reply:
-    """Tell the text of tokens."""
+    """Return the text of tokens."""
     body: Detokenize = call.body
     found = await _answer(call, _engine(call, body.model).detokenize(body.tokens, client_id=_client_id(call)))
     if found.unknown is not None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"{found.unknown} is no token of this model",
+            f"{found.unknown} is not a token of this model",
             field=f"tokens.{body.tokens.index(found.unknown)}",
         )
     return document({"text": found.text})
@@ -112,7 +110,7 @@ def _client_id(call: Call) -> str:
 
 
 async def _answer(call: Call, asked: asyncio.Future[_Found]) -> _Found:
-    """Return what the engine says, unless nobody waits for it any more."""
+    """Await the engine's result, unless the client disconnects."""
 
     def give_up(reason: Exception) -> None:
         if not asked.done():
@@ -131,7 +129,7 @@ OPERATIONS: Final = (
     Operation(
         method="POST",
         path="/tokenize",
-        summary="Show the tokens of a text.",
+        summary="Tokenize a text.",
         handler=tokenize,
         body=Tokenize,
         answer=Tokens,
@@ -140,7 +138,7 @@ OPERATIONS: Final = (
     Operation(
         method="POST",
         path="/detokenize",
-        summary="Show the text of tokens.",
+        summary="Convert tokens to text.",
         handler=detokenize,
         body=Detokenize,
         answer=Text,

@@ -1,4 +1,4 @@
-"""OpenAI's Responses, over HTTP and over a WebSocket: one response is one turn of a session."""
+"""OpenAI's Responses API, over HTTP and over a WebSocket: one response is one turn of a session."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ __all__ = ["OPERATIONS", "socket_route"]
 
 
 def socket_route(context: ServerContext) -> WebSocketRoute:
-    """Return the route of sockets, under the base path of the settings; the path is that of HTTP."""
+    """Return the route of the socket below the configured base path; the path is that of HTTP."""
     return WebSocketRoute(context.settings.base_path + PATH, ResponsesEndpoint(context))

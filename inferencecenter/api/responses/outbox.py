@@ -1,7 +1,7 @@
-"""The one writer of a socket: tells responses while the peer reads, and keeps a bounded rest while it does not.
+"""Outbox of a Responses socket: sends at once while the peer reads, and otherwise queues up to a limit.
 
-What waits are events of turns, of which frames are made when they go out: so each response's frames count on without a
-gap, also where text was joined.
+Events of turns are queued, and frames are made from them when they are sent, so that the sequence numbers of each
+response have no gap, even where text was coalesced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = structlog.get_logger(__name__)
 
 
 class _Waiting:
-    """Something of a response that waits for the peer."""
+    """A queued entry."""
 
     __slots__ = ("builder", "n_bytes", "what")
 
@@ -38,13 +38,13 @@ class _Waiting:
 
 
 class ResponseOutbox:
-    """What is on its way to one client.
+    """Queue of frames and events to one client.
 
     Args:
-        wire: The socket.
-        limit_bytes: What may wait.
-        overflowed: Called once, when more waits; the outbox takes nothing any more.
-        broken: Called with each response that a defect keeps from being told any further.
+        wire: The transport.
+        limit_bytes: Maximum number of queued bytes.
+        overflowed: Called once beyond the limit; the outbox then accepts nothing more.
+        broken: Called with each response whose events cannot be encoded because of a defect.
         metrics: Where frames and bytes are counted.
     """
 
@@ -64,7 +64,7 @@ class ResponseOutbox:
         self._metrics = metrics
         self._queue: deque[_Waiting | bytes] = deque()
         self._runs: dict[ResponseEventBuilder, _Waiting] = {}
-        self._untold: set[ResponseEventBuilder] = set()  # of which no more is told
+        self._untold: set[ResponseEventBuilder] = set()  # responses of which nothing more is sent
         self._bytes = 0
         self._closed = False
 
@@ -73,11 +73,11 @@ class ResponseOutbox:
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes that wait for the peer, about."""
+        """Queued bytes, approximately."""
         return self._bytes
 
     def send_frame(self, frame: bytes) -> None:
-        """Send a frame of no response, now or when the peer has caught up."""
+        """Send a frame that belongs to no response, now or once the peer has caught up."""
         if self._closed:
             return
         if self._keeps_up:
@@ -87,7 +87,7 @@ class ResponseOutbox:
         self._grow(len(frame))
 
     def send_event(self, builder: ResponseEventBuilder, event: Event) -> None:
-        """Tell an event of a response's turn, now or when the peer has caught up."""
+        """Send an event of a response's turn, now or once the peer has caught up."""
         if self._closed:
             return
         if self._keeps_up:
@@ -95,18 +95,18 @@ class ResponseOutbox:
         elif isinstance(event, Text):
             self._wait_joined(builder, event)
         else:
-            # What comes later must not be joined to text from before this event.
+            # Later text must not be joined to text before this event.
             self._runs.pop(builder, None)
             self._queue.append(_Waiting(builder, event, _EVENT_BYTES))
             self._grow(_EVENT_BYTES)
 
     def flush(self) -> None:
-        """Write what waits for as long as the peer keeps up."""
+        """Write queued entries while the peer keeps up."""
         while self._queue and self._wire.takes_frames:
             self._send(self._queue.popleft())
 
     def close(self, *, write_rest: bool) -> None:
-        """Take nothing any more; what waits is handed to the transport or forgotten."""
+        """Accept nothing more; queued frames are passed to the transport or dropped."""
         self._closed = True
         self._runs.clear()
         while self._queue and write_rest:

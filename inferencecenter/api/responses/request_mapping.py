@@ -1,4 +1,4 @@
-"""From a request for a response to a turn of a session: which session goes on, and what it is asked."""
+"""Maps a request for a response to a turn of a session: which session continues, and the turn's messages."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 _NOT_FOUND: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
 _MAX_METADATA: Final = 16
 EMPTY_QUESTION: Final = (ChatMessage(role="user", content=""),)
-"""Stands for a question where there is none, so that what comes before it can be read."""
+"""Replaces a missing question, so that the context can be prefilled."""
 _PRIORITIES: Final[dict[str, Priority]] = {"flex": "batch", "priority": "interactive", "fast": "interactive"}
 _ON_FULL: Final[dict[str, OnFull]] = {"auto": "shift", "disabled": "stop"}
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedTurn:
-    """What is to be answered: a turn, and what its response repeats of the request.
+    """A turn, and the fields that its response echoes from the request.
 
-    The session was ``opened`` for it, so that nothing is left of it if the turn cannot begin.
+    If its session was ``opened`` for it, it is removed if the turn cannot start.
     """
 
     infer: Infer
@@ -51,9 +51,9 @@ class PreparedTurn:
 
 @dataclass(frozen=True, slots=True)
 class _Previous:
-    """The turn that a request goes on to: where it is, what was said up to its end, and what the model was told first.
+    """The turn of the previous response: its position, the text up to its end, and its instructions.
 
-    Its session ``may_grow`` if it says nothing else.
+    Its session ``may_grow`` if the request appends nothing else.
     """
 
     session_id: str
@@ -67,13 +67,13 @@ class _Previous:
 def prepare_turn(
     context: ServerContext, client: Principal, request: CreateResponse, *, generate: bool = True
 ) -> PreparedTurn:
-    """Find or open the session that a request is for, and return what it is asked.
+    """Find or create the session of a request, and return its turn.
 
-    Without ``generate`` it is asked for as little as can be, to have all of it read.
+    Without ``generate`` the turn generates as little as possible, as only the prefill is wanted.
 
     Raises:
-        InferenceCenterError: ``previous_response_not_found``, ``session_busy`` while the previous one goes on,
-            ``invalid_request``, and see ``Sessions.create``, ``fork`` and ``append``.
+        InferenceCenterError: ``previous_response_not_found``, ``session_busy`` while the previous response is in
+            progress, ``invalid_request``; see also ``Sessions.create``, ``fork`` and ``append``.
     """
     question = request.messages
     if not question and not generate:
@@ -81,7 +81,7 @@ def prepare_turn(
     if not question or question[-1].role not in ("user", "tool"):
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            "input must end with a message of role user, or with what a function answered",
+            "input must end with a message of role user, or with the output of a function",
             field="input",
         )
     echo = echo_of(request, model=request.model or context.models.default, created_at=context.clock())
@@ -95,7 +95,7 @@ def prepare_turn(
 def start_turn(
     context: ServerContext, client: Principal, asked: PreparedTurn, start: Callable[[Infer, str], object]
 ) -> None:
-    """Have a turn started by ``start``, which gets its note, too; nothing is left of one that cannot begin.
+    """Start a turn with ``start``, which also gets its note; on an error a session opened for it is removed.
 
     Raises:
         InferenceCenterError: See ``Sessions.infer``.
@@ -111,9 +111,9 @@ def start_turn(
 def _place(
     context: ServerContext, client: Principal, request: CreateResponse, question: tuple[ChatMessage, ...]
 ) -> tuple[SessionMatch, bool]:
-    """Return where a request goes on, and whether that session was opened for it.
+    """Return where a request continues, and whether that session was opened for it.
 
-    A session goes on from its end only: responses that came after the previous one stay as they are.
+    A session continues only from its end: responses after the previous one stay unchanged.
     """
     sessions = context.sessions
     name = request.previous_response_id
@@ -165,14 +165,14 @@ def _lost() -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND,
         field="previous_response_id",
-        hint="Send all of the conversation as input, without previous_response_id.",
+        hint="Send the whole conversation as input, without previous_response_id.",
     )
 
 
 def _growing(
     context: ServerContext, client: Principal, request: CreateResponse, previous: _Previous
 ) -> events.Session | None:
-    """Return the previous response's session if it is idle, and one that the request could have opened."""
+    """Return the previous response's session if it is idle and matches the request's options, ``None`` otherwise."""
     if not previous.may_grow or request.instructions != previous.instructions or request.store != previous.stored:
         return None
     session = context.sessions.get(client, GetSession(op="get_session", session_id=previous.session_id))
@@ -181,20 +181,20 @@ def _growing(
 
 
 def _ends_with(session: events.Session, previous: _Previous) -> bool:
-    """Tell whether nothing came after the previous response."""
+    """Return whether the previous response is the end of the session."""
     last = session.turns[-1] if session.turns else None
     return last is not None and (last.turn_id, last.messages) == (previous.turn_id, len(session.transcript))
 
 
 def _metadata(request: CreateResponse) -> dict[str, str]:
-    """Return what is kept with a session of what whoever asks says about it, as far as there is room."""
+    """Return the session's metadata, including other fields about the caller as far as there is room."""
     names = ("user", "safety_identifier", "prompt_cache_key")
     more = {name: value for name in names if (value := getattr(request, name)) is not None}
     return dict(list((request.metadata | more).items())[:_MAX_METADATA])
 
 
 def _turn(request: CreateResponse, question: tuple[ChatMessage, ...], *, generate: bool) -> Infer:
-    """Return what a session is asked, whichever it will be.
+    """Return the turn, still without a session.
 
     Raises:
         InferenceCenterError: ``invalid_request``.

@@ -1,4 +1,4 @@
-"""Responses over HTTP: asked for, told whole or while they come, found again, ended, forgotten."""
+"""Responses over HTTP: created, retrieved, streamed, cancelled, deleted."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ _ONE: Final = PATH + "/{response_id}"
 
 
 class ListItems(RequestModel):
-    """Which items are wanted."""
+    """Query of a page of items."""
 
-    after: str | None = Field(default=None, max_length=128, description="`last_id` of the page before.")
+    after: str | None = Field(default=None, max_length=128, description="`last_id` of the previous page.")
     limit: int = Field(default=20, ge=1, le=100, strict=False, description="Page size.")
-    order: Literal["asc", "desc"] = Field(default="desc", description="Which come first; `desc` is the latest.")
+    order: Literal["asc", "desc"] = Field(default="desc", description="Order; `desc` returns the latest first.")
 
 
 class Retrieve(RequestModel):
-    """How a response is wanted."""
+    """Query of a response."""
 
-    stream: Literal["false"] = Field(default="false", description="It comes whole.")
+    stream: Literal["false"] = Field(default="false", description="Retrieved responses are not streamed.")
 
 
 async def create(call: Call) -> Reply:
-    """Have a response made."""
+    """Handle a request: create a response."""
     request: CreateResponse = call.body
     if request.stream:
         return Stream(_streamed(call, request))
@@ -70,13 +70,13 @@ async def create(call: Call) -> Reply:
 
 
 async def retrieve(call: Call) -> Reply:
-    """Tell a response as it stands."""
+    """Return the current state of a response."""
     place, facts = _find(call)
     return _document(_standing(place, facts))
 
 
 async def cancel(call: Call) -> Reply:
-    """End a response that is not complete; one that is stays as it is."""
+    """Cancel a response in progress; a complete one stays as it is."""
     place, facts = _find(call)
     if facts.running:
         abort = Abort(op="abort", session_id=place.session_id, turn_id=place.turn_id)
@@ -87,14 +87,14 @@ async def cancel(call: Call) -> Reply:
 
 
 async def delete(call: Call) -> Reply:
-    """Forget a response, which others must not have gone on from."""
+    """Delete a response that no other response continues."""
     place, facts = _find(call)
     _forget(call, place, facts)
     return document(Deleted(id=call.path["response_id"]).model_dump())
 
 
 async def list_input_items(call: Call) -> Reply:
-    """Tell what a response was asked; the whole history is gone through, which is too much for the event loop."""
+    """List the input items of a response; the whole history is traversed, which is too slow for the event loop."""
     place, facts = _find(call)
     return await call.context.worker.run(call.caller.client.client_id, partial(_page, place, facts, call.query))
 
@@ -111,7 +111,7 @@ def _page(place: ResponseRef, facts: TurnSnapshot, query: ListItems) -> Document
     if query.after is not None:
         names = [item["id"] for item in items]
         if query.after not in names:
-            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "after names none of the items", field="after")
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "after is not the id of an item", field="after")
         start = names.index(query.after) + 1
     page = items[start : start + query.limit]
     return document(
@@ -125,10 +125,10 @@ def _page(place: ResponseRef, facts: TurnSnapshot, query: ListItems) -> Document
 
 
 async def _whole(call: Call, request: CreateResponse) -> Response:
-    """Wait for all of a response.
+    """Wait for the complete response.
 
     Raises:
-        InferenceCenterError: Why there is none.
+        InferenceCenterError: The response failed.
     """
     context = call.context
     asked = prepare_turn(context, call.caller.client, request)
@@ -140,12 +140,14 @@ async def _whole(call: Call, request: CreateResponse) -> Response:
                 _check_failed(event)
                 builder.feed(event)
     if builder.final is None:
-        raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "The session was closed before its end.")
+        raise InferenceCenterError(
+            ErrorCode.SESSION_NOT_FOUND, "The session was closed before the end of the response."
+        )
     return builder.final
 
 
 async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes, None]:
-    """Tell a response while it comes."""
+    """Stream a response."""
     context = call.context
     asked = prepare_turn(context, call.caller.client, request)
     builder = _telling(call, request, asked)
@@ -167,13 +169,13 @@ async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes
 
 
 def _sign_of_life(call: Call, request: CreateResponse) -> bytes:
-    """Return what is said where there is nothing to tell: why, if that is known."""
+    """Return a keepalive comment, with the storage failure if there is one."""
     fault = call.context.sessions.fault if request.store else None
     return sse.KEEPALIVE if fault is None else sse.comment(f"storage unavailable: {fault.message}")
 
 
 async def _begun(call: Call, request: CreateResponse) -> Document:
-    """Have a response begun, and tell only that."""
+    """Start a response in the background, and return its initial state."""
     context = call.context
     asked = prepare_turn(context, call.caller.client, request)
     builder = _telling(call, request, asked)
@@ -187,7 +189,7 @@ async def _begun(call: Call, request: CreateResponse) -> Document:
                 break
     if builder.final is not None:
         return _document(builder.final)
-    assert builder.place is not None, "the first event of a turn tells its place"
+    assert builder.place is not None, "the first event of a turn sets its place"
     return _document(response_of(asked.echo, builder.place, status="queued"))
 
 
@@ -200,7 +202,7 @@ def _begin(call: Call, asked: PreparedTurn, turns: RequestTurns) -> None:
 
 
 def _check_failed(event: Event) -> None:
-    """Raise what a turn failed with."""
+    """Raise the error of a failed turn."""
     if isinstance(event, events.Error):
         raise InferenceCenterError(
             ErrorCode(event.code),
@@ -212,7 +214,7 @@ def _check_failed(event: Event) -> None:
 
 
 def _find(call: Call) -> tuple[ResponseRef, TurnSnapshot]:
-    """Return the turn of the response that the address names.
+    """Return the turn of the response in the path.
 
     Raises:
         InferenceCenterError: ``turn_not_found``, also for another client's.
@@ -231,10 +233,10 @@ def _not_found() -> InferenceCenterError:
 
 
 def _standing(place: ResponseRef, facts: TurnSnapshot) -> Response:
-    """Return a response as it stands.
+    """Return the current state of a response.
 
     Raises:
-        InferenceCenterError: ``turn_not_found`` for a turn that was asked for in another way.
+        InferenceCenterError: ``turn_not_found`` for a turn of another API.
     """
     note = read_note(facts.note)
     if note is None:
@@ -252,7 +254,7 @@ def _standing(place: ResponseRef, facts: TurnSnapshot) -> Response:
 
 
 def _forget(call: Call, place: ResponseRef, facts: TurnSnapshot) -> None:
-    """Have a session forget its last turn, and end one that has no other.
+    """Remove the last turn of a session, and delete a session that has no other.
 
     Raises:
         InferenceCenterError: ``invalid_request`` when something came after it.
@@ -267,8 +269,8 @@ def _forget(call: Call, place: ResponseRef, facts: TurnSnapshot) -> None:
     if not facts.running and (session.state == "busy" or not (has_failed or turns[-1] == place.turn_id)):
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            "other responses go on from this one",
-            hint="Delete the latest of them first.",
+            "other responses continue this one",
+            hint="Delete the latest one first.",
             field="response_id",
         )
     earlier = turns if has_failed else turns[:-1]
@@ -288,7 +290,7 @@ OPERATIONS: Final = (
     Operation(
         method="POST",
         path=PATH,
-        summary="Have a response made.",
+        summary="Create a response.",
         handler=create,
         body=CreateResponse,
         answer=Response,
@@ -298,7 +300,7 @@ OPERATIONS: Final = (
     Operation(
         method="GET",
         path=_ONE,
-        summary="Read a response as it stands.",
+        summary="Retrieve the current state of a response.",
         handler=retrieve,
         query=Retrieve,
         answer=Response,
@@ -307,7 +309,7 @@ OPERATIONS: Final = (
     Operation(
         method="DELETE",
         path=_ONE,
-        summary="Forget a response that no other goes on from.",
+        summary="Delete a response that no other response continues.",
         handler=delete,
         answer=Deleted,
         errors=(ErrorCode.TURN_NOT_FOUND,),
@@ -315,7 +317,7 @@ OPERATIONS: Final = (
     Operation(
         method="POST",
         path=_ONE + "/cancel",
-        summary="End a response that is not complete.",
+        summary="Cancel a response in progress.",
         handler=cancel,
         answer=Response,
         errors=(ErrorCode.TURN_NOT_FOUND,),
@@ -323,11 +325,11 @@ OPERATIONS: Final = (
     Operation(
         method="GET",
         path=_ONE + "/input_items",
-        summary="Read what a response was asked, with all that was said before.",
+        summary="List the input items of a response, including the history before it.",
         handler=list_input_items,
         query=ListItems,
         answer=ItemList,
         errors=(ErrorCode.TURN_NOT_FOUND,),
     ),
 )
-"""What can be done with responses over HTTP."""
+"""HTTP operations of responses."""

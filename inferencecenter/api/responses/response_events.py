@@ -1,6 +1,6 @@
-"""From the events of a turn to the events of a response, which clients put together to the same object. Pure.
+"""Maps events of a turn to stream events of a response, from which clients assemble the same object. Pure.
 
-An answer is a row of items: thoughts, text, calls. At most one of them is open; what belongs to another closes it.
+An answer is a list of items: reasoning, text, calls. At most one of them is open; content of another item closes it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _DELTAS: Final = {
 
 
 class ResponseEvent(NamedTuple):
-    """An event of a response: its type, and all of it as JSON."""
+    """A stream event: its type and its JSON."""
 
     type: str
     data: bytes
 
 
 class _Item:
-    """The item that is being told."""
+    """The item in progress."""
 
     def __init__(self, kind: str, name: str, place: int, *, call_id: str = "", tool: str = "") -> None:
         self.kind = kind
@@ -70,7 +70,7 @@ class _Item:
         self.head = where + content + b',"delta":'
 
     def as_told(self, state: ItemState, *, empty: bool = False) -> OutputItem:
-        """Return the item with all of its text, or with none of its parts yet."""
+        """Return the item with all of its text, or without its parts."""
         text = "".join(self.text)
         if self.kind == _CALL:
             return OutputCall(id=self.name, call_id=self.call_id, name=self.tool, arguments=text, status=state)
@@ -82,14 +82,14 @@ class _Item:
 
 
 class ResponseEventBuilder:
-    """Tells one response; an event of its turn gives any number of frames.
+    """Builds the stream events of one response; an event of its turn yields any number of them.
 
     Args:
-        echo: What the response repeats of its request.
-        top_logprobs: So many of the likeliest tokens are shown with each.
+        echo: Fields that the response echoes from its request.
+        top_logprobs: Number of most likely tokens to return per position.
         clock: Unix seconds.
-        stream_id: The lane that is named in each frame.
-        generate: Whether there is to be an answer; else what the model says is told to nobody.
+        stream_id: The stream named in each frame.
+        generate: Whether text is generated; otherwise the model's output is discarded.
     """
 
     def __init__(
@@ -118,16 +118,16 @@ class ResponseEventBuilder:
 
     @property
     def place(self) -> ResponseRef | None:
-        """The turn that is told; ``None`` before its first event."""
+        """The turn; ``None`` before its first event."""
         return self._place
 
     @property
     def final(self) -> Response | None:
-        """The response as it ended; ``None`` while it goes on."""
+        """The final response; ``None`` while it is in progress."""
         return self._final
 
     def feed(self, event: Event) -> list[ResponseEvent]:
-        """Take an event of the turn and return what is to be told of it."""
+        """Process an event of the turn and return the stream events."""
         if self._final is not None:
             return []
         frames: list[ResponseEvent] = []
@@ -149,7 +149,7 @@ class ResponseEventBuilder:
         return frames
 
     def broken(self, error: InferenceCenterError) -> ResponseEvent:
-        """Return what is told last where the stream ends, rather than the turn."""
+        """Return the last event of a stream that ends before its turn."""
         failure = error_object(error)
         return self._frame("error", code=failure["code"], message=failure["message"], param=failure["param"])
 
@@ -164,7 +164,7 @@ class ResponseEventBuilder:
         return frames if waits else [*frames, *self._begin()]
 
     def _begin(self) -> list[ResponseEvent]:
-        """Tell once that the turn runs."""
+        """Return, once, the events of a response that starts."""
         if self._running or self._place is None:
             return []
         self._running = True
@@ -260,17 +260,17 @@ class ResponseEventBuilder:
             usage=event.usage,
             completed_at=self._clock() if complete else None,
         )
-        # There is no event of its own for a response that was cancelled; this one ends it for every client.
+        # There is no event type for a cancelled response; this one ends it for every client.
         return [*frames, self._frame("response.completed" if complete else "response.incomplete", response=final)]
 
     def _fail(self, event: Event) -> list[ResponseEvent]:
-        """Tell that there will be no more of the turn, if the event says so."""
+        """Return the events of a failed response, if the event is a failure."""
         match event:
             case events.Error(session_id=str(session_id), turn_id=str(turn_id)):
                 place, error = ResponseRef(session_id, turn_id), error_of(event)
             case events.SessionClosed() | events.SessionExpired() | events.SessionDetached():
                 place = self._place or ResponseRef(event.session_id, "")
-                error = ResponseError(code="server_error", message="Its session was closed, or is told elsewhere.")
+                error = ResponseError(code="server_error", message="Its session was closed, or is attached elsewhere.")
             case _:
                 return []
         self._place = place
@@ -290,7 +290,7 @@ class ResponseEventBuilder:
         return ResponseEvent(kind, orjson.dumps(message, default=_dumped))
 
     def _delta(self, item: _Item, text: str, logprobs: bytes) -> ResponseEvent:
-        """Return what most frames are, of which most bytes are always the same."""
+        """Encode a text delta; most frames are deltas, which differ in few bytes."""
         kind = _DELTAS[item.kind]
         data = b'{"type":"%b","sequence_number":%d,%b%b%b%b}' % (
             kind,
@@ -309,7 +309,7 @@ class ResponseEventBuilder:
 
 
 def _plain(entries: tuple[Logprob, ...]) -> list[dict[str, Any]]:
-    """Return tokens as events show them, which is without their bytes."""
+    """Return token probabilities as events have them, without bytes."""
     return [entry.model_dump(exclude={"bytes": True, "top_logprobs": {"__all__": {"bytes"}}}) for entry in entries]
 
 

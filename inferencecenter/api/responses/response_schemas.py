@@ -1,4 +1,4 @@
-"""What a client is told: responses and their items. Pure."""
+"""Response models of the Responses API. Pure."""
 
 from __future__ import annotations
 
@@ -19,186 +19,186 @@ ItemState = Literal["in_progress", "completed", "incomplete"]
 
 
 class ResponseObject(BaseModel):
-    """Part of what a client is told: immutable; null where something is not known."""
+    """Part of a response: immutable; null for unknown values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TopLogprob(ResponseObject):
-    """A token that might have come."""
+    """A candidate token."""
 
-    token: str = Field(description="Its text.")
+    token: str = Field(description="The text.")
     bytes: tuple[int, ...] = Field(description="The text in UTF-8.")
     logprob: float = Field(description="Natural logarithm of its probability.")
 
 
 class Logprob(TopLogprob):
-    """A token of the answer."""
+    """A generated token."""
 
-    top_logprobs: tuple[TopLogprob, ...] = Field(description="The likeliest tokens in its place.")
+    top_logprobs: tuple[TopLogprob, ...] = Field(description="The most likely tokens at its position.")
 
 
 class OutputText(ResponseObject):
-    """Text of an answer."""
+    """Text of the output."""
 
     type: Literal["output_text"] = "output_text"
     text: str = Field(description="The text.")
-    annotations: tuple[()] = Field(default=(), description="There are none.")
-    logprobs: tuple[Logprob, ...] = Field(default=(), description="Its tokens, where they were asked for.")
+    annotations: tuple[()] = Field(default=(), description="Always empty.")
+    logprobs: tuple[Logprob, ...] = Field(default=(), description="Token probabilities, if requested.")
 
 
 class OutputMessage(ResponseObject):
-    """What the model said."""
+    """A message of the model."""
 
     type: Literal["message"] = "message"
-    id: str = Field(description="Its name.")
+    id: str = Field(description="Its id.")
     role: Literal["assistant"] = "assistant"
-    status: ItemState = Field(description="Whether it is all there.")
-    content: tuple[OutputText, ...] = Field(description="Its text.")
+    status: ItemState = Field(description="Whether it is complete.")
+    content: tuple[OutputText, ...] = Field(description="The text.")
 
 
 class ThoughtText(ResponseObject):
-    """What a model has thought."""
+    """Text of reasoning."""
 
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str = Field(description="The text.")
 
 
 class OutputReasoning(ResponseObject):
-    """What the model thought."""
+    """Reasoning of the model."""
 
     type: Literal["reasoning"] = "reasoning"
-    id: str = Field(description="Its name.")
-    status: ItemState = Field(description="Whether it is all there.")
-    summary: tuple[()] = Field(default=(), description="There is none.")
-    content: tuple[ThoughtText, ...] = Field(description="The thoughts.")
+    id: str = Field(description="Its id.")
+    status: ItemState = Field(description="Whether it is complete.")
+    summary: tuple[()] = Field(default=(), description="Always empty.")
+    content: tuple[ThoughtText, ...] = Field(description="The reasoning.")
 
 
 class OutputCall(ResponseObject):
-    """A tool that the model asks for."""
+    """A function call of the model."""
 
     type: Literal["function_call"] = "function_call"
-    id: str = Field(description="The item's name.")
-    call_id: str = Field(description="Names the call.")
-    name: str = Field(description="The tool.")
+    id: str = Field(description="Id of the item.")
+    call_id: str = Field(description="Id of the call.")
+    name: str = Field(description="Name of the function.")
     arguments: str = Field(description="Its arguments, as JSON text.")
-    status: ItemState = Field(description="Whether they are all there.")
+    status: ItemState = Field(description="Whether it is complete.")
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class CachedTokens(ResponseObject):
-    """Tokens that were not read again."""
+    """Details of input tokens."""
 
-    cached_tokens: int = Field(description="Whose KV was reused.")
-    cache_write_tokens: int = Field(default=0, description="Nothing is counted for being kept.")
+    cached_tokens: int = Field(description="Tokens whose KV was reused.")
+    cache_write_tokens: int = Field(default=0, description="Always 0.")
 
 
 class ReasoningTokens(ResponseObject):
-    """Tokens of thoughts."""
+    """Details of output tokens."""
 
-    reasoning_tokens: int = Field(
-        description="Those up to the end of what the model thought, with the marks around that."
-    )
+    reasoning_tokens: int = Field(description="Tokens up to the end of the reasoning, including its delimiters.")
 
 
 class ResponseUsage(ResponseObject):
-    """Tokens of a response."""
+    """Token usage of a response."""
 
-    input_tokens: int = Field(description="Those that the model was given.")
-    input_tokens_details: CachedTokens = Field(description="Of those.")
-    output_tokens: int = Field(description="Those that it made.")
-    output_tokens_details: ReasoningTokens = Field(description="Of those.")
-    total_tokens: int = Field(description="Both.")
+    input_tokens: int = Field(description="Tokens of the prompt.")
+    input_tokens_details: CachedTokens = Field(description="Details.")
+    output_tokens: int = Field(description="Generated tokens.")
+    output_tokens_details: ReasoningTokens = Field(description="Details.")
+    total_tokens: int = Field(description="Sum of both.")
 
 
 class ResponseError(ResponseObject):
-    """Why there is no answer."""
+    """Error of a failed response."""
 
-    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"] = Field(description="What kind of reason.")
-    message: str = Field(description="Which.")
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"] = Field(description="Error code.")
+    message: str = Field(description="Error message.")
 
 
 class Incomplete(ResponseObject):
-    """Why an answer is not complete."""
+    """Reason of an incomplete response."""
 
-    reason: str = Field(description="`max_output_tokens` also where the context is full, else the turn's own reason.")
+    reason: str = Field(
+        description="`max_output_tokens`, also if the context is full; otherwise the finish reason of the turn."
+    )
 
 
 class Echo(ResponseObject):
-    """What a response repeats of its request."""
+    """Fields that a response echoes from its request."""
 
     object: Literal["response"] = "response"
     created_at: int = Field(description="Unix seconds.")
-    model: str = Field(description="The model that answers.")
-    instructions: str | None = Field(description="What the model was told first.")
-    previous_response_id: str | None = Field(description="The response that this one goes on to.")
-    background: bool = Field(description="Whether nobody waits for it.")
-    store: bool = Field(description="Whether it may be written to disk.")
-    max_output_tokens: int | None = Field(description="Most tokens.")
-    max_tool_calls: int | None = Field(description="As it was asked for.")
-    temperature: float | None = Field(description="As it was asked for.")
-    top_p: float | None = Field(description="As it was asked for.")
-    top_logprobs: int = Field(description="So many of the likeliest tokens each.")
-    text: TextConfig = Field(description="What the answer looks like.")
-    tools: tuple[FunctionTool, ...] = Field(description="Functions that may be asked for.")
+    model: str = Field(description="The model.")
+    instructions: str | None = Field(description="System message.")
+    previous_response_id: str | None = Field(description="The response that this one continues.")
+    background: bool = Field(description="Whether it runs in the background.")
+    store: bool = Field(description="Whether it may be stored on disk.")
+    max_output_tokens: int | None = Field(description="Maximum number of generated tokens.")
+    max_tool_calls: int | None = Field(description="As requested.")
+    temperature: float | None = Field(description="As requested.")
+    top_p: float | None = Field(description="As requested.")
+    top_logprobs: int = Field(description="Number of most likely tokens per position.")
+    text: TextConfig = Field(description="Format of the output.")
+    tools: tuple[FunctionTool, ...] = Field(description="Functions that the model may call.")
     tool_choice: (
         Literal["auto", "none", "required"] | Annotated[FunctionChoice | AllowedTools, Field(discriminator="type")]
-    ) = Field(description="Whether one is.")
-    parallel_tool_calls: bool = Field(description="Whether several may be at once.")
-    reasoning: ReasoningConfig = Field(description="Whether the model thinks first.")
-    truncation: Literal["auto", "disabled"] = Field(description="What happens when the context is full.")
-    service_tier: Literal["default", "flex", "priority"] = Field(description="The class of the turn.")
-    metadata: dict[str, str] = Field(description="As it was given.")
-    user: str | None = Field(description="As it was given.")
-    safety_identifier: str | None = Field(description="As it was given.")
-    prompt_cache_key: str | None = Field(description="As it was given.")
+    ) = Field(description="Whether the model calls functions.")
+    parallel_tool_calls: bool = Field(description="Whether the model may call several at once.")
+    reasoning: ReasoningConfig = Field(description="Options of reasoning.")
+    truncation: Literal["auto", "disabled"] = Field(description="Behavior when the context is full.")
+    service_tier: Literal["default", "flex", "priority"] = Field(description="Priority class of the turn.")
+    metadata: dict[str, str] = Field(description="As in the request.")
+    user: str | None = Field(description="As in the request.")
+    safety_identifier: str | None = Field(description="As in the request.")
+    prompt_cache_key: str | None = Field(description="As in the request.")
 
 
 class Note(Echo):
-    """What is kept with a turn, to tell its response again later; others' notes are none of these."""
+    """Note stored with a turn, to rebuild its response later; notes of other APIs are not of this form."""
 
-    # A later daemon may know more, or less.
+    # A later version may have more fields, or fewer.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    generate: bool = Field(default=True, description="Whether there was to be an answer.")
+    generate: bool = Field(default=True, description="Whether text was to be generated.")
 
 
 class Response(Echo):
     """A response."""
 
-    id: str = Field(description="Its name.")
-    status: Status = Field(description="Where it is.")
-    completed_at: int | None = Field(default=None, description="Unix seconds, told with its end alone.")
-    error: ResponseError | None = Field(default=None, description="Why it failed.")
-    incomplete_details: Incomplete | None = Field(default=None, description="Why it is not complete.")
-    output: tuple[OutputItem, ...] = Field(default=(), description="What the model thought, said and asks for.")
-    usage: ResponseUsage | None = Field(default=None, description="Its tokens, at its end.")
+    id: str = Field(description="Its id.")
+    status: Status = Field(description="Its status.")
+    completed_at: int | None = Field(default=None, description="Unix seconds; only in the event of its end.")
+    error: ResponseError | None = Field(default=None, description="The error, if it failed.")
+    incomplete_details: Incomplete | None = Field(default=None, description="The reason, if it is incomplete.")
+    output: tuple[OutputItem, ...] = Field(default=(), description="Reasoning, text and calls of the model.")
+    usage: ResponseUsage | None = Field(default=None, description="Token usage, once it has ended.")
 
 
 class Deleted(ResponseObject):
-    """A response is gone."""
+    """Confirmation of a deletion."""
 
-    id: str = Field(description="Its name.")
+    id: str = Field(description="Its id.")
     object: Literal["response"] = "response"
     deleted: Literal[True] = True
 
 
 class StreamEvent(ResponseObject):
-    """An event of a response: each type has fields of its own, as OpenAI's have."""
+    """An event of a stream: each type has its own fields, as documented by OpenAI."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    type: str = Field(description="What kind of event, as `response.output_text.delta`.")
-    sequence_number: int = Field(description="Counts the events of the response from 0.")
+    type: str = Field(description="Type of the event, such as `response.output_text.delta`.")
+    sequence_number: int = Field(description="Index of the event in the response, from 0.")
 
 
 class ItemList(ResponseObject):
     """A page of items."""
 
     object: Literal["list"] = "list"
-    data: tuple[dict[str, Any], ...] = Field(description="The page.")
-    first_id: str | None = Field(description="Name of the first.")
-    last_id: str | None = Field(description="Name of the last, to go on after.")
-    has_more: bool = Field(description="Whether there are more.")
+    data: tuple[dict[str, Any], ...] = Field(description="The items.")
+    first_id: str | None = Field(description="Id of the first.")
+    last_id: str | None = Field(description="Id of the last, for `after` of the next page.")
+    has_more: bool = Field(description="Whether there are further pages.")

@@ -1,7 +1,7 @@
-"""From turns to the objects that tell of them, and the ids of responses and items. Pure.
+"""Converts turns to responses and items, and encodes their ids. Pure.
 
-A response's id holds the ids of its session and its turn, so that nothing has to be looked up. Its items are named
-after the turn.
+A response's id contains the ids of its session and its turn, so that no lookup is needed. Its items are named after the
+turn.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _NAME: Final = re.compile(rf"resp_({_PART})({_PART})")
 
 
 class ResponseRef(NamedTuple):
-    """Where a response is: a session, and a turn of it."""
+    """Session and turn of a response."""
 
     session_id: str
     turn_id: str
 
 
 def response_id(place: ResponseRef) -> str:
-    """Return the name of the response of a turn."""
+    """Return the id of the response of a turn."""
     return f"resp_{place.session_id.removeprefix('s_')}{place.turn_id.removeprefix('t_')}"
 
 
 def read_response_id(name: str) -> ResponseRef:
-    """Return where the response of a name is, if it is anywhere.
+    """Decode the id of a response.
 
     Raises:
-        InferenceCenterError: ``turn_not_found`` for what is no such name.
+        InferenceCenterError: ``turn_not_found`` for an invalid id.
     """
     match = _NAME.fullmatch(name)
     if match is None:
@@ -68,12 +68,12 @@ def read_response_id(name: str) -> ResponseRef:
 
 
 def item_id(kind: str, turn_id: str, index: int = 0) -> str:
-    """Return the name of an item: ``kind`` is ``msg``, ``rs`` or ``fc``, ``index`` counts those of a kind."""
+    """Return the id of an item: ``kind`` is ``msg``, ``rs`` or ``fc``, ``index`` counts items of a kind."""
     return f"{kind}_{turn_id.removeprefix('t_')}_{index}"
 
 
 MAX_NOTE_BYTES: Final = 256 * 1024
-"""What a turn's note may hold, and so what is echoed of a request."""
+"""Maximum size of a turn's note, which limits what is echoed of a request."""
 
 _CUT_BY_LENGTH: Final = ("length", "context_full")
 _COMPLETE: Final = ("stop", "tool_calls")
@@ -88,7 +88,7 @@ _TIERS: Final[dict[str, Literal["default", "flex", "priority"]]] = {
 
 
 def echo_of(request: CreateResponse, *, model: str, created_at: float) -> Echo:
-    """Return what the response to ``request`` repeats of it; ``created_at`` is Unix seconds."""
+    """Return the fields that the response echoes from ``request``; ``created_at`` is Unix seconds."""
     return Echo(
         created_at=int(created_at),
         model=model,
@@ -116,31 +116,31 @@ def echo_of(request: CreateResponse, *, model: str, created_at: float) -> Echo:
 
 
 def note_of(echo: Echo, *, generate: bool = True) -> str:
-    """Return what is kept with the turn of a response.
+    """Return the note stored with the turn of a response.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` when that is more, or deeper, than may be.
+        InferenceCenterError: ``invalid_request`` if it is too large or nested too deep.
     """
     field = "tools" if echo.tools else "instructions"
     try:
         text = Note(**dict(echo), generate=generate).model_dump_json()
     except PydanticSerializationError as error:  # it writes 255 levels of lists and objects, and reads more
         raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST, "tools, text and metadata are nested too deep to be kept", field=field
+            ErrorCode.INVALID_REQUEST, "tools, text and metadata are nested too deep to be stored", field=field
         ) from error
     n_bytes = len(text.encode())
     if n_bytes > MAX_NOTE_BYTES:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"instructions, tools, text and metadata take {n_bytes} bytes together;"
-            f" at most {MAX_NOTE_BYTES} are kept with a response",
+            f"instructions, tools, text and metadata have {n_bytes} bytes in total;"
+            f" at most {MAX_NOTE_BYTES} are stored with a response",
             field=field,
         )
     return text
 
 
 def read_note(text: str) -> Note | None:
-    """Return what was kept with a turn; ``None`` for one that is no response."""
+    """Decode the note of a turn; ``None`` if the turn is of another API."""
     try:
         return Note.model_validate_json(text)
     except ValidationError:
@@ -158,7 +158,7 @@ def response_of(  # noqa: PLR0913 - keyword-only
     error: ResponseError | None = None,
     completed_at: float | None = None,
 ) -> Response:
-    """Return a response as it stands."""
+    """Return the current state of a response."""
     return Response.model_construct(
         **dict(echo),
         id=response_id(place),
@@ -174,14 +174,14 @@ def response_of(  # noqa: PLR0913 - keyword-only
 
 
 def status_of(finish_reason: str) -> Status:
-    """Return what a response is whose turn has ended for this reason."""
+    """Return the status of a response by its turn's finish reason."""
     if finish_reason in _COMPLETE:
         return "completed"
     return "cancelled" if finish_reason == "aborted" else "incomplete"
 
 
 def usage_of(usage: Usage) -> ResponseUsage:
-    """Return a turn's tokens."""
+    """Return a turn's token usage."""
     return ResponseUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=CachedTokens(cached_tokens=usage.cached_tokens),
@@ -192,7 +192,7 @@ def usage_of(usage: Usage) -> ResponseUsage:
 
 
 def error_of(error: Error) -> ResponseError:
-    """Return why a turn failed, in the words that clients of this dialect know."""
+    """Return the error of a failed turn in OpenAI's terms."""
     status = ERRORS[ErrorCode(error.code)].http_status if error.code in ERRORS else 500
     if status == _TOO_MANY:
         return ResponseError(code="rate_limit_exceeded", message=error.message)
@@ -200,7 +200,7 @@ def error_of(error: Error) -> ResponseError:
 
 
 def logprobs_of(entries: tuple[TokenLogprobs, ...], *, top: int) -> tuple[Logprob, ...]:
-    """Return tokens with the ``top`` likeliest ones in the place of each."""
+    """Return token probabilities with the ``top`` most likely ones at each position."""
     return tuple(
         Logprob(
             token=entry.token,
@@ -216,7 +216,7 @@ def logprobs_of(entries: tuple[TokenLogprobs, ...], *, top: int) -> tuple[Logpro
 
 
 def output_of(answer: ChatMessage, turn_id: str, *, state: ItemState) -> tuple[OutputItem, ...]:
-    """Return the items of an answer as it is kept; ``state`` is that of the last of them."""
+    """Return the items of a stored answer; ``state`` is that of the last item."""
     items: list[OutputItem] = []
     if answer.reasoning:
         thoughts = (ThoughtText(text=answer.reasoning),)
@@ -238,7 +238,7 @@ def output_of(answer: ChatMessage, turn_id: str, *, state: ItemState) -> tuple[O
 
 
 def input_items(messages: tuple[ChatMessage, ...], turn_id: str) -> tuple[dict[str, Any], ...]:
-    """Return what was said as items with names."""
+    """Return messages as items with ids."""
     items: list[dict[str, Any]] = []
     for at, message in enumerate(messages):
         if message.role == "assistant":

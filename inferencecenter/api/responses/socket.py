@@ -1,4 +1,4 @@
-"""Responses over a WebSocket: one socket of one client, and the endpoint that lets it in."""
+"""The Responses API over a WebSocket: one socket of one client, and the endpoint that admits it."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ _log = structlog.get_logger(__name__)
 
 
 class ResponsesSocket:
-    """A socket that was let in; everything here runs on the event loop, and only ``receive`` waits.
+    """An admitted socket; runs on the event loop, and only ``receive`` waits.
 
-    Implements ``server.hub.Guest``. ``_move`` is the only writer of its state.
+    Implements ``server.hub.Participant``. ``_move`` is the only writer of its state.
 
     Args:
         context: The rest of the daemon.
-        wire: The socket.
-        caller: Whom it is from.
+        wire: The transport.
+        caller: The client.
     """
 
     def __init__(self, context: ServerContext, wire: Wire, caller: Caller) -> None:
@@ -73,7 +73,7 @@ class ResponsesSocket:
             wire,
             limit_bytes=context.settings.outbox_bytes,
             overflowed=self._too_slow,
-            # Not at once: a session may be halfway through telling something.
+            # Not at once: a session may be in the middle of publishing.
             broken=lambda builder: asyncio.get_running_loop().call_soon(self._break, builder),
             metrics=context.metrics,
         )
@@ -87,18 +87,18 @@ class ResponsesSocket:
 
     @property
     def account(self) -> Account:
-        """What its credential showed."""
+        """The authenticated account."""
         return self._caller.account
 
     @property
     def address(self) -> str:
-        """Where it comes from."""
+        """Remote address."""
         return self._caller.address
 
     async def receive(self, text: str | None) -> None:
-        """Take a frame and begin what it asks for; ``None`` stands for a binary one.
+        """Process a frame; ``None`` stands for a binary one.
 
-        Whatever goes wrong with one frame or response is told to the client, and the socket goes on with the others.
+        An error in one frame or response is sent to the client, and the socket stays open.
         """
         if self._closed:
             return
@@ -124,11 +124,11 @@ class ResponsesSocket:
             self._fail(InferenceCenterError(ErrorCode.INTERNAL), stream_id)
 
     def set_max_sessions(self, max_sessions: int) -> None:
-        """Let its client have so many sessions from now on."""
+        """Set the maximum number of sessions of its client."""
         self._caller = self._caller.allowed(max_sessions)
 
     def drain(self, deadline_s: float) -> None:
-        """Begin nothing new, and close when all that runs has ended."""
+        """Start nothing new, and close when all running responses have ended."""
         if self._state is not ConnectionState.AUTHENTICATED:
             return
         self._move(ConnectionEvent.DRAIN)
@@ -137,14 +137,12 @@ class ResponsesSocket:
         self._leave_if_drained()
 
     def dismiss(self, code: CloseCode, reason: str) -> None:
-        """Say good-bye after all that was sent; what may be asked for later goes on."""
+        """Close after all queued frames; stored responses continue."""
         self._end((code, reason, LINGER_S), write_rest=True)
 
     def lost(self) -> None:
-        """Clean up: the socket is gone, whoever ended it."""
+        """Clean up after the socket was closed by either side."""
         self._end(None, write_rest=False)
-
-    # What clients ask for.
 
     def _queue(self, request: CreateOnSocket, *, n_bytes: int) -> None:
         if self._state is ConnectionState.DRAINING:
@@ -152,7 +150,7 @@ class ResponsesSocket:
         self._advance(self._streams.queue(request, n_bytes=n_bytes))
 
     def _cancel(self, request: CancelOnSocket) -> None:
-        """End what is named: a response, whichever socket has it, or what runs in a lane of this one.
+        """Cancel the named response, on whichever socket, or the one running in a stream of this socket.
 
         Raises:
             InferenceCenterError: ``turn_not_found`` or ``nothing_to_abort``.
@@ -161,7 +159,7 @@ class ResponsesSocket:
         if request.response_id is None:
             sink = self._streams.find(request.stream_id)
             if sink is None:
-                raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, "No response is running in this lane.")
+                raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, "No response is running in this stream.")
             sink.cancel(sessions, client)
             return
         try:
@@ -175,15 +173,13 @@ class ResponsesSocket:
             ) from None
 
     async def _aside(self, text: str | None, work: Callable[[], _Result]) -> _Result:
-        """Return what ``work`` makes of a frame; a large frame is worked on in a thread."""
+        """Run ``work`` on a frame; a large one in a thread."""
         if text is None or len(text) < LARGE_FRAME_CHARS:
             return work()
         return await self._context.worker.run(self.account.client_id, work)
 
-    # How responses go on.
-
     def _advance(self, stream: ResponseStream) -> None:
-        """Begin the next response of a lane, if nothing runs in it."""
+        """Start the next response of a stream, if none is running in it."""
         while (request := self._streams.take(stream)) is not None:
             try:
                 stream.sink = self._begin(request, stream)
@@ -194,7 +190,7 @@ class ResponsesSocket:
                 self._fail(InferenceCenterError(ErrorCode.INTERNAL), request.stream_id)
 
     def _break(self, builder: ResponseEventBuilder) -> None:
-        """End a response that cannot be told any further, with an error; its lane goes on."""
+        """End a response that cannot be encoded, with an error; its stream continues."""
         if self._state is ConnectionState.CLOSED:
             return
         self._fail(InferenceCenterError(ErrorCode.INTERNAL), builder.stream_id)
@@ -227,7 +223,7 @@ class ResponsesSocket:
         return sink
 
     def _end_soon(self, stream: ResponseStream, sink: ResponseSink) -> None:
-        # Not at once: a session may be halfway through telling the end of a turn.
+        # Not at once: a session may be in the middle of publishing the end of a turn.
         asyncio.get_running_loop().call_soon(self._ended, stream, sink)
 
     def _ended(self, stream: ResponseStream, sink: ResponseSink) -> None:
@@ -239,13 +235,11 @@ class ResponsesSocket:
         self._leave_if_drained()
 
     def _fail(self, error: InferenceCenterError, stream_id: str | None) -> None:
-        """Tell the client what went wrong with one of its frames."""
+        """Send the client an error about one of its frames."""
         self._context.metrics.errors.labels(error.code.value).inc()
         stream = {} if stream_id is None else {"stream_id": stream_id}
         message = {"type": "error", "status": error.spec.http_status, "error": error_object(error), **stream}
         self._outbox.send_frame(orjson.dumps(message))
-
-    # How it ends.
 
     @property
     def _closed(self) -> bool:
@@ -260,12 +254,12 @@ class ResponsesSocket:
 
     def _too_slow(self) -> None:
         _log.warning("slow_reader", client=self.account.client_id, address=self.address)
-        # Not at once: a session may be halfway through telling something.
+        # Not at once: a session may be in the middle of publishing.
         slow = CloseCode.TOO_SLOW, "too slow a reader", LAST_WORD_S
         asyncio.get_running_loop().call_soon(lambda: self._end(slow, write_rest=False))
 
     def _end(self, farewell: tuple[CloseCode, str, float] | None, *, write_rest: bool) -> None:
-        """Close, if that has not happened: with a code, a reason and the seconds a peer has to answer, or silently."""
+        """Close once: with a code, a reason and the peer's time to answer in seconds, or silently with ``None``."""
         if self._state is ConnectionState.CLOSED:
             return
         self._move(ConnectionEvent.CLOSE)
@@ -289,7 +283,7 @@ class ResponsesEndpoint:
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Serve one socket until it is closed."""
-        await receive()  # websocket.connect, which says nothing that the scope does not
+        await receive()  # websocket.connect, which has no more information than the scope
         try:
             socket = await self._admit(scope)
         except InferenceCenterError as error:
@@ -303,7 +297,7 @@ class ResponsesEndpoint:
             _log.info("client_connected", client=socket.account.client_id, address=socket.address, responses=True)
             while (message := await receive())["type"] == "websocket.receive":
                 await socket.receive(message.get("text"))
-                # A client that sends many frames at once waits its turn after each.
+                # Between frames of a client that sends many at once, other clients run.
                 await asyncio.sleep(0)
         finally:
             socket.lost()
@@ -312,7 +306,7 @@ class ResponsesEndpoint:
             _log.info("client_disconnected", client=socket.account.client_id, address=socket.address)
 
     async def _admit(self, scope: AsgiScope) -> ResponsesSocket:
-        """Return the socket for an upgrade.
+        """Return the socket of an upgrade.
 
         Raises:
             InferenceCenterError: The upgrade is refused.
@@ -332,7 +326,7 @@ class ResponsesEndpoint:
             raise InferenceCenterError(
                 ErrorCode.CONNECTION_LIMIT,
                 error.message,
-                hint="Close one; one socket carries any number of responses.",
+                hint="Close one of them; one socket supports any number of responses.",
                 retry_after_ms=error.retry_after_ms,
             ) from None
         return socket
@@ -347,7 +341,7 @@ class ResponsesEndpoint:
 
 
 def _object(text: str | None) -> dict[str, Any]:
-    """Return a frame read as JSON.
+    """Parse a frame as a JSON object.
 
     Raises:
         InferenceCenterError: ``invalid_request``, ``invalid_json`` or ``message_too_large``.
@@ -368,7 +362,7 @@ def _object(text: str | None) -> dict[str, Any]:
 
 
 def _request(frame: dict[str, Any]) -> CreateOnSocket | CancelOnSocket:
-    """Return what a frame asks for.
+    """Return the request in a frame.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -381,13 +375,13 @@ def _request(frame: dict[str, Any]) -> CreateOnSocket | CancelOnSocket:
         case other:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"type is {str(other)[:64]!r}, which is none of response.create and response.cancel",
+                f"type is {str(other)[:64]!r}, which must be response.create or response.cancel",
                 field="type",
             )
 
 
 def _lane_of(frame: dict[str, Any]) -> str | None:
-    """Return the lane that errors about a frame are told in, which need not be a valid one otherwise."""
+    """Return the stream in which errors about a frame are sent, even if the frame is invalid otherwise."""
     found = frame.get("stream_id")
     return found if isinstance(found, str) and 0 < len(found) <= _MAX_LANE_CHARS else None
 

@@ -1,4 +1,4 @@
-"""The streams of a socket: in each, one response after the other; different ones go on at once."""
+"""Streams of a socket: responses of one stream run in sequence, those of different streams concurrently."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ENDS: Final = (events.End, events.SessionClosed, events.SessionExpired, events.
 
 
 class ResponseSink:
-    """Hears one turn; implements ``sessions.client.EventSink``.
+    """Receives the events of one turn; implements ``sessions.client.EventSink``.
 
     Args:
         session_id: The session.
-        store: Whether the response may be asked for later, and so goes on without its socket.
-        builder: What makes frames of events.
+        store: Whether the response can be retrieved later, and so continues without its socket.
+        builder: Encodes events as frames.
         told: Called with each event.
-        ended: Called when there will be no more.
+        ended: Called after the last event.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ResponseSink:
         self._over = False
 
     def send(self, event: Event) -> None:
-        """Take an event; what comes after the turn's end belongs to others."""
+        """Forward an event; events after the turn's end belong to other turns."""
         if self._over:
             return
         self._told(self.builder, event)
@@ -62,7 +62,7 @@ class ResponseSink:
             self._ended(self)
 
     def cancel(self, sessions: SessionManager, client: Principal) -> None:
-        """Have the turn end.
+        """Cancel the turn.
 
         Raises:
             InferenceCenterError: ``nothing_to_abort`` when it has just ended.
@@ -70,23 +70,23 @@ class ResponseSink:
         sessions.abort(client, Abort(op="abort", session_id=self._session_id))
 
     def leave(self, sessions: SessionManager, client: Principal) -> None:
-        """Hear no more; a turn that nobody can ask for later ends, and leaves nothing behind."""
+        """Detach from the turn; if it cannot be retrieved later, it is aborted without a trace."""
         over, self._over = self._over, True
         if not over and not self._store:
-            with suppress(InferenceCenterError):  # it has ended, and its end is on its way
+            with suppress(InferenceCenterError):  # it has ended, and its end event is queued
                 sessions.abort(client, Abort(op="abort", session_id=self._session_id, discard=True))
         sessions.detach(self)
 
 
 MAX_STREAMS: Final = 16
-"""Lanes of one socket in which something runs or waits."""
+"""Maximum number of streams of one socket with running or queued responses."""
 MAX_WAITING: Final = 64
-"""Requests of one socket that wait for others of their lanes."""
+"""Maximum number of queued requests of one socket."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """A request that waits, and how many bytes it takes."""
+    """A queued request and its size in bytes."""
 
     request: CreateOnSocket
     n_bytes: int
@@ -94,7 +94,7 @@ class QueuedRequest:
 
 @dataclass(slots=True)
 class ResponseStream:
-    """One lane: what runs in it, and what waits for that."""
+    """One stream: its running response and its queue."""
 
     stream_id: str | None
     sink: ResponseSink | None = None
@@ -102,10 +102,10 @@ class ResponseStream:
 
 
 class ResponseStreams:
-    """All lanes of one socket in which something runs or waits.
+    """All streams of one socket with running or queued responses.
 
     Args:
-        max_waiting_bytes: What requests that wait may take together.
+        max_waiting_bytes: Maximum total size of queued requests.
     """
 
     def __init__(self, *, max_waiting_bytes: int) -> None:
@@ -119,21 +119,21 @@ class ResponseStreams:
 
     @property
     def active(self) -> list[ResponseStream]:
-        """All lanes."""
+        """All streams."""
         return list(self._streams.values())
 
     @property
     def sinks(self) -> list[ResponseSink]:
-        """What runs."""
+        """The running responses."""
         return [stream.sink for stream in self._streams.values() if stream.sink is not None]
 
     def find(self, stream_id: str | None) -> ResponseSink | None:
-        """Return what runs in a lane."""
+        """Return the response running in a stream."""
         stream = self._streams.get(stream_id)
         return None if stream is None else stream.sink
 
     def queue(self, request: CreateOnSocket, *, n_bytes: int) -> ResponseStream:
-        """Have a request wait for its turn in its lane, and return that.
+        """Queue a request in its stream, and return the stream.
 
         Raises:
             InferenceCenterError: ``websocket_stream_limit_reached``.
@@ -143,16 +143,16 @@ class ResponseStreams:
             if len(self._streams) >= MAX_STREAMS:
                 raise InferenceCenterError(
                     ErrorCode.STREAM_LIMIT,
-                    f"responses run in {MAX_STREAMS} lanes of this socket, as many as may",
-                    hint="Wait for the end of one, or use another socket.",
+                    f"responses run in {MAX_STREAMS} streams of this socket, which is the maximum",
+                    hint="Wait until one ends, or use another socket.",
                     field="stream_id",
                 )
             stream = self._streams[request.stream_id] = ResponseStream(request.stream_id)
         elif self._n_waiting >= MAX_WAITING or self._n_bytes + n_bytes > self._max_waiting_bytes:
             raise InferenceCenterError(
                 ErrorCode.STREAM_LIMIT,
-                f"{self._n_waiting} requests wait on this socket, with {self._n_bytes} bytes",
-                hint="Wait for the end of some, or use other lanes or another socket.",
+                f"{self._n_waiting} requests are queued on this socket, with {self._n_bytes} bytes",
+                hint="Wait until some end, or use other streams or another socket.",
                 field="stream_id",
             )
         stream.waiting.append(QueuedRequest(request, n_bytes))
@@ -161,7 +161,7 @@ class ResponseStreams:
         return stream
 
     def take(self, stream: ResponseStream) -> CreateOnSocket | None:
-        """Return the next request of a lane in which nothing runs; a lane without any is gone."""
+        """Return the next request of an idle stream; an empty stream is removed."""
         if stream.sink is not None:
             return None
         if not stream.waiting:
@@ -173,7 +173,7 @@ class ResponseStreams:
         return waiting.request
 
     def drop_queued(self) -> list[CreateOnSocket]:
-        """Let nothing wait any more; return what did."""
+        """Remove and return all queued requests."""
         given_up = [waiting.request for stream in self._streams.values() for waiting in stream.waiting]
         for stream in list(self._streams.values()):
             stream.waiting.clear()

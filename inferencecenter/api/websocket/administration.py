@@ -1,4 +1,4 @@
-"""What clients used, and what operators and administrators do about clients and the daemon."""
+"""Ops for usage, and for operators and administrators: connected clients, kick, drain."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _DAY_S: Final = 86_400
 
 
 def usage(connection: Connection, request: requests.Usage) -> None:
-    """Tell what a client used."""
+    """Return a client's usage."""
     client = connection.client
     whose = request.client_id or client.client_id
     if whose != client.client_id and Scope.OPERATOR not in client.scopes:
         raise InferenceCenterError(
             ErrorCode.FORBIDDEN,
-            f"what others used needs the scope {Scope.OPERATOR}",
+            f"the usage of others requires the scope {Scope.OPERATOR}",
             field="client_id",
-            hint="Leave it out for your own.",
+            hint="Omit it for your own usage.",
         )
     connection.defer(partial(_report, connection, request, whose))
 
@@ -45,7 +45,7 @@ async def _report(connection: Connection, request: requests.Usage, whose: str) -
     context = connection.context
     since = utc_day(max(0.0, context.clock() - (request.days - 1) * _DAY_S))
     try:
-        # Not in a thread of those that all share: one client on many sockets would take them from others.
+        # Not in the shared thread pool: one client on many sockets would occupy all threads.
         days = await context.disk_worker.run(
             connection.client.client_id, partial(_days, context.read_usage, whose, since)
         )
@@ -83,7 +83,7 @@ def _left(connection: Connection) -> UsageLeft:
 
 
 def list_clients(connection: Connection, _request: requests.ListClients) -> Event:
-    """Tell which clients are connected."""
+    """Return the connected clients."""
     connection.audit(AuditEvent.CLIENTS_LISTED)
     clients = connection.context.hub.clients().items()
     return events.Clients(
@@ -104,19 +104,19 @@ def _described(context: ServerContext, client_id: str, sockets: Sequence[ClientS
 
 
 def kick(connection: Connection, request: requests.Kick) -> None:
-    """Close the sockets of a client; one that another program knows is asked about again when it comes back."""
+    """Close the sockets of a client, and drop the cached answers of the external service about it."""
     context = connection.context
     sockets, guests = context.hub.of_client(request.client_id), context.hub.participants_of(request.client_id)
     if not sockets and not guests:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"client_id is {request.client_id!r}, which has no socket open",
+            f"client_id is {request.client_id!r}, which has no open socket",
             field="client_id",
-            hint="list_clients tells who has.",
+            hint="list_clients lists connected clients.",
         )
     connection.audit(AuditEvent.CLIENT_KICKED, detail=request.client_id)
     context.authenticator.forget(request.client_id)
-    # First, as the socket that asked may be one of them.
+    # First, as the requesting socket may be one of them.
     n_closed = len(sockets) + len(guests)
     connection.send(events.Kicked(id=request.id, client_id=request.client_id, connections=n_closed))
     for each in sockets:
@@ -126,7 +126,7 @@ def kick(connection: Connection, request: requests.Kick) -> None:
 
 
 def drain(connection: Connection, _request: requests.Drain) -> Event:
-    """Have the daemon stop, after it has said so."""
+    """Acknowledge, and begin the shutdown of the daemon."""
     context = connection.context
     connection.audit(AuditEvent.DRAIN_ASKED)
     context.stop()

@@ -1,7 +1,7 @@
-"""What each op does: one table from op to handler and the scope it needs.
+"""Ops: a table from op to handler and required scope.
 
-Handlers are plain calls that return the answer at once or arrange for it. The task that reads a socket waits only where
-a handler says so, by ``Connection.wait_for``.
+Handlers are plain calls that return the reply at once or arrange for it. The task that reads a socket waits only where
+a handler uses ``Connection.defer``.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 def auth(connection: Connection, request: requests.Auth) -> Event | None:
-    """Let the socket speak for whom its credential shows, at once unless somebody else has to be asked."""
+    """Authenticate the socket, at once unless the external service has to be queried."""
     if connection.authenticated:
         raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST, "this socket is authenticated already", hint="Open another one."
+            ErrorCode.INVALID_REQUEST, "this socket is already authenticated", hint="Open another one."
         )
     if request.protocol is not None:
         connection.enable_v1()
@@ -61,7 +61,7 @@ def auth(connection: Connection, request: requests.Auth) -> Event | None:
 async def _authenticate(connection: Connection, request: requests.Auth, credential: Credential) -> None:
     try:
         account = await connection.context.authenticator.authenticate_anywhere(credential, address=connection.address)
-        # The socket may have had its time meanwhile, or the daemon.
+        # The socket or the daemon may have ended meanwhile.
         if connection.state is not ConnectionState.CONNECTED:
             return
         connection.authenticate(account)
@@ -88,12 +88,12 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What an op does. ``scope`` is what the client must hold; ``None`` is open to sockets not yet authenticated.
+    """An op. ``scope`` is the one that the client needs; ``None`` allows unauthenticated sockets.
 
-    ``starts_work`` marks ops that a draining connection refuses. ``in_bulk`` marks those whose answer may be larger
-    than what may wait for a slow reader: a socket does one after the other, each when the peer has read the last one.
-    What ``is_free`` counts among its client's operations only where it is refused; what goes ``by_size`` counts for
-    more the longer its session is.
+    ``starts_work`` marks ops that a draining connection refuses. ``in_bulk`` marks those whose reply may exceed the
+    limit of bytes queued for a slow reader: a socket runs them one at a time, each once the peer has read the last
+    reply. An op that ``is_free`` is charged as an operation only if it is refused; one charged ``by_size`` costs more
+    the longer its session is.
     """
 
     handler: Callable[[Connection, Any], Event | None]
@@ -105,10 +105,10 @@ class Command:
 
 
 async def run(connection: Connection, frame: Frame) -> None:
-    """Do what a frame asks, and send its answer or what went wrong.
+    """Execute a frame's request, and send the reply or an error.
 
-    It is charged by its op and its size first, so that what is too much is refused before it is validated. What tells
-    of a session goes out when it is safe, together with the session's events; all else at once.
+    It is first charged by op and size, so that excess requests are refused before they are validated. A reply about a
+    session is sent once it is durable, together with the session's events; all others at once.
     """
     request: Request | None = None
     try:
@@ -138,7 +138,7 @@ async def run(connection: Connection, frame: Frame) -> None:
 
 
 def _fail(connection: Connection, frame: Frame, error: InferenceCenterError, *, understood: bool) -> None:
-    """Tell what went wrong; of what was not ``understood`` nothing is said but its id."""
+    """Send an error; for a request that was not ``understood`` it has only the id."""
     if understood:
         connection.fail(error, request_id=frame.id, op=frame.op, session_id=frame.session_id)
     else:
@@ -146,10 +146,10 @@ def _fail(connection: Connection, frame: Frame, error: InferenceCenterError, *, 
 
 
 def _charge(connection: Connection, command: Command | None, frame: Frame) -> None:
-    """Count a frame among its client's operations.
+    """Charge a frame as an operation of its client.
 
     Raises:
-        InferenceCenterError: ``rate_limited``, or ``not_authenticated`` for what needs that.
+        InferenceCenterError: ``rate_limited``, or ``not_authenticated`` for an op that requires it.
     """
     if not connection.authenticated:
         if command is None or command.scope is not None:
@@ -167,13 +167,13 @@ def _admit(connection: Connection, command: Command, request: Request) -> None:
     if not connection.v1 and not request.dagger:
         raise InferenceCenterError(
             ErrorCode.UNKNOWN_OP,
-            "the first protocol has no such op",
+            "the first protocol does not have this op",
             field="op",
             hint='Send {"op": "hello", "protocol": 1} before it, or choose the subprotocol inferencecenter.v1.',
         )
     if command.scope is not None and command.scope not in connection.client.scopes:
         raise InferenceCenterError(
-            ErrorCode.FORBIDDEN, f"this needs the scope {command.scope}", hint="Use a token of a client that has it."
+            ErrorCode.FORBIDDEN, f"this requires the scope {command.scope}", hint="Use a token of a client that has it."
         )
     if command.starts_work and connection.state is ConnectionState.DRAINING:
         raise InferenceCenterError(

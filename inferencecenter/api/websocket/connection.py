@@ -1,4 +1,4 @@
-"""One WebSocket: its state, who it speaks for, and the way of frames in and events out."""
+"""One WebSocket connection: its state, its account, frames in and events out."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.client import Principal
 
 MAX_FRAMES_BEFORE_LOGIN: Final = 32
-"""Frames of a socket that has not authenticated, each of which is answered; a login takes one or two."""
+"""Frames that an unauthenticated socket may send, each of which gets a reply; a login takes one or two."""
 LARGE_FRAME_CHARS: Final = 64 * 1024
-"""From here on a frame takes too long to read for the event loop, and more than a login can take."""
+"""From this size on a frame takes too long to parse on the event loop; it is also the maximum of a login."""
 
 _Result = TypeVar("_Result")
 
@@ -47,16 +47,16 @@ _log = structlog.get_logger(__name__)
 
 
 class Connection:
-    """A socket that was accepted; everything here runs on the event loop, and only ``receive`` waits.
+    """An accepted socket; runs on the event loop, and only ``receive`` waits.
 
     ``_move`` is the only writer of its state.
 
     Args:
         context: The rest of the daemon.
-        wire: The socket.
-        address: Whom failed logins are counted for.
+        wire: The transport.
+        address: Address that failed logins are counted for.
         v1: Whether the socket chose the subprotocol.
-        traceparent: Span of the client's trace that its turns belong to, where they name none.
+        traceparent: Span of the client's trace for turns that name none.
     """
 
     def __init__(
@@ -93,22 +93,22 @@ class Connection:
 
     @property
     def state(self) -> ConnectionState:
-        """Where the connection is in its life."""
+        """State of the connection."""
         return self._state
 
     @property
     def closed(self) -> bool:
-        """Whether the socket takes and gives nothing any more."""
+        """Whether the socket is closed for reading and writing."""
         return self._state is ConnectionState.CLOSED
 
     @property
     def authenticated(self) -> bool:
-        """Whether the socket speaks for a client."""
+        """Whether the socket is authenticated."""
         return self.state in (ConnectionState.AUTHENTICATED, ConnectionState.DRAINING)
 
     @property
     def client(self) -> Principal:
-        """Whom the socket speaks for; only once it is authenticated."""
+        """The authenticated client."""
         assert self._client is not None
         return self._client
 
@@ -119,12 +119,12 @@ class Connection:
 
     @property
     def token_id(self) -> str | None:
-        """The token that let the socket in."""
+        """Id of the token that authenticated the socket."""
         return self._account.token_id if self._account else None
 
     @property
     def limits(self) -> AccessLimits:
-        """What the client's token may use; only once the socket is authenticated."""
+        """Limits of the client's token; only once authenticated."""
         return self.context.allowances.of(self.client.client_id, self.client.token_id).limits
 
     def enable_v1(self) -> None:
@@ -133,15 +133,15 @@ class Connection:
         self._outbox.enable_v1()
 
     def send_hello(self) -> None:
-        """Say the first word on a socket: who it speaks for, or that it must say so in time."""
+        """Send the first event: who is authenticated, or that authentication is due."""
         if self.authenticated:
             self.send(self.auth_success())
         else:
             self.send(self.hello())
-            self._arm(self.context.settings.auth_timeout_s, "not authenticated in time")
+            self._arm(self.context.settings.auth_timeout_s, "authentication timeout")
 
     def hello(self) -> events.Hello:
-        """Return who answers."""
+        """Return the ``hello`` event."""
         context = self.context
         return event_factory.hello(
             context.models.status,
@@ -151,18 +151,18 @@ class Connection:
         )
 
     def audit(self, event: AuditEvent, detail: str = "") -> None:
-        """Note for the audit log what its client has just done."""
+        """Record an action of its client in the audit log."""
         line = audit_entry(
             event, client_id=self.client.client_id, token_id=self.token_id, address=self.address, detail=detail
         )
         self.context.authenticator.audit(line)
 
     def set_max_sessions(self, max_sessions: int) -> None:
-        """Let its client have so many sessions from now on; only once the socket is authenticated."""
+        """Set the maximum number of sessions of its client; only once authenticated."""
         self._client = replace(self.client, max_sessions=max_sessions)
 
     def authenticate(self, account: Account) -> None:
-        """Let the socket speak for ``account``.
+        """Authenticate the socket as ``account``.
 
         Raises:
             InferenceCenterError: ``rate_limited`` when the client has too many sockets.
@@ -178,7 +178,7 @@ class Connection:
         _log.info("client_connected", client=account.client_id, address=self.address, v1=self.v1)
 
     def auth_success(self) -> events.AuthSuccess:
-        """Return what the client is told about itself."""
+        """Return the client's own settings."""
         client, limits = self.client, self.limits
         return events.AuthSuccess(
             client_id=client.client_id,
@@ -198,9 +198,9 @@ class Connection:
         )
 
     async def receive(self, text: str | None) -> None:
-        """Take a frame and do all that it asks for; ``None`` stands for a binary one.
+        """Process a frame; ``None`` stands for a binary one.
 
-        Whatever goes wrong with one frame is told to the client, and the socket goes on.
+        An error in one frame is sent to the client, and the socket stays open.
         """
         if self.closed:
             return
@@ -222,20 +222,21 @@ class Connection:
         await self._keep_pace()
 
     async def aside(self, n_chars: int, work: Callable[[], _Result]) -> _Result:
-        """Return what ``work`` makes of so many characters of a frame; with many it is done in a thread."""
+        """Run ``work`` on a frame of this many characters; a large one in a thread."""
         if n_chars < LARGE_FRAME_CHARS:
             return work()
         return await self.context.worker.run(self.client.client_id, work)
 
     def defer(self, rest: Callable[[], Awaitable[None]]) -> None:
-        """Have the rest of a command done before the next frame is read: it takes the time of a disk or of others."""
+        """Run the rest of a command before the next frame is read: it waits for a disk or another service."""
         self._rest = rest
 
     async def _read(self, text: str | None) -> Frame:
-        """Read a frame, a large one in a thread.
+        """Parse a frame, a large one in a thread.
 
         Raises:
-            InferenceCenterError: See ``read_frame``; ``message_too_large`` also for more than a login takes before it.
+            InferenceCenterError: See ``read_frame``; ``message_too_large`` also for more than a login takes before
+                authentication.
         """
         if text is None:
             raise InferenceCenterError(
@@ -244,7 +245,7 @@ class Connection:
         if len(text) >= LARGE_FRAME_CHARS and not self.authenticated:
             raise InferenceCenterError(
                 ErrorCode.MESSAGE_TOO_LARGE,
-                f"the frame has {len(text)} characters, and the socket is not authenticated",
+                f"the frame has {len(text)} characters, which is too long before authentication",
                 hint="Authenticate first.",
             )
         try:
@@ -255,7 +256,7 @@ class Connection:
             raise
 
     async def _keep_pace(self) -> None:
-        """Wait before the next frame is read, if this one was refused and so were many before it; see ``pace``."""
+        """Delay the next frame after many refused ones; see ``RefusalBackoff``."""
         if not self._refused:
             self._pace.accepted()
         elif self.authenticated and (delay_s := self._pace.refused()):
@@ -270,30 +271,30 @@ class Connection:
             self._pause.set_result(None)
 
     async def _run_deferred(self) -> None:
-        """Do the rest of the last command, if there is one."""
+        """Run the rest of the last command, if there is one."""
         while (rest := self._rest) is not None:
             self._rest = None
             await rest()
 
     def send(self, event: Event) -> None:
-        """Send an event; never blocks. A closed connection sends nothing."""
+        """Send an event without blocking; a closed connection sends nothing."""
         self._outbox.send(event)
         if type(event) is not events.Token:
             self._watch_turns(event)
 
     def replay(self, missed: Sequence[Event]) -> None:
-        """Send what was asked for in bulk, as fast as the peer reads; see ``Outbox``."""
+        """Send events requested in bulk, at the speed of the peer; see ``Outbox``."""
         self._outbox.replay(missed)
         for event in missed:
             self._watch_turns(event)
 
     @property
     def replay_pending(self) -> bool:
-        """Whether the peer has not yet read all that it asked for in bulk."""
+        """Whether events requested in bulk are still queued."""
         return self._outbox.replay_pending
 
     async def wait_replayed(self) -> None:
-        """Wait until it has, or is gone."""
+        """Wait until none is queued, or the connection is closed."""
         await self._outbox.wait_replayed()
 
     def fail(
@@ -304,7 +305,7 @@ class Connection:
         op: str = "",
         session_id: str | None = None,
     ) -> None:
-        """Tell the client what went wrong with one of its frames; ``op`` and ``session_id`` are what it asked for."""
+        """Send an error about a frame of the client; ``op`` and ``session_id`` are those of the frame."""
         self._refused = True
         self.context.metrics.errors.labels(error.code.value).inc()
         if self.v1:
@@ -314,7 +315,7 @@ class Connection:
             self.send(event)
 
     def drain(self, deadline_s: float) -> None:
-        """Ask the client to go, and close as soon as nothing runs for it."""
+        """Announce the shutdown to the client, and close once nothing is running for it."""
         if self.state is ConnectionState.CONNECTED:
             self.close(CloseCode.RESTART, "the daemon stops")
         elif self.state is ConnectionState.AUTHENTICATED:
@@ -323,16 +324,16 @@ class Connection:
             self._leave_if_drained()
 
     def close(self, code: CloseCode, reason: str) -> None:
-        """Say good-bye after all that was sent; the socket takes and gives nothing more."""
+        """Close after all queued frames; the socket is closed for reading and writing."""
         linger_s = LINGER_S if self.authenticated else LAST_WORD_S
         self._end((code, reason, linger_s), write_rest=True)
 
     def evict(self) -> None:
-        """Close at once, because newer sockets want in; the peer need not answer."""
-        self._end((CloseCode.TOO_MANY, "newer sockets took the place of this one, which had not authenticated", 0.0))
+        """Close at once to make room for newer sockets, without waiting for the peer."""
+        self._end((CloseCode.TOO_MANY, "replaced by newer sockets before authentication", 0.0))
 
     def lost(self) -> None:
-        """Clean up: the socket is gone, whoever ended it."""
+        """Clean up after the socket was closed by either side."""
         self._end(None)
 
     def _move(self, event: ConnectionEvent) -> None:
@@ -340,14 +341,14 @@ class Connection:
 
     def _too_slow(self) -> None:
         _log.warning("slow_reader", client=self._account and self._account.client_id, address=self.address)
-        # Not at once: a session may be halfway through telling something.
+        # Not at once: a session may be in the middle of publishing.
         asyncio.get_running_loop().call_soon(self._end_slow)
 
     def _end_slow(self) -> None:
         self._end((CloseCode.TOO_SLOW, "too slow a reader", LAST_WORD_S))
 
     def _end(self, farewell: tuple[CloseCode, str, float] | None, *, write_rest: bool = False) -> None:
-        """Close, if that has not happened: with a code, a reason and the seconds a peer has to answer, or silently."""
+        """Close once: with a code, a reason and the peer's time to answer in seconds, or silently with ``None``."""
         if self.state is ConnectionState.CLOSED:
             return
         was_authenticated = self.authenticated
@@ -366,7 +367,7 @@ class Connection:
             _log.info("client_disconnected", client=self.client.client_id, address=self.address)
 
     def _watch_turns(self, event: Event) -> None:
-        """Know which sessions answer to this socket, for it to stay until they have."""
+        """Follow the sessions attached to this socket, which stays open at shutdown until their turns end."""
         match event:
             case events.Queued():
                 self._turns[event.session_id] = event.turn_id
@@ -385,7 +386,7 @@ class Connection:
 
     def _leave_if_drained(self) -> None:
         if self.state is ConnectionState.DRAINING and not self._turns:
-            # Not at once: a session may be halfway through telling the end of a turn.
+            # Not at once: a session may be in the middle of publishing the end of a turn.
             asyncio.get_running_loop().call_soon(self.close, CloseCode.RESTART, "the daemon stops")
 
     def _arm(self, delay_s: float, reason: str) -> None:

@@ -41,13 +41,13 @@ class WebSocketEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one socket until it is closed."""
-        await receive()  # websocket.connect, which says nothing that the scope does not
+        await receive()  # websocket.connect, which has no more information than the scope
         try:
             connection = await self._admit(scope)
         except InferenceCenterError as error:
             await refuse_upgrade(self._context, send, error)
             return
-        if connection.state is ConnectionState.CLOSED:  # the peer has gone meanwhile
+        if connection.state is ConnectionState.CLOSED:  # the peer has disconnected meanwhile
             return
         hub = self._context.hub
         hub.add(connection)
@@ -56,14 +56,14 @@ class WebSocketEndpoint:
             connection.send_hello()
             while (message := await receive())["type"] == "websocket.receive":
                 await connection.receive(message.get("text"))
-                # A client that sends many frames at once waits its turn after each.
+                # Between frames of a client that sends many at once, other clients run.
                 await asyncio.sleep(0)
         finally:
             connection.lost()
             hub.remove(connection)
 
     async def _admit(self, scope: Scope) -> Connection:
-        """Return the connection for an upgrade.
+        """Return the connection of an upgrade.
 
         Raises:
             InferenceCenterError: The upgrade is refused.
@@ -75,9 +75,9 @@ class WebSocketEndpoint:
         if not origin_allowed(origin, caller.host, context.settings.allowed_origins):
             raise InferenceCenterError(
                 ErrorCode.FORBIDDEN,
-                "pages of this origin may not connect",
+                "this origin may not connect",
                 field="Origin",
-                hint="An operator may add it to server.allowed_origins.",
+                hint="An operator can add it to server.allowed_origins.",
             )
         context.hub.check_open()
         credential = read_credential(headers, scope["subprotocols"])
@@ -91,24 +91,24 @@ class WebSocketEndpoint:
         )
         if credential is not None:
             account = await context.authenticator.authenticate_anywhere(credential, address=caller.address)
-            context.hub.check_open()  # if another program had to be asked, that took a while
+            context.hub.check_open()  # authentication by an external service takes time
             if connection.state is not ConnectionState.CLOSED:
                 connection.authenticate(account)
         return connection
 
 
 class UnknownSocketPath(BaseRoute):
-    """A route for every WebSocket that none before it takes; Starlette would answer 403."""
+    """A route of all unknown WebSocket paths; Starlette would respond with 403."""
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        """Take any upgrade."""
+        """Match any upgrade."""
         return (Match.FULL if scope["type"] == "websocket" else Match.NONE), {}
 
     def url_path_for(self, name: str, /, **_: Any) -> URLPath:
-        """There is nowhere to go."""
+        """Match nothing."""
         raise NoMatchFound(name, {})
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,14 +116,14 @@ class UnknownSocketPath(BaseRoute):
         await receive()
         error = InferenceCenterError(
             ErrorCode.UNKNOWN_OP,
-            f"there is no WebSocket at {scope['path'][:_SHOWN_CHARS]}",
+            f"no WebSocket at this path: {scope['path'][:_SHOWN_CHARS]}",
             hint=f"Connect to {self._context.settings.base_path}/ws.",
         )
         await refuse_upgrade(self._context, send, error)
 
 
 async def refuse_upgrade(context: ServerContext, send: Send, error: InferenceCenterError) -> None:
-    """Answer an upgrade with a failure."""
+    """Respond to an upgrade with an error."""
     status = error.spec.http_status
     context.metrics.refused_connections.labels(str(status)).inc()
     await send(

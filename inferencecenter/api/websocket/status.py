@@ -1,4 +1,4 @@
-"""How things stand, for ``status``: one's own share for a client, the whole for an operator. Pure."""
+"""Replies to ``status``: a client's own share, or the whole daemon for an operator. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.observability import Totals
 
 Values: TypeAlias = dict[str, float | int | str | None]
-"""Readings by name, as the wire's ``status`` carries them."""
+"""Readings by name, as in the protocol."""
 
 
 def daemon_status(  # noqa: PLR0913 - all by name
@@ -30,7 +30,7 @@ def daemon_status(  # noqa: PLR0913 - all by name
     fault: StorageFault | None,
     pressure: Pressure,
 ) -> Values:
-    """Return readings over all clients; ``fault`` is why sessions cannot be written down, if they cannot."""
+    """Readings over all clients; ``fault`` is why sessions cannot be stored, if they cannot."""
     match kind:
         case "queue":
             return {
@@ -75,7 +75,7 @@ def daemon_status(  # noqa: PLR0913 - all by name
 def client_status(
     kind: StatusType, *, client: Principal, sessions: Sequence[SessionSummary], engine: EngineStatus, storable: bool
 ) -> Values:
-    """Return the readings of one client's own sessions; ``storable`` says whether they can be written down."""
+    """Readings of one client's own sessions; ``storable`` is whether they can be stored."""
     busy = sum(session.state == "busy" for session in sessions)
     tokens = sum(session.tokens for session in sessions)
     match kind:

@@ -182,4 +182,4 @@ async def test_a_reader_that_stops_has_its_turn_aborted(
             await asyncio.sleep(0)
         assert turn not in server.engine.turns
         reader._transport.resume_reading()  # type: ignore[attr-defined]
-        assert b"the answer was not read while it came" in await reader.readuntil(b"0\r\n\r\n")
+        assert b"the response was not read fast enough" in await reader.readuntil(b"0\r\n\r\n")

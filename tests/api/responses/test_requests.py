@@ -153,13 +153,13 @@ def test_choices_of_tools() -> None:
     some = read(tools=[TOOL, other], tool_choice=allowed)
     assert some.wire_tool_choice == "required"
     assert [tool.name for tool in some.wire_tools or ()] == ["wait"]
-    with pytest.raises(InferenceCenterError, match="none of the tools"):
+    with pytest.raises(InferenceCenterError, match="not among the tools"):
         read(tools=[TOOL], tool_choice=allowed)
 
 
 def test_background_needs_store() -> None:
     """Nobody could come back for it."""
-    with pytest.raises(InferenceCenterError, match="background needs store"):
+    with pytest.raises(InferenceCenterError, match="background requires store"):
         read(background=True, store=False)
 
 

@@ -44,7 +44,7 @@ async def test_a_missing_scope_is_refused(server: Running) -> None:
         await hear(socket)
         await ask(socket, op="hello", protocol=1)
         error = await ask(socket, op="create_session")
-        assert (error["code"], error["message"]) == ("forbidden", "this needs the scope user")
+        assert (error["code"], error["message"]) == ("forbidden", "this requires the scope user")
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,11 @@ async def test_only_operators_swap(server: Running, op: str) -> None:
         await hear(socket)
         for name in ("stub", "missing"):
             error = await ask(socket, op=op, name=name, id="1")
-            assert (error["code"], error["message"], error["id"]) == ("forbidden", "this needs the scope operator", "1")
+            assert (error["code"], error["message"], error["id"]) == (
+                "forbidden",
+                "this requires the scope operator",
+                "1",
+            )
     assert (server.engine.swaps, server.engine.unloaded) == ([], [])
     assert done(server) == []
 
