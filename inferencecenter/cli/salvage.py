@@ -93,11 +93,11 @@ def _lines(report: SalvageReport) -> Iterator[str]:
             f"{cut.session_id} of {cut.client_id}: the first {cut.messages} messages were saved,"
             f" at least {cut.lost_messages} are lost."
         )
-    for session_id in report.doubtful:
+    for session_id in report.uncertain:
         yield f"{session_id}: its last messages may be missing."
     for session_id in report.reset:
         yield f"{session_id}: its messages were saved, its settings are lost."
-    for session_id in report.begun_anew:
+    for session_id in report.restarted:
         yield f"{session_id}: its unfinished answer is generated again."
     for session_id in report.dropped:
         yield f"{session_id}: the prompt of its unfinished answer is lost."

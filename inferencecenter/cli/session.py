@@ -24,7 +24,7 @@ from inferencecenter.cli.salvage import salvage_sessions
 from inferencecenter.config.loader import load_settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server import control
-from inferencecenter.sessions.store.archive import Archive, empty_log, purge_file
+from inferencecenter.sessions.store.archive import Archive, purge_file, truncate_wal
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _purge(settings: Settings, kind: PurgeKind, name: str) -> None:
                 hint="See its log; it deletes it once its file can be written.",
             )
         time.sleep(_LOOK_S)
-    empty_log(path)
+    truncate_wal(path)
 
 
 def _is_held(path: Path, kind: PurgeKind, name: str) -> bool:

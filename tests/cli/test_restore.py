@@ -50,7 +50,7 @@ def fill(state_dir: Path, *names: str) -> None:
 def sessions_in(path: Path) -> set[str]:
     """Return the names of the sessions that a daemon would load."""
     with contextlib.closing(open_reading(path)) as database:
-        return {found.kept.config.session_id for found in read_all(database).found}
+        return {found.session.config.session_id for found in read_all(database).found}
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -54,7 +54,7 @@ def test_what_can_be_read_is_in_its_place(cli: Cli, path: Path) -> None:
     assert answer["salvaged"]["cut"] == [{"session_id": "s_2", "client_id": "ada", "messages": 1, "lost_messages": 1}]
     assert Path(answer["damaged"]).read_bytes() == before
     with contextlib.closing(open_reading(path)) as database:
-        assert {found.kept.config.session_id for found in read_all(database).found} == {"s_1", "s_2", "s_3"}
+        assert {found.session.config.session_id for found in read_all(database).found} == {"s_1", "s_2", "s_3"}
     assert not [each for each in path.parent.iterdir() if "salvaging" in each.name]
 
 

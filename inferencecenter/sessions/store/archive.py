@@ -11,8 +11,8 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.sqlite_file import connect, transaction, unusable
 from inferencecenter.sessions.store import bases
 from inferencecenter.sessions.store.database import hint_of, open_reading, open_writing, reason_of
-from inferencecenter.sessions.store.loader import Shared, read_one, read_said
-from inferencecenter.sessions.store.recorder import Purge, let_go
+from inferencecenter.sessions.store.loader import SharedRows, read_one, read_pending_output
+from inferencecenter.sessions.store.recorder import Purge, detach_sessions
 from inferencecenter.sessions.store.schema import MIGRATIONS
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ class Archive:
                 hint="`inferencecenter session list` lists the stored sessions.",
             )
         try:
-            return read_one(self._database, row[0], read_said(self._database), Shared(self._database)).kept
+            output, shared = read_pending_output(self._database), SharedRows(self._database)
+            return read_one(self._database, row[0], output, shared).session
         except ValueError as error:
             reason = f"the rows of session {session_id} are inconsistent"
             raise unusable(self._path, reason, hint=_ROWS_HINT) from error
@@ -157,12 +158,12 @@ def purge_file(path: Path, kind: PurgeKind, name: str) -> None:
     """
     with _mapped_errors(path), contextlib.closing(open_writing(path)) as database:
         with transaction(database):
-            let_go(database, Purge(kind, name))
-            bases.sweep(database, bases.unowned(database))
+            detach_sessions(database, Purge(kind, name))
+            bases.sweep(database, bases.detached_rows(database))
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def empty_log(path: Path) -> None:
+def truncate_wal(path: Path) -> None:
     """Checkpoint and truncate the WAL, so that it holds no deleted data, unless another process is reading.
 
     Raises:

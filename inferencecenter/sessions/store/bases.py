@@ -77,7 +77,7 @@ def base_of(database: sqlite3.Connection, row: int) -> Base | None:
     return Base(base, Reach(*reach), keys)
 
 
-def needed_of(database: sqlite3.Connection, row: int) -> Reach:
+def referenced_prefix(database: sqlite3.Connection, row: int) -> Reach:
     """Return the prefix of a row that other rows refer to."""
     held = database.execute(
         "SELECT max(base_messages), max(base_pieces), max(base_marks), max(base_turns) FROM sessions WHERE base = ?",
@@ -86,7 +86,7 @@ def needed_of(database: sqlite3.Connection, row: int) -> Reach:
     return _NOTHING if held[0] is None else Reach(*held)
 
 
-def refer(database: sqlite3.Connection, row: int, base: Base | None) -> None:
+def set_base(database: sqlite3.Connection, row: int, base: Base | None) -> None:
     """Set the base of a row, or the base of that if it covers the same prefix."""
     found = None if base is None or base.reach == _NOTHING else base
     while found is not None and (below := base_of(database, found.row)) is not None:
@@ -101,7 +101,7 @@ def refer(database: sqlite3.Connection, row: int, base: Base | None) -> None:
     )
 
 
-def forget_keys(database: sqlite3.Connection, row: int, first: int) -> None:
+def clear_turn_keys(database: sqlite3.Connection, row: int, first: int) -> None:
     """Delete the idempotency keys, and the stored results, of a session's turns from number ``first`` on."""
     end = math.inf
     base = base_of(database, row)
@@ -115,7 +115,7 @@ def forget_keys(database: sqlite3.Connection, row: int, first: int) -> None:
         base = base_of(database, base.row)
 
 
-def move_on(database: sqlite3.Connection, row: int, kept: Reach) -> int:
+def relocate(database: sqlite3.Connection, row: int, kept: Reach) -> int:
     """Move a session to a new row that shares ``kept`` of its present one, and return the new row.
 
     The present row becomes a base without a session.
@@ -127,19 +127,19 @@ def move_on(database: sqlite3.Connection, row: int, kept: Reach) -> int:
     insertion = f"INSERT INTO sessions ({_OWN}) VALUES ({', '.join('?' * len(held))})"  # noqa: S608 - columns
     new = database.execute(insertion, held).lastrowid
     assert new is not None, "an insertion gives a row"
-    refer(database, new, Base(row, kept, keys))
+    set_base(database, new, Base(row, kept, keys))
     for table in ("orders", "failures", "said"):
         database.execute(f"UPDATE {table} SET session = ? WHERE session = ?", (new, row))  # noqa: S608 - three names
-    _let_go(database, row)
+    _detach(database, row)
     return new
 
 
-def end(database: sqlite3.Connection, row: int) -> None:
+def detach(database: sqlite3.Connection, row: int) -> None:
     """Detach a row from its session; ``sweep`` deletes the rows that no other session shares."""
-    forget_keys(database, row, 0)
+    clear_turn_keys(database, row, 0)
     for table in ("orders", "failures", "said"):
         database.execute(f"DELETE FROM {table} WHERE session = ?", (row,))  # noqa: S608 - three names
-    _let_go(database, row)
+    _detach(database, row)
 
 
 def sweep(database: sqlite3.Connection, rows: list[int], budget: float = math.inf) -> float:
@@ -151,14 +151,14 @@ def sweep(database: sqlite3.Connection, rows: list[int], budget: float = math.in
         row = rows[0]
         held = database.execute("SELECT complete FROM sessions WHERE id = ?", (row,)).fetchone()
         if held is not None and not held[0]:
-            needed = needed_of(database, row)
+            needed = referenced_prefix(database, row)
             for kind, n_needed in zip(KINDS, needed, strict=True):
-                budget = _shorten(database, kind, row, n_needed, budget)
+                budget = _truncate(database, kind, row, n_needed, budget)
             if budget <= 0:
                 break
             base = base_of(database, row)
             if base is not None and not base.reach.is_within(needed):
-                refer(database, row, Base(base.row, base.reach.shared(needed), 0))
+                set_base(database, row, Base(base.row, base.reach.shared(needed), 0))
                 rows.append(base.row)
             if needed == _NOTHING:
                 database.execute("DELETE FROM said WHERE session = ?", (row,))
@@ -168,7 +168,7 @@ def sweep(database: sqlite3.Connection, rows: list[int], budget: float = math.in
     return budget
 
 
-def unowned(database: sqlite3.Connection) -> list[int]:
+def detached_rows(database: sqlite3.Connection) -> list[int]:
     """Return the rows that belong to no session."""
     return [row for (row,) in database.execute("SELECT id FROM sessions WHERE NOT complete")]
 
@@ -185,7 +185,7 @@ def _clear_keys(database: sqlite3.Connection, row: int, first: int, end: float) 
     )
 
 
-def _let_go(database: sqlite3.Connection, row: int) -> None:
+def _detach(database: sqlite3.Connection, row: int) -> None:
     database.execute(
         "UPDATE sessions SET session_id = 'b_' || id, epoch = '', seq = 0, created_at = 0, last_used_at = 0,"
         " made_by = '', view_kept = 0, view_resumes_at = 0, facts = '', complete = 0 WHERE id = ?",
@@ -193,7 +193,7 @@ def _let_go(database: sqlite3.Connection, row: int) -> None:
     )
 
 
-def _shorten(database: sqlite3.Connection, kind: str, row: int, n_kept: int, budget: float) -> float:
+def _truncate(database: sqlite3.Connection, kind: str, row: int, n_kept: int, budget: float) -> float:
     """Delete the last own rows of a kind, within the budget, and return the rest of the budget."""
     if budget <= 0:
         return budget

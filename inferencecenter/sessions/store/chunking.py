@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.store.recorder import Entry
 
-PART_BYTES: Final = 256 * 1024
+CHUNK_BYTES: Final = 256 * 1024
 """Approximate bytes that one chunk writes or deletes, which takes milliseconds."""
 _ROW_BYTES: Final = 128
 _MAX_NEW_MESSAGES: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedPart:
+class OpenedChunk:
     """A chunk of a new session: its messages and turns up to these numbers; the last chunk writes the rest."""
 
     record: SessionOpened
@@ -45,32 +45,32 @@ class OpenedPart:
     is_last: bool = False
 
 
-def parts_of(entry: Entry) -> Iterator[Entry]:
+def chunks_of(entry: Entry) -> Iterator[Entry]:
     """Yield the chunks of an entry."""
     match entry:
         case SessionOpened(parent=None) if _is_long(entry.history.messages, entry.notes.values()):
-            yield from _opened(entry)
+            yield from _chunks_of_opened(entry)
         case _:
             yield entry
 
 
-def weight_of(entry: Entry) -> int:
+def size_of(entry: Entry) -> int:
     """Return the approximate bytes that an entry writes; of a history only the new part counts."""
     match entry:
         case TokensAppended():
             content = len(entry.tokens) + len(entry.text)
-        case OpenedPart():
-            content = PART_BYTES
+        case OpenedChunk():
+            content = CHUNK_BYTES
         case SessionOpened(parent=None):
-            content = sum(map(_weight, entry.history.messages))
+            content = sum(map(_message_size, entry.history.messages))
         case TurnEnded(history=history):
-            content = _weight_from(history, history.turns[-1].n_before if history.turns else 0)
+            content = _size_from(history, history.turns[-1].n_before if history.turns else 0)
         case HistoryChanged(history=history):
-            content = _weight_from(history, history.turns[-1].n_messages if history.turns else 0)
+            content = _size_from(history, history.turns[-1].n_messages if history.turns else 0)
         case TurnQueued(spec=spec):
-            content = len(spec.request.prompt or "") + sum(map(_weight, spec.request.messages or ()))
+            content = len(spec.request.prompt or "") + sum(map(_message_size, spec.request.messages or ()))
         case SessionDeleted(n_chars=n_chars):
-            content = min(n_chars, PART_BYTES)
+            content = min(n_chars, CHUNK_BYTES)
         case _:
             content = 0
     return _ROW_BYTES + content
@@ -78,33 +78,33 @@ def weight_of(entry: Entry) -> int:
 
 def _is_long(messages: Iterable[ChatMessage], notes: Iterable[str] = ()) -> bool:
     total = 0
-    for weight in chain(map(_weight, messages), map(len, notes)):
+    for weight in chain(map(_message_size, messages), map(len, notes)):
         total += weight
-        if total > PART_BYTES:
+        if total > CHUNK_BYTES:
             return True
     return False
 
 
-def _opened(record: SessionOpened) -> Iterator[OpenedPart]:
+def _chunks_of_opened(record: SessionOpened) -> Iterator[OpenedChunk]:
     total, is_first = 0, True
     for n, message in enumerate(record.history.messages, 1):
-        total += _weight(message)
-        if total >= PART_BYTES:
-            yield OpenedPart(record, n, 0, is_first=is_first)
+        total += _message_size(message)
+        if total >= CHUNK_BYTES:
+            yield OpenedChunk(record, n, 0, is_first=is_first)
             total, is_first = 0, False
     n_messages = len(record.history.messages)
     for n, turn in enumerate(record.turns, 1):
         total += _ROW_BYTES + len(record.notes.get(turn.turn_id, ""))
-        if total >= PART_BYTES:
-            yield OpenedPart(record, n_messages, n, is_first=is_first)
+        if total >= CHUNK_BYTES:
+            yield OpenedChunk(record, n_messages, n, is_first=is_first)
             total, is_first = 0, False
-    yield OpenedPart(record, n_messages, len(record.turns), is_first=is_first, is_last=True)
+    yield OpenedChunk(record, n_messages, len(record.turns), is_first=is_first, is_last=True)
 
 
-def _weight(message: ChatMessage) -> int:
+def _message_size(message: ChatMessage) -> int:
     return _ROW_BYTES + chars_of(message)
 
 
-def _weight_from(history: History, start: int) -> int:
+def _size_from(history: History, start: int) -> int:
     new = history.messages[max(start, len(history.messages) - _MAX_NEW_MESSAGES) :]
-    return sum(map(_weight, new))
+    return sum(map(_message_size, new))

@@ -126,11 +126,11 @@ MOVED_HINT: Final = (
 """Hint for a file that was moved or deleted after it was opened."""
 
 _BUSY: Final = frozenset({sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED})
-_SEALED: Final = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_CANTOPEN})
-_WORDS: Final[Mapping[int, tuple[str, int]]] = MappingProxyType(
+_NOT_WRITABLE: Final = frozenset({sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM, sqlite3.SQLITE_CANTOPEN})
+_FAULTS: Final[Mapping[int, tuple[str, int]]] = MappingProxyType(
     dict.fromkeys(DAMAGE_CODES, ("it is damaged", RETRY_LATER_MS))
     | dict.fromkeys(_BUSY, ("another program holds it", RETRY_SOON_MS))
-    | dict.fromkeys(_SEALED, ("it is not writable", RETRY_LATER_MS))
+    | dict.fromkeys(_NOT_WRITABLE, ("it is not writable", RETRY_LATER_MS))
     | {
         sqlite3.SQLITE_FULL: ("the disk is full", RETRY_SOON_MS),
         sqlite3.SQLITE_IOERR: ("its disk reports an error", RETRY_SOON_MS),
@@ -140,16 +140,16 @@ _WORDS: Final[Mapping[int, tuple[str, int]]] = MappingProxyType(
 
 def fault_of(error: BaseException, *, name: str) -> StorageFault:
     """Return the fault that clients see when ``error`` prevents writes to the file called ``name``."""
-    words, retry_after_ms = "an internal error", RETRY_LATER_MS
+    reason, retry_after_ms = "an internal error", RETRY_LATER_MS
     if isinstance(error, FileMovedError):
-        words = "it was deleted or moved" if error.is_missing else "it was replaced by another file"
+        reason = "it was deleted or moved" if error.is_missing else "it was replaced by another file"
     elif is_damage(error):
-        words = "it is damaged"
+        reason = "it is damaged"
     elif isinstance(error, OSError):
-        words = "it is not writable"
+        reason = "it is not writable"
     elif isinstance(error, sqlite3.Error):
-        words, retry_after_ms = _WORDS.get(code_of(error) or 0, ("an internal error", RETRY_SOON_MS))
-    return StorageFault(f"{name} cannot be written: {words}", retry_after_ms)
+        reason, retry_after_ms = _FAULTS.get(code_of(error) or 0, ("an internal error", RETRY_SOON_MS))
+    return StorageFault(f"{name} cannot be written: {reason}", retry_after_ms)
 
 
 def hint_of(error: BaseException) -> str:

@@ -57,7 +57,7 @@ _SCANS: Final = (
     "SELECT id, session_id FROM sessions INDEXED BY sqlite_autoindex_sessions_1 ORDER BY session_id",
     "SELECT id, session_id FROM sessions INDEXED BY sqlite_autoindex_sessions_1 ORDER BY session_id DESC",
 )
-_SAID: Final = "SELECT session, seq, ids, text, parts FROM said ORDER BY rowid"
+_OUTPUT: Final = "SELECT session, seq, ids, text, parts FROM said ORDER BY rowid"
 
 _T = TypeVar("_T")
 _log = structlog.get_logger(__name__)
@@ -77,8 +77,8 @@ class PendingOutput:
 class LoadedSession:
     """A session and the location of its rows."""
 
-    kept: StoredSession
-    known: SessionRow
+    session: StoredSession
+    location: SessionRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class StoreContents:
 
 
 @dataclass(frozen=True, slots=True)
-class _Own:
+class _OwnRows:
     """A row's own rows, numbered from ``start``, and its base.
 
     ``answers`` are the idempotency keys, results and notes of its turns; the oldest turns may be missing.
@@ -107,7 +107,7 @@ class _Own:
 
 
 @dataclass(slots=True)
-class _Rows:
+class _AllRows:
     """All rows of a session including its bases; keys of turns from number ``first_key`` on are its own.
 
     ``tokens`` and ``covered`` are the concatenated pieces.
@@ -123,7 +123,7 @@ class _Rows:
     tokens: bytes = b""
     covered: str = ""
 
-    def add(self, own: _Own, limit: Reach | None) -> None:
+    def add(self, own: _OwnRows, limit: Reach | None) -> None:
         """Add a base's own rows up to ``limit``.
 
         Raises:
@@ -139,19 +139,19 @@ class _Rows:
         self.answers += own.answers[: len(turns)]
 
 
-class Shared:
+class SharedRows:
     """Reads rows of ``sessions`` and caches those that others share."""
 
     def __init__(self, database: sqlite3.Connection) -> None:
         self._database = database
         self._referred: set[int] = set()
-        self._own: dict[int, _Own] = {}
-        self._spelled: dict[tuple[int, int], tuple[bytes, str]] = {}
+        self._own: dict[int, _OwnRows] = {}
+        self._joined_pieces: dict[tuple[int, int], tuple[bytes, str]] = {}
         # In a damaged file, shared rows may be read more than once.
         with contextlib.suppress(sqlite3.Error):
             self._referred.update(base for (base,) in database.execute(_BASES))
 
-    def read(self, row: int) -> _Rows:
+    def read(self, row: int) -> _AllRows:
         """Return all rows of a session.
 
         Raises:
@@ -159,8 +159,8 @@ class Shared:
             ValueError: The rows are invalid.
         """
         own = self._own_of(row)
-        found = _Rows(first_key=own.base.keys if own.base is not None else 0)
-        chain: dict[int, tuple[_Own, Reach | None]] = {row: (own, None)}
+        found = _AllRows(first_key=own.base.keys if own.base is not None else 0)
+        chain: dict[int, tuple[_OwnRows, Reach | None]] = {row: (own, None)}
         limit: Reach | None = None
         while (base := own.base) is not None:
             if base.row in chain:
@@ -175,12 +175,12 @@ class Shared:
             speller = each if len(found.pieces) > n_before else speller
         # Sessions whose last piece is the same row share the concatenated text.
         spelled = speller, len(found.pieces)
-        if spelled not in self._spelled:
-            self._spelled[spelled] = _joined(found.pieces)
-        found.tokens, found.covered = self._spelled[spelled]
+        if spelled not in self._joined_pieces:
+            self._joined_pieces[spelled] = _joined(found.pieces)
+        found.tokens, found.covered = self._joined_pieces[spelled]
         return found
 
-    def _own_of(self, row: int) -> _Own:
+    def _own_of(self, row: int) -> _OwnRows:
         found = self._own.get(row)
         if found is None:
             found = _own_rows(self._database, row)
@@ -191,13 +191,13 @@ class Shared:
 
 def read_all(database: sqlite3.Connection) -> StoreContents:
     """Return every readable session; the others are left in the file."""
-    said, shared = read_said(database), Shared(database)
+    output, shared = read_pending_output(database), SharedRows(database)
     found: list[LoadedSession] = []
     unreadable: dict[str, str] = {}
-    with _no_collection():
+    with _gc_disabled():
         for row, name in session_rows(database).items():
             try:
-                found.append(read_one(database, row, said, shared))
+                found.append(read_one(database, row, output, shared))
             except Exception as error:  # noqa: BLE001 - a corrupt row can raise anything
                 unreadable[name] = _reason(error)
     return StoreContents(found, unreadable)
@@ -229,12 +229,12 @@ def _incomplete_rows(database: sqlite3.Connection) -> set[int]:
         return set()
 
 
-def read_said(database: sqlite3.Connection) -> dict[int, PendingOutput] | None:
+def read_pending_output(database: sqlite3.Connection) -> dict[int, PendingOutput] | None:
     """Return the output of unfinished turns by session row; ``None`` if it cannot be read."""
-    said: defaultdict[int, PendingOutput] = defaultdict(PendingOutput)
+    output: defaultdict[int, PendingOutput] = defaultdict(PendingOutput)
     try:
-        for row, seq, tokens, text, parts in database.execute(_SAID):
-            here = said[row]
+        for row, seq, tokens, text, parts in database.execute(_OUTPUT):
+            here = output[row]
             here.seq = seq
             here.tokens.append(tokens)
             here.texts.append(text)
@@ -243,11 +243,11 @@ def read_said(database: sqlite3.Connection) -> dict[int, PendingOutput] | None:
     except sqlite3.Error as error:
         _log.error("answers_unreadable", reason=_reason(error))
         return None
-    return dict(said)
+    return dict(output)
 
 
 def read_one(
-    database: sqlite3.Connection, row: int, said: dict[int, PendingOutput] | None, shared: Shared
+    database: sqlite3.Connection, row: int, output: dict[int, PendingOutput] | None, shared: SharedRows
 ) -> LoadedSession:
     """Return the session in a row of ``sessions``.
 
@@ -261,12 +261,12 @@ def read_one(
     session_id, client_id, epoch, seq, created_at, last_used_at, model_fingerprint, kept, resumes_at, config = held
     read = shared.read(row)
     ends, notes = _answers(read)
-    here = PendingOutput() if said is None else said.get(row, PendingOutput())
-    pending_turn = _unfinished(database, row, here)
-    if pending_turn is not None and said is None:
+    here = PendingOutput() if output is None else output.get(row, PendingOutput())
+    pending_turn = _pending_turn(database, row, here)
+    if pending_turn is not None and output is None:
         raise ValueError("the output of its turn cannot be read")
     session = StoredSession(
-        config=rows.facts_of(config, session_id=session_id, client_id=client_id, epoch=epoch, created_at=created_at),
+        config=rows.config_of(config, session_id=session_id, client_id=client_id, epoch=epoch, created_at=created_at),
         seq=max(seq, here.seq),
         last_used_at=last_used_at,
         history=History(
@@ -282,7 +282,7 @@ def read_one(
     return LoadedSession(session, SessionRow(row, written, pending_turn.spec.turn_id if pending_turn else None))
 
 
-def _own_rows(database: sqlite3.Connection, row: int) -> _Own:
+def _own_rows(database: sqlite3.Connection, row: int) -> _OwnRows:
     base = base_of(database, row)
     start = Reach() if base is None else base.reach
 
@@ -292,7 +292,7 @@ def _own_rows(database: sqlite3.Connection, row: int) -> _Own:
     turns = own(_TURNS, start.turns)
     first_turn = turns[0][0] if turns and not start.turns else start.turns
     turns = rows.numbered(turns, first_turn)
-    return _Own(
+    return _OwnRows(
         base=base,
         start=start,
         messages=rows.messages_of(rows.numbered(own(_MESSAGES, start.messages), start.messages)),
@@ -325,7 +325,7 @@ def _ends_of(pieces: list[tuple[bytes, str]]) -> tuple[tuple[int, int], ...]:
     return tuple(zip(*lengths, strict=True))
 
 
-def _answers(read: _Rows) -> tuple[dict[str, End], dict[str, str]]:
+def _answers(read: _AllRows) -> tuple[dict[str, End], dict[str, str]]:
     """Return the results of the latest turns with own idempotency keys, and all notes."""
     keyed = [
         (turn_key, ending)
@@ -340,15 +340,15 @@ def _answers(read: _Rows) -> tuple[dict[str, End], dict[str, str]]:
     return ends, notes
 
 
-def _unfinished(database: sqlite3.Connection, row: int, said: PendingOutput) -> PendingTurn | None:
+def _pending_turn(database: sqlite3.Connection, row: int, output: PendingOutput) -> PendingTurn | None:
     held = database.execute(_ORDER, (row,)).fetchone()
     if held is None:
         return None
     return PendingTurn(
         spec=rows.order_of(held),
-        tokens=b"".join(said.tokens),
-        text="".join(said.texts),
-        parts=decode_parts(said.parts) if said.parts else None,
+        tokens=b"".join(output.tokens),
+        text="".join(output.texts),
+        parts=decode_parts(output.parts) if output.parts else None,
     )
 
 
@@ -358,7 +358,7 @@ def _reason(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def _gc_disabled() -> Iterator[None]:
     """Disable the garbage collector, which would take two thirds of the load time and free nothing."""
     was_on = gc.isenabled()
     gc.disable()

@@ -36,7 +36,7 @@ from inferencecenter.sessions.journal import (
 from inferencecenter.sessions.output_parsing.assembler import encode_parts
 from inferencecenter.sessions.store import bases, rows
 from inferencecenter.sessions.store.bases import Base, Reach
-from inferencecenter.sessions.store.chunking import PART_BYTES, OpenedPart
+from inferencecenter.sessions.store.chunking import CHUNK_BYTES, OpenedChunk
 from inferencecenter.sessions.store.diff import PersistedState, history_diff, turns_diff
 
 if TYPE_CHECKING:
@@ -51,9 +51,9 @@ PurgeKind: TypeAlias = Literal["session", "client"]
 _MAX_ROWS: Final = 64
 _NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
 # SQLite errors about a record rather than the file: a retry fails again.
-_REFUSED: Final = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
+_RECORD_ERRORS: Final = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, sqlite3.ProgrammingError)
 # Errors that a retry may resolve.
-_PASSING: Final = (sqlite3.Error, OSError, MemoryError)
+_TRANSIENT_ERRORS: Final = (sqlite3.Error, OSError, MemoryError)
 
 _log = structlog.get_logger(__name__)
 
@@ -66,7 +66,7 @@ class Purge:
     name: str
 
 
-Entry: TypeAlias = Record | Purge | OpenedPart
+Entry: TypeAlias = Record | Purge | OpenedChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +99,15 @@ class Recorder:
         self._known = dict(known)
         self._staged: dict[str, SessionRow | None] = {}
         # Detached rows to sweep, by client, a bounded part in each transaction.
-        self._left: dict[str, list[int]] = {}
-        self._staged_left: dict[str, list[int]] = {}
+        self._detached: dict[str, list[int]] = {}
+        self._staged_detached: dict[str, list[int]] = {}
         self._durable: bool | None = None
-        self._begun = False
+        self._is_dirty = False
 
     @property
     def unswept(self) -> frozenset[str]:
         """The clients with detached rows in the file, which further commits delete."""
-        return frozenset(self._left)
+        return frozenset(self._detached)
 
     def commit(self, entries: Sequence[Entry], *, durable: bool) -> None:
         """Write all entries or none, and delete a part of the detached rows.
@@ -121,21 +121,21 @@ class Recorder:
             sqlite3.Error: The file cannot be written now.
         """
         self._staged = {}
-        self._staged_left = {client_id: list(left) for client_id, left in self._left.items()}
+        self._staged_detached = {client_id: list(detached) for client_id, detached in self._detached.items()}
         # A power failure that lost the mark below would leave a file that looks cleanly closed.
-        self._synchronize(durable or not self._begun)
-        if self._begun and not self._left and self._commit_said(entries):
+        self._synchronize(durable or not self._is_dirty)
+        if self._is_dirty and not self._detached and self._commit_output(entries):
             return
         with transaction(self._database):
-            if not self._begun:
+            if not self._is_dirty:
                 self._database.execute("UPDATE meta SET clean = 0")
-            self._sweep(PART_BYTES)
+            self._sweep(CHUNK_BYTES)
             self._write_all(entries)
             if any(isinstance(entry, Purge) for entry in entries):
                 # A purge is acknowledged only when all its rows are deleted.
                 self._sweep(math.inf)
-        self._begun = True
-        self._left = self._staged_left
+        self._is_dirty = True
+        self._detached = self._staged_detached
         for session_id, known in self._staged.items():
             if known is None:
                 self._known.pop(session_id, None)
@@ -148,9 +148,9 @@ class Recorder:
         Raises:
             sqlite3.Error: The file cannot be written.
         """
-        if left := bases.unowned(self._database):
+        if detached := bases.detached_rows(self._database):
             with transaction(self._database):
-                bases.sweep(self._database, left)
+                bases.sweep(self._database, detached)
 
     def finish(self) -> None:
         """Mark the file as cleanly closed, and write the WAL back.
@@ -159,14 +159,14 @@ class Recorder:
             sqlite3.Error: It cannot be written.
         """
         self._synchronize(True)
-        if self._left:
+        if self._detached:
             with transaction(self._database):
-                for left in self._left.values():
-                    bases.sweep(self._database, left)
-            self._left = {}
-        if self._begun:
+                for detached in self._detached.values():
+                    bases.sweep(self._database, detached)
+            self._detached = {}
+        if self._is_dirty:
             self._database.execute("UPDATE meta SET clean = 1")
-        self._begun = False
+        self._is_dirty = False
         self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _synchronize(self, durable: bool) -> None:
@@ -174,7 +174,7 @@ class Recorder:
             self._database.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._durable = durable
 
-    def _commit_said(self, entries: Sequence[Entry]) -> bool:
+    def _commit_output(self, entries: Sequence[Entry]) -> bool:
         """Write the output of one engine step as one statement, its own transaction; ``False`` if not possible.
 
         Each statement releases and reacquires the GIL, so the number of statements determines the cost.
@@ -197,18 +197,18 @@ class Recorder:
         return True
 
     def _write_all(self, entries: Iterable[Entry]) -> None:
-        for is_said, group in groupby(entries, key=lambda entry: type(entry) is TokensAppended):
-            if is_said:
-                self._write_said([entry for entry in group if isinstance(entry, TokensAppended)])
+        for is_output, group in groupby(entries, key=lambda entry: type(entry) is TokensAppended):
+            if is_output:
+                self._write_output([entry for entry in group if isinstance(entry, TokensAppended)])
             else:
                 for entry in group:
                     self._write(entry)
 
-    def _write_said(self, said: Sequence[TokensAppended]) -> None:
+    def _write_output(self, said: Sequence[TokensAppended]) -> None:
         for start in range(0, len(said), _MAX_ROWS):
             part = said[start : start + _MAX_ROWS]
             try:
-                self._insert_said(part)
+                self._insert_output(part)
             except Exception as error:
                 if not _is_about_record(error):
                     raise
@@ -227,25 +227,25 @@ class Recorder:
     def _apply(self, entry: Entry) -> None:
         match entry:
             case TokensAppended():
-                self._insert_said([entry])
+                self._insert_output([entry])
             case TurnQueued():
-                self._order(entry)
+                self._queue_turn(entry)
             case TurnEnded():
-                self._end(entry)
+                self._end_turn(entry)
             case TurnFailed():
-                self._drop(entry)
-            case SessionOpened() | OpenedPart():
-                self._open(entry)
+                self._fail_turn(entry)
+            case SessionOpened() | OpenedChunk():
+                self._open_session(entry)
             case HistoryChanged():
-                self._change(entry)
+                self._change_history(entry)
             case MetadataChanged() | EpochChanged():
-                self._alter(entry)
+                self._update_session(entry)
             case UsageRecorded():
                 add_usage(self._database, entry)
             case SessionDeleted() | Purge():
-                self._forget(entry)
+                self._delete(entry)
 
-    def _alter(self, entry: MetadataChanged | EpochChanged) -> None:
+    def _update_session(self, entry: MetadataChanged | EpochChanged) -> None:
         row = self._find(entry.session_id).row
         if isinstance(entry, EpochChanged):
             self._database.execute("UPDATE sessions SET epoch = ? WHERE id = ?", (entry.epoch, row))
@@ -253,36 +253,36 @@ class Recorder:
             config = rows.facts_column(entry.config)
             self._database.execute("UPDATE sessions SET facts = ? WHERE id = ?", (config, row))
 
-    def _forget(self, entry: SessionDeleted | Purge) -> None:
+    def _delete(self, entry: SessionDeleted | Purge) -> None:
         purge = entry if isinstance(entry, Purge) else Purge("session", entry.session_id)
-        for row, session_id in let_go(self._database, purge):
+        for row, session_id in detach_sessions(self._database, purge):
             self._staged[session_id] = None
-            self._leave(row)
+            self._schedule_sweep(row)
 
-    def _leave(self, row: int) -> None:
+    def _schedule_sweep(self, row: int) -> None:
         """Schedule the deletion of what no session refers to of a row."""
         (client_id,) = self._database.execute("SELECT client_id FROM sessions WHERE id = ?", (row,)).fetchone()
-        left = [row]
-        bases.sweep(self._database, left, PART_BYTES)
-        if left:
-            self._staged_left.setdefault(client_id, []).extend(left)
+        detached = [row]
+        bases.sweep(self._database, detached, CHUNK_BYTES)
+        if detached:
+            self._staged_detached.setdefault(client_id, []).extend(detached)
 
     def _sweep(self, budget: float) -> None:
         """Delete about ``budget`` bytes of detached rows, taking the clients in turn."""
-        for client_id, left in tuple(self._staged_left.items()):
+        for client_id, detached in tuple(self._staged_detached.items()):
             if budget <= 0:
                 break
-            del self._staged_left[client_id]
+            del self._staged_detached[client_id]
             try:
-                budget = bases.sweep(self._database, left, budget)
+                budget = bases.sweep(self._database, detached, budget)
             except Exception as error:
                 if not _is_about_record(error):
                     raise
                 # The next start tries again.
-                _log.exception("rows_left", rows=left)
+                _log.exception("rows_left", rows=detached)
                 continue
-            if left:
-                self._staged_left[client_id] = left
+            if detached:
+                self._staged_detached[client_id] = detached
 
     def _find(self, session_id: str) -> SessionRow:
         known = self._look_up(session_id)
@@ -293,15 +293,15 @@ class Recorder:
     def _look_up(self, session_id: str) -> SessionRow | None:
         return self._staged[session_id] if session_id in self._staged else self._known.get(session_id)
 
-    def _insert_said(self, said: Sequence[TokensAppended]) -> None:
+    def _insert_output(self, said: Sequence[TokensAppended]) -> None:
         values: list[object] = []
         for each in said:
             parts = None if each.parts is None else encode_parts(each.parts)
             values += (self._find(each.session_id).row, each.seq, each.tokens, each.text, parts)
         self._database.execute(_insertion(len(said)), values)
 
-    def _open(self, entry: SessionOpened | OpenedPart) -> None:
-        part = OpenedPart(entry, 0, 0, is_first=True, is_last=True) if isinstance(entry, SessionOpened) else entry
+    def _open_session(self, entry: SessionOpened | OpenedChunk) -> None:
+        part = OpenedChunk(entry, 0, 0, is_first=True, is_last=True) if isinstance(entry, SessionOpened) else entry
         record, config = part.record, part.record.config
         known = self._begin(record) if part.is_first else self._find(config.session_id)
         history, turns = record.history, record.turns
@@ -322,7 +322,7 @@ class Recorder:
         held = parent.written
         change, turns = history_diff(held, record.history), turns_diff(held, record.turns)
         reach = Reach(change.n_messages, change.n_pieces, change.n_marks, turns.end)
-        bases.refer(self._database, row, Base(parent.row, reach, keys=turns.end))
+        bases.set_base(self._database, row, Base(parent.row, reach, keys=turns.end))
         pieces = held.pieces[: reach.pieces]
         n_bytes, n_chars = pieces[-1] if pieces else (0, 0)
         history = History(
@@ -348,11 +348,11 @@ class Recorder:
         assert row is not None, "an insertion gives a row"
         return row
 
-    def _order(self, record: TurnQueued) -> None:
+    def _queue_turn(self, record: TurnQueued) -> None:
         known = self._find(record.session_id)
         turn_id = record.spec.turn_id
         if known.turn_id not in (None, turn_id):
-            self._forget_turn(known.row)
+            self._delete_turn(known.row)
         self._touch(known.row, record)
         self._database.execute(
             "INSERT OR REPLACE INTO orders VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -360,10 +360,10 @@ class Recorder:
         )
         self._staged[record.session_id] = replace(known, turn_id=turn_id)
 
-    def _end(self, record: TurnEnded) -> None:
+    def _end_turn(self, record: TurnEnded) -> None:
         known = self._find(record.session_id)
         turn = record.turn
-        self._forget_turn(known.row)
+        self._delete_turn(known.row)
         row, written = self._write_history(known, record.history)
         self._touch(row, record)
         ending = rows.ending_column(record.end) if record.turn_key is not None else None
@@ -372,16 +372,16 @@ class Recorder:
         add_usage(self._database, record.remaining_usage())
         self._staged[record.session_id] = SessionRow(row, replace(written, turns=(*written.turns, turn)))
 
-    def _drop(self, record: TurnFailed) -> None:
+    def _fail_turn(self, record: TurnFailed) -> None:
         known = self._find(record.session_id)
-        self._forget_turn(known.row)
+        self._delete_turn(known.row)
         self._touch(known.row, record)
         insert_failure(self._database, known.row, record)
         if record.usage is not None:
             add_usage(self._database, record.usage)
         self._staged[record.session_id] = replace(known, turn_id=None)
 
-    def _change(self, record: HistoryChanged) -> None:
+    def _change_history(self, record: HistoryChanged) -> None:
         known = self._find(record.session_id)
         turns = turns_diff(known.written, record.turns)
         row, written = self._write_history(known, record.history, n_turns=turns.end)
@@ -406,7 +406,7 @@ class Recorder:
         n_kept = before.next_turn if n_turns is None else n_turns
         kept = Reach(change.n_messages, change.n_pieces, change.n_marks, n_kept)
         if kept != (len(held.messages), len(before.pieces), len(held.turns), before.next_turn):
-            row = self._cut(row, kept)
+            row = self._truncate(row, kept)
         if (held.view, held.model_fingerprint) != (now.view, now.model_fingerprint):
             execute(
                 "UPDATE sessions SET view_kept = ?, view_resumes_at = ?, made_by = ? WHERE id = ?",
@@ -420,20 +420,20 @@ class Recorder:
         self._database.executemany("INSERT INTO marks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", marks)
         return row, replace(before, history=now, pieces=change.pieces)
 
-    def _cut(self, row: int, kept: Reach) -> int:
+    def _truncate(self, row: int, kept: Reach) -> int:
         """Truncate a session to ``kept``, and return its row, a new one if others share more of the old one."""
         database = self._database
-        bases.forget_keys(database, row, kept.turns)
-        if not bases.needed_of(database, row).is_within(kept):
-            moved = bases.move_on(database, row, kept)
-            self._leave(row)
+        bases.clear_turn_keys(database, row, kept.turns)
+        if not bases.referenced_prefix(database, row).is_within(kept):
+            moved = bases.relocate(database, row, kept)
+            self._schedule_sweep(row)
             return moved
         for kind, n_kept in zip(bases.KINDS, kept, strict=True):
             database.execute(f"DELETE FROM {kind} WHERE session = ? AND n >= ?", (row, n_kept))  # noqa: S608 - names
         base = bases.base_of(database, row)
         if base is not None and not base.reach.is_within(kept):
-            bases.refer(database, row, Base(base.row, base.reach.shared(kept), min(base.keys, kept.turns)))
-            self._leave(base.row)
+            bases.set_base(database, row, Base(base.row, base.reach.shared(kept), min(base.keys, kept.turns)))
+            self._schedule_sweep(base.row)
         return row
 
     def _insert_turns(
@@ -450,7 +450,7 @@ class Recorder:
             "UPDATE sessions SET seq = ?, last_used_at = ? WHERE id = ?", (record.seq, record.last_used_at, row)
         )
 
-    def _forget_turn(self, row: int) -> None:
+    def _delete_turn(self, row: int) -> None:
         self._database.execute("DELETE FROM said WHERE session = ?", (row,))
         self._database.execute("DELETE FROM orders WHERE session = ?", (row,))
 
@@ -464,7 +464,7 @@ _INSERT_TURN: Final = (
 def session_of(entry: Entry) -> str | None:
     """Return the id of the session that an entry concerns, if any."""
     match entry:
-        case SessionOpened(config=config) | OpenedPart(record=SessionOpened(config=config)):
+        case SessionOpened(config=config) | OpenedChunk(record=SessionOpened(config=config)):
             return config.session_id
         case UsageRecorded() | Purge():
             return None
@@ -474,10 +474,10 @@ def session_of(entry: Entry) -> str | None:
 
 def _is_about_record(error: Exception) -> bool:
     """Return whether the record is at fault, rather than the file or the machine."""
-    return isinstance(error, _REFUSED) or not isinstance(error, _PASSING)
+    return isinstance(error, _RECORD_ERRORS) or not isinstance(error, _TRANSIENT_ERRORS)
 
 
-def let_go(database: sqlite3.Connection, purge: Purge) -> list[tuple[int, str]]:
+def detach_sessions(database: sqlite3.Connection, purge: Purge) -> list[tuple[int, str]]:
     """Detach the sessions of a purge, inside a transaction of the caller; ``bases.sweep`` deletes their rows.
 
     Returns the rows and ids of the sessions.
@@ -486,7 +486,7 @@ def let_go(database: sqlite3.Connection, purge: Purge) -> list[tuple[int, str]]:
     query = f"SELECT id, session_id FROM sessions WHERE {which}"  # noqa: S608 - two columns
     found: list[tuple[int, str]] = database.execute(query, (purge.name,)).fetchall()
     for row, _ in found:
-        bases.end(database, row)
+        bases.detach(database, row)
     if purge.kind == "client":
         database.execute("DELETE FROM usage WHERE client_id = ?", (purge.name,))
     return found

@@ -60,7 +60,7 @@ def facts_column(config: SessionConfig) -> str:
     return held.model_dump_json(exclude_unset=True)
 
 
-def facts_of(column: str, *, session_id: str, client_id: str, epoch: str, created_at: float) -> SessionConfig:
+def config_of(column: str, *, session_id: str, client_id: str, epoch: str, created_at: float) -> SessionConfig:
     """Return a session's configuration from the column ``facts`` and its own columns."""
     held = _Facts.model_validate_json(column)
     return SessionConfig(

@@ -24,7 +24,7 @@ from inferencecenter.core.sqlite_file import transaction
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.session_config import SessionConfig
 from inferencecenter.sessions.store.database import open_writing
-from inferencecenter.sessions.store.loader import Shared, read_one
+from inferencecenter.sessions.store.loader import SharedRows, read_one
 from inferencecenter.sessions.store.rows import facts_column
 from inferencecenter.sessions.store.sqlite_pages import PageFile
 
@@ -128,17 +128,17 @@ class LostSession:
 class SalvageReport:
     """What was recovered and what was lost.
 
-    ``begun_anew`` are the sessions whose unfinished turn is restarted, ``dropped`` those whose unfinished turn is lost.
-    The last messages of ``doubtful`` ones may be missing. Of those in ``reset`` only the messages were recovered; their
-    settings are the defaults.
+    ``restarted`` are the sessions whose unfinished turn is restarted, ``dropped`` those whose unfinished turn is lost.
+    The last messages of ``uncertain`` ones may be missing. Of those in ``reset`` only the messages were recovered; they
+    have the default settings.
     """
 
     whole: int = 0
     cut: list[CutSession] = field(default_factory=list)
     lost: list[LostSession] = field(default_factory=list)
-    begun_anew: list[str] = field(default_factory=list)
+    restarted: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
-    doubtful: list[str] = field(default_factory=list)
+    uncertain: list[str] = field(default_factory=list)
     reset: list[str] = field(default_factory=list)
     damaged: int = 0
     """Lower bound of the pages and rows that could not be read."""
@@ -172,7 +172,7 @@ class _Found:
                     numbered.setdefault(number, {**each, "session": session, **changes})
         return [numbered[number] for number in sorted(numbered)]
 
-    def n_begun(self, table: str, session: int) -> int:
+    def n_shared(self, table: str, session: int) -> int:
         """Return how many rows of a table a session shares with its base."""
         return _int(self._named(session).get(_REACHES[table]))
 
@@ -208,7 +208,7 @@ def salvage(path: Path, made: Path) -> SalvageReport:
     log = path.with_name(f"{path.name}-wal")
     with _mapped(path) as content:
         pages = PageFile(content, log.read_bytes() if log.exists() else b"")
-        found = _sort(pages.rows())
+        found = _sort_rows(pages.rows())
     report = SalvageReport(damaged=pages.n_damaged)
     with contextlib.closing(open_writing(made)) as database:
         with transaction(database):
@@ -234,13 +234,13 @@ def _mapped(path: Path) -> Iterator[bytes | mmap.mmap]:
             yield content
 
 
-def _sort(rows: Iterable[StoredRow]) -> _Found:
+def _sort_rows(rows: Iterable[StoredRow]) -> _Found:
     found = _Found()
     for row in rows:
         kinds = _kinds(row.values)
-        table = next((each for each in _TABLES if _is_of(each, row, kinds)), None)
+        table = next((each for each in _TABLES if _matches(each, row, kinds)), None)
         if table is not None:
-            _take(found, table, row)
+            _add_row(found, table, row)
         elif row.row is None and kinds == "ttiiii":
             client_id, *usage = row.values
             found.usage.append((client_id, "", *usage))
@@ -250,7 +250,7 @@ def _sort(rows: Iterable[StoredRow]) -> _Found:
     return found
 
 
-def _take(found: _Found, table: _Table, row: StoredRow) -> None:
+def _add_row(found: _Found, table: _Table, row: StoredRow) -> None:
     n_missing = len(table.columns) - len(row.values)
     values = (*row.values, *table.defaults[len(table.defaults) - n_missing :]) if n_missing else row.values
     if table.name == "usage":
@@ -267,7 +267,7 @@ def _take(found: _Found, table: _Table, row: StoredRow) -> None:
     found.of_session.setdefault(table.name, defaultdict(list))[session].append(named)
 
 
-def _is_of(table: _Table, row: StoredRow, kinds: str) -> bool:
+def _matches(table: _Table, row: StoredRow, kinds: str) -> bool:
     if table.has_row != (row.row is not None) or not table.kinds.fullmatch(kinds):
         return False
     return table.name != "messages" or row.values[2] in _ROLES
@@ -282,36 +282,36 @@ def _kinds(values: Sequence[Value]) -> str:
 def _save(database: sqlite3.Connection, row: int, found: _Found, report: SalvageReport) -> None:
     """Write a session, complete if possible, else its consistent part."""
     messages = _unbroken(found.rows("messages", row), first=0)
-    settled = found.sessions.get(row)
-    config = settled or _rebuilt(row, found)
+    stored = found.sessions.get(row)
+    config = stored or _rebuilt(row, found)
     if config is None:
         name = next((name for name in found.names.get(row, ()) if name.startswith("s_")), None)
         report.lost.append(LostSession(name, None, len(messages)))
         return
     name, client_id = _text(config["session_id"]), _text(config["client_id"])
     n_lost = max(0, _n_messages(row, found) - len(messages))
-    is_doubtful = not n_lost and _lacks_marks(row, found)
-    for is_whole in (False,) if n_lost or is_doubtful or settled is None else (True, False):
-        if _fits(database, row, _session_rows(row, found, config, messages, is_whole=is_whole)):
+    is_uncertain = not n_lost and _lacks_marks(row, found)
+    for is_whole in (False,) if n_lost or is_uncertain or stored is None else (True, False):
+        if _try_write(database, row, _session_rows(row, found, config, messages, is_whole=is_whole)):
             break
     else:
         report.lost.append(LostSession(name, client_id, len(messages)))
         return
     report.n_saved += 1
-    report.whole += not n_lost and not is_doubtful and settled is not None
+    report.whole += not n_lost and not is_uncertain and stored is not None
     if n_lost:
         report.cut.append(CutSession(name, client_id, len(messages), n_lost))
-    if is_doubtful:
-        report.doubtful.append(name)
-    if settled is None:
+    if is_uncertain:
+        report.uncertain.append(name)
+    if stored is None:
         report.reset.append(name)
     if found.rows("orders", row):
-        (report.begun_anew if is_whole else report.dropped).append(name)
+        (report.restarted if is_whole else report.dropped).append(name)
 
 
 def _lacks_marks(row: int, found: _Found) -> bool:
     """Return whether there are tokens of turns without rows, whose messages may be missing too."""
-    if any(len(found.rows(table, row)) < found.n_begun(table, row) for table in ("marks", "turns")):
+    if any(len(found.rows(table, row)) < found.n_shared(table, row) for table in ("marks", "turns")):
         return True
     n_tokens, _ = _lengths(found.rows("tokens", row))
     spelled = [_int(mark["n_tokens"]) for mark in found.rows("marks", row)]
@@ -322,7 +322,7 @@ def _lacks_marks(row: int, found: _Found) -> bool:
 
 def _n_messages(row: int, found: _Found) -> int:
     """Return how many messages a session had, by any of its rows."""
-    numbers = [found.n_begun("messages", row)]
+    numbers = [found.n_shared("messages", row)]
     numbers += [_int(each["n"]) + 1 for each in found.rows("messages", row)]
     numbers += [_int(each["messages"]) for each in found.rows("turns", row)]
     numbers += [_int(each["n_messages"]) for each in found.rows("marks", row)]
@@ -339,7 +339,7 @@ def _session_rows(
     tokens = _unbroken(found.rows("tokens", row), first=0)
     n_tokens, n_chars = _lengths(tokens)
     fits = all(_int(mark["n_tokens"]) <= n_tokens and _int(mark["n_chars"]) <= n_chars for mark in marks)
-    n_pieces = max(len(found.rows("tokens", row)), found.n_begun("tokens", row))
+    n_pieces = max(len(found.rows("tokens", row)), found.n_shared("tokens", row))
     if not is_whole or not fits or len(tokens) < n_pieces:
         session = {**session, "made_by": ""}
         tokens = []
@@ -361,7 +361,7 @@ def _session_rows(
     }
 
 
-def _fits(database: sqlite3.Connection, row: int, tables: Mapping[str, list[dict[str, Value]]]) -> bool:
+def _try_write(database: sqlite3.Connection, row: int, tables: Mapping[str, list[dict[str, Value]]]) -> bool:
     """Write the rows of a session, and roll back if they are not a session that a daemon can load."""
     database.execute("SAVEPOINT session")
     try:
@@ -369,7 +369,7 @@ def _fits(database: sqlite3.Connection, row: int, tables: Mapping[str, list[dict
             for each in rows:
                 marks = ", ".join("?" * len(each))
                 database.execute(f"INSERT INTO {table} ({', '.join(each)}) VALUES ({marks})", tuple(each.values()))  # noqa: S608
-        read_one(database, row, {}, Shared(database))
+        read_one(database, row, {}, SharedRows(database))
     except Exception:  # noqa: BLE001 - rows of a damaged file can raise anything
         database.execute("ROLLBACK TO session")
         return False

@@ -55,20 +55,20 @@ class SessionStore:
         contents = read_all(database) if database is not None else StoreContents([], {})
         for name, reason in contents.unreadable.items():
             _log.error("session_unreadable", session=name, reason=reason)
-        self._kept = [each.kept for each in contents.found]
+        self._kept = [each.session for each in contents.found]
         self._fault = fault
-        self._lanes = WriteQueue()
+        self._queue = WriteQueue()
         self._is_scheduled = False
         self._is_writing = False
-        self._lacking: set[str] = set()
+        self._incomplete: set[str] = set()
         self.n_set_aside = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._watching: tuple[asyncio.AbstractEventLoop, Callable[[StorageFault | None], None]] | None = None
+        self._fault_listener: tuple[asyncio.AbstractEventLoop, Callable[[StorageFault | None], None]] | None = None
         self._writer: StoreWriter | None = None
         self.identity: FileIdentity | None = None
         self.was_clean = database is None or _is_clean(database)
         if database is not None and fault is None:
-            recorder = Recorder(database, {each.kept.config.session_id: each.known for each in contents.found})
+            recorder = Recorder(database, {each.session.config.session_id: each.location for each in contents.found})
             _sweep(recorder)
             self.identity = FileIdentity.of(path)
             self._writer = StoreWriter(
@@ -112,7 +112,7 @@ class SessionStore:
 
     def watch(self, listener: Callable[[StorageFault | None], None]) -> None:
         """Call ``listener`` on the event loop whenever ``fault`` changes."""
-        self._watching = (asyncio.get_running_loop(), listener)
+        self._fault_listener = (asyncio.get_running_loop(), listener)
 
     def of_client(self, client_id: str) -> Journal:
         """Return the journal of a client, whose records and callbacks wait for no other client."""
@@ -131,10 +131,10 @@ class SessionStore:
 
     def release(self, callback: Callable[[], None], *, client_id: str = "") -> None:
         """Call ``callback`` once all earlier records of the client are safe; see ``Journal``."""
-        if not self._lanes.n_pending(client_id):
+        if not self._queue.n_pending(client_id):
             callback()
         else:
-            self._lanes.call_after(client_id, callback)
+            self._queue.add_callback(client_id, callback)
             self._schedule()
 
     @property
@@ -144,11 +144,11 @@ class SessionStore:
 
     def lacks(self, session_id: str) -> bool:
         """Return whether a record of this session was left out."""
-        return session_id in self._lacking
+        return session_id in self._incomplete
 
     def n_pending_of(self, client_id: str) -> int:
         """Return the number of queued records and callbacks of a client."""
-        return self._lanes.n_pending(client_id)
+        return self._queue.n_pending(client_id)
 
     async def close(self, *, clean: bool = True, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Write what is queued, run the callbacks, and close the file; later records are not written.
@@ -160,8 +160,8 @@ class SessionStore:
         writer, self._writer = self._writer, None
         if writer is None:
             return
-        if self._lanes:
-            writer.put(self._lanes.take_all())
+        if self._queue:
+            writer.put(self._queue.take_all())
         self._fault = writer.fault or StorageFault("the store is closed", RETRY_LATER_MS)
         loop = asyncio.get_running_loop()
         stopped = asyncio.Event()
@@ -175,7 +175,7 @@ class SessionStore:
             async with asyncio.timeout(timeout_s):
                 await stopped.wait()
         except TimeoutError:
-            writer.give_up()
+            writer.abandon()
             # A running SQLite call cannot be interrupted, only waited for.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * BUSY_TIMEOUT_S):
@@ -184,21 +184,21 @@ class SessionStore:
     def _add(self, client_id: str, entry: Entry, *, durable: bool) -> None:
         if self._writer is None:
             return
-        self._lanes.write(client_id, entry, durable=durable)
+        self._queue.write(client_id, entry, durable=durable)
         self._schedule()
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
             self._loop = asyncio.get_running_loop()
-            self._loop.call_soon(self._hand_over)
+            self._loop.call_soon(self._submit_batch)
 
-    def _hand_over(self) -> None:
+    def _submit_batch(self) -> None:
         """Submit the next batch; only one is in flight, so that waiting clients share the next one."""
         self._is_scheduled = False
-        if self._writer is not None and self._lanes and not self._is_writing:
+        if self._writer is not None and self._queue and not self._is_writing:
             self._is_writing = True
-            self._writer.put(self._lanes.take())
+            self._writer.put(self._queue.take())
 
     def _committed(self, batch: WriteBatch) -> None:
         """Schedule the callbacks of a batch. Called on the writer thread."""
@@ -209,24 +209,24 @@ class SessionStore:
 
     def _fault_changed(self) -> None:
         """Schedule the fault listener. Called on the writer thread."""
-        if self._watching is not None:
-            loop, listener = self._watching
+        if self._fault_listener is not None:
+            loop, listener = self._fault_listener
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(lambda: listener(self.fault))
 
     def _run_callbacks(self, batch: WriteBatch) -> None:
         self.n_set_aside += len(batch.set_aside)
-        self._lacking.update(name for name in batch.set_aside if name is not None)
+        self._incomplete.update(name for name in batch.set_aside if name is not None)
         # While closing, nothing is held: pending deletions finish before the file is closed.
-        self._lanes.hold(batch, batch.unswept if self._writer is not None else ())
+        self._queue.requeue_callbacks(batch, batch.unswept if self._writer is not None else ())
         for _, callback in batch.callbacks:
             try:
                 callback()
             except Exception:  # noqa: BLE001 - a failing callback must not block the others
                 _log.exception("release_failed")
-        self._lanes.done(batch)
+        self._queue.done(batch)
         self._is_writing = False
-        if self._lanes:
+        if self._queue:
             self._schedule()
 
 

@@ -29,7 +29,7 @@ import structlog
 
 from inferencecenter.core.sqlite_file import MAX_LOG_BYTES, FileMovedError
 from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
-from inferencecenter.sessions.store.chunking import parts_of, weight_of
+from inferencecenter.sessions.store.chunking import chunks_of, size_of
 from inferencecenter.sessions.store.database import fault_of, hint_of, is_full, reason_of
 from inferencecenter.sessions.store.recorder import UnwritableError, session_of
 
@@ -83,7 +83,7 @@ class DiskReserve:
             os.close(file)
 
 
-def shorten_log(database: sqlite3.Connection, reserve: DiskReserve) -> bool:
+def truncate_wal(database: sqlite3.Connection, reserve: DiskReserve) -> bool:
     """Checkpoint and truncate the WAL; ``False`` if there is no room for that, or another process is reading."""
     reserve.release()
     try:
@@ -109,7 +109,7 @@ ReleaseCallback: TypeAlias = Callable[[], None]
 class WriteBatch:
     """Entries that are written in one transaction, and the callbacks that follow, with their clients.
 
-    ``n_handed_over`` counts the batches merged into this one. ``set_aside`` are the sessions of records that were left
+    ``n_batches`` counts the batches merged into this one. ``set_aside`` are the sessions of records that were left
     out, ``None`` for a record without one. ``counts`` are the entries completed and the callbacks, by client.
     ``is_written`` is set once the batch is committed to the opened file, wherever that is. ``unswept`` are the clients
     with detached rows that are still to be deleted.
@@ -118,7 +118,7 @@ class WriteBatch:
     entries: list[Entry] = field(default_factory=list)
     callbacks: list[tuple[str, ReleaseCallback]] = field(default_factory=list)
     durable: bool = False
-    n_handed_over: int = 1
+    n_batches: int = 1
     is_written: bool = False
     counts: Counter[str] = field(default_factory=Counter)
     set_aside: list[str | None] = field(default_factory=list)
@@ -129,7 +129,7 @@ class WriteBatch:
         self.entries += other.entries
         self.callbacks += other.callbacks
         self.durable |= other.durable
-        self.n_handed_over += other.n_handed_over
+        self.n_batches += other.n_batches
         self.counts += other.counts
 
 
@@ -177,7 +177,7 @@ class StoreWriter:
         self._probe_s = probe_s
         self._reserve = DiskReserve(path.parent)
         self._queue: SimpleQueue[WriteBatch | Stop] = SimpleQueue()
-        self._given_up = threading.Event()
+        self._abandoned = threading.Event()
         self._stop: Stop | None = None
         self.fault: StorageFault | None = None
         # A daemon thread: without a ``Stop`` the system frees its resources, and no exit waits for a full disk.
@@ -188,9 +188,9 @@ class StoreWriter:
         """Queue a batch or the stop."""
         self._queue.put(batch)
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Stop retrying."""
-        self._given_up.set()
+        self._abandoned.set()
 
     def _run(self) -> None:
         try:
@@ -205,7 +205,7 @@ class StoreWriter:
         missing = 0
         while self._stop is None:
             batch = self._take()
-            if not batch.n_handed_over:
+            if not batch.n_batches:
                 continue
             if self._write(batch):
                 self._committed(batch)
@@ -224,7 +224,7 @@ class StoreWriter:
     def _take(self) -> WriteBatch:
         """Wait for a batch and merge all queued ones into it; remember a ``Stop`` among them."""
         item = self._next()
-        taken = item if isinstance(item, WriteBatch) else WriteBatch(n_handed_over=0)
+        taken = item if isinstance(item, WriteBatch) else WriteBatch(n_batches=0)
         while isinstance(item, WriteBatch):
             if self._queue.empty():
                 return taken
@@ -244,10 +244,10 @@ class StoreWriter:
 
     def _write(self, batch: WriteBatch) -> bool:
         """Write the batch with retries; ``False`` once writing was abandoned."""
-        while not self._given_up.is_set():
+        while not self._abandoned.is_set():
             if self._try(batch):
                 return True
-            self._given_up.wait(self._retry_s)
+            self._abandoned.wait(self._retry_s)
         return False
 
     def _try(self, batch: WriteBatch) -> bool:
@@ -255,7 +255,7 @@ class StoreWriter:
             if self.fault is not None:
                 self._identity.check()
             if not batch.is_written:
-                self._commit_somehow(batch)
+                self._commit_or_checkpoint(batch)
                 batch.is_written = True
             self._identity.check()
         except (sqlite3.Error, FileMovedError) as error:
@@ -269,12 +269,12 @@ class StoreWriter:
             _log.info("store_mended", path=str(self._path))
         return True
 
-    def _commit_somehow(self, batch: WriteBatch) -> None:
+    def _commit_or_checkpoint(self, batch: WriteBatch) -> None:
         """Write the batch; if the disk is full, checkpoint the WAL and try once more."""
         try:
             self._commit(batch)
         except sqlite3.OperationalError as error:
-            if not is_full(error) or not shorten_log(self._database, self._reserve):
+            if not is_full(error) or not truncate_wal(self._database, self._reserve):
                 raise
             self._commit(batch)
 
@@ -348,7 +348,7 @@ class WriteQueue:
         """Queue an entry."""
         self._add(client_id, _Waiting(entry, durable))
 
-    def call_after(self, client_id: str, callback: ReleaseCallback) -> None:
+    def add_callback(self, client_id: str, callback: ReleaseCallback) -> None:
         """Queue ``callback`` after the client's entries."""
         self._add(client_id, callback)
 
@@ -362,7 +362,7 @@ class WriteQueue:
         left = BATCH_BYTES
         while left > 0 and (ready := [client_id for client_id in self._lanes if client_id not in self._unswept]):
             for client_id in ready:
-                left -= self._give(client_id, batch, min(SHARE_BYTES, left))
+                left -= self._move(client_id, batch, min(SHARE_BYTES, left))
                 if left <= 0:
                     break
         return batch
@@ -372,10 +372,10 @@ class WriteQueue:
         batch = WriteBatch()
         for client_id in tuple(self._lanes):
             while client_id in self._lanes:
-                self._give(client_id, batch, BATCH_BYTES)
+                self._move(client_id, batch, BATCH_BYTES)
         return batch
 
-    def hold(self, batch: WriteBatch, unswept: Collection[str]) -> None:
+    def requeue_callbacks(self, batch: WriteBatch, unswept: Collection[str]) -> None:
         """Put the callbacks of clients with pending deletions back to the front of their queues."""
         self._unswept = frozenset(unswept)
         for client_id, callback in reversed(batch.callbacks):
@@ -395,7 +395,7 @@ class WriteQueue:
         self._lanes.setdefault(client_id, _Lane()).items.append(item)
         self._n_pending[client_id] += 1
 
-    def _give(self, client_id: str, batch: WriteBatch, share: int) -> int:
+    def _move(self, client_id: str, batch: WriteBatch, share: int) -> int:
         """Move up to ``share`` bytes from a client's queue to a batch and return the bytes moved.
 
         A client with more queued goes to the end of the line.
@@ -408,7 +408,7 @@ class WriteQueue:
                 if isinstance(item, _Waiting):
                     if weight >= share:
                         break
-                    lane.parts.extend(parts_of(item.entry))
+                    lane.parts.extend(chunks_of(item.entry))
                     lane.durable = item.durable
                 else:
                     # All entries before this callback are in this transaction or an earlier one.
@@ -422,7 +422,7 @@ class WriteQueue:
             batch.entries.append(part)
             batch.durable |= lane.durable
             batch.counts[client_id] += not lane.parts
-            weight += weight_of(part)
+            weight += size_of(part)
         if lane.items or lane.parts:
             self._lanes[client_id] = lane
         return weight

@@ -114,7 +114,7 @@ def kept_of(database: sqlite3.Connection) -> dict[str, StoredSession]:
     """What another daemon would find."""
     contents = read_all(database)
     assert not contents.unreadable
-    return {found.kept.config.session_id: found.kept for found in contents.found}
+    return {found.session.config.session_id: found.session for found in contents.found}
 
 
 def count(database: sqlite3.Connection, table: str) -> int:
@@ -331,7 +331,7 @@ def test_damage_to_what_several_begin_with_takes_only_those(
     database.execute(damage)
     contents = read_all(database)
     assert set(contents.unreadable) == {"s_2"}
-    assert [found.kept.config.session_id for found in contents.found] == ["s_3"]
+    assert [found.session.config.session_id for found in contents.found] == ["s_3"]
 
 
 def test_a_list_counts_what_a_session_begins_with(path: Path, recorder: Recorder) -> None:
@@ -369,7 +369,7 @@ def test_a_salvaged_fork_has_rows_of_its_own(path: Path, recorder: Recorder, tmp
     recorder.commit([SessionDeleted(session_id="s_2")], durable=False)
     talk(recorder, "s_3", 3, first=1)
     report = salvage(path, tmp_path / "made")
-    assert (report.whole, report.lost, report.cut, report.doubtful) == (2, [], [], [])
+    assert (report.whole, report.lost, report.cut, report.uncertain) == (2, [], [], [])
     with contextlib.closing(open_writing(tmp_path / "made")) as made, contextlib.closing(open_writing(path)) as whole:
         assert kept_of(made) == kept_of(whole)
         assert made.execute("SELECT count(*) FROM sessions WHERE base IS NOT NULL").fetchone() == (0,)

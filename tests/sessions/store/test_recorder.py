@@ -114,7 +114,7 @@ class Writing(RuleBasedStateMachine):
         self.recorder = Recorder(self.database, {})
         # So little that a restart finds what was not deleted yet.
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(recorder_module, "PART_BYTES", 500)
+        self.patch.setattr(recorder_module, "CHUNK_BYTES", 500)
 
     @rule(target=sessions, history=_histories, n_turns=st.integers(0, 2), note=_notes)
     def open(self, history: History, n_turns: int, note: str) -> str:
@@ -301,10 +301,10 @@ class Writing(RuleBasedStateMachine):
         self.database.close()
         self.database = open_writing(self.path)
         found = read_all(self.database).found
-        assert {each.kept.config.session_id: each.kept for each in found} == self.kept
+        assert {each.session.config.session_id: each.session for each in found} == self.kept
         turns = self.database.execute("SELECT client_id, turns FROM usage").fetchall()
         assert dict(turns) == self.usage
-        self.recorder = Recorder(self.database, {each.kept.config.session_id: each.known for each in found})
+        self.recorder = Recorder(self.database, {each.session.config.session_id: each.location for each in found})
         self.recorder.sweep()
         assert_nothing_is_left(self.database)
 
@@ -392,7 +392,7 @@ def recorder(database: sqlite3.Connection) -> Recorder:
 
 
 def _kept(database: sqlite3.Connection) -> dict[str, StoredSession]:
-    return {found.kept.config.session_id: found.kept for found in read_all(database).found}
+    return {found.session.config.session_id: found.session for found in read_all(database).found}
 
 
 def test_a_running_turn_comes_back_with_all_it_said(database: sqlite3.Connection, recorder: Recorder) -> None:

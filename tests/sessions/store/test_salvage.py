@@ -44,7 +44,7 @@ def loaded(path: Path) -> dict[str, StoredSession]:
     with contextlib.closing(open_writing(path)) as database:
         contents = read_all(database)
     assert not contents.unreadable
-    return {found.kept.config.session_id: found.kept for found in contents.found}
+    return {found.session.config.session_id: found.session for found in contents.found}
 
 
 def damaged(tmp_path: Path, content: bytes) -> Path:
@@ -59,7 +59,7 @@ def test_of_a_whole_file_all_is_there(tmp_path: Path, whole: bytes) -> None:
     path = damaged(tmp_path, whole)
     report = salvage(path, tmp_path / "made")
     assert (report.whole, report.cut, report.lost, report.reset, report.damaged) == (N_SESSIONS, [], [], [], 0)
-    assert (report.begun_anew, report.dropped) == ([f"s_{N_SESSIONS - 1}"], [])
+    assert (report.restarted, report.dropped) == ([f"s_{N_SESSIONS - 1}"], [])
     assert path.read_bytes() == whole
     made, before = loaded(tmp_path / "made"), loaded(path)
     last = before[f"s_{N_SESSIONS - 1}"]
@@ -97,7 +97,7 @@ def test_whichever_pages_are_gone_what_is_saved_is_right_and_the_rest_is_named(
         for cut in report.cut:
             assert len(made[cut.session_id].history.messages) == cut.messages
             assert cut.messages + cut.lost_messages == len(right[cut.session_id].history.messages)
-        named = {each.session_id for each in report.cut} | {*report.reset, *report.doubtful}
+        named = {each.session_id for each in report.cut} | {*report.reset, *report.uncertain}
         assert len(made.keys() - named) == report.whole
         for name in made.keys() - named:
             assert made[name].history.messages == right[name].history.messages

@@ -78,7 +78,7 @@ def restored(path: Path) -> World:
     """What a daemon makes of the file."""
     world = World()
     with contextlib.closing(open_writing(path)) as database:
-        world.sessions.restore([each.kept for each in read_all(database).found], clean=True)
+        world.sessions.restore([each.session for each in read_all(database).found], clean=True)
     return world
 
 

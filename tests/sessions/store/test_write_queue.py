@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from inferencecenter.sessions.journal import SessionDeleted, SessionOpened, TokensAppended
 from inferencecenter.sessions.store.archive import Archive
-from inferencecenter.sessions.store.chunking import PART_BYTES, OpenedPart, parts_of, weight_of
+from inferencecenter.sessions.store.chunking import CHUNK_BYTES, OpenedChunk, chunks_of, size_of
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.writer import BATCH_BYTES, SHARE_BYTES, WriteQueue
@@ -56,23 +56,23 @@ class TurnLog:
         """Have an entry written, named after its client and its place."""
         name = f"{client}-{len(self.given[client])}"
         self.given[client].append(name)
-        entry = said("x" * n_bytes, name) if n_bytes < PART_BYTES else fork_of(n_bytes, name)
+        entry = said("x" * n_bytes, name) if n_bytes < CHUNK_BYTES else fork_of(n_bytes, name)
         self.lanes.write(client, entry, durable=False)
 
     def tell(self, client: str) -> None:
         """Have a call made which sees that all before it is written."""
         n_before = len(self.given[client])
-        self.lanes.call_after(client, lambda: self._check(client, n_before))
+        self.lanes.add_callback(client, lambda: self._check(client, n_before))
 
     def take(self) -> None:
         """Write what the next transaction takes."""
         batch = self.lanes.take()
-        weights = [weight_of(entry) for entry in batch.entries]
+        weights = [size_of(entry) for entry in batch.entries]
         assert sum(weights[:-1]) <= BATCH_BYTES
         for entry in batch.entries:
             if isinstance(entry, TokensAppended):
                 self.written[entry.session_id[0]].append(entry.session_id)
-            elif isinstance(entry, OpenedPart) and entry.is_last:
+            elif isinstance(entry, OpenedChunk) and entry.is_last:
                 name = entry.record.config.session_id
                 self.written[name[0]].append(name)
         for _, tell in batch.callbacks:
@@ -83,7 +83,7 @@ class TurnLog:
         assert len(self.written[client]) >= n_before
 
 
-_SIZES = st.sampled_from([0, 10, SHARE_BYTES, 3 * PART_BYTES, 2 * BATCH_BYTES])
+_SIZES = st.sampled_from([0, 10, SHARE_BYTES, 3 * CHUNK_BYTES, 2 * BATCH_BYTES])
 
 
 @given(items=st.lists(st.tuples(st.sampled_from("abc"), st.none() | _SIZES), max_size=25), take_every=st.integers(1, 5))
@@ -162,8 +162,8 @@ def _sessions(path: Path) -> list[str]:
 async def test_a_session_in_parts_is_there_with_the_last_one(path: Path, recorder: Recorder) -> None:
     """Until then it is not found; then it is what one record would have made it."""
     record = fork_of(2 * MIB)
-    parts = list(parts_of(record))
-    assert len(parts) > 2 * MIB // PART_BYTES
+    parts = list(chunks_of(record))
+    assert len(parts) > 2 * MIB // CHUNK_BYTES
     for part in parts:
         assert _sessions(path) == []
         recorder.commit([part], durable=False)
@@ -180,7 +180,7 @@ async def test_what_a_kill_leaves_of_a_session_in_parts_is_deleted_at_the_start(
     other = opened("s_2")
     if begins:
         recorder.commit([other], durable=False)
-        for part in list(parts_of(record))[:-1]:
+        for part in list(chunks_of(record))[:-1]:
             recorder.commit([part], durable=False)
             assert _sessions(path) == ["s_2"]
     else:
@@ -225,7 +225,7 @@ async def test_a_long_session_that_ends_is_deleted_in_parts_before_its_client_is
         bob.release(lambda: told.append("bob"))
         await until(lambda: len(told) == 4)
     assert told == ["ada", "bob", "gone, 0 left", "next"]
-    assert len(n_left) > 2 * MIB // PART_BYTES
+    assert len(n_left) > 2 * MIB // CHUNK_BYTES
     assert max(before - after for before, after in itertools.pairwise(n_left)) <= 3
     assert set(await kept_in(path)) == {"s_bob", "s_2"}
 
