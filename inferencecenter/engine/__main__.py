@@ -40,7 +40,7 @@ _OOM_SCORE_ADJ = 500
 
 
 def main() -> int:
-    """Run the engine until the front is gone; return the exit status."""
+    """Run the engine until the front disconnects; return the exit status."""
     parser = argparse.ArgumentParser(prog="inferencecenter.engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the front")
     pipe = BlockingChannel(socket.socket(fileno=parser.parse_args().fd))
@@ -52,7 +52,7 @@ def main() -> int:
     configure = pipe.read()
     if not isinstance(configure, Configure):
         return os.EX_PROTOCOL
-    if os.getppid() != configure.options.parent_pid:  # the parent died before the kernel was told to watch it
+    if os.getppid() != configure.options.parent_pid:  # the parent died before prctl took effect
         return os.EX_UNAVAILABLE
     try:
         return _serve(pipe, configure.options)
@@ -63,7 +63,7 @@ def main() -> int:
 def _serve(pipe: BlockingChannel, options: EngineOptions) -> int:
     inbox = Inbox()
     watch(pipe, inbox)
-    # Without a page of the front's, progress is counted in one that nobody looks at.
+    # Without a page from the front, progress is counted in a private one.
     heartbeat = Heartbeat.create() if options.pulse_fd < 0 else Heartbeat.attach(options.pulse_fd)
     try:
         adopt = adoption(options)
@@ -99,10 +99,10 @@ def _serve(pipe: BlockingChannel, options: EngineOptions) -> int:
 
 
 def adoption(options: EngineOptions) -> RecoveryMode:
-    """Return what of an earlier engine's parked KV is taken over.
+    """Return which parked KV of an earlier engine is recovered.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` where the options say nothing that there is.
+        InferenceCenterError: ``invalid_config`` for an unknown mode.
     """
     try:
         return RecoveryMode(options.kv_adopt)
@@ -124,7 +124,7 @@ def open_kv(  # noqa: PLR0913 - a store and what it is told, all by name
     on_fetched: Callable[[], None],
     on_log: Callable[[str, str], None],
 ) -> KvStore:
-    """Return the store of parked KV as the options want it.
+    """Return the store of parked KV for these options.
 
     ``worker`` has one thread, on which ``on_fetched`` is called; ``on_log`` takes a level and a line.
     """
@@ -147,7 +147,7 @@ def _load(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -
     if options.backend == "echo":
         return EchoBackend(options)
     if options.backend == "llama":
-        # llama.cpp's crash handler would start a debugger on the process, which takes longer than a restart.
+        # llama.cpp's crash handler would attach a debugger to the process, which takes longer than a restart.
         os.environ["GGML_NO_BACKTRACE"] = "1"
         from inferencecenter.engine.llama.backend import LlamaBackend  # noqa: PLC0415 - loads llama.cpp
         from inferencecenter.engine.llama.devices import offloads  # noqa: PLC0415
@@ -167,7 +167,7 @@ def _load(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -
 
 
 def watch(pipe: BlockingChannel, inbox: Inbox) -> None:
-    """Start the thread that queues what the front says and that ends the process when the front is gone."""
+    """Start the thread that queues the front's messages and ends the process when the front disconnects."""
     threading.Thread(target=_read, args=(pipe, inbox), name="reader", daemon=True).start()
 
 
@@ -181,12 +181,12 @@ def _read(pipe: BlockingChannel, inbox: Inbox) -> None:
     except FramingError as error:
         sys.stderr.write(f"inferencecenter.engine: {error}\n")
         status = os.EX_PROTOCOL
-    except Exception:  # noqa: BLE001 - an engine that hears nothing any more must not live on
+    except Exception:  # noqa: BLE001 - an engine without a reader must not live on
         traceback.print_exc()
         status = os.EX_SOFTWARE
     inbox.put(FrontDisconnected())
-    # The main thread may be loading a model or decode for many seconds and cannot be interrupted there, but whoever
-    # waits for this process wants the memory back now, and nothing here is the only copy of anything.
+    # The main thread may be loading a model or decoding for many seconds and cannot be interrupted there, but the
+    # supervisor needs the memory back now, and this process holds no only copy of anything.
     time.sleep(_GRACE_S)
     os._exit(status)
 
@@ -199,7 +199,7 @@ def _die_with_parent() -> None:
 
 
 def _volunteer_for_oom_kill() -> None:
-    """Have the kernel take this process, which holds no only copy, rather than the front when memory runs out."""
+    """Make the OOM killer prefer this process, which holds no only copy of anything, to the front."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(_OOM_SCORE_ADJ))
 

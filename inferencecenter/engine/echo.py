@@ -1,6 +1,6 @@
-"""A backend without a model: it answers with the last user message, and checks its KV as strictly as llama.cpp.
+"""A backend without a model: it answers with the last user message and validates its KV as strictly as llama.cpp.
 
-Everything but decoding can be tried with it. A token is a byte; two more ids are the control tokens of ChatML.
+It serves to test everything except decoding. A token is a byte; two more ids are the control tokens of ChatML.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CONTROL_TOKENS = {"<|im_start|>": MESSAGE_START, "<|im_end|>": MESSAGE_END}
 _NAMES = {token: text for text, token in _CONTROL_TOKENS.items()}
 _VOCABULARY = 258
 _DEFAULT_CONTEXT_TOKENS = 4096
-# A saved sequence: a mark, the number of tokens and their checksum, then two bytes a token.
+# A saved sequence: magic, number of tokens and their checksum, then two bytes per token.
 _STATE_HEADER = struct.Struct("<4sII")
 _STATE_MARK = b"ECHO"
 _TOKEN_BYTES = 2
@@ -46,7 +46,7 @@ class EchoBackend:
     """Slots of byte tokens.
 
     Args:
-        options: ``slots``, ``n_ctx``, ``model_name`` and ``echo_delay_ms`` are obeyed.
+        options: Uses ``slots``, ``n_ctx``, ``model_name`` and ``echo_delay_ms``.
         sleep: Called with the delay in seconds at each decode.
     """
 
@@ -84,7 +84,7 @@ class EchoBackend:
 
     @property
     def model(self) -> ModelInfo:
-        """Facts about the model that is not there."""
+        """Properties of the simulated model."""
         return self._model
 
     @property
@@ -94,12 +94,12 @@ class EchoBackend:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that a token takes in a saved sequence."""
+        """Bytes per token of a saved sequence."""
         return _TOKEN_BYTES
 
     @property
     def can_truncate(self) -> bool:
-        """Whether ``truncate`` can cut anywhere, which it can."""
+        """Always true."""
         return True
 
     def held(self, slot: int) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class EchoBackend:
         return tuple(self._held[slot])
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
-        """Return the bytes of ``pieces``, control tokens recognised in special ones; ``first`` changes nothing."""
+        """Return the bytes of ``pieces``, with control tokens parsed in special ones; ``first`` has no effect."""
         tokens: list[int] = []
         for piece in pieces:
             tokens += _with_control_tokens(piece.text) if piece.special else piece.text.encode()
@@ -118,15 +118,15 @@ class EchoBackend:
         return bytes((token,)) if token < MESSAGE_START else b""
 
     def token_text(self, token: int) -> str:
-        """Return a token's name: a control token's spelling, or the byte's character."""
+        """Return a control token's name, or the byte's character."""
         return _NAMES.get(token) or bytes((token,)).decode(errors="replace")
 
     def is_end(self, token: int) -> bool:
-        """Tell whether the token ends a message."""
+        """Return whether the token ends a message."""
         return token == MESSAGE_END
 
     def truncate(self, slot: int, n_tokens: int) -> bool:
-        """Keep the first ``n_tokens`` of a slot, which always works."""
+        """Keep the first ``n_tokens`` of a slot; never fails."""
         held = self._held[slot]
         if n_tokens > len(held):
             raise ValueError(f"slot {slot} holds {len(held)} tokens, not {n_tokens}")
@@ -134,11 +134,11 @@ class EchoBackend:
         return True
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange the tokens of two slots."""
+        """Swap the tokens of two slots."""
         self._held[a], self._held[b] = self._held[b], self._held[a]
 
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Replace what ``target`` holds by the first ``n_tokens`` of ``source``, which always works.
+        """Replace the content of ``target`` by the first ``n_tokens`` of ``source``; never fails.
 
         Raises:
             ValueError: The slots are the same, or ``source`` holds fewer tokens.
@@ -150,7 +150,7 @@ class EchoBackend:
         return True
 
     def state_bytes(self, slot: int) -> int:
-        """Return how many bytes ``save`` would write now; 0 for an empty slot."""
+        """Return the bytes ``save`` would write now; 0 for an empty slot."""
         held = self._held[slot]
         return _STATE_HEADER.size + _TOKEN_BYTES * len(held) if held else 0
 
@@ -171,7 +171,7 @@ class EchoBackend:
         return size
 
     def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
-        """Replace what a slot holds by saved tokens; ``False`` for foreign, torn or too many ones: it is empty now."""
+        """Replace a slot's content by saved tokens; ``False``, with the slot empty, for invalid or too many tokens."""
         self._held[slot] = []
         tokens = _saved_tokens(data)
         if tokens is None or len(tokens) != n_tokens or n_tokens > self._model.n_ctx:
@@ -184,7 +184,7 @@ class EchoBackend:
 
         Raises:
             DecodeError: A slot is full; nothing was appended.
-            ValueError: The chunks are not sorted, empty, or do not continue what their slots hold.
+            ValueError: The chunks are not sorted, empty, or do not continue their slots.
         """
         slots = [chunk.slot for chunk in chunks]
         if slots != sorted(set(slots)):
@@ -209,25 +209,25 @@ class EchoBackend:
     def sampler(
         self, params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None
     ) -> EchoSampler:
-        """Return the sampler that spells the answer to ``prompt``, of which ``answer`` has been spelled already.
+        """Return the sampler that spells the rest of the answer to ``prompt`` after ``answer``.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for a bias: there are no logits to add it to. Also for a
-                constraint that the message does not fit: it is all that can be said.
+            InferenceCenterError: ``invalid_request`` for a logit bias, because there are no logits, or for a constraint
+                that the message, the only possible answer, does not fit.
         """
         if params.logit_bias:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
                 "The echo backend has no logits that logit_bias could change.",
-                hint="Leave logit_bias out, or serve a model.",
+                hint="Omit logit_bias, or serve a model.",
                 field="params.logit_bias",
             )
         sampler = EchoSampler(self, params, prompt, answer)
         if constraint is not None and not constraint.fits(sampler.rest):
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                "The echo backend answers with the last message, which is not of the form that is asked for.",
-                hint="Send a message that is, or serve a model.",
+                "The echo backend answers with the last message, which does not match the requested grammar.",
+                hint="Send a message that matches, or serve a model.",
             )
         return sampler
 
@@ -237,15 +237,15 @@ class EchoBackend:
         return tuple(self._held[slot][:n_tokens])
 
     def close(self) -> None:
-        """Forget all tokens."""
+        """Clear all slots."""
         for held in self._held:
             held.clear()
 
 
 class EchoSampler:
-    """Spells one answer, and checks at each token that the KV is the prompt and what was sampled.
+    """Spells one answer and verifies at each token that the KV holds the prompt and the sampled tokens.
 
-    ``answer`` was sampled before, and follows the prompt in the KV.
+    ``answer`` was sampled before and follows the prompt in the KV.
     """
 
     def __init__(self, backend: EchoBackend, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> None:
@@ -260,11 +260,11 @@ class EchoSampler:
 
     @property
     def rest(self) -> list[int]:
-        """What is left to be said, of an answer that is said once."""
+        """The rest of the answer, not repeated."""
         return self._answer[len(self._expected) - self._prompt_tokens :]
 
     def sample(self, row: int) -> Sampled:
-        """Return the next token of the answer, over and over with ``ignore_eos``.
+        """Return the next token of the answer, repeating it with ``ignore_eos``.
 
         Raises:
             ValueError: The sampler is closed, or the KV is not that of its turn.
@@ -282,7 +282,7 @@ class EchoSampler:
         return Sampled(token, SampledLogprobs(certain, (certain,)))
 
     def close(self) -> None:
-        """End the sampler.
+        """Close the sampler.
 
         Raises:
             ValueError: It was closed before; llama.cpp would free its chain twice.
@@ -293,7 +293,7 @@ class EchoSampler:
 
 
 def _saved_tokens(data: memoryview) -> list[int] | None:
-    """Return the tokens of a saved sequence, which ``data`` may go on after; None where it is not one."""
+    """Return the tokens of a saved sequence, after which ``data`` may continue; ``None`` if it is invalid."""
     if len(data) < _STATE_HEADER.size:
         return None
     mark, n_tokens, checksum = _STATE_HEADER.unpack_from(data)
@@ -316,7 +316,7 @@ def _with_control_tokens(text: str) -> list[int]:
 
 
 def _last_message(prompt: Sequence[int]) -> list[int]:
-    """Return the text of the last user message, or of a raw prompt all that follows the last end token."""
+    """Return the text of the last user message, or, of a raw prompt, everything after the last end token."""
     tokens = list(prompt)
     end = len(tokens)
     for at in range(len(tokens) - len(_USER_HEADER), -1, -1):

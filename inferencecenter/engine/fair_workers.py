@@ -1,12 +1,12 @@
-"""Work for clients on few threads: clients take turns, and what nothing waits for any more is withdrawn.
+"""Fair scheduling of clients' jobs on few threads, with cancellation of queued and running jobs.
 
-An executor's own queue is one line, so a client that submits 500 jobs keeps all others waiting behind them, and what
-was submitted stays in it. Here each client has a line of its own. Only as many jobs as run at once are given to the
-executor; when one ends, the client that has waited longest since its last job gives the next one. Where several run
-at once, no client has all of them run long ones: a thread is left for what another client brings meanwhile.
+An executor's own queue is FIFO: a client that submits 500 jobs makes all others wait behind them, and submitted jobs
+cannot be removed. Here each client has its own queue. The executor gets only as many jobs as run at once; when one
+ends, the client that has waited longest since its last job submits the next one. Where several run at once, one
+client's long jobs never occupy all threads: one is left for other clients.
 
-A job that waits is withdrawn by taking it out of its line, with all that it refers to. A thread cannot be stopped, so a
-job that runs looks at ``withdrawn`` between its parts, and raises ``JobCancelledError``.
+A queued job is cancelled by removing it with everything it references. A thread cannot be stopped, so a running job
+checks ``cancelled`` between its parts and raises ``JobCancelledError``.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
 
-# A text of so many bytes is tokenized in less than a tenth of a second.
+# A text of this size is tokenized in less than a tenth of a second.
 _SHORT_BYTES: Final = 64 * 1024
 
 _Item = TypeVar("_Item")
 
 
 class JobCancelledError(Exception):
-    """Nothing waits for what the job that runs would bring."""
+    """The result of the running job is no longer needed."""
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Work for one client, which takes as long as its ``size_bytes`` say.
+    """Work for one client, whose duration depends on ``size_bytes``.
 
-    ``work`` is called with the job; it must not raise, and drops its result once the job is ``withdrawn``.
+    ``work`` is called with the job; it must not raise, and drops its result once the job is ``cancelled``.
     """
 
     client_id: str
@@ -46,10 +46,10 @@ class Job:
     cancelled: bool = False
 
     def check(self) -> None:
-        """Go on only if something waits for this.
+        """Return if the job is still wanted.
 
         Raises:
-            WithdrawnError: Nothing does.
+            JobCancelledError: The job was cancelled.
         """
         if self.cancelled:
             raise JobCancelledError
@@ -79,11 +79,11 @@ class _Wanted(Sequence[_Item]):
 
 
 class FairWorkers:
-    """Runs jobs on an executor that may have other work too. All methods may be called from any thread.
+    """Runs jobs on a shared executor. All methods may be called from any thread.
 
     Args:
-        executor: Runs them.
-        most: How many run at once.
+        executor: Runs the jobs.
+        most: Most jobs running at once.
     """
 
     def __init__(self, executor: Executor, *, most: int) -> None:
@@ -94,38 +94,38 @@ class FairWorkers:
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """Return how many jobs wait."""
+        """Return the number of queued jobs."""
         with self._lock:
             return len(self._waiting)
 
     def submit(self, job: Job) -> None:
-        """Have a job run when it is its client's turn."""
+        """Queue a job for its client."""
         with self._lock:
             self._waiting.add(job.client_id, job)
             self._fill()
 
     def cancel(self, job: Job) -> None:
-        """Forget a job that waits, and tell one that runs that nothing waits for it; one that is over is over."""
+        """Remove a queued job, or mark a running one as cancelled; a finished one is unaffected."""
         with self._lock:
             job.cancelled = True
             self._waiting.withdraw(job.client_id, job)
 
     def close(self) -> None:
-        """Withdraw all jobs."""
+        """Cancel all jobs."""
         with self._lock:
             for job in (*self._waiting, *self._running):
                 job.cancelled = True
             self._waiting.clear()
 
     def _fill(self) -> None:
-        """Give the executor as many jobs as may run; the lock is held."""
+        """Submit as many jobs to the executor as may run; the lock is held."""
         while len(self._running) < self._most and (job := self._waiting.take(self._may_run)) is not None:
             self._running.add(job)
             with suppress(RuntimeError):  # it was shut down, and nothing runs any more
                 self._executor.submit(self._run, job)
 
     def _may_run(self, job: Job) -> bool:
-        """Tell whether a thread stays for other clients when a job runs beside its client's others."""
+        """Return whether a thread stays free for other clients if this job runs beside its client's others."""
         if self._most == 1 or job.size_bytes <= _SHORT_BYTES:
             return True
         long = sum(each.size_bytes > _SHORT_BYTES for each in self._running if each.client_id == job.client_id)

@@ -1,4 +1,4 @@
-"""Compiles each grammar once, after a trial in the sandbox, and caches it for the turns that use it again."""
+"""Compiles each grammar once, after a test in the sandbox, and caches it for later turns."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 _MAX_BYTES: Final = 256 * 1024 * 1024
 _MAX_GRAMMARS: Final = 256
-# One that takes more is had only while a turn uses it: kept, it would evict those of others.
+# A larger one is kept only while a turn uses it: cached, it would evict those of others.
 _MOST_KEPT_BYTES: Final = _MAX_BYTES // 4
-# What a compiled grammar takes at least, with what it learns while it is used.
+# Minimum size of a compiled grammar, including its learned state.
 _LEAST_BYTES: Final = 1024 * 1024
 
 _Key: TypeAlias = tuple[str, bytes, str, tuple[str, ...]]
@@ -45,7 +45,7 @@ _Key: TypeAlias = tuple[str, bytes, str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class CompiledGrammar:
-    """A grammar's matcher, or what is wrong with it; it takes about ``size_bytes``, and ``client_id`` sent it first."""
+    """A grammar's matcher, or its error; it takes about ``size_bytes``, and ``client_id`` sent it first."""
 
     key: _Key
     matcher: LLMatcher | str
@@ -56,14 +56,13 @@ class CompiledGrammar:
 class GrammarCache:
     """Compiles grammars for one model; used from several threads.
 
-    What was wrong with a grammar is kept too, so that asking again costs nothing. When all that are kept take too much,
-    the client that has brought most of it loses the one that was wanted longest ago. One that is large is had only as
-    long as a turn uses it.
+    Errors are cached too. When the cache is full, the client with the largest share loses its least recently used
+    grammar. A large grammar is kept only as long as a turn uses it.
 
     Args:
-        backend: Whose vocabulary is meant; it is looked at when a grammar first comes.
-        trial: Where each grammar is compiled first.
-        clock: Seconds that only rise.
+        backend: Provides the vocabulary, which is read with the first grammar.
+        sandbox: Where each grammar is compiled first.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -85,10 +84,10 @@ class GrammarCache:
         return len(self._kept)
 
     def find(self, grammar: Grammar, markers: Sequence[str] = ()) -> CompiledGrammar | None:
-        """Return a grammar that need not be compiled any more.
+        """Return a grammar that is compiled already.
 
         Args:
-            grammar: What is looked for.
+            grammar: The grammar.
             markers: The control tokens that it may name.
         """
         return self._find(_key(grammar, markers))
@@ -101,27 +100,27 @@ class GrammarCache:
         client_id: str = "",
         wanted: Callable[[], bool] = lambda: True,
     ) -> CompiledGrammar:
-        """Return a grammar that is compiled, or known to be wrong; what is not known yet takes up to seconds.
+        """Return a compiled grammar, or one known to be invalid; a new one takes up to seconds.
 
         Args:
-            grammar: What is compiled.
+            grammar: The grammar.
             markers: The control tokens that it may name.
-            client_id: Who sent it.
-            wanted: Whether anything waits for it; it is looked at again after each ``interrupt``.
+            client_id: The client that sent it.
+            wanted: Whether the result is still needed; called again after each ``interrupt``.
 
         Raises:
-            InferenceCenterError: It could not be tried, or no grammar can be had of this model.
-            WithdrawnError: Nothing waits for it any more.
+            InferenceCenterError: It could not be tested, or this model supports no grammars.
+            JobCancelledError: The result is no longer needed.
         """
         key = _key(grammar, markers)
         return self._find(key) or self._compile(key, grammar, client_id=client_id, wanted=wanted)
 
     def interrupt(self) -> None:
-        """Have a compilation that runs look whether anything waits for it; from any thread."""
+        """Have a running compilation check ``wanted`` again; from any thread."""
         self._sandbox.interrupt()
 
     def constraint(self, compiled: CompiledGrammar, answer: Sequence[int] = ()) -> Constraint:
-        """Return what a turn's answer is held to that has begun with ``answer``.
+        """Return the constraint of a turn whose answer begins with ``answer``.
 
         Raises:
             InferenceCenterError: ``invalid_grammar``.
@@ -142,7 +141,7 @@ class GrammarCache:
         return constraint
 
     def close(self) -> None:
-        """End what compiles."""
+        """Stop the sandbox."""
         with self._compiling:
             self._sandbox.close()
 
@@ -161,7 +160,7 @@ class GrammarCache:
 
     def _compile(self, key: _Key, grammar: Grammar, *, client_id: str, wanted: Callable[[], bool]) -> CompiledGrammar:
         with self._compiling:
-            # Another thread may have waited for the same grammar.
+            # Another thread may have compiled the same grammar meanwhile.
             if (kept := self._find(key)) is not None:
                 return kept
             size_bytes = 0
@@ -184,7 +183,7 @@ class GrammarCache:
             backend = self._backend
             self._names = names_of(backend)
             self._control = {text: token for token, text in self._names.special.items()}
-            self._sandbox.start(self._names)  # it gets ready meanwhile
+            self._sandbox.start(self._names)  # starts while the tokenizer is built
             self._tokenizer = tokenizer_of(
                 self._names,
                 backend.token_bytes,
@@ -209,13 +208,13 @@ class GrammarCache:
                 del self._kept[evicted.key]
 
     def _forget(self, compiled: CompiledGrammar) -> None:
-        """Have a grammar compiled anew: its turns share what they learn of it, and that has reached a limit."""
+        """Drop a grammar so that it is compiled anew: its turns share its learned state, which has reached a limit."""
         with self._looking:
             self._kept.pop(compiled.key, None)
             self._large.pop(compiled.key, None)
 
 
 def _key(grammar: Grammar, markers: Sequence[str]) -> _Key:
-    # Markers are of no matter where nothing can name them.
+    # Markers are irrelevant where the grammar cannot name them.
     names = tuple(sorted(markers)) if grammar.kind == "lark" or grammar.frame else ()
     return grammar.kind, hashlib.sha256(grammar.text.encode()).digest(), grammar.frame, names

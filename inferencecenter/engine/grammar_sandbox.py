@@ -1,11 +1,11 @@
-"""Compiles a grammar in a process that may be killed: ``python -m inferencecenter.engine.grammar_sandbox``.
+"""Compiles grammars in a disposable process: ``python -m inferencecenter.engine.grammar_sandbox``.
 
-llguidance bounds what a grammar may grow to, but not everything that it does before: a schema of 80 characters takes
-half a minute and 400 MB, a chain of 15,000 rules overflows the stack, and neither can be stopped from outside. So each
-grammar is compiled once in a process that may be killed, on a small stack and with little memory, and in the engine
-only if it was compiled there. The other process has a vocabulary with the same names, whose text is single bytes.
+llguidance bounds the size of a compiled grammar, but not all work before that: a schema of 80 characters takes half a
+minute and 400 MB, a chain of 15,000 rules overflows the stack, and neither can be stopped from outside. So each grammar
+is first compiled in a process that can be killed, on a small stack and with little memory, and in the engine only if
+that succeeded. The other process has a vocabulary with the same names, whose text is single bytes.
 
-Each line that it reads and writes is JSON: first the names, then grammars; for each of these what came of it.
+Each line it reads and writes is JSON: first the names, then grammars; for each of these a result.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 TIMEOUT_S: Final = 5.0
-"""How long a compilation may take; those that applications send take milliseconds."""
+"""Time limit of a compilation; those that applications send take milliseconds."""
 
 _START_TIMEOUT_S: Final = 30.0
 _MEMORY_BYTES: Final = 512 * 1024 * 1024
-# The engine's threads have 8 MiB, most of them not in use.
+# The engine's threads have 8 MiB, most of them unused.
 _STACK_BYTES: Final = 1024 * 1024
-# A process that has grown by so much is replaced, so that the next grammar's growth can be told.
+# A process that has grown by this much is replaced, so that the next grammar's growth can be measured.
 _GROWN_BYTES: Final = 32 * 1024 * 1024
 
 
 class GrammarSandbox:
-    """Has grammars compiled in another process, which lives until it is closed or a grammar ends it.
+    """Compiles grammars in another process, which lives until it is closed or a grammar crashes it.
 
-    Used by one thread at a time, but for ``interrupt``.
+    Used by one thread at a time, except for ``interrupt``.
 
     Args:
-        timeout_s: How long a compilation may take.
+        timeout_s: Time limit of a compilation.
     """
 
     def __init__(self, *, timeout_s: float = TIMEOUT_S) -> None:
@@ -74,7 +74,7 @@ class GrammarSandbox:
         self._send([names.n_vocab, list(names.special.items()), names.ends])
 
     def interrupt(self) -> None:
-        """Have a ``run`` look whether it is still wanted, the one that runs or the next one; from any thread."""
+        """Have the current or next ``run`` check ``wanted``; from any thread."""
         os.eventfd_write(self._interrupt, 1)
 
     def run(
@@ -85,24 +85,24 @@ class GrammarSandbox:
         *,
         wanted: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Compile a grammar and return how many bytes that took.
+        """Compile a grammar and return the memory it took in bytes.
 
         Args:
-            names: Of the vocabulary that the grammar is for.
-            grammar: What is compiled.
+            names: Names of the vocabulary.
+            grammar: The grammar.
             markers: The tokens that it may name, by their texts.
-            wanted: Whether anything waits for it, asked at the beginning and after each ``interrupt``. The other
-                process is ended if it compiles for nothing.
+            wanted: Whether the result is still needed; called at the start and after each ``interrupt``. If it is not,
+                the other process is killed.
 
         Raises:
-            WithdrawnError: Nothing waits for it.
-            InferenceCenterError: ``invalid_grammar`` where there is something wrong with it, or it takes too long, or
-                more memory or stack than it may; ``internal`` where the other process does not start.
+            JobCancelledError: The result is no longer needed.
+            InferenceCenterError: ``invalid_grammar`` if it is invalid or exceeds the limits of time, memory or stack;
+                ``internal`` if the other process does not start.
         """
         self.start(names)
         if not self._ready and not self._receive(_START_TIMEOUT_S, wanted):
             self.close()
-            raise InferenceCenterError(ErrorCode.INTERNAL, "The process that tries grammars does not start.")
+            raise InferenceCenterError(ErrorCode.INTERNAL, "The grammar sandbox process does not start.")
         self._ready = True
         self._send([grammar.kind, grammar.text, grammar.frame, dict(markers)])
         try:
@@ -124,7 +124,7 @@ class GrammarSandbox:
         return int(grown_bytes)
 
     def close(self) -> None:
-        """End the other process, if there is one; another ``run`` starts the next."""
+        """Kill the other process, if there is one; the next ``run`` starts another."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -133,15 +133,15 @@ class GrammarSandbox:
     def _send(self, message: Any) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # that it has ended is heard
+        with suppress(BrokenPipeError):  # ``_receive`` detects that it has exited
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
 
     def _receive(self, timeout_s: float, wanted: Callable[[], bool]) -> bytes | None:
-        """Return the next line; empty if the process has ended, ``None`` when nothing comes in time.
+        """Return the next line; empty if the process has exited, ``None`` after the time limit.
 
         Raises:
-            WithdrawnError: Nothing waits for it.
+            JobCancelledError: The result is no longer needed.
         """
         assert self._process is not None
         assert self._process.stdout is not None
@@ -154,7 +154,7 @@ class GrammarSandbox:
             if not ready:
                 return None
             if self._interrupt in ready:
-                os.eventfd_read(self._interrupt)  # before ``wanted`` is asked, so that no interrupt is lost
+                os.eventfd_read(self._interrupt)  # before ``wanted`` is called, so that no interrupt is lost
                 continue
             data = os.read(pipe, 65_536)
             if not data:
@@ -168,7 +168,7 @@ def _refused(reason: str) -> InferenceCenterError:
 
 
 def main() -> int:
-    """Compile the grammars that come until none will come any more."""
+    """Compile the grammars read from standard input until it is closed."""
     lines = map(json.loads, sys.stdin.buffer)
     n_vocab, special, ends = next(lines)
     tokenizer = _byte_tokenizer(VocabularyNames(n_vocab, dict(special), tuple(ends)))
@@ -187,7 +187,7 @@ def main() -> int:
         before_bytes = resident_bytes()
         reasons.clear()
         limit_cpu(2 * TIMEOUT_S)
-        # On a thread, whose stack has the size that was asked for.
+        # On a thread, whose stack has the configured size.
         thread = threading.Thread(target=compile_one, args=asked)
         thread.start()
         thread.join()
@@ -196,7 +196,7 @@ def main() -> int:
 
 
 def _byte_tokenizer(names: VocabularyNames) -> LLTokenizer:
-    """Return a vocabulary with these names, in which a byte is a token and all other tokens are nothing."""
+    """Return a vocabulary with these names, in which each byte is a token and all other tokens are empty."""
     n_vocab = max(names.n_vocab, len(names.special) + 256)
     plain = [token for token in range(n_vocab) if token not in names.special]
     spelled = {token: bytes((byte,)) for byte, token in enumerate(plain[:256])}

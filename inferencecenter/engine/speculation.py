@@ -1,10 +1,10 @@
-"""Prompt lookup: what a turn says next is guessed from where it, or its prompt, said the like before.
+"""Speculative decoding by prompt lookup: drafts are the continuation of an earlier occurrence of the last tokens.
 
-The guesses, its drafts, are decoded together with the turn's last token. The turn's own sampler chooses a token in the
-place of each, and what follows the first draft that is another one is cut off again. So the answer is the one that
-would have been given without them; only how many tokens a step gives is another (Saxena, Prompt Lookup Decoding, 2023).
+Drafts are decoded together with the turn's last token. The turn's own sampler samples a token at the position of each;
+everything after the first mismatch is truncated again. So the answer is the same as without drafts; only the number of
+tokens per step differs (Saxena, Prompt Lookup Decoding, 2023).
 
-Nothing here reads a clock: what is drafted follows from the tokens alone, and so does the shape of what is computed.
+Nothing here reads a clock: drafts, and so the shapes of what is computed, depend on the tokens alone.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 ROW_COST: Final = 0.25
-"""What a row adds to a step with one row, as a share of it: 0.02 (a GPU) to 0.3 (two cores, short contexts)."""
+"""Cost of a further row relative to a step with one row: 0.02 (a GPU) to 0.3 (two cores, short contexts)."""
 
 _ENTRIES_A_TOKEN: Final = 4
 _FEWEST_ENTRIES: Final = 1 << 10
 _MOST_ENTRIES: Final = 1 << 16
 _MOST_NEW_TOKENS: Final = 1024
 
-# How many tokens are looked up, and how likely a draft found by them is right before any was tried.
+# Lookup sizes in tokens, and the prior probability that a draft found by them is accepted.
 _LIKELIHOODS: Final = ((2, 0.3), (4, 0.7))
-# So many tries is that worth, and what was tried earlier counts less with each new try.
+# Weight of the prior in tries, and the decay of earlier tries per new try.
 _PRIOR_TRIES: Final = 2.0
 _OLD: Final = 0.8
 # Just worth a single draft.
@@ -42,29 +42,32 @@ _LONGEST_PAUSE_TOKENS: Final = 128
 
 
 def draft_tokens(options: EngineOptions, backend: Backend, *, on_log: Callable[[str, str], None]) -> int:
-    """Return how many tokens a turn may draft in a step; 0 where it is not wanted, or the model cannot go back."""
+    """Return how many tokens a turn may draft per step; 0 if disabled or if the model cannot truncate."""
     if options.speculative != "lookup":
         return 0
     if not backend.can_truncate:
-        on_log("warning", "nothing is drafted: this model's memory cannot be cut where a draft turns out wrong")
+        on_log(
+            "warning",
+            "speculative decoding is disabled: this model's KV cache cannot be truncated after a rejected draft",
+        )
         return 0
     return options.draft_tokens
 
 
 def most_drafts(draft_tokens: int) -> int:
-    """Return how many tokens all turns together may draft in a step, of which one may draft ``draft_tokens``."""
+    """Return how many tokens all turns together may draft per step, if one may draft ``draft_tokens``."""
     return 2 * draft_tokens
 
 
 class TokenIndex:
-    """Where the last tokens of a growing sequence stood before.
+    """Earlier positions of the last tokens of a growing sequence.
 
-    A table of fixed size for each number of tokens that is looked up. An entry is the position behind the latest such
-    tokens that fell on it; a look-up compares them, so that it never takes others for them.
+    A table of fixed size per lookup size. An entry is the position after the latest tokens with that hash; a lookup
+    compares the tokens, so that it never returns a collision.
 
     Args:
-        sizes: How many tokens are looked up, the fewest first: where these are not found, more of them are not either.
-        n_tokens: How long the sequence may become; beyond some length of it, older places are forgotten.
+        sizes: Lookup sizes, ascending: if a size is not found, larger ones are not either.
+        n_tokens: Maximum length of the sequence; beyond some length, older positions are overwritten.
     """
 
     def __init__(self, sizes: Sequence[int], n_tokens: int) -> None:
@@ -76,18 +79,18 @@ class TokenIndex:
         self._known = 0
 
     def catch_up(self, tokens: Sequence[int]) -> bool:
-        """Take in what the sequence has grown by, so much at once as takes a millisecond; ``False`` if more is left."""
+        """Index the added tokens, at most a millisecond's worth at once; ``False`` if more are left."""
         end = min(len(tokens), self._known + _MOST_NEW_TOKENS)
         mask = self._mask
         for size, table in self._tables:
-            # What ends with the last token has no continuation yet: it is taken in with the next one.
+            # The last token has no continuation yet: it is indexed with the next one.
             for position in range(max(self._known, size), end):
                 table[hash(tuple(tokens[position - size : position])) & mask] = position
         self._known = end
         return end == len(tokens)
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return how many tokens at the end were found, and where they went on the last time; zeros for nowhere."""
+        """Return how many tokens at the end were found, and the position after their last occurrence; zeros if none."""
         end, found = len(tokens), (0, 0)
         for size, table in self._tables:
             if end <= size:
@@ -101,7 +104,7 @@ class TokenIndex:
 
 
 def continuation(tokens: Sequence[int], position: int, n_tokens: int) -> list[int]:
-    """Return how a sequence goes on if it does as it did at ``position``, over and over where that is near its end."""
+    """Return ``n_tokens`` from ``position`` on, repeated cyclically if it is near the end."""
     drafts = list(tokens[position : position + n_tokens])
     while len(drafts) < n_tokens:
         drafts += drafts[: n_tokens - len(drafts)]
@@ -110,7 +113,7 @@ def continuation(tokens: Sequence[int], position: int, n_tokens: int) -> list[in
 
 @dataclass(slots=True)
 class _Record:
-    """How drafts fared that were found in one way, lately; none is to be made before ``resumes_at`` tokens."""
+    """Recent acceptance of drafts of one lookup size; no drafts are made before ``resumes_at`` tokens."""
 
     prior: float
     right: float = 0.0
@@ -120,13 +123,13 @@ class _Record:
 
     @property
     def likelihood(self) -> float:
-        """How likely a draft is right if those before it are."""
+        """Probability that a draft is accepted if those before it are."""
         return (self.right + self.prior * _PRIOR_TRIES) / (self.tried + _PRIOR_TRIES)
 
     def add(self, *, drafted: int, accepted: int, n_tokens: int) -> None:
-        """Take in what became of some drafts; the sequence has ``n_tokens`` by now."""
+        """Record the outcome of some drafts; the sequence has ``n_tokens`` by now."""
         self.right = _OLD * self.right + accepted
-        # Behind the first wrong one nothing was tried.
+        # After the first rejected draft nothing was tried.
         self.tried = _OLD * self.tried + accepted + (accepted < drafted)
         if accepted:
             self.pause_tokens = _FIRST_PAUSE_TOKENS
@@ -138,10 +141,10 @@ class _Record:
 class Drafter:
     """Drafts for one turn, as long as its text repeats itself.
 
-    Where drafts are mostly wrong it offers none, but for a single one now and then, the more seldom the longer.
+    While drafts are mostly rejected it offers none except an occasional single one, at growing intervals.
 
     Args:
-        n_tokens: How long the turn's sequence may become.
+        n_tokens: Maximum length of the turn's sequence.
     """
 
     def __init__(self, n_tokens: int) -> None:
@@ -152,7 +155,7 @@ class Drafter:
         self._drafted = 0
 
     def look(self, tokens: Sequence[int]) -> float:
-        """Return how likely the first draft for what the turn holds now is right; 0 for none to be had."""
+        """Return the probability that the first draft for the current tokens is accepted; 0 for no draft."""
         self._drafted = 0
         if not self._index.catch_up(tokens):
             return 0.0
@@ -166,27 +169,28 @@ class Drafter:
         return _PROBE if len(tokens) >= record.resumes_at else 0.0
 
     def draft(self, tokens: Sequence[int], n_tokens: int) -> list[int]:
-        """Return the first drafts for what was looked at last."""
+        """Return drafts for the tokens of the last ``look``."""
         self._drafted = n_tokens
         return continuation(tokens, self._position, n_tokens)
 
     def observe(self, accepted: int, *, n_tokens: int) -> None:
-        """Learn that of the drafts made last the first ``accepted`` were right; the turn has ``n_tokens`` by now."""
+        """Record that the first ``accepted`` of the last drafts were accepted; the turn has ``n_tokens`` by now."""
         if self._drafted:
             self._records[self._size].add(drafted=self._drafted, accepted=accepted, n_tokens=n_tokens)
             self._drafted = 0
 
 
 def allot(chances: Sequence[float], *, each: int, together: int) -> list[int]:
-    """Return how many tokens each of the turns that a step decodes drafts, so that the step gives most for its time.
+    """Return the number of tokens each turn of a step drafts, so that the step yields most tokens per time.
 
-    All that draft do so alike: llama.cpp computes what differs in length apart, and what does not lie together. What a
-    step gives is a token for each turn and the drafts that are right, what it costs the rows of each computation.
+    All drafting turns draft the same number: llama.cpp computes rows of different lengths, and slots that are not
+    consecutive, separately. A step yields a token per turn plus the accepted drafts; it costs the rows of each
+    computation.
 
     Args:
-        chances: How likely a turn's draft is right if those before it are, by slot; 0 for a turn that has none.
+        chances: Probability that a turn's draft is accepted if those before it are, by slot; 0 for none.
         each: Most drafts of one turn.
-        together: Most drafts of all.
+        together: Most drafts of all turns.
     """
     wanting = [index for index, chance in enumerate(chances) if chance > ROW_COST]
     lengths = [0] * len(chances)
@@ -216,17 +220,17 @@ def allot(chances: Sequence[float], *, each: int, together: int) -> list[int]:
 
 
 def _cost(rows: int) -> float:
-    """Return what a computation of so many rows costs, in units of one with a single row."""
+    """Return the cost of a computation of ``rows`` rows, in units of one with a single row."""
     return 1 + ROW_COST * (rows - 1)
 
 
 class DraftPlanner:
-    """Drafts for the turns of a step, as far as it has room.
+    """Drafts for the turns of a step, as far as the pass has room.
 
     Args:
-        draft_tokens: Most drafts of one turn; 0 for none at all.
+        draft_tokens: Most drafts of one turn; 0 to disable drafting.
         n_ctx: Tokens that fit one slot.
-        pass_tokens: Most tokens that the backend decodes without cutting them again.
+        pass_tokens: Most tokens that the backend decodes without splitting the pass.
     """
 
     def __init__(self, *, draft_tokens: int, n_ctx: int, pass_tokens: int) -> None:
@@ -235,7 +239,7 @@ class DraftPlanner:
         self._pass_tokens = pass_tokens
 
     def drafts(self, decoding: Collection[EngineRequest]) -> Mapping[str, list[int]]:
-        """Return what is drafted for turns that decode one token each, by id."""
+        """Return the drafts of turns that decode one token each, by id."""
         if not self._draft_tokens:
             return {}
         looked = [(self._look(request), request) for request in decoding]

@@ -1,1 +1,1 @@
-"""What the front (process 1) and the engine (process 2) say to each other, and both ends of the pipe."""
+"""Messages between the front (process 1) and the engine (process 2), and both ends of the pipe."""

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import FromEngine, ToEngine
 
 MAX_UNREAD_BYTES: Final = 3 * MAX_FRAME_BYTES
-"""What may wait for an engine that does not read, before it counts as lost."""
+"""Most bytes that may wait for an engine that does not read; beyond that it counts as lost."""
 WINDOW_BYTES: Final = 8 * 2**20
-"""What may wait before turns are held back. One more turn and all look-ups still fit below the limit."""
+"""Bytes that may wait before turns are held back. One more turn and all lookups still fit below the limit."""
 
 
 class Channel(asyncio.Protocol):
@@ -25,8 +25,8 @@ class Channel(asyncio.Protocol):
     Args:
         on_message: Called on the event loop with each message, in order; must not raise.
         on_drain: Called on the event loop when there is room again; must not raise.
-        window_bytes: What may wait to be read by the other end before there is no room.
-        max_unread_bytes: What may wait before the channel gives up.
+        window_bytes: Unread bytes beyond which there is no room.
+        max_unread_bytes: Unread bytes beyond which the channel gives up.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Channel(asyncio.Protocol):
         on_drain: Callable[[], None] = lambda: None,
         window_bytes: int = WINDOW_BYTES,
     ) -> Channel:
-        """Return a channel over a connected Unix socket, which it takes over."""
+        """Return a channel that owns a connected Unix socket."""
         _, channel = await asyncio.get_running_loop().create_unix_connection(
             lambda: cls(on_message, on_drain=on_drain, window_bytes=window_bytes), sock=sock
         )
@@ -64,14 +64,14 @@ class Channel(asyncio.Protocol):
 
     @property
     def has_room(self) -> bool:
-        """Whether what waits to be read is within the window; ``on_drain`` is called when it is again."""
+        """Whether the unread bytes are within the window; ``on_drain`` is called when they are again."""
         return self._has_room
 
     def send(self, message: ToEngine) -> None:
-        """Send a message; nothing happens when the channel is lost already.
+        """Send a message; does nothing once the channel is lost.
 
         Raises:
-            FrameError: The message is too large for a frame.
+            FramingError: The message is too large for a frame.
         """
         frame = encode(message)
         if self._transport is None or self._transport.is_closing():
@@ -82,7 +82,7 @@ class Channel(asyncio.Protocol):
             self._give_up(f"the engine left {unread} bytes unread")
 
     def close(self) -> None:
-        """Close the socket once what was sent has gone out."""
+        """Close the socket after sending what is buffered."""
         if self._transport is not None:
             self._transport.close()
 
@@ -92,26 +92,26 @@ class Channel(asyncio.Protocol):
             self._transport.abort()
 
     async def lost(self) -> str:
-        """Wait until nothing more will arrive; return what went wrong in words, empty after a plain end of file."""
+        """Wait until nothing more will arrive; return the cause, empty after a plain end of file."""
         await self._lost.wait()
         return self._fault
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take over the transport."""
+        """Store the transport."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=self._window_bytes)
 
     def pause_writing(self) -> None:
-        """Take note that more than the window waits to be read."""
+        """Record that the window is exceeded."""
         self._has_room = False
 
     def resume_writing(self) -> None:
-        """Tell that a good part of the window has been read."""
+        """Call ``on_drain``: a good part of the window has been read."""
         self._has_room = True
         self._on_drain()
 
     def data_received(self, data: bytes) -> None:
-        """Pass on the messages that are complete."""
+        """Deliver the complete messages."""
         try:
             messages = self._decoder.feed(data)
         except FramingError as error:
@@ -121,7 +121,7 @@ class Channel(asyncio.Protocol):
             self._on_message(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell that nothing more will arrive."""
+        """Wake the callers of ``lost``."""
         self._fault = self._fault or (str(exc) if exc else "")
         self._lost.set()
 

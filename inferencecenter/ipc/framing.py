@@ -26,14 +26,14 @@ Message = TypeVar("Message", ToEngine, FromEngine)
 
 
 class FramingError(Exception):
-    """The other end sent something that is not a frame; nothing after it can be understood."""
+    """The peer sent something that is not a frame; nothing after it can be decoded."""
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
     """Return ``message`` as one frame.
 
     Raises:
-        FrameError: The message is larger than ``MAX_FRAME_BYTES``.
+        FramingError: The message is larger than ``MAX_FRAME_BYTES``.
     """
     payload = _encoder.encode(message)
     if len(payload) > MAX_FRAME_BYTES:
@@ -42,11 +42,11 @@ def encode(message: ToEngine | FromEngine) -> bytes:
 
 
 class Decoder(Generic[Message]):
-    """Turns bytes, cut anywhere, back into messages.
+    """Reassembles messages from arbitrarily split bytes.
 
     Args:
         union: The messages that may arrive, as ``ToEngine``.
-        max_frame_bytes: Length at which a frame is taken for garbage.
+        max_frame_bytes: Longer frames are rejected as garbage.
     """
 
     def __init__(self, union: Any, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -56,14 +56,14 @@ class Decoder(Generic[Message]):
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of a frame whose rest has not arrived."""
+        """Bytes of an incomplete frame."""
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[Message]:
-        """Take in ``data`` and return the messages that are now complete, oldest first.
+        """Add ``data`` and return the messages that are now complete, oldest first.
 
         Raises:
-            FrameError: The bytes are not frames of known messages; the decoder is of no further use.
+            FramingError: The bytes are not frames of known messages; the decoder is unusable afterwards.
         """
         self._buffer += data
         messages: list[Message] = []
@@ -110,10 +110,10 @@ class BlockingChannel:
         self._sending = threading.Lock()
 
     def read(self) -> ToEngine | None:
-        """Wait for the next message; ``None`` when the other end is gone, in the middle of a frame or not.
+        """Wait for the next message; ``None`` when the peer has disconnected, even in the middle of a frame.
 
         Raises:
-            FrameError: What arrived is not a frame.
+            FramingError: The received bytes are not a frame.
         """
         while not self._received:
             try:
@@ -126,11 +126,11 @@ class BlockingChannel:
         return self._received.popleft()
 
     def send(self, message: FromEngine) -> None:
-        """Write a message; waits while the other end is slow to read.
+        """Write a message; blocks while the peer is slow to read.
 
         Raises:
-            FrameError: The message is too large.
-            ConnectionError: The other end is gone.
+            FramingError: The message is too large.
+            ConnectionError: The peer has disconnected.
         """
         frame = encode(message)
         with self._sending:

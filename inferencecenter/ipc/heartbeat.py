@@ -1,22 +1,22 @@
-"""A page of memory that both processes map: what the engine is doing, readable also after its death.
+"""A memory page mapped by both processes: the engine's progress and current turns, readable after its death.
 
-The engine counts its progress there, and names the turns of the step that it is about to run and those that its workers
-prepare. The front looks at the counter while turns are with the engine, to tell a hang from a long step, and at the
-names once the engine is gone. Nothing is sent, and nothing is written while there is nothing to do.
+The engine counts its progress there and names the turns of the step it is about to run and those its workers tokenize.
+The front reads the counter while turns are in the engine, to distinguish a hang from a long step, and reads the names
+once the engine has exited. Nothing is sent, and nothing is written while the engine is idle.
 
-Layout, in the machine's own byte order:
+Layout, in native byte order:
 
 ========  =========  ==============================================================================
-offset    bytes      what
+offset    bytes      content
 ========  =========  ==============================================================================
-0         8          progress, counted up; only that it changes means something
+0         8          progress counter; only changes are meaningful
 8         8          length in bytes of the names of the step's turns, 0 between steps
-64        8,448      the names, UTF-8, a NUL between two: 256 of 32 bytes
-8,512     256 x 40   for each worker: a byte with the length of a turn's name, 0 for none; the name; 7 bytes unused
+64        8,448      the names, UTF-8, separated by NUL: 256 of 32 bytes
+8,512     256 x 40   per worker: a byte with the length of a turn's name, 0 for none; the name; 7 bytes unused
 ========  =========  ==============================================================================
 
-Names are written before their length, and the length is 0 while they change: an engine that dies in between has named
-nobody. What does not fit is cut off, and belongs to nobody.
+Names are written before their length, and the length is 0 while they change: an engine that dies in between blames no
+turn. Names that do not fit are cut off and match no turn.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SEPARATOR: Final = "\0"
 class Heartbeat:
     """One end of the page; made by ``create`` in the front and by ``attach`` in the engine.
 
-    In the engine ``beat`` and ``step`` are called by one thread, ``preparing`` by any.
+    In the engine ``tick`` and ``step`` are called by one thread, ``preparing`` by any.
     """
 
     def __init__(self, page: mmap.mmap, fd: int) -> None:
@@ -63,7 +63,7 @@ class Heartbeat:
 
     @classmethod
     def create(cls) -> Heartbeat:
-        """Return a new page, all zero, whose size nobody can change.
+        """Return a new page, all zero, with a sealed size.
 
         Raises:
             OSError: There is no memory or no descriptor for it.
@@ -79,11 +79,11 @@ class Heartbeat:
 
     @classmethod
     def attach(cls, fd: int) -> Heartbeat:
-        """Return the page behind an inherited descriptor, which it takes over.
+        """Return the page behind an inherited descriptor, and own the descriptor.
 
         Raises:
             OSError: The descriptor is not open, or cannot be mapped.
-            ValueError: What is behind it is shorter than the page.
+            ValueError: The file behind it is shorter than the page.
         """
         return cls(mmap.mmap(fd, _SIZE_BYTES), fd)
 
@@ -99,7 +99,7 @@ class Heartbeat:
         self._words[_BEATS] += 1
 
     def step(self, turn_ids: Sequence[str]) -> None:
-        """Name the turns of the step that begins now, none when it is over; this is progress too."""
+        """Name the turns of the step that begins, none at its end; counts as progress."""
         names = tuple(turn_ids)
         if not names:
             self._words[_STEP_LENGTH] = 0
@@ -111,7 +111,7 @@ class Heartbeat:
 
     @contextmanager
     def preparing(self, turn_id: str) -> Iterator[None]:
-        """Name a turn that a worker turns into tokens, for as long as it does. No progress of the engine's loop."""
+        """Name a turn while a worker tokenizes it. Does not count as progress of the engine's loop."""
         with self._taking:
             worker = self._free.pop() if self._free else None
         if worker is None:
@@ -132,18 +132,18 @@ class Heartbeat:
 
     @property
     def ticks(self) -> int:
-        """The progress that was counted; another number than before means that the engine does something."""
+        """The progress counter; a change means that the engine is not stuck."""
         return int(self._words[_BEATS])
 
     @property
     def suspects(self) -> tuple[str, ...]:
-        """The turns of the step that runs and those that are being prepared: who may have ended a dead engine."""
+        """Turns of the running step and turns being tokenized: those that may have crashed a dead engine."""
         length = min(self._words[_STEP_LENGTH], _STEP_BYTES)
         names = bytes(self._bytes[_STEP_AT : _STEP_AT + length]).decode(errors="replace")
         return tuple(dict.fromkeys((*(name for name in names.split(_SEPARATOR) if name), *self._prepared())))
 
     def close(self) -> None:
-        """Give the page and its descriptor back; to be called once."""
+        """Release the page and its descriptor; to be called once."""
         self._words.release()
         self._bytes.release()
         self._page.close()

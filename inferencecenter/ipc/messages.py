@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
-    """Return token ids as little-endian int32 bytes, four a token."""
+    """Return token ids as little-endian int32 bytes, four per token."""
     return array("i", tokens).tobytes()
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """Return the token ids in bytes made by ``pack_tokens``."""
+    """Return the token ids packed by ``pack_tokens``."""
     tokens = array("i")
     tokens.frombytes(packed)
     return tokens.tolist()
@@ -37,22 +37,22 @@ class PromptSegment(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory it takes."""
+        """Approximate size in memory."""
         return getsizeof(self.text)
 
 
 class Grammar(msgspec.Struct, frozen=True, array_like=True):
-    """The form of an answer; ``text`` is of the kind ``json_schema``, ``regex``, ``lark`` or ``gbnf``.
+    """Grammar of an answer; ``text`` is of the kind ``json_schema``, ``regex``, ``lark`` or ``gbnf``.
 
-    A turn that goes on has its earlier answer in this form too.
+    The earlier answer of a resumed turn matches it too.
 
-    Text is matched as it is shown, however it is cut into tokens. A control token is no text, also where it is shown:
-    it comes only where the grammar names it, which is written ``<[its text]>`` in Lark, as in ``<[<tool_call>]>``, and
-    understood for those of the turn's ``markers``. What ends a generation may come wherever the grammar may end, and
-    needs no name. JSON of a ``json_schema`` is written on one line as Python writes it, with a space after each comma
-    and colon; within Lark, ``%json`` does so if its schema says so in ``x-guidance``.
+    The grammar constrains the emitted text, however it is split into tokens. A control token is not text, even where it
+    is emitted: it is allowed only where the grammar names it, written ``<[its text]>`` in Lark, as in
+    ``<[<tool_call>]>``, and only if it is one of the turn's ``markers``. End tokens are allowed wherever the grammar
+    may end and need no name. JSON of a ``json_schema`` is written on one line as Python writes it, with a space after
+    each comma and colon; within Lark, ``%json`` does so if its schema says so in ``x-guidance``.
 
-    What may stand before a ``gbnf`` is said by a ``frame`` in Lark, which has a rule ``answer`` that is the GBNF.
+    ``frame`` is Lark around a ``gbnf``: it defines what may precede it and refers to the GBNF as rule ``answer``.
     """
 
     kind: str
@@ -66,21 +66,21 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Run one turn: continue ``tokens`` with the tokenized ``pieces``, then generate.
 
-    ``tokens`` is everything the session already holds (packed ids), so that the engine owes nobody any memory.
+    ``tokens`` is everything the session already holds (packed ids), so the engine needs no session state.
     ``params_json`` is an effective ``protocol.params.Params`` with no level left to merge. ``priority`` is 0 for
     interactive, 1 for normal, 2 for batch: lower goes first.
 
-    The first ``shared_pieces`` pieces are a system prompt, whose KV other sessions of the client may use, and with
-    ``public`` everybody's. ``answer`` is what this turn generated before, when it goes on after its prompt was made
-    shorter or its engine was lost; the first ``shown_chars`` characters of its text have been told. With ``may_shift``
-    a turn whose context is full hears ``ContextFull`` instead of its end. Without ``durable`` nothing of it may be
-    written to a disk. Where its time goes is taken down if it is ``traced``.
+    The first ``shared_pieces`` pieces are a system prompt whose KV other sessions of the client may reuse, and with
+    ``public`` other clients too. ``answer`` is what this turn generated before its prompt was shortened or its engine
+    was lost; the first ``shown_chars`` characters of its text were already emitted. With ``may_shift`` a turn whose
+    context is full receives ``ContextFull`` instead of its end. Without ``durable`` nothing of it may be written to
+    disk. A ``traced`` turn records its stages.
 
-    One that is ``accepted`` was kept by the front while no engine could take it; neither it nor one with an ``answer``
-    is refused for lack of room.
+    An ``accepted`` turn was queued by the front while no engine was ready; neither it nor one with an ``answer`` is
+    rejected for lack of room.
 
-    Its answer has the form of ``grammar``, if there is one. The ``markers`` are control tokens that are shown as text
-    when they are generated, as those around a call of a tool; all others show nothing.
+    ``grammar`` constrains the answer. ``markers`` are control tokens emitted as text when they are generated, such as
+    those around a tool call; all others produce no text.
     """
 
     turn_id: str
@@ -103,43 +103,43 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory it takes."""
+        """Approximate size in memory."""
         packed = len(self.tokens) + len(self.answer) + len(self.params_json)
         form = 0 if self.grammar is None else getsizeof(self.grammar.text) + getsizeof(self.grammar.frame)
         return packed + form + sum(piece.size_bytes for piece in self.pieces)
 
 
 class AbortTurn(msgspec.Struct, frozen=True, tag=True):
-    """End a turn now; its ``Finished`` says ``aborted``. Unknown turns are ignored: they have just ended."""
+    """End a turn now; its ``Finished`` has the reason ``aborted``. Unknown turns are ignored: they have just ended."""
 
     turn_id: str
 
 
 class ReleaseSession(msgspec.Struct, frozen=True, tag=True):
-    """Forget the KV of a session that is closed."""
+    """Drop the KV of a closed session."""
 
     session_id: str
 
 
 class RetainSessions(msgspec.Struct, frozen=True, tag=True):
-    """Forget the parked KV of all sessions but these; the first frame after ``Ready``."""
+    """Drop the parked KV of all other sessions; the first frame after ``Ready``."""
 
     session_ids: tuple[str, ...]
 
 
 class Suspend(msgspec.Struct, frozen=True, tag=True):
-    """Stop all turns without a word, bring the KV of durable sessions to disk, and answer ``Suspended``.
+    """Stop all turns without events, write the KV of durable sessions to disk, and reply ``Suspended``.
 
-    With ``park_all`` what may not be on a disk is parked in memory, for another engine of this daemon.
+    With ``park_all`` sessions that must not be on disk are parked in memory, for another engine of this daemon.
     """
 
     park_all: bool = False
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, tag=True):
-    """Turn text into tokens; ``Tokenized`` answers. With ``first`` they begin a sequence, with its BOS token.
+    """Tokenize text; the reply is ``Tokenized``. With ``first`` the tokens begin a sequence, with its BOS token.
 
-    The workers are shared fairly between the clients of questions and turns.
+    The workers are shared fairly between clients, lookups and turns alike.
     """
 
     ask_id: int
@@ -149,12 +149,12 @@ class TokenizeRequest(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory it takes, at least 1."""
+        """Approximate size in memory, at least 1."""
         return 1 + sum(piece.size_bytes for piece in self.pieces)
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, tag=True):
-    """Turn packed tokens into text, control tokens by their names; ``Detokenized`` answers."""
+    """Convert packed tokens to text, control tokens by name; the reply is ``Detokenized``."""
 
     ask_id: int
     tokens: bytes
@@ -162,21 +162,22 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def size_bytes(self) -> int:
-        """About how much memory it takes, at least 1."""
+        """Approximate size in memory, at least 1."""
         return getsizeof(self.tokens)
 
 
 class CancelLookup(msgspec.Struct, frozen=True, tag=True):
-    """Leave a ``TokenizeRequest`` or ``DetokenizeRequest`` unanswered; an unknown one has just been answered."""
+    """Cancel a ``TokenizeRequest`` or ``DetokenizeRequest``; an unknown one has just been answered."""
 
     ask_id: int
 
 
 class EngineLimits(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Do less than you could, until another ``EngineLimits`` comes.
+    """Throttle the engine until the next ``EngineLimits``.
 
-    At most ``active_slots`` turns have a slot at once, of the classes down to ``lowest_class`` (see ``Submit``); steps
-    read only ``prefill_share`` of the prompt tokens that they could, and after each step is a pause of ``pause_ms``.
+    At most ``active_slots`` turns hold a slot at once, of the classes down to ``lowest_class`` (see ``Submit``); steps
+    prefill only the fraction ``prefill_share`` of their token budget, and each step is followed by a pause of
+    ``pause_ms``.
     """
 
     active_slots: int
@@ -186,39 +187,38 @@ class EngineLimits(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class KvRamLimit(msgspec.Struct, frozen=True, tag=True):
-    """Let parked KV take no more than ``ram_bytes`` of memory, and give up at once what is more.
+    """Limit parked KV to ``ram_bytes`` of memory and free the excess at once.
 
-    It holds until another ``KvRamLimit`` comes; ``None`` is as much as the options say.
+    Valid until the next ``KvRamLimit``; ``None`` restores the configured limit.
     """
 
     ram_bytes: int | None
 
 
 class Adapter(msgspec.Struct, frozen=True, array_like=True):
-    """A LoRA adapter on top of a model: its GGUF file, and how strongly it counts; with a scale of 0 not at all."""
+    """A LoRA adapter: its GGUF file and its scale; a scale of 0 disables it."""
 
     path: str
     scale: float = 1.0
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the engine process is told at its start.
+    """The engine process's configuration.
 
-    ``backend`` is ``llama`` or ``echo``. ``parent_pid`` is the process that must be alive for the engine to go on.
-    ``lora`` are adapters on top of the model. ``n_ctx`` is tokens per slot, 0 the model's own; ``n_gpu_layers`` -1 is
-    all of them; a thread count of 0 is one a physical core. ``prefill_grid_tokens`` is the distance of the positions at
-    which prompts are cut, ``target_step_ms`` how long a step with prefill should take. ``echo_delay_ms`` is how long
-    the echo backend takes for each decode. With ``speculative`` of ``lookup`` instead of ``off`` a turn guesses up to
-    ``draft_tokens`` tokens a step.
+    ``backend`` is ``llama`` or ``echo``. The engine exits when the process ``parent_pid`` does. ``lora`` are adapters
+    on top of the model. ``n_ctx`` is tokens per slot, 0 for the model's own; ``n_gpu_layers`` of -1 means all; a thread
+    count of 0 means one per physical core. ``prefill_grid_tokens`` is the distance of the positions at which prompts
+    are cut, ``target_step_ms`` the target duration of a step with prefill. ``echo_delay_ms`` is the echo backend's time
+    per decode. With ``speculative`` of ``lookup`` instead of ``off`` a turn drafts up to ``draft_tokens`` tokens per
+    step.
 
-    ``quantum_tokens`` is what a turn may generate before another that waits gets its slot, 0 to choose by what parking
-    costs; a waiting turn rises a class every ``ageing_s``, and fails after ``queue_timeout_s`` (0 is never). KV is
-    parked in the directories ``kv_ram_dir`` and ``kv_disk_dir``, at most so many bytes in each, and of these at most
-    ``kv_client_share`` for one client; a directory without bytes is not used. Files of an earlier engine are taken over
-    with ``kv_adopt``: ``all``, those that may be on a disk with ``durable``; the others are deleted.
+    ``quantum_tokens`` is what a turn may generate before a waiting turn may preempt it, 0 to derive it from the cost of
+    parking; a waiting turn rises a class every ``ageing_s`` and fails after ``queue_timeout_s`` (0 for never). KV is
+    parked in the directories ``kv_ram_dir`` and ``kv_disk_dir``, up to the given bytes in each, of which one client may
+    use the fraction ``kv_client_share``; a directory with a budget of 0 is not used. ``kv_adopt`` selects the files of
+    an earlier engine to recover: ``all``, ``durable`` or ``none``; the others are deleted.
 
-    ``pulse_fd`` is an inherited descriptor of the page in which the engine tells what it is doing (``ipc.heartbeat``),
-    -1 for none.
+    ``pulse_fd`` is an inherited descriptor of the heartbeat page (``ipc.heartbeat``), -1 for none.
     """
 
     backend: str
@@ -283,11 +283,11 @@ ToEngine: TypeAlias = (
 )
 
 
-# --- engine to front: the life of the process
+# --- engine to front: process lifecycle
 
 
 class BufferUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What llama.cpp took of one kind of memory, in bytes; ``name`` is its own, as ``CUDA0`` or ``CPU``."""
+    """llama.cpp's use of one kind of memory, in bytes; ``name`` is llama.cpp's, such as ``CUDA0`` or ``CPU``."""
 
     name: str
     weight_bytes: int = 0
@@ -297,12 +297,12 @@ class BufferUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the front needs to know of a loaded model; it never opens the file itself.
+    """Properties of a loaded model; the front never opens the file itself.
 
-    ``n_ctx`` is tokens per slot. ``special_tokens`` are the texts of control tokens, which must never be recognised in
-    what a user or a model wrote. ``sampling_defaults_json`` is an object of parameters that the file recommends.
-    ``add_bos`` says that a sequence starts with ``bos_token``. ``memory`` is what loading it took; ``lora`` are the
-    adapters on top of it. No token spells more than ``max_token_bytes``; 0 where one may stand for any text.
+    ``n_ctx`` is tokens per slot. ``special_tokens`` are the texts of control tokens, which must never be parsed in text
+    of a user or a model. ``sampling_defaults_json`` is an object of parameters recommended by the file. With
+    ``add_bos`` a sequence starts with ``bos_token``. ``memory`` is what loading used; ``lora`` are the adapters. No
+    token is longer than ``max_token_bytes``; 0 where one may stand for any text.
     """
 
     name: str
@@ -332,7 +332,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
-    """The model is being loaded; ``fraction`` runs from 0 to 1. ``offloads``: there is a GPU that takes layers."""
+    """The model is being loaded; ``fraction`` runs from 0 to 1. ``offloads``: a GPU that takes layers is present."""
 
     fraction: float
     offloads: bool = False
@@ -353,13 +353,13 @@ class LoadFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Suspended(msgspec.Struct, frozen=True, tag=True):
-    """All turns have stopped and what was to be kept is on disk; the process may be ended. ``sessions`` are there."""
+    """All turns have stopped and durable KV is on disk: ``sessions`` of them; the process may be terminated."""
 
     sessions: int
 
 
 class Tokenized(msgspec.Struct, frozen=True, tag=True):
-    """The packed tokens of a ``TokenizeRequest``, and the text bytes of each; of control tokens their names."""
+    """The packed tokens of a ``TokenizeRequest``, and the text bytes of each; the names of control tokens."""
 
     ask_id: int
     tokens: bytes
@@ -367,7 +367,7 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True):
 
 
 class Detokenized(msgspec.Struct, frozen=True, tag=True):
-    """The text of a ``DetokenizeRequest``, or which token is none of the model's."""
+    """The text of a ``DetokenizeRequest``, or the first token that is not in the vocabulary."""
 
     ask_id: int
     text: str
@@ -375,7 +375,7 @@ class Detokenized(msgspec.Struct, frozen=True, tag=True):
 
 
 class LookupFailed(msgspec.Struct, frozen=True, tag=True):
-    """A ``TokenizeRequest`` or ``DetokenizeRequest`` has no answer. ``code`` is an ``errors.ErrorCode`` value."""
+    """A ``TokenizeRequest`` or ``DetokenizeRequest`` failed. ``code`` is an ``errors.ErrorCode`` value."""
 
     ask_id: int
     code: str
@@ -383,28 +383,28 @@ class LookupFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class LogLine(msgspec.Struct, frozen=True, tag=True):
-    """A line of the engine's or llama.cpp's log, to be written by the front with everything else."""
+    """A line of the engine's or llama.cpp's log, to be written by the front."""
 
     level: str
     event: str
     source: str
 
 
-# --- engine to front: what a step produced
+# --- engine to front: results of a step
 
 
 class QueuePosition(msgspec.Struct, frozen=True, tag=True):
-    """A waiting turn's place in the queue changed; 0 is running."""
+    """A waiting turn's position in the queue changed; 0 is running."""
 
     turn_id: str
     position: int
 
 
 class TraceStage(msgspec.Struct, frozen=True, array_like=True):
-    """Where a traced turn spent its time from one second of the machine's monotonic clock to another.
+    """One stage of a traced turn, between two monotonic times in seconds.
 
-    ``name`` is ``queue``, ``prefill`` or ``decode``, of which one follows the other, or ``park``, ``restore`` or
-    ``copy`` on the way from the one to the other. ``tokens`` were read, generated or moved.
+    ``name`` is ``queue``, ``prefill`` or ``decode``, which follow one another, or ``park``, ``restore`` or ``copy``
+    between two of them. ``tokens`` were prefilled, generated or moved.
     """
 
     name: str
@@ -414,9 +414,9 @@ class TraceStage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """A turn got a slot. ``tokens`` is its whole prompt; ``cached_tokens`` of them were still in KV.
+    """A turn got a slot. ``tokens`` is its whole prompt, of which ``cached_tokens`` were in KV.
 
-    ``stages`` are those of a traced turn up to now.
+    ``stages`` are a traced turn's stages so far.
     """
 
     turn_id: str
@@ -426,7 +426,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class PrefillProgress(msgspec.Struct, frozen=True, tag=True):
-    """``done`` of ``total`` prompt tokens have been read; sent only while a prompt takes several steps."""
+    """``done`` of ``total`` prompt tokens are prefilled; sent only while a prompt takes several steps."""
 
     turn_id: str
     done: int
@@ -449,7 +449,7 @@ class SampledLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenDelta(msgspec.Struct, frozen=True, tag=True):
-    """Newly sampled tokens of a turn and the text that may now be shown (whole UTF-8, possibly empty)."""
+    """Newly sampled tokens of a turn and the text released by them (whole UTF-8, possibly empty)."""
 
     turn_id: str
     tokens: bytes
@@ -458,14 +458,14 @@ class TokenDelta(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A turn ended. Exactly one ``Finished`` or ``Failed`` per turn.
+    """A turn ended. Each turn gets exactly one ``Finished`` or ``Failed``.
 
-    Of the generated tokens the first ``kept_tokens`` stay in the session's history: those whose text was shown whole,
-    plus the end token if there was one. They spell the first ``kept_chars`` characters of the shown text, followed by
+    The first ``kept_tokens`` generated tokens stay in the session's history: those whose text was emitted completely,
+    plus the end token if there was one. They spell the first ``kept_chars`` characters of the emitted text, followed by
     ``end_text`` (the end token's own text, empty when the turn ended another way). ``reason`` is a wire
     ``finish_reason``; ``stop`` the stop string or pattern that matched. Times are milliseconds: waiting for a slot,
-    first token since submission, whole turn since submission. ``preempted`` counts how often others had its slot.
-    ``stages`` are those of a traced turn that have not been told.
+    first token since submission, whole turn since submission. ``preempted`` counts preemptions. ``stages`` are a traced
+    turn's stages not reported yet.
     """
 
     turn_id: str
@@ -487,11 +487,11 @@ class Finished(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class ContextFull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A turn that may shift does not fit its context any more, and has left the engine.
+    """A turn with ``may_shift`` no longer fits its context and has left the engine.
 
-    It goes on when it is submitted again with a shorter prompt and all its tokens so far as ``answer``; the text that
-    was held back is told then. ``n_tokens`` are its prompt and answer. If it cannot be made shorter, it is over: as
-    ``end`` says, after the last of its text; without ``end`` it never began, and its prompt is too long.
+    It resumes when it is submitted again with a shorter prompt and all its tokens so far as ``answer``; text that was
+    held back is emitted then. ``n_tokens`` counts prompt and answer. If it cannot be shortened, the turn is over:
+    ``end`` is its end, after the rest of its text; without ``end`` it never began, and its prompt is too long.
     """
 
     turn_id: str
@@ -501,7 +501,7 @@ class ContextFull(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """A turn could not run or go on. ``code`` is an ``errors.ErrorCode`` value, ``stages`` are as in ``Finished``."""
+    """A turn failed. ``code`` is an ``errors.ErrorCode`` value, ``stages`` are as in ``Finished``."""
 
     turn_id: str
     code: str
@@ -512,7 +512,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """A turn that no engine had was aborted: it is over, and its session knows what was said. Made in the front."""
+    """A turn that was in no engine was aborted; its session knows what was generated. Created in the front."""
 
     turn_id: str
 
@@ -530,10 +530,10 @@ class MoveTime(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenSources(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens of turns that began, by where their KV came from.
+    """Prompt tokens of started turns, by the source of their KV.
 
-    That is the slot of their session, one of another session of the client, what was parked of a session, a system
-    prompt that is shared, or nowhere: those are computed.
+    ``slot``: the session's own slot; ``neighbour``: another session's slot of the client; ``parked``: the session's
+    parked KV; ``prefix``: a shared system prompt; ``computed``: none, so they are prefilled.
     """
 
     slot: int = 0
@@ -544,11 +544,10 @@ class TokenSources(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepStats(msgspec.Struct, frozen=True, array_like=True):
-    """What a step of the engine did, for those who measure it.
+    """Statistics of one step.
 
-    It took ``step_s``. Of these ``decode_s`` were for generating, in ``rows`` turns at once, and ``prefill_s`` for
-    reading ``prefill_tokens``. ``fetches`` parked sequences were asked of the disk. Of ``drafted`` tokens that were
-    guessed the ``accepted`` ones were right.
+    Of ``step_s`` seconds, ``decode_s`` went to decoding ``rows`` turns at once and ``prefill_s`` to prefilling
+    ``prefill_tokens``. ``fetches`` loads from disk were started. Of ``drafted`` tokens ``accepted`` were accepted.
     """
 
     step_s: float
@@ -564,9 +563,9 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):
-    """Everything one step of the engine produced, in order, and the engine's gauges after it.
+    """Everything one step produced, in order, and the engine's gauges after it.
 
-    Of ``parked_bytes``, which both tiers take, ``parked_ram_bytes`` are in memory. Without ``work`` nothing was run.
+    Of ``parked_bytes`` in both tiers, ``parked_ram_bytes`` are in memory. Without ``work`` nothing was run.
     """
 
     events: tuple[TurnEvent, ...]

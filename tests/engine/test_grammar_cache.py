@@ -207,5 +207,5 @@ def test_without_an_end_there_is_no_form() -> None:
             return False
 
     grammars = GrammarCache(Endless(EngineOptions(backend="echo", parent_pid=0)), sandbox=Trials())
-    with pytest.raises(InferenceCenterError, match="no token that ends"):
+    with pytest.raises(InferenceCenterError, match="no end token"):
         constraint_of(grammars, WORD)

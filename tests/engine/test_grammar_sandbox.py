@@ -60,7 +60,7 @@ def test_an_ordinary_grammar_passes(trial: GrammarSandbox, grammar: Grammar) -> 
     ("grammar", "said"),
     [
         (Grammar("regex", "(a"), "unclosed group"),
-        (Grammar("json_schema", "{"), "no JSON"),
+        (Grammar("json_schema", "{"), "not valid JSON"),
         (Grammar("lark", "start: <|im_start|>"), "unknown special token"),
         (Grammar("lark", "start: <[1000]>"), "1000"),
     ],

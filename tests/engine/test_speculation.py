@@ -202,4 +202,6 @@ def test_drafts_need_a_memory_that_can_be_cut() -> None:
     assert drafts(off, Forgetful(off)) == 0
     assert log == []
     assert drafts(lookup, Forgetful(lookup)) == 0
-    assert log == ["warning: nothing is drafted: this model's memory cannot be cut where a draft turns out wrong"]
+    assert log == [
+        "warning: speculative decoding is disabled: this model's KV cache cannot be truncated after a rejected draft"
+    ]

@@ -1,1 +1,1 @@
-"""From parameters to sampler chains, and from sampled tokens to the text that may be shown. Pure."""
+"""From parameters to sampler chains, and from sampled tokens to releasable text. Pure."""

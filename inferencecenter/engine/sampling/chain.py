@@ -1,4 +1,4 @@
-"""The sampler chain of a turn as plain values, in the order in which llama.cpp is to run them."""
+"""The sampler chain of a turn as plain values, in llama.cpp's order of execution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 # LLAMA_DEFAULT_SEED: llama.cpp then draws a seed itself.
 RANDOM_SEED = 2**32 - 1
-# The number of candidates from which mirostat 1 estimates the distribution's slope, as llama.cpp's programs have it.
+# Number of candidates from which mirostat 1 estimates the slope of the distribution, as in llama.cpp's programs.
 MIROSTAT_CANDIDATES = 100
 
 
@@ -155,10 +155,10 @@ SamplerSpec: TypeAlias = (
 
 
 def seeded_at(spec: SamplerSpec, position: int) -> SamplerSpec:
-    """Return a sampler as it draws the token at a ``position`` of the answer, counted from 0.
+    """Return a sampler seeded for the token at a ``position`` of the answer, counted from 0.
 
-    Its seed is made of the turn's seed, the position and the kind of sampler, so what is drawn there depends on nothing
-    that was drawn before. One without a seed, or for which llama.cpp draws one, stays as it is.
+    Its seed is derived from the turn's seed, the position and the kind of sampler, so a draw does not depend on earlier
+    draws. A sampler without a seed, or for which llama.cpp draws one, is unchanged.
     """
     if not isinstance(spec, Xtc | Dist | Mirostat | AdaptiveP) or spec.seed == RANDOM_SEED:
         return spec
@@ -174,7 +174,7 @@ def plan_chain(
     Args:
         params: Effective parameters. Without a seed, llama.cpp draws one.
         n_vocab: Tokens in the vocabulary.
-        n_ctx: Tokens that a slot holds; what -1 means to the penalties.
+        n_ctx: Tokens that a slot holds; the value of -1 for the penalties.
         end_tokens: Tokens that end a generation, banned by ``ignore_eos``.
 
     Raises:
@@ -192,9 +192,9 @@ def plan_chain(
 
 
 def learns(params: Params) -> str | None:
-    """Return the name of the sampler that goes by what it drew before, which no replay can tell it; ``None`` if none.
+    """Return the name of the sampler whose state a replay cannot restore; ``None`` if there is none.
 
-    All others are as they were once they have accepted the same tokens, and draw by seed and position.
+    All others are restored by accepting the same tokens, and draw by seed and position.
     """
     match _final(params):
         case Mirostat():

@@ -1,9 +1,9 @@
-"""Answers that have a form: which tokens may come next, by llguidance.
+"""Structured output: computes which tokens may come next, by llguidance.
 
-A grammar is about the text that is shown: a token fits where its bytes do, however the text is cut into tokens, and the
-model chooses among all that fit. (llguidance would rather allow only the tokens in which its tokenizer cuts a text that
-is certain; a model's own choice is as good, and needs no second tokenizer that agrees with the first.) A control token
-fits only where the grammar names it, and the tokens that end a generation wherever the text may end.
+A grammar constrains the emitted text: a token fits where its bytes do, however the text is split into tokens, and the
+model chooses among all that fit. (llguidance would allow only the tokens into which its tokenizer splits a text that is
+certain; the model's own choice is as good and needs no second tokenizer that agrees with the first.) A control token
+fits only where the grammar names it, and end tokens wherever the text may end.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Grammar
 
 MOST_DIGITS: Final = 17
-"""So many tell any two 64-bit floating point numbers from each other."""
+"""Digits that distinguish any two 64-bit floating point numbers."""
 
 _QUOTE: Final = ord('"')
 _ESCAPE: Final = ord("\\")
 _DIGITS: Final = frozenset(b"0123456789")
-# Small models lose themselves in white space where they may write any. This is how Python writes JSON, and most of what
-# models have read of it on one line. A schema's own ``x-guidance`` goes before it.
+# Small models produce endless white space where the grammar allows it. This is Python's JSON style, the most common
+# one-line style in training data. A schema's own ``x-guidance`` takes precedence.
 _JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Behind the grammar, where it moves no line and has the last word.
+# Appended to the grammar, where it shifts no line numbers and takes precedence.
 _OPTIONS: Final = '\n%llguidance {"no_forcing": true}\n'
-# A grammar that is merely large needs tens of milliseconds for a few of its first tokens, and microseconds later.
+# A large grammar needs tens of milliseconds for a few of its first tokens, and microseconds later.
 _SPARE_S: Final = 1.0
 _TOKEN_S: Final = 0.01
-_UNSATISFIABLE: Final = "no text is of this form"
+_UNSATISFIABLE: Final = "no text matches this grammar"
 _MAX_REASON_CHARS: Final = 600
 _GBNF_OPTIONS: Final = "%llguidance {}\n"
 
@@ -53,11 +53,11 @@ def begins_with_digit(n_tokens: int, token_bytes: Callable[[int], bytes]) -> npt
 
 
 class NumberLimiter:
-    """Follows JSON while it is written, and has a number end that has digits enough and may end.
+    """Tracks JSON as it is generated and ends numbers that have enough digits and may end.
 
     Args:
         more: Which tokens begin with a digit.
-        token_bytes: Gives the bytes of a token.
+        token_bytes: Returns the bytes of a token.
     """
 
     def __init__(self, more: npt.NDArray[np.bool_], token_bytes: Callable[[int], bytes]) -> None:
@@ -68,7 +68,7 @@ class NumberLimiter:
         self._n_digits = 0
 
     def take(self, token: int) -> None:
-        """Take in the next token."""
+        """Consume the next token."""
         for byte in self._token_bytes(token):
             if self._in_string:
                 self._in_string = self._escaped or byte != _QUOTE
@@ -78,14 +78,14 @@ class NumberLimiter:
                 self._n_digits = self._n_digits + 1 if byte in _DIGITS else 0
 
     def narrow(self, allowed: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Return what of the tokens that are ``allowed`` may come next."""
+        """Return which of the ``allowed`` tokens may come next."""
         if self._n_digits < MOST_DIGITS:
             return allowed
         others = allowed & ~self._more[: len(allowed)]
         return others if others.any() else allowed
 
 
-# llguidance's own limits, but that what it has learnt of a grammar takes no more than 200 MB.
+# llguidance's own limits, except that its learned state of a grammar takes at most 200 MB.
 _LIMITS: Final = LLParserLimits(max_lexer_states=100_000, verbose_errors=False)
 
 _NO_LINES: Final = re.compile(r"(\n +\d+ \| *)+$")
@@ -96,9 +96,9 @@ _GBNF_ESCAPE: Final = re.compile(r"\\(\\|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8})")
 
 @dataclass(frozen=True, slots=True)
 class VocabularyNames:
-    """What grammars can name of a vocabulary of ``n_vocab`` tokens: the ``special`` ones, which are no text.
+    """Names that grammars can use of a vocabulary of ``n_vocab`` tokens: the ``special`` tokens, which are not text.
 
-    Those of them that are ``ends`` end a generation.
+    Those in ``ends`` end a generation.
     """
 
     n_vocab: int
@@ -107,7 +107,7 @@ class VocabularyNames:
 
 
 class _Tokens(TokenizerWrapper):
-    """A vocabulary as llguidance takes it."""
+    """A vocabulary in the form llguidance expects."""
 
     def __init__(
         self, names: VocabularyNames, token_bytes: Callable[[int], bytes], tokenize: Callable[[str], list[int]]
@@ -123,20 +123,20 @@ class _Tokens(TokenizerWrapper):
         self._tokenize = tokenize
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of a text; called only where a part of a grammar asks for it with an option of its own."""
+        """Return the tokens of a text; called only where a part of a grammar requests it with an option of its own."""
         return self._tokenize(text.decode(errors="replace") if isinstance(text, bytes) else text)
 
 
 def names_of(backend: Backend) -> VocabularyNames:
-    """Return what grammars can name of a backend's vocabulary.
+    """Return the names that grammars can use of a backend's vocabulary.
 
     Raises:
-        InferenceCenterError: ``invalid_grammar`` where no token ends a generation, so that no form is ever complete.
+        InferenceCenterError: ``invalid_grammar`` if no token ends a generation, so no structured output could end.
     """
     tokens = range(backend.model.n_vocab)
     ends = tuple(token for token in tokens if backend.is_end(token))
     if not ends:
-        raise _refused("this model has no token that ends an answer, so an answer cannot have a form")
+        raise _refused("this model has no end token, so it cannot generate structured output")
     special = {*ends, *(token for token in tokens if not backend.token_bytes(token))}
     return VocabularyNames(len(tokens), {token: backend.token_text(token) for token in sorted(special)}, ends)
 
@@ -144,18 +144,18 @@ def names_of(backend: Backend) -> VocabularyNames:
 def tokenizer_of(
     names: VocabularyNames, token_bytes: Callable[[int], bytes], *, tokenize: Callable[[str], list[int]]
 ) -> LLTokenizer:
-    """Return llguidance's view of a vocabulary: a second of work for 152,000 tokens, and 60 MB.
+    """Return llguidance's form of a vocabulary; takes a second and 60 MB for 152,000 tokens.
 
     Args:
-        names: The tokens that are no text.
-        token_bytes: Gives the bytes of the others.
-        tokenize: Gives the tokens of a text.
+        names: The tokens that are not text.
+        token_bytes: Returns the bytes of the others.
+        tokenize: Returns the tokens of a text.
     """
     return LLTokenizer(_Tokens(names, token_bytes, tokenize), eos_token=list(names.ends))
 
 
 def lark_of(grammar: Grammar, markers: Mapping[str, int]) -> str:
-    """Return a grammar of any kind in llguidance's Lark; ``markers`` are the tokens that it may name, by their texts.
+    """Return a grammar of any kind in llguidance's Lark; ``markers`` maps the control tokens it may name to their ids.
 
     Raises:
         InferenceCenterError: ``invalid_grammar``.
@@ -172,17 +172,17 @@ def lark_of(grammar: Grammar, markers: Mapping[str, int]) -> str:
             return f"{_naming(grammar.frame, markers)}answer: %lark {{\n{answer}\n}}\n{_OPTIONS}"
         case "gbnf":
             return _lark_of_gbnf(grammar.text) + _OPTIONS
-    raise _refused(f"there is no kind of grammar that is called {grammar.kind!r}")
+    raise _refused(f"unknown kind of grammar: {grammar.kind!r}")
 
 
 def compiled(tokenizer: LLTokenizer, grammar: Grammar, markers: Mapping[str, int]) -> LLMatcher:
-    """Return a matcher at the beginning of a grammar, of which each turn takes a copy.
+    """Return a matcher at the start of a grammar, which each turn copies.
 
-    It takes as long, and as much memory and stack, as the grammar wants: see ``engine.trial``.
+    Time, memory and stack are not bounded here: see ``engine.grammar_sandbox``.
 
     Raises:
-        InferenceCenterError: ``invalid_grammar`` for one that is wrong, asks for what llguidance cannot do, or that no
-            text matches.
+        InferenceCenterError: ``invalid_grammar`` for one that is malformed, unsupported by llguidance, or
+            unsatisfiable.
     """
     with _border():
         matcher = LLMatcher(tokenizer, lark_of(grammar, markers), log_level=0, limits=_LIMITS)
@@ -201,7 +201,7 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar, markers: Mapping[str, int
 
 @contextmanager
 def _border() -> Iterator[None]:
-    """Turn whatever llguidance raises into ``invalid_grammar``; a panic of its Rust code is no ``Exception``."""
+    """Turn any llguidance error into ``invalid_grammar``; a panic of its Rust code is no ``Exception``."""
     try:
         yield
     except InferenceCenterError:
@@ -211,14 +211,14 @@ def _border() -> Iterator[None]:
 
 
 class Constraint:
-    """What one turn's answer may go on with; used by one thread at a time.
+    """Restricts the next tokens of one turn's answer; used by one thread at a time.
 
     Args:
-        matcher: The turn's own.
+        matcher: The turn's own copy.
         n_words: Length of a mask, in words of 32 tokens.
-        clock: Seconds that only rise.
-        digits: Where the answer is JSON, what keeps its numbers short.
-        on_failed: Called once if the matcher reaches a limit and can go no further.
+        clock: Monotonic seconds.
+        digits: Limits the digits of numbers if the answer is JSON.
+        on_failed: Called once if the matcher reaches a limit and cannot continue.
     """
 
     def __init__(
@@ -251,15 +251,15 @@ class Constraint:
             self._fail(_reason(self._matcher.get_error(), "lark"))
         allowed = np.unpackbits(self._mask.view(np.uint8), count=n_tokens, bitorder="little").view(np.bool_)
         if not allowed.any():
-            self._fail("no token of this model goes on with the form that the answer has so far")
+            self._fail("no token of this model can continue the answer")
         return allowed if self._digits is None else self._digits.narrow(allowed)
 
     def accept(self, token: int) -> None:
-        """Take in the token that comes next.
+        """Consume the next token.
 
         Raises:
-            InferenceCenterError: ``invalid_grammar`` for a grammar that proves too complex; one that was not allowed
-                cannot be told from that.
+            InferenceCenterError: ``invalid_grammar`` for a grammar that proves too complex; a token that was not
+                allowed raises the same.
         """
         began_s = self._clock()
         with _border():
@@ -271,11 +271,11 @@ class Constraint:
         self._spend(began_s)
 
     def fits(self, tokens: Sequence[int]) -> bool:
-        """Tell whether all tokens may come next, one after the other."""
+        """Return whether all tokens may come next, one after the other."""
         return self._matcher.validate_tokens(list(tokens)) == len(tokens)
 
     def replay(self, answer: Sequence[int]) -> None:
-        """Take in what the turn answered before.
+        """Consume the turn's earlier answer.
 
         Raises:
             ValueError: It does not fit the grammar.
@@ -287,10 +287,10 @@ class Constraint:
                 self._digits.take(token)
 
     def _spend(self, began_s: float) -> None:
-        """Take the time that a token took off what the turn has, since all turns of its step have waited for it."""
+        """Charge the time of a token to the turn's budget, since all turns of its step have waited for it."""
         self._spare_s += _TOKEN_S / 2 - (self._clock() - began_s)
         if self._spare_s < 0:
-            self._fail("it takes too long to find what may come next")
+            self._fail("computing the next tokens takes too long")
 
     def _fail(self, reason: str) -> None:
         self._on_failed()
@@ -298,11 +298,11 @@ class Constraint:
 
 
 def _styled(text: str) -> dict[str, Any]:
-    """Return a schema with how its JSON is written."""
+    """Return a schema with the JSON style applied."""
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _refused(f"the JSON Schema is no JSON: {error}") from None
+        raise _refused(f"the JSON Schema is not valid JSON: {error}") from None
     if schema is False:
         raise _refused(_UNSATISFIABLE)
     if schema is True:
@@ -314,7 +314,7 @@ def _styled(text: str) -> dict[str, Any]:
 
 
 def _naming(lark: str, markers: Mapping[str, int]) -> str:
-    """Return a grammar in which markers stand by their numbers."""
+    """Return a grammar with markers replaced by their token ids."""
     for name, token in markers.items():
         lark = lark.replace(f"<[{name}]>", f"<[{token}]>")
     return lark
@@ -329,7 +329,7 @@ def _lark_of_gbnf(text: str) -> str:
 
 
 def _unescaped(found: re.Match[str]) -> str:
-    """Return an escaped character as the converter understands it, which spoils escapes of four and eight digits."""
+    """Return an escaped character in a form the converter handles; it breaks escapes of four and eight digits."""
     escape = found[1]
     if escape == "\\":
         return found[0]
@@ -341,7 +341,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _reason(message: str, kind: str) -> str:
-    """Return what llguidance says, without what the client has not written."""
+    """Return llguidance's message, without parts the client did not write."""
     reason = _NO_LINES.sub("", message.replace("\n<non-verbose/>", "").replace(_OPTIONS.strip(), "").rstrip())
     if kind in {"json_schema", "regex"}:
         reason = _PLACE.sub("", _EXCERPT.sub("", reason)).removeprefix("failed to compile JSON schema: ")

@@ -1,4 +1,4 @@
-"""From the bytes of tokens to whole characters, and back from shown characters to whole tokens."""
+"""Converts token bytes to whole characters, and emitted characters back to whole tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_right
 
 
 class Utf8Stream:
-    """Turns bytes that arrive in any pieces into whole characters; bytes that can never be valid become U+FFFD."""
+    """Decodes arbitrarily split bytes into whole characters; invalid bytes become U+FFFD."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -23,13 +23,13 @@ class Utf8Stream:
 
 
 class TokenText:
-    """The text of a growing run of tokens, and which of its tokens lie wholly in a beginning of that text."""
+    """The text of a growing token sequence, and which tokens lie completely within a prefix of that text."""
 
     def __init__(self) -> None:
         self._stream = Utf8Stream()
         self._n_tokens = 0
         self._n_chars = 0
-        # Places where tokens and characters end together, both ascending.
+        # Positions where tokens and characters end together, both ascending.
         self._tokens_at = [0]
         self._chars_at = [0]
 
@@ -44,6 +44,6 @@ class TokenText:
         return text
 
     def kept(self, shown_chars: int) -> tuple[int, int]:
-        """Return how many leading tokens spell a beginning of the first ``shown_chars`` characters, and its length."""
+        """Return how many leading tokens lie within the first ``shown_chars`` characters, and their length."""
         place = bisect_right(self._chars_at, shown_chars) - 1
         return self._tokens_at[place], self._chars_at[place]

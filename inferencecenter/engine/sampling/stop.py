@@ -1,12 +1,12 @@
-"""Finding the end of an answer in its text, without ever showing any of what ends it.
+"""Finds the end of an answer in its text without emitting any part of a stop string.
 
-The text is judged character by character: the first character that completes a stop string or a match ends the
-answer, and of several completed at once the one that begins first. So the outcome does not depend on how the text was
-cut into tokens, and ``$`` or a negative lookahead mean the text as far as it has come.
+The text is examined character by character: the first character that completes a stop string or a match ends the
+answer, and of several completed at once the one that begins first. So the outcome does not depend on tokenization, and
+``$`` or a negative lookahead refer to the text received so far.
 
-All turns of a step wait until the text of each has been searched, so a turn has a budget of time for its patterns. One
-search is cut off by ``regex`` itself; but a pattern that looks far behind is searched again with each character, and
-stays below that limit each time. Such a turn uses up its budget and ends.
+All turns of a step wait until the text of each has been searched, so each turn has a time budget for its patterns.
+``regex`` itself limits one search; but a pattern that looks far behind is searched again with each character and stays
+below that limit each time. Such a turn exhausts its budget and fails.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-# Context for lookbehind and word boundaries; released text before it is forgotten.
+# Context for lookbehind and word boundaries; released text kept before it is dropped.
 _CONTEXT_CHARS = 256
 _FORGET_AT_CHARS = 4096
 # An unbounded pattern such as y[^x]*x is searched again with each character: 0.09 s in all for 512, 24 s for 4,000.
 _MAX_HELD_CHARS = 512
 _SEARCH_TIMEOUT_S = 0.02
-# What all searches of a turn may take at once, and what is added for each piece of text, which is a token. Ordinary
-# patterns take a tenth of the latter.
+# Time budget of all searches of a turn, and its refill per piece of text, which is a token. Ordinary patterns take a
+# tenth of the latter.
 _SPARE_S = 0.1
 _PIECE_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """Text that may be shown now, and the stop string or pattern that ended the answer, if one did."""
+    """Text that may be emitted now, and the stop string or pattern that ended the answer, if any."""
 
     text: str
     stop: str | None = None
@@ -45,7 +45,7 @@ class Scan:
 
 @dataclass(slots=True)
 class _Node:
-    """A beginning of a stop string. ``longest`` is the longest stop string that ends here."""
+    """A prefix of a stop string. ``longest`` is the longest stop string that ends here."""
 
     depth: int
     children: dict[str, _Node] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class _Node:
 
 
 def _automaton(strings: Iterable[str]) -> _Node:
-    """Build the trie of Aho and Corasick (1975): each node falls back to its longest suffix that is also a node."""
+    """Build an Aho-Corasick automaton (1975): each node falls back to its longest suffix that is also a node."""
     root = _Node(0)
     for string in strings:
         node = root
@@ -85,7 +85,7 @@ def _step(node: _Node, char: str) -> _Node:
 
 
 class _PatternSearch:
-    """One pattern's search in a growing text; ``start`` is where a match could still begin."""
+    """Search of one pattern in a growing text; ``start`` is where a match could still begin."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -93,7 +93,7 @@ class _PatternSearch:
         self._pattern = regex.compile(source)
 
     def advance(self, text: str, end: int) -> bool:
-        """Search up to ``end`` and tell whether a match is complete, beginning at ``start``."""
+        """Search up to ``end`` and return whether a match, beginning at ``start``, is complete."""
         try:
             match = self._pattern.search(text, self.start, end, partial=True, timeout=_SEARCH_TIMEOUT_S)
         except TimeoutError:
@@ -110,7 +110,7 @@ class StopScanner:
     Args:
         strings: Stop strings, none empty.
         patterns: Sources of regular expressions.
-        clock: Seconds that the thread has worked; only differences within a call of ``feed`` count.
+        clock: CPU seconds of the thread; only differences within a call of ``feed`` count.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class StopScanner:
         self._stopped = False
 
     def feed(self, text: str) -> Scan:
-        """Add text and return what may be shown of it and of what was held back; nothing after a stop.
+        """Add text and return what may be emitted of it and of held-back text; nothing after a stop.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for a pattern that takes too long or holds back too much.
@@ -145,7 +145,7 @@ class StopScanner:
         return Scan(self._release(self._safe(end)))
 
     def finish(self) -> str:
-        """Return what was held back, now that no more text will come; nothing after a stop."""
+        """Return the held-back text at the end of the answer; nothing after a stop."""
         if self._stopped:
             return ""
         self._stopped = True
@@ -157,7 +157,7 @@ class StopScanner:
         return min(found, key=lambda place: place[0], default=None)
 
     def _advance(self, search: _PatternSearch, end: int) -> bool:
-        """Search for a pattern, and take the time for that off the turn's budget."""
+        """Search for a pattern and charge the time to the turn's budget."""
         began_s = self._clock()
         found = search.advance(self._text, end)
         self._spare_s -= self._clock() - began_s
@@ -194,28 +194,28 @@ def _too_slow(source: str, what: str) -> InferenceCenterError:
 
 
 _LONGEST = 64
-# Rulers, blanks and padding repeat one token in good text; longer units hardly do.
+# Rulers, blanks and padding repeat one token in good text; longer units rarely repeat.
 _SINGLE_TOKEN_FACTOR = 4
 
 
 class RepetitionDetector:
-    """Tells when the same run of 1 to 64 tokens came several times in a row.
+    """Detects that the same run of 1 to 64 tokens is repeated several times.
 
-    For each distance d it counts how many tokens in a row equalled the token d places before: a run of d tokens has
-    come r times when that count is d * (r - 1). One token alone must come four times as often.
+    For each distance d it counts how many consecutive tokens equalled the token d places before: a run of d tokens has
+    occurred r times when that count is d * (r - 1). A single token must occur four times as often.
 
     Args:
-        repeats: How often a run must come in a row, at least 2.
+        repeats: How often a run must occur in a row, at least 2.
     """
 
     def __init__(self, repeats: int) -> None:
         self._repeats = repeats
-        # Nothing equals -1, so a distance that reaches before the first token counts nothing.
+        # No token equals -1, so a distance that reaches before the first token counts nothing.
         self._recent = deque([-1] * _LONGEST, maxlen=_LONGEST)
         self._matched = [0] * _LONGEST
 
     def push(self, token: int) -> bool:
-        """Add a token and tell whether the tokens now end in a loop; takes 64 comparisons."""
+        """Add a token and return whether the tokens now end in a loop; takes 64 comparisons."""
         self._matched = [
             count + 1 if token == earlier else 0 for count, earlier in zip(self._matched, self._recent, strict=True)
         ]
@@ -223,7 +223,7 @@ class RepetitionDetector:
         same = self._matched[0] + 1
         if same >= self._repeats * _SINGLE_TOKEN_FACTOR:
             return True
-        # A stretch of one token is also a repeated run of two, three, …; only the rule above judges it.
+        # A run of one token is also a repeated run of two, three, …; only the rule above applies to it.
         return any(
             count >= length * (self._repeats - 1) and same < length * self._repeats
             for length, count in enumerate(self._matched[1:], start=2)
