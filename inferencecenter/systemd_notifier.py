@@ -200,7 +200,7 @@ class SystemdNotifier:
         self._update_status()
 
     def _become_ready(self) -> None:
-        assert self._notifier is not None, "nobody else subscribes"
+        assert self._notifier is not None, "only subscribed with a notifier"
         self._is_ready = True
         if self._timer is not None:
             self._timer.cancel()

@@ -1,1 +1,1 @@
-"""What the machine is made of and how it feels."""
+"""What the machine has: GPUs, memory, cores, their state, and plans for placing models on them."""

@@ -1,4 +1,4 @@
-"""The GPUs that a model can be put on: those that both the driver and the installed llama.cpp know."""
+"""Finds the GPUs that a model can be placed on: those known to both the driver and the installed llama.cpp."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def find_devices(wanted: Sequence[str] = ()) -> tuple[Device, ...]:
-    """Return the GPUs that are wanted, or all; none where llama.cpp was built for none. Blocks.
+    """Return the wanted GPUs, or all; none if llama.cpp was built without GPU support. Blocks.
 
-    NVML is asked where llama.cpp was built with CUDA. What it does not know (other drivers' GPUs, instances of a GPU
-    that is divided by MIG) is asked of llama.cpp, in a process that takes about a second.
+    NVML is used if llama.cpp was built with CUDA. GPUs that it does not know (those of other vendors, MIG instances)
+    are listed by llama.cpp, in a process that takes about a second.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` when one that is wanted is not there.
+        InferenceCenterError: ``invalid_config`` if a wanted GPU does not exist.
     """
     kinds = ggml.gpu_backends()
     readings = nvml.read_gpus().readings if "cuda" in kinds else ()
@@ -31,7 +31,7 @@ def find_devices(wanted: Sequence[str] = ()) -> tuple[Device, ...]:
 
 
 def from_reading(reading: GpuReading) -> Device:
-    """Return the GPU of a reading that has memory figures."""
+    """Return the device of a reading that has memory figures."""
     index = reading.index or 0
     return Device(
         id=reading.pci_id or f"CUDA{index}",
@@ -44,10 +44,10 @@ def from_reading(reading: GpuReading) -> Device:
 
 
 def select_devices(devices: Sequence[Device], wanted: Sequence[str]) -> tuple[Device, ...]:
-    """Return the devices that are wanted, in that order; all where none is named.
+    """Return the wanted devices in the order of ``wanted``; all if that is empty.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` when one is not there.
+        InferenceCenterError: ``invalid_config`` if one does not exist.
     """
     if not wanted:
         return tuple(devices)

@@ -1,4 +1,4 @@
-"""Says in words why a plan is as it is, and what else could be chosen. Pure."""
+"""Explains a plan in sentences: the reason for each number, and alternatives. Pure."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def reasons(
 def advice(
     model: ModelShape, chosen: Placement, *, fits: bool, host: Host, constraints: PlacementConstraints
 ) -> tuple[str, ...]:
-    """Return what else could be chosen, and what should be known."""
+    """Return alternatives, and warnings."""
     return tuple(
         [
             *_shortages(chosen, fits=fits, host=host, constraints=constraints),
@@ -99,13 +99,13 @@ def _shortages(chosen: Placement, *, fits: bool, host: Host, constraints: Placem
 def _about_model(model: ModelShape) -> Iterator[str]:
     if not model.known:
         yield (
-            f"The architecture {model.architecture!r} is not known here: "
+            f"The architecture {model.architecture!r} is unknown: "
             "all its layers are taken to look at the whole context, which may be too much."
         )
 
 
 def _about_slots(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> Iterator[str]:
-    """Say what the memory of the slots would be if there were fewer, or more."""
+    """Yield what the memory of the slots would allow with fewer or more of them."""
     setup, total = chosen.setup, chosen.setup.slots * chosen.setup.n_ctx
     if constraints.slots or constraints.n_ctx or setup.slots == 1 or setup.n_ctx >= model.n_ctx_train:
         return
@@ -253,5 +253,5 @@ def _why_threads(n_threads: int, model: ModelShape, chosen: Placement, constrain
 
 
 def mib(n_bytes: int) -> str:
-    """Return bytes as people read them: ``2,310 MiB``."""
+    """Return bytes in MiB for people: ``2,310 MiB``."""
     return f"{n_bytes / 2**20:,.0f} MiB"

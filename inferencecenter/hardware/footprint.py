@@ -1,6 +1,6 @@
-"""How much memory a model takes in a given set-up: KV and the buffers that computing needs. Pure arithmetic.
+"""Estimates the memory that a model takes in a given configuration: KV and compute buffers. Pure arithmetic.
 
-The formulas follow what llama.cpp (0.3.36 of the binding) reserves, and were compared with its dry run for five models
+The formulas follow what llama.cpp (0.3.36 of the binding) allocates, and were compared with its dry run for five models
 (docs/decisions/0011-vram-plan.md).
 """
 
@@ -24,7 +24,7 @@ KV_BYTES: Final[Mapping[str, int]] = {
     "q4_1": 20,
     "q4_0": 18,
 }
-"""Bytes that 32 numbers take in the KV."""
+"""Bytes per 32 numbers of KV."""
 
 _NUMBERS: Final = 32
 _CELLS: Final = 256
@@ -35,7 +35,7 @@ _PIPELINE_COPIES: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
-    """What the memory of a context depends on; ``n_ctx`` is tokens per slot."""
+    """What a context's memory depends on; ``n_ctx`` is tokens per slot."""
 
     slots: int
     n_ctx: int
@@ -47,12 +47,12 @@ class RuntimeConfig:
 
     @property
     def cells(self) -> int:
-        """Places for tokens in a slot: llama.cpp makes full rows of them."""
+        """KV cells in a slot, padded as llama.cpp does."""
         return _full(self.n_ctx, _CELLS)
 
 
 def kv_bytes(layer: LayerShape, setup: RuntimeConfig) -> int:
-    """Return what a layer keeps of all slots; a sliding window keeps itself and a batch."""
+    """Return a layer's KV in all slots; a sliding window keeps its length and a batch."""
     cells = setup.cells
     if layer.window:
         cells = min(cells, _full(layer.window + setup.n_ubatch, _CELLS))
@@ -61,18 +61,18 @@ def kv_bytes(layer: LayerShape, setup: RuntimeConfig) -> int:
 
 
 def kv_bytes_per_token(model: ModelShape, *, type_k: str, type_v: str) -> int:
-    """Return what a token adds in all layers together while it is inside every window."""
+    """Return the KV of one token in all layers, while it is inside every window."""
     numbers = (layer.k_width * KV_BYTES[type_k] + layer.v_width * KV_BYTES[type_v] for layer in model.layers)
     return sum(numbers) // _NUMBERS
 
 
 def compute_bytes(model: ModelShape, setup: RuntimeConfig, *, transfers: int = 0) -> int:
-    """Return the buffer for one batch on a device that has all it needs.
+    """Return the compute buffer for one batch on a device that holds all it needs.
 
     With ``e`` and ``f`` a batch of embeddings and of feed-forward values, and ``m`` the attention mask, it is
-    ``3f + 3e + m``; with experts a token has the values of several. Without flash attention the scores of all heads are
-    there at once, ``heads x n_ctx`` for each token. The logits take ``n_vocab`` for each slot. ``transfers`` counts the
-    further embeddings (and asks for further masks) that there are where the batches of several GPUs overlap.
+    ``3f + 3e + m``; with experts a token has the values of several. Without flash attention it contains the scores of
+    all heads, ``heads x n_ctx`` for each token. The logits take ``n_vocab`` for each slot. ``transfers`` is the number
+    of further embeddings (which implies further masks) where the batches of several GPUs overlap.
     """
     tokens = min(setup.n_ubatch, setup.n_batch)
     e = _F32 * tokens * model.n_embd
@@ -89,10 +89,10 @@ def compute_bytes(model: ModelShape, setup: RuntimeConfig, *, transfers: int = 0
 
 
 def lending_bytes(model: ModelShape, setup: RuntimeConfig, *, largest_bytes: int, kv_layer_bytes: int) -> int:
-    """Return the buffer on a GPU that computes prompts also for layers which are in the host's memory.
+    """Return the buffer of a GPU that computes prompts also for layers in the host's memory.
 
-    For that their weights are copied to it, one tensor at a time, and the KV of one layer: ``largest_bytes`` is the
-    largest tensor in the host's memory, ``kv_layer_bytes`` the most KV that a layer there keeps.
+    Their weights are copied to it, one tensor at a time, and the KV of one layer: ``largest_bytes`` is the largest
+    tensor in the host's memory, ``kv_layer_bytes`` the largest KV of a layer there.
     """
     e = _F32 * min(setup.n_ubatch, setup.n_batch) * model.n_embd
     usual = compute_bytes(model, setup)
@@ -100,7 +100,7 @@ def lending_bytes(model: ModelShape, setup: RuntimeConfig, *, largest_bytes: int
 
 
 def host_compute_bytes(model: ModelShape, setup: RuntimeConfig, *, n_devices: int, overlaps: bool = False) -> int:
-    """Return the host's buffer for one batch: all of it, or only what goes to and comes from the GPUs."""
+    """Return the host's buffer for one batch: all of it, or only what is exchanged with the GPUs."""
     if not n_devices:
         return compute_bytes(model, setup)
     tokens = min(setup.n_ubatch, setup.n_batch)

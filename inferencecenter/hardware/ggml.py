@@ -1,6 +1,6 @@
-"""What llama.cpp itself computes on, told without loading it here: by its files, and by a process that loads it.
+"""Finds the devices of llama.cpp without loading it into this process: by its files, and by a process that loads it.
 
-NVML knows NVIDIA's GPUs only; with a build for Vulkan, ROCm or SYCL the devices and their memory are llama.cpp's own.
+NVML knows only NVIDIA's GPUs; builds for Vulkan, ROCm or SYCL have devices that only llama.cpp can list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 
 
 class GgmlDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device as llama.cpp shows it; ``id`` is its address on the bus, empty where it does not tell."""
+    """A device as llama.cpp reports it; ``id`` is its PCI address, empty if unknown."""
 
     name: str
     description: str
@@ -34,19 +34,19 @@ class GgmlDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gpu_backends() -> tuple[str, ...]:
-    """Return what kinds of GPU the installed llama.cpp was built for, by the libraries that lie beside it."""
+    """Return the GPU backends that the installed llama.cpp was built with, by its libraries."""
     spec = find_spec("llama_cpp")
     places = [] if spec is None else [Path(place) / "lib" for place in spec.submodule_search_locations or ()]
     return tuple(kind for kind in _GPU_LIBRARIES if any(next(place.glob(f"*ggml-{kind}*"), None) for place in places))
 
 
 def probe() -> tuple[Device, ...]:
-    """Let another process load llama.cpp and tell its GPUs; none where that fails, for whatever reason.
+    """Have a process load llama.cpp and list its GPUs; none if that fails.
 
-    A driver that does not suit the library may end the process, which has nothing else to lose.
+    A driver that is incompatible with the library may crash that process, which has nothing else to lose.
     """
     found: list[GgmlDevice] = []
-    # The border to llama.cpp's drivers, which also write to the output: what cannot be read are no devices.
+    # The border to llama.cpp's drivers, which also write to the output: unreadable output means no devices.
     with suppress(Exception):
         done = subprocess.run(  # noqa: S603 - this Python and a constant
             [sys.executable, "-m", _PROBE], capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True

@@ -1,9 +1,9 @@
 """Reads the header, the metadata and the tensor table of GGUF files (versions 2 and 3), and no weights.
 
-Arrays are jumped over: the two of a vocabulary make up nearly all of a header and are not used here. The file is read,
-not mapped, so that one which shrinks meanwhile is an error and no signal. What a file claims is bounded before it is
-believed: a header has ``_MAX_HEADER_BYTES`` at most, which bounds what is read and kept of it, and the arrays that are
-walked or kept element by element have limits for the whole header. The format:
+Long arrays are skipped: the two of a vocabulary make up nearly all of a header and are not used here. The file is read,
+not mapped, so that truncation by another process is an error and not a signal. Sizes that a file claims are bounded
+before they are trusted: a header has at most ``_MAX_HEADER_BYTES``, which limits what is read and kept of it, and
+arrays that are traversed or kept element by element have limits for the whole header. The format:
 github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# ``ggml_type``: weights in a block and bytes that it takes (ggml-common.h).
+# ``ggml_type``: weights per block and bytes per block (ggml-common.h).
 BLOCKS: Final[Mapping[int, tuple[int, int]]] = {
     0: (1, 4),  # F32
     1: (1, 2),  # F16
@@ -66,7 +66,7 @@ BLOCKS: Final[Mapping[int, tuple[int, int]]] = {
 _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _CHUNK_BYTES: Final = 2**22
-_GLANCE_BYTES: Final = 2**20
+_SUMMARY_BYTES: Final = 2**20
 _GLANCE_CHUNK_BYTES: Final = 2**15
 _MAX_TENSORS: Final = 100_000
 _MAX_ENTRIES: Final = 100_000
@@ -87,7 +87,7 @@ SHARD: Final = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})$
 
 _U32: Final = struct.Struct("<I")
 _U64: Final = struct.Struct("<Q")
-# ``gguf_metadata_value_type``: those of a fixed size, and the two that are not.
+# ``gguf_metadata_value_type``: those of a fixed size; strings and arrays have none.
 _SCALARS: Final = {
     number: struct.Struct(f"<{code}")
     for number, code in enumerate(("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d"))
@@ -100,7 +100,7 @@ Scalar: TypeAlias = int | float | bool | str
 
 @dataclass(frozen=True, slots=True)
 class Array:
-    """An array of the metadata; ``values`` are its numbers when it is short, and empty when it was jumped over."""
+    """An array of the metadata; ``values`` are its numbers if it is short, and empty if it was skipped."""
 
     count: int
     values: tuple[int | float | bool, ...] = ()
@@ -121,7 +121,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """What a model's files say of themselves: the metadata of the first, and the tensors of all.
+    """The headers of a model's files: the metadata of the first, and the tensors of all.
 
     Attributes:
         paths: The file, or all parts of a split one.
@@ -134,12 +134,12 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read a GGUF file, or the first part of a split one together with the others beside it.
+    """Read a GGUF file, or the first part of a split one and the other parts beside it.
 
     Raises:
         InferenceCenterError: ``invalid_model_file``: which file, what is wrong with it, and where.
     """
-    with foreign_input(lambda reason: _refusal(f"{path} cannot be understood: {reason}.", _DOWNLOAD_AGAIN)):
+    with foreign_input(lambda reason: _refusal(f"{path} cannot be parsed: {reason}.", _DOWNLOAD_AGAIN)):
         return _read(path)
 
 
@@ -160,17 +160,17 @@ def _read(path: Path) -> GgufFile:
     expected = first.metadata.get("split.tensors.count", len(tensors))
     if expected != len(tensors):
         raise _refusal(
-            f"{path} promises {shown(expected)} tensors; its {count} parts have {len(tensors)}.", _DOWNLOAD_AGAIN
+            f"{path} states {shown(expected)} tensors; its {count} parts have {len(tensors)}.", _DOWNLOAD_AGAIN
         )
     return GgufFile(tuple(part.paths[0] for part in parts), first.version, first.metadata, tensors)
 
 
 def read_summary(path: Path) -> dict[str, Value]:
-    """Return the metadata before the vocabulary, as far as it can be read: what a file is, at the price of one read."""
+    """Return the metadata before the vocabulary, as far as it is readable; costs a single read."""
     found: dict[str, Value] = {}
-    # Any failure ends the reading, as a damaged file would: the metadata before it is the answer.
+    # Any error ends the parsing, as in a damaged file: the metadata before it is returned.
     with suppress(Exception), path.open("rb") as file:
-        size_bytes = min(path.stat().st_size, _GLANCE_BYTES)
+        size_bytes = min(path.stat().st_size, _SUMMARY_BYTES)
         for name, value in _Header(path, file, size_bytes, chunk_bytes=_GLANCE_CHUNK_BYTES).metadata():
             if name.startswith("tokenizer."):
                 break
@@ -204,7 +204,7 @@ def _read_part(path: Path) -> GgufFile:
 
 
 class _Header:
-    """One pass over the beginning of a file, of which no more is read than is needed."""
+    """One pass over the beginning of a file, which reads no more than needed."""
 
     def __init__(self, path: Path, file: BufferedReader, size_bytes: int, *, chunk_bytes: int) -> None:
         self._path = path
@@ -224,7 +224,7 @@ class _Header:
         return GgufFile((self._path,), self._version, metadata, tuple(tensor for tensor, _ in table))
 
     def metadata(self) -> Iterator[tuple[str, Value]]:
-        """Yield the entries in their order; what follows them is the table of tensors."""
+        """Yield the entries in order; the tensor table follows them."""
         magic = self._take(4)
         if magic != _MAGIC:
             raise self._wrong(f"starts with {magic!r}, not with {_MAGIC!r}", "Give the path of a .gguf file.")
@@ -244,7 +244,7 @@ class _Header:
     def _check_data(self, table: list[tuple[Tensor, int]], alignment: Value) -> None:
         if not isinstance(alignment, int) or not 0 < alignment <= _MAX_ALIGNMENT:
             raise self._wrong(
-                f"states general.alignment as {shown(alignment)}; a number from 1 to {_MAX_ALIGNMENT} belongs there"
+                f"states general.alignment as {shown(alignment)}; expected a number from 1 to {_MAX_ALIGNMENT}"
             )
         start = -(-self._position // alignment) * alignment
         for tensor, offset in table:
@@ -263,7 +263,7 @@ class _Header:
         kind = self._u32()
         if kind not in BLOCKS:
             raise self._wrong(
-                f"stores {shown(name)} as type {kind}, which is not known here",
+                f"stores {shown(name)} as type {kind}, which is unknown",
                 "A newer type may need a newer InferenceCenter and llama-cpp-python.",
             )
         weights, block_bytes = BLOCKS[kind]
@@ -288,7 +288,7 @@ class _Header:
         if kind == _ARRAY:
             if depth == _MAX_NESTING:
                 raise self._wrong(f"has arrays inside arrays, more than {_MAX_NESTING} deep")
-            self._believe(count, 12)
+            self._check_count(count, 12)
             self._n_nested += count
             if self._n_nested > _MAX_NESTED:
                 raise self._wrong(f"has more than {_MAX_NESTED} arrays inside arrays")
@@ -296,7 +296,7 @@ class _Header:
                 self._array(depth + 1)
             return Array(count)
         scalar = self._scalar(kind)
-        self._believe(count, scalar.size)
+        self._check_count(count, scalar.size)
         if count > _KEPT_ELEMENTS or self._n_kept + count > _MAX_KEPT:
             self._skip(count * scalar.size)
             return Array(count)
@@ -306,12 +306,12 @@ class _Header:
 
     def _scalar(self, kind: int) -> struct.Struct:
         if kind not in _SCALARS:
-            raise self._wrong(f"has a metadata value of type {kind}, which there is not")
+            raise self._wrong(f"has a metadata value of the unknown type {kind}")
         return _SCALARS[kind]
 
     def _skip_strings(self, count: int) -> None:
-        """Jump over strings without making any: a vocabulary has some hundred thousand."""
-        self._believe(count, _U64.size)
+        """Skip strings without creating objects: a vocabulary has some hundred thousand."""
+        self._check_count(count, _U64.size)
         unpack, limit = _U64.unpack_from, self._header_bytes
         data, position = self._data, self._position
         while count:
@@ -320,7 +320,7 @@ class _Header:
                     position += 8 + unpack(data, position)[0]
                     count -= 1
             except (struct.error, OverflowError):
-                # The end of what was read; or a length that leads past the end of the file.
+                # The end of the data read so far, or a length that exceeds the file.
                 if position + _U64.size > limit:
                     raise self._truncated() from None
                 self._read_to(position + _U64.size)
@@ -332,18 +332,18 @@ class _Header:
     def _count(self, what: str, limit: int) -> int:
         count = self._u64()
         if count > limit:
-            raise self._wrong(f"claims {count} {what}, and more than {limit} are not believed")
+            raise self._wrong(f"claims {count} {what}, more than the limit of {limit}")
         return count
 
-    def _believe(self, count: int, least_bytes: int) -> None:
-        """Refuse an array that is longer than what is left of the header."""
+    def _check_count(self, count: int, least_bytes: int) -> None:
+        """Refuse an array that is longer than the rest of the header."""
         if count * least_bytes > self._header_bytes - self._position:
             raise self._truncated()
 
     def _text(self, limit: int) -> str:
         n_bytes = self._u64()
         if n_bytes > limit:
-            raise self._wrong(f"has a text of {n_bytes} bytes at byte {self._position}, where {limit} are allowed")
+            raise self._wrong(f"has a text of {n_bytes} bytes at byte {self._position}, more than the limit of {limit}")
         return self._take(n_bytes).decode("utf-8", errors="replace")
 
     def _u32(self) -> int:
@@ -370,14 +370,14 @@ class _Header:
             return
         if end > self._header_bytes:
             raise self._truncated()
-        # At least as much again as was read: a long header is copied a few times, not once for every part.
+        # At least doubles what was read: a long header is copied a few times, not once per part.
         self._data += self._file.read(max(end - len(self._data), len(self._data), self._chunk_bytes))
         if end > len(self._data):
             raise self._truncated()
 
     def _truncated(self) -> InferenceCenterError:
         if self._header_bytes < self._size_bytes:
-            return self._wrong(f"has a header of more than {_MAX_HEADER_BYTES} bytes, which none needs")
+            return self._wrong(f"has a header of more than {_MAX_HEADER_BYTES} bytes, the limit")
         return self._wrong(f"is truncated: its header does not end within its {self._size_bytes} bytes")
 
     def _wrong(self, what: str, hint: str = _DOWNLOAD_AGAIN) -> InferenceCenterError:
@@ -385,7 +385,7 @@ class _Header:
 
 
 def shown(value: object) -> str:
-    """Return a value of a header for a message, which is not as long as a header may make it."""
+    """Return a header's value for a message, truncated."""
     text = repr(value.values or f"{value.count} values") if isinstance(value, Array) else repr(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
 

@@ -1,4 +1,4 @@
-"""The machine around the GPUs: memory and cores."""
+"""The host: memory and cores."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _CPUS: Final = Path("/sys/devices/system/cpu")
 
 
 def read_host() -> Host:
-    """Look at this machine."""
+    """Read this machine's memory and cores."""
     return Host(available_bytes=available_memory_bytes(), cores=physical_cores())
 
 
 def physical_cores(cpus: Path = _CPUS) -> int:
-    """Return how many cores this process may run on, counting hyper-threads of one core once."""
+    """Return the number of physical cores that this process may run on."""
     allowed = os.sched_getaffinity(0)
     cores = {_siblings(cpus / f"cpu{cpu}" / "topology" / "thread_siblings_list", cpu) for cpu in allowed}
     return len(cores)

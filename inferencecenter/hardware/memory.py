@@ -1,15 +1,15 @@
-"""How much memory is in use, of the machine, of the control group, or by a process, and how much is available.
+"""Memory in use and available: of the machine, the control group (cgroup), or a process.
 
-What cannot be read is absent.
+Values that cannot be read are absent.
 
-What is counted is what the kernel cannot take back without swapping. A model file that is mapped is not: its pages are
-a cache of the file.
+Memory in use is what the kernel cannot reclaim without swapping. A mapped model file does not count: its pages are a
+cache of the file.
 
 - Of the machine: ``MemTotal - MemAvailable``.
 - Of a control group (version 2): ``memory.current - active_file - inactive_file - slab_reclaimable``. Files of a tmpfs
-  are not in the two lists of file pages, nor are pages that are locked.
-- Of a control group of version 1: ``memory.usage_in_bytes - total_active_file - total_inactive_file``. What the kernel
-  has for itself it counts elsewhere.
+  and locked pages are not in the two lists of file pages.
+- Of a control group of version 1: ``memory.usage_in_bytes - total_active_file - total_inactive_file``. Kernel memory
+  is accounted separately there.
 - Of a process: ``RssAnon + RssShmem``.
 """
 
@@ -28,12 +28,12 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 _KIB: Final = 1024
 _WHOLE: Final = re.compile(r"[0-9]{1,19}")
 _UNLIMITED_BYTES: Final = 2**60
-"""From here on a limit of version 1 is none: there the kernel says so with the largest number of whole pages."""
+"""A version 1 limit from here on means unlimited: the kernel then reports the largest number of whole pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Controller:
-    """The files of a control group's memory controller, and what in ``memory.stat`` can be taken back."""
+    """The files of a cgroup's memory controller, and the fields of ``memory.stat`` that are reclaimable."""
 
     limits: tuple[str, ...]
     usage: str
@@ -54,45 +54,45 @@ _VERSION_2: Final = _Controller(
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """What is used of so much."""
+    """A usage and its limit."""
 
     used_bytes: int
     total_bytes: int
 
     @property
     def left_bytes(self) -> int:
-        """What is not used of it."""
+        """The bytes left below the limit."""
         return max(0, self.total_bytes - self.used_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class ResidentMemory:
-    """What a process has in memory besides files: its own, and what it shares, files of a tmpfs among it."""
+    """A process's memory without file pages: private, and shared including files of a tmpfs."""
 
     own_bytes: int = 0
     shared_bytes: int = 0
 
 
 def machine_memory(proc: Path = PROC) -> MemoryLimit | None:
-    """Return how much of the machine's memory is in use."""
+    """Return the usage of the machine's memory."""
     fields = _fields(proc / "meminfo")
     total, available = fields.get("MemTotal:", 0) * _KIB, fields.get("MemAvailable:")
     return MemoryLimit(total - available * _KIB, total) if total and available is not None else None
 
 
 def cgroup_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryLimit | None:
-    """Return how much this process's control group uses of what it may; of several that are limited, the fullest.
+    """Return the usage and limit of this process's cgroup; of several limited ones, the fullest.
 
-    The limit is ``memory.max``, or ``memory.high`` if that is less: above it the kernel slows the group down. In
+    The limit is ``memory.max``, or ``memory.high`` if that is less: above it the kernel throttles the group. In
     version 1 it is ``memory.limit_in_bytes``.
     """
     return max(_shares(proc, cgroups), key=lambda share: share.used_bytes / share.total_bytes, default=None)
 
 
 def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Return the memory that can be had without swapping, or ``None`` where the kernel does not say.
+    """Return the memory that is available without swapping, or ``None`` if unknown.
 
-    It is the least that the machine, this process's control group or one around it has left.
+    It is the minimum of what the machine, this process's cgroup and its ancestors have left.
     """
     shares = list(_shares(proc, cgroups))
     if (machine := machine_memory(proc)) is not None:
@@ -101,22 +101,22 @@ def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | 
 
 
 def resident_memory(pid: int, proc: Path = PROC) -> ResidentMemory:
-    """Return what a process has in memory; nothing for one that is gone."""
+    """Return the resident memory of a process; zero if it has ended."""
     fields = _fields(proc / str(pid) / "status")
     return ResidentMemory(fields.get("RssAnon:", 0) * _KIB, fields.get("RssShmem:", 0) * _KIB)
 
 
 def _shares(proc: Path, cgroups: Path) -> Iterator[MemoryLimit]:
-    """Yield what is used of each limit that holds for this process."""
+    """Yield the usage of each limit that applies to this process."""
     groups = _groups(proc, cgroups)
     yield from (share for group, controller in groups if (share := _share(group, controller)) is not None)
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Controller]]:
-    """Yield the control group of this process and those around it, as far as they can be seen from here.
+    """Yield this process's cgroup and its visible ancestors.
 
-    In a container of version 1 the group's path is that of the machine, of which only the container's own group is
-    mounted: the last of those around it.
+    In a container of version 1 the group's path is the host's, of which only the container's own group is mounted: the
+    outermost ancestor.
     """
     for line in _lines(proc / "self" / "cgroup"):
         _, _, rest = line.partition(":")
@@ -144,20 +144,20 @@ def _share(group: Path, controller: _Controller) -> MemoryLimit | None:
 
 
 def _number(path: Path) -> int | None:
-    """Return the number in a file; ``None`` for ``max`` as well."""
+    """Return the number in a file; ``None`` for ``max`` too."""
     lines = _lines(path)
     return _whole(lines[0].strip()) if lines else None
 
 
 def _fields(path: Path) -> Mapping[str, int]:
-    """Return the lines of a file that are a name and a number, whatever follows."""
+    """Return the lines of a file that begin with a name and a number."""
     words = (line.split() for line in _lines(path))
     numbers = ((each[0], _whole(each[1])) for each in words if len(each) > 1)
     return {name: number for name, number in numbers if number is not None}
 
 
 def _lines(path: Path) -> list[str]:
-    """Return the lines of a file of the kernel's; none where it cannot be read as text."""
+    """Return the lines of a kernel file; none if it cannot be read as text."""
     try:
         return path.read_text().splitlines()
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""What a model takes, layer by layer, told from its GGUF header.
+"""The memory that a model takes, layer by layer, from its GGUF header.
 
-Which layers keep KV, how wide it is and how far it looks back follows llama.cpp's models (``src/models/*.cpp`` and
-``src/llama-hparams.cpp``): from the metadata where it says so, from the tensors that a layer has, and for sliding
-windows from the architecture.
+Which layers keep KV, its width and its window follow llama.cpp's models (``src/models/*.cpp`` and
+``src/llama-hparams.cpp``): from the metadata where it is stated, from a layer's tensors, and for sliding windows from
+the architecture.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NAMES: Final = """
 """
 
 KNOWN: Final = frozenset(_NAMES.split())
-"""Architectures whose memory was looked up in llama.cpp's source; of others it is taken that all layers look at all."""
+"""Architectures whose rules were checked in llama.cpp's source; for others every layer is assumed to use full KV."""
 
 WINDOW_EVERY: Final[Mapping[str, int]] = {
     "afmoe": 4,
@@ -50,16 +50,16 @@ WINDOW_EVERY: Final[Mapping[str, int]] = {
     "olmo2": 4,
     "smallthinker": 4,
 }
-"""Every how manyth layer sees everything, where the others have a sliding window (``load_swa_pattern``)."""
+"""The period of layers with full attention between those with a sliding window (``load_swa_pattern``)."""
 
 DENSE_FIRST: Final = frozenset({"smallthinker"})
-"""Of these, those in which it is the first of each group and not the last."""
+"""Of these, architectures in which the full layer is the first of each group, not the last."""
 
 KV_FROM_START: Final[Mapping[str, int]] = {"gemma3n": 20}
-"""Layers that have KV of their own, where that is not stated."""
+"""Layers with KV of their own, where that is not stated."""
 
 
-_MAX_LAYERS: Final = 512  # LLAMA_MAX_LAYERS: llama.cpp loads no more, and planning tries every number of them
+_MAX_LAYERS: Final = 512  # LLAMA_MAX_LAYERS: llama.cpp loads no more, and planning tries every number up to it
 _MAX_WIDTH: Final = 2**24
 _MAX_KV_WIDTH: Final = 2**20
 _MAX_STATE_BYTES: Final = 2**36
@@ -81,10 +81,10 @@ class LayerShape:
         dense_bytes: Weights that every token uses.
         expert_bytes: Weights of its experts.
         largest_bytes: The largest of its tensors.
-        k_width: Numbers that a token adds to the K half of the KV; 0 in layers that keep none.
+        k_width: Numbers that a token adds to the K half of the KV; 0 in layers without KV.
         v_width: Numbers that it adds to the V half.
-        window: Tokens that the layer looks back; 0 is all of them.
-        state_bytes: What a sequence keeps whatever its length, in recurrent layers.
+        window: Length of the attention window in tokens; 0 is unlimited.
+        state_bytes: A sequence's state in recurrent layers, independent of its length.
     """
 
     dense_bytes: int
@@ -103,16 +103,16 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What is needed to tell how much memory a model takes, and where.
+    """What determines the memory of a model, and its placement.
 
     Attributes:
-        known: Whether the rules here are known to hold for the architecture.
-        n_layers: Repeating layers, those that are not loaded (for predicting several tokens) included.
+        known: Whether the rules here were checked for the architecture.
+        n_layers: Repeating layers, including those that are not loaded (multi-token prediction).
         n_ff: Width of the widest feed-forward part; of one expert in ``expert_ff``.
-        embedding_bytes: What looks tokens up, which stays with the processor.
-        output_bytes: What turns the last layer into probabilities; with ``tied`` a copy of the embeddings.
+        embedding_bytes: The token embeddings, which stay in the host's memory.
+        output_bytes: The output matrix; with ``tied`` a copy of the embeddings.
         digest: A hex digest that is equal for equal headers.
-        adapter_bytes: LoRA adapters on top of it, which are counted among the weights of the layers.
+        adapter_bytes: LoRA adapters, which are counted among the layers' weights.
     """
 
     paths: tuple[Path, ...]
@@ -137,13 +137,13 @@ class ModelShape:
 
     @cached_property
     def bytes(self) -> int:
-        """All weights, as they are in the files."""
+        """All weights, as stored in the files."""
         copied = self.embedding_bytes if self.tied else 0
         return self.embedding_bytes + self.output_bytes - copied + sum(layer.bytes for layer in self.layers)
 
     @property
     def has_experts(self) -> bool:
-        """Whether layers have experts, of which a token uses some."""
+        """Whether layers have experts."""
         return any(layer.expert_bytes for layer in self.layers)
 
 
@@ -151,9 +151,9 @@ def describe(file: GgufFile) -> ModelShape:
     """Return the shape of a model.
 
     Raises:
-        InferenceCenterError: ``invalid_model_file`` for metadata that is missing or absurd.
+        InferenceCenterError: ``invalid_model_file`` for metadata that is missing or implausible.
     """
-    with foreign_input(lambda reason: _refusal(file, f"has metadata that cannot be understood: {reason}")):
+    with foreign_input(lambda reason: _refusal(file, f"has metadata that cannot be parsed: {reason}")):
         return _describe(file)
 
 
@@ -185,9 +185,9 @@ def _describe(file: GgufFile) -> ModelShape:
 
 
 def with_adapters(model: ModelShape, adapter_bytes: int) -> ModelShape:
-    """Return the shape of a model with LoRA adapters, which lie where the layers do that they change.
+    """Return the shape of a model with LoRA adapters, which are placed with the layers that they change.
 
-    They are taken to change all layers alike.
+    They are assumed to change all layers equally.
     """
     if not adapter_bytes or not model.layers:
         return model
@@ -197,7 +197,7 @@ def with_adapters(model: ModelShape, adapter_bytes: int) -> ModelShape:
 
 
 class _Facts:
-    """The metadata of one file under the names of its architecture."""
+    """The metadata of a file under the keys of its architecture."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -211,7 +211,7 @@ class _Facts:
         self.n_embd = self.number("embedding_length")
 
     def number(self, key: str, default: int | None = None, *, limit: int = _MAX_WIDTH) -> int:
-        """Return a whole number that is not negative; without a default it must be there, and not 0."""
+        """Return a non-negative integer; without a default it must be present and positive."""
         name = f"{self.architecture}.{key}"
         value = self._file.metadata.get(name)
         if value is None:
@@ -226,7 +226,7 @@ class _Facts:
         return value
 
     def each(self, key: str, default: int) -> tuple[int, ...]:
-        """Return a number for each layer, which is stated once or for each."""
+        """Return a number per layer, which is stated once or for each."""
         name = f"{self.architecture}.{key}"
         value = self._file.metadata.get(name)
         if not isinstance(value, Array):
@@ -239,7 +239,7 @@ class _Facts:
         return numbers
 
     def n_vocab(self) -> int:
-        """Return the number of tokens, by the list of them or by the width of the embeddings."""
+        """Return the size of the vocabulary, by its list or by the width of the embeddings."""
         tokens = self._file.metadata.get("tokenizer.ggml.tokens")
         if isinstance(tokens, Array):
             return tokens.count
@@ -247,11 +247,11 @@ class _Facts:
         return self.number("vocab_size", embedding.shape[-1] if embedding else 0)
 
     def tensor_bytes(self, name: str) -> int:
-        """Return the bytes of a tensor, 0 where there is none."""
+        """Return the size of a tensor, 0 if there is none."""
         return next((tensor.bytes for tensor in self._file.tensors if tensor.name == name), 0)
 
     def outside_layers(self) -> Mapping[str, int]:
-        """Return the bytes of what belongs to no layer: what tokens go in by, and everything else."""
+        """Return the sizes of the tensors outside layers: the input embeddings, and the others."""
         places = {"input": 0, "output": 0}
         for tensor in self._file.tensors:
             if not _IN_LAYER.match(tensor.name):
@@ -260,7 +260,7 @@ class _Facts:
         return places
 
     def layers(self) -> tuple[LayerShape, ...]:
-        """Return all repeating layers; those that predict further tokens are not loaded and take nothing."""
+        """Return all repeating layers; those for multi-token prediction are not loaded and take nothing."""
         tensors: list[list[Tensor]] = [[] for _ in range(self.n_layers)]
         for tensor in self._file.tensors:
             found = _IN_LAYER.match(tensor.name)
@@ -280,13 +280,13 @@ class _Facts:
         )
 
     def _layers_with_kv(self) -> int:
-        """Return how many layers, from the first, have KV of their own; the others look at that of earlier ones."""
+        """Return how many layers, from the first, have KV of their own; the others share that of earlier ones."""
         if self.architecture in KV_FROM_START:
             return KV_FROM_START[self.architecture]
         return self.n_layers - self.number("attention.shared_kv_layers", 0)
 
     def _widths(self) -> list[tuple[int, int]]:
-        """Return each layer's width of K and V."""
+        """Return each layer's widths of K and V."""
         heads = self.each("attention.head_count", 0)
         kv_heads = (
             self.each("attention.head_count_kv", 0)
@@ -308,7 +308,7 @@ class _Facts:
         return widths
 
     def _windows(self) -> tuple[int, ...]:
-        """Return how far each layer looks back; 0 is all the way."""
+        """Return each layer's attention window; 0 is unlimited."""
         every = WINDOW_EVERY.get(self.architecture)
         window = self.number("attention.sliding_window", 0) or self.number("attention.chunk_size", 0)
         stated = self._file.metadata.get(f"{self.architecture}.attention.sliding_window_pattern")
@@ -322,7 +322,7 @@ class _Facts:
         return tuple(0 if layer % every == full else window for layer in range(self.n_layers))
 
     def _state_bytes(self) -> int:
-        """Return what a recurrent layer keeps of a sequence."""
+        """Return the size of a recurrent layer's state per sequence."""
         state_bytes = self._stated_state_bytes()
         if state_bytes > _MAX_STATE_BYTES:
             raise self._refusal(f"states {state_bytes} bytes of state a layer; up to {_MAX_STATE_BYTES} are possible")
@@ -347,7 +347,7 @@ class _Facts:
         return self._refusal(f"does not state {key}")
 
     def _wrong(self, key: str, value: Value, allowed: str) -> InferenceCenterError:
-        return self._refusal(f"states {key} as {shown(value)}; {allowed} belongs there")
+        return self._refusal(f"states {key} as {shown(value)}; expected {allowed}")
 
     def _refusal(self, what: str) -> InferenceCenterError:
         return _refusal(self._file, what)
@@ -363,7 +363,7 @@ def _refusal(file: GgufFile, what: str) -> InferenceCenterError:
 
 
 def _name(file: GgufFile) -> str:
-    """Return what the file calls its model, cut to what a name may take; its own name where it says nothing."""
+    """Return the model's name in the file, truncated to a valid name; the file's stem if there is none."""
     stated = file.metadata.get("general.name")
     return stated[:_MAX_NAME_CHARS] if isinstance(stated, str) and stated else file.paths[0].stem
 
@@ -378,7 +378,7 @@ def _layer(
     names = {tensor.name.split(".", 2)[2] for tensor in tensors}
     recurrent = any(name.startswith(_RECURRENT) for name in names)
     attends = any(name.startswith(("attn_k.", "attn_kv_a_mqa.")) for name in names)
-    # Linear attention has a matrix of that name too, but keeps a state.
+    # Linear attention has a tensor of that name too, but keeps a state.
     attends = attends or (not recurrent and any(name.startswith("attn_qkv.") for name in names))
     experts = sum(tensor.bytes for tensor in tensors if _EXPERTS.match(tensor.name.split(".", 2)[2]))
     k_width, v_width = kv if attends and keeps_kv else (0, 0)

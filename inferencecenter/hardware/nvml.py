@@ -1,4 +1,4 @@
-"""Readings of NVIDIA GPUs. What cannot be read is ``None``: no library, no driver, no device, or not on this model."""
+"""Readings of NVIDIA GPUs. A value is ``None`` without the library, driver or device, or if it is unsupported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FIRST_GPU: Final = 0
 _MAX_GPUS: Final = 256
 
-# NVML's names of what slows a GPU down; idle clocks and the user's own settings are no throttling.
+# NVML's reasons for reduced clocks; idle clocks and the user's own settings are no throttling.
 _SLOWDOWNS: Final = {
     pynvml.nvmlClocksEventReasonSwPowerCap: "power_cap",
     pynvml.nvmlClocksThrottleReasonHwSlowdown: "hw_slowdown",
@@ -31,14 +31,14 @@ SLOWDOWN_NAMES: Final = tuple(_SLOWDOWNS.values())
 
 @dataclass(frozen=True, slots=True)
 class GpuReading:
-    """One look at a GPU; each value is ``None`` where the GPU does not tell.
+    """A reading of one GPU; unsupported values are ``None``.
 
     Attributes:
-        pci_id: Its address on the bus as llama.cpp writes it: ``0000:01:00.0``.
-        compute_capability: Major and minor, as (6, 1) of a GTX 1060.
-        power_limit_watts: What it may draw at most now.
-        mig: Whether it is divided into instances, so that its memory is not what a program gets.
-        slowdowns: What slows it down now.
+        pci_id: Its PCI address as llama.cpp writes it: ``0000:01:00.0``.
+        compute_capability: Major and minor, for example (6, 1) of a GTX 1060.
+        power_limit_watts: The current power limit.
+        mig: Whether it is divided into MIG instances, so that a program gets only part of its memory.
+        slowdowns: The current reasons for throttling.
     """
 
     name: str | None = None
@@ -65,10 +65,10 @@ NO_GPU: Final = GpuReading()
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """All GPUs that the driver shows, in its order.
+    """All GPUs of the driver, in its order.
 
     Attributes:
-        problem: Why there is none, in NVML's words; ``None`` where there are GPUs, or simply none.
+        problem: NVML's error if GPUs cannot be listed; ``None`` if they can, or there simply are none.
     """
 
     readings: tuple[GpuReading, ...] = ()
@@ -77,12 +77,12 @@ class Gpus:
 
 
 def read_gpus() -> Gpus:
-    """Read all GPUs; a GPU that gives no memory figures, as one that fell off the bus, is left out."""
+    """Read all GPUs; one without memory figures, such as one that fell off the bus, is left out."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
         return Gpus(problem=str(error))
-    except Exception as error:  # noqa: BLE001 - the border to the driver: a library that cannot be called is none
+    except Exception as error:  # noqa: BLE001 - the border to the driver: an unusable library means no GPUs
         return Gpus(problem=reason_of(error))
     count = _value(lambda: min(pynvml.nvmlDeviceGetCount(), _MAX_GPUS)) or 0
     handles = [_value(partial(pynvml.nvmlDeviceGetHandleByIndex, index)) for index in range(count)]
@@ -95,7 +95,7 @@ def read_gpus() -> Gpus:
 
 
 def process_bytes(index: int, pid: int) -> int | None:
-    """Return the memory that a process has on a GPU; ``None`` where the driver does not tell (WSL, containers)."""
+    """Return the memory that a process uses on a GPU; ``None`` if the driver does not report it (WSL, containers)."""
     used_bytes: int | None = _value(partial(_process_bytes, index, pid))
     return used_bytes
 
@@ -106,7 +106,7 @@ def _process_bytes(index: int, pid: int) -> int | None:
 
 
 class Gpu:
-    """A GPU of this machine, the first unless told. ``read`` blocks for some milliseconds: not on the event loop."""
+    """A GPU of this machine, by default the first. ``read`` blocks for milliseconds: call it off the event loop."""
 
     def __init__(self, index: int = _FIRST_GPU) -> None:
         self._handle: Any = None
@@ -114,16 +114,15 @@ class Gpu:
 
     @property
     def present(self) -> bool:
-        """Whether there is a GPU to read."""
+        """Whether the GPU exists."""
         return self._handle is not None
 
     def read(self) -> GpuReading:
-        """Return the readings now; ``NO_GPU`` without one."""
+        """Return the current readings; ``NO_GPU`` without a GPU."""
         return _value(lambda: _read(self._handle)) or NO_GPU
 
 
 def _read(handle: Any) -> GpuReading | None:
-    """Return what a GPU tells, each value if it can be had; ``None`` without a handle."""
     if handle is None:
         return None
     memory = _value(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle))
@@ -151,7 +150,7 @@ def _read(handle: Any) -> GpuReading | None:
 
 
 def _pci_id(info: Any) -> str | None:
-    """Return an address as llama.cpp's devices give theirs: a domain of four digits, in small letters."""
+    """Return an address in the form of llama.cpp's devices: a domain of four digits, in lower case."""
     if info is None:
         return None
     return f"{info.domain:04x}:{info.bus:02x}:{info.device:02x}.0"
@@ -163,10 +162,10 @@ def _watts(reading: Callable[[], Any]) -> float | None:
 
 
 def _value(reading: Callable[[], Any]) -> Any:
-    """Return a reading, ``None`` where there is none.
+    """Return a reading, ``None`` if it is unavailable.
 
     This is the border to the driver: an older library lacks functions, and one of another version, or a GPU that is
-    falling off the bus, gives texts and structures that the binding cannot read.
+    falling off the bus, returns texts and structures that the binding cannot decode.
     """
     with suppress(Exception):
         return reading()

@@ -1,4 +1,4 @@
-"""What a plan is made from and consists of: GPUs, host, constraints, demand, and the plan itself. Values only."""
+"""The inputs and the result of planning: GPUs, host, constraints, demand, and the plan itself. Values only."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Device:
     """A GPU.
 
     Attributes:
-        id: What the engine finds it by: its address on the PCI bus, or llama.cpp's name for it.
-        index: Its number in NVML, -1 for what NVML does not know.
-        aliases: What else it is called by: its index and UUID, or llama.cpp's name.
-        correction_bytes: How much more than estimated it took the last time; negative for less.
+        id: The engine's identifier: its PCI address, or llama.cpp's name for it.
+        index: Its index in NVML, -1 if NVML does not know it.
+        aliases: Other names: its index and UUID, or llama.cpp's name.
+        correction_bytes: By how much the last usage exceeded the estimate; negative for less.
     """
 
     id: str
@@ -36,7 +36,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The machine around the GPUs; ``available_bytes`` is ``None`` where the kernel does not tell."""
+    """The machine around the GPUs; ``available_bytes`` is ``None`` if unknown."""
 
     available_bytes: int | None
     cores: int
@@ -44,14 +44,14 @@ class Host:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementConstraints:
-    """What is set; 0, -1, ``auto`` and empty leave it to the plan.
+    """The configured values; 0, -1, ``auto`` and empty leave the choice to the plan.
 
     Attributes:
-        margin_bytes: What is left free on each GPU; ``None`` is 5 %, and at least 300 MiB.
-        quantized_kv: Whether KV may be kept in less than 16 bits to make a model fit.
-        prefer: ``many`` sessions at once, or ``long`` contexts for few.
-        expert_offload: Whether experts may be kept in the host's memory, all of them are, or none.
-        most_gpu_layers: A limit from a start that failed; ``None`` is none.
+        margin_bytes: What stays free on each GPU; ``None`` is 5 %, and at least 300 MiB.
+        quantized_kv: Whether KV may have less than 16 bits to make a model fit.
+        prefer: ``many`` concurrent sessions, or ``long`` contexts for few.
+        expert_offload: Whether experts may stay in the host's memory, all of them do, or none.
+        most_gpu_layers: A limit after a failed start; ``None`` is no limit.
     """
 
     slots: int = 0
@@ -75,7 +75,7 @@ class PlacementConstraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDemand:
-    """What is put on one GPU, in bytes; ``context_bytes`` is what the driver and its libraries take for themselves."""
+    """What is placed on one GPU, in bytes; ``context_bytes`` is the overhead of the driver and its libraries."""
 
     weight_bytes: int
     kv_bytes: int
@@ -84,13 +84,13 @@ class DeviceDemand:
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """The total."""
         return self.weight_bytes + self.kv_bytes + self.compute_bytes + self.context_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a model takes: on each GPU, and of the host's memory."""
+    """What a model takes on each GPU, and of the host's memory."""
 
     devices: tuple[DeviceDemand, ...]
     host_weight_bytes: int
@@ -99,18 +99,18 @@ class Demand:
 
     @property
     def host_bytes(self) -> int:
-        """All of the host's memory that it takes."""
+        """The total of the host's memory."""
         return self.host_weight_bytes + self.host_kv_bytes + self.host_compute_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A set-up, and where each part of it goes; ``fits`` is about the GPUs alone.
+    """A configuration, and where each part of it goes; ``fits`` concerns only the GPUs.
 
     Attributes:
-        counts: Layers on each device, the output counted as one.
-        cpu_tensors: Patterns of the names of tensors that stay with the host though their layer does not.
-        experts_in_host: Of how many layers on GPUs the experts are not there.
+        counts: Layers on each device; the output counts as one.
+        cpu_tensors: Patterns of names of tensors that stay on the host although their layer does not.
+        experts_in_host: Number of layers on GPUs whose experts stay on the host.
     """
 
     setup: RuntimeConfig
@@ -125,7 +125,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A number of the plan, and why it is that; ``explicit`` when it was set."""
+    """A number of the plan and its reason; ``explicit`` if it was configured."""
 
     name: str
     value: str
@@ -138,16 +138,16 @@ class PlacementPlan:
     """How a model is run, and why.
 
     Attributes:
-        n_gpu_layers: As llama.cpp counts them; one more than the model has layers is everything.
-        devices: The GPUs that take part, in the order of ``tensor_split``.
-        layer_counts: Layers on each of them, the output counted as one.
-        tensor_split: The same as llama.cpp wants it, for several.
-        experts_in_host: Of how many layers on GPUs the experts are not there.
-        cpu_tensors: Patterns of the names of tensors that stay in the host's memory though their layer does not.
-        fits: Whether all of it fits. If not, what is set was kept all the same.
-        demand: What it takes, on each GPU and on the host.
-        reasons: Each number with its reason in words.
-        advice: What else could be chosen, or should be known.
+        n_gpu_layers: In llama.cpp's counting: the model's layers and one for the output.
+        devices: The GPUs in use, in the order of ``tensor_split``.
+        layer_counts: Layers on each of them; the output counts as one.
+        tensor_split: The same in llama.cpp's form, for several GPUs.
+        experts_in_host: Number of layers on GPUs whose experts stay on the host.
+        cpu_tensors: Patterns of names of tensors that stay in the host's memory although their layer does not.
+        fits: Whether all of it fits. If not, configured values were kept all the same.
+        demand: The memory on each GPU and on the host.
+        reasons: Each number with its reason.
+        advice: Alternatives and warnings.
     """
 
     setup: RuntimeConfig
@@ -167,12 +167,12 @@ class PlacementPlan:
 
 
 def margin_bytes(device: Device, constraints: PlacementConstraints) -> int:
-    """Return what is left free on a GPU."""
+    """Return what stays free on a GPU."""
     if constraints.margin_bytes is not None:
         return constraints.margin_bytes
     return max(_LEAST_MARGIN_BYTES, device.total_bytes // 20)
 
 
 def usable_bytes(device: Device, constraints: PlacementConstraints) -> int:
-    """Return what a plan may use of a GPU: what is free less the margin, corrected by what was measured."""
+    """Return what a plan may use of a GPU: the free memory less the margin and the measured correction."""
     return max(0, device.free_bytes - margin_bytes(device, constraints) - device.correction_bytes)

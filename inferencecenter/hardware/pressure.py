@@ -1,4 +1,4 @@
-"""How short memory is, as three states with hysteresis. Pure: figures and the time come from outside."""
+"""Memory pressure as three states with hysteresis. Pure: figures and the time are arguments."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 MAIN_MEMORY: Final = "memory"
-"""The name of the usage that is of main memory; the others are of GPUs."""
+"""The name of the usage of main memory; the others are of GPUs."""
 SETTLED_S: Final = 30.0
-"""How long nothing may have been over its limit before a state is left for the next one down."""
+"""Seconds without a usage over its limit before the next lower state."""
 
 
 class PressureState(StrEnum):
-    """What is done about memory: nothing, parked KV is given up, or no turn begins either."""
+    """The reaction: none, releasing parked KV, or refusing new turns as well."""
 
     EASY = "easy"
     SHEDDING = "shedding"
@@ -27,7 +27,7 @@ class PressureState(StrEnum):
 
 
 class PressureChange(StrEnum):
-    """What moves it."""
+    """The transitions."""
 
     TIGHTENED = "tightened"
     EXHAUSTED = "exhausted"
@@ -48,9 +48,9 @@ PRESSURE: Final = StateMachine(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUsage:
-    """A kind of memory: what is used of it, and how much may be.
+    """The usage of one kind of memory, and its limit.
 
-    At ``calm_bytes``, below the limit, it counts as relieved at once. ``parked_bytes`` of what is used can be given up.
+    At ``calm_bytes``, below the limit, pressure is relieved at once. ``parked_bytes`` of the usage can be released.
     """
 
     name: str
@@ -61,18 +61,18 @@ class MemoryUsage:
 
     @property
     def is_over(self) -> bool:
-        """Whether more is used than may be."""
+        """Whether the limit is exceeded."""
         return self.used_bytes > self.limit_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """What of the parked may stay when as much of it is given up as brings the usage to ``calm_bytes``."""
+        """The parked bytes that may stay if enough is released to bring the usage to ``calm_bytes``."""
         return max(0, self.parked_bytes - max(0, self.used_bytes - self.calm_bytes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pressure:
-    """A state, whether the last look found a usage over its limit, the second at which one last was, and that look."""
+    """A state, whether the last measurement exceeded a limit, the time of the last excess, and that measurement."""
 
     state: PressureState = PressureState.EASY
     is_over: bool = False
@@ -80,17 +80,17 @@ class Pressure:
     usages: tuple[MemoryUsage, ...] = ()
 
     def usage(self, name: str) -> MemoryUsage | None:
-        """Return what was seen of one kind of memory."""
+        """Return the last measurement of one kind of memory."""
         return next((each for each in self.usages if each.name == name), None)
 
 
 def next_pressure(pressure: Pressure, usages: Sequence[MemoryUsage], *, now: float) -> Pressure:
-    """Return how short memory is after this look.
+    """Return the pressure after a measurement.
 
-    What is over its limit is first given a chance: parked KV goes, and only a second look in a row that still finds
-    something over it makes it full. Where nothing is parked it is full at once. The way back is in order. Turns begin
-    again as soon as everything is calm, and parking is free again when nothing has been over for ``SETTLED_S``. That
-    time also ends a full state between limit and calm, which a model that alone takes so much would never leave.
+    A usage over its limit first releases parked KV, and only a second measurement in a row over a limit makes the state
+    full. If nothing is parked it is full at once. Relaxation is in order: turns are admitted again as soon as every
+    usage is calm, and parking is unrestricted again when no usage was over its limit for ``SETTLED_S``. That time also
+    ends a full state between limit and calm, which a model whose own usage lies there would never leave.
     """
     over = [each for each in usages if each.is_over]
     state, change = pressure.state, None

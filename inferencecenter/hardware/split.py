@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 _Unit = TypeVar("_Unit")
 
 CONTEXT_BYTES: Final = 300 * MIB
-"""What a driver takes for a process that computes: its context, kernels and the workspace of its matrix library."""
+"""The driver's overhead in a process that computes: its context, kernels and the matrix library's workspace."""
 
-# Further embeddings on a GPU whose batches overlap with those of others: its own inputs, and what it is sent.
+# Further embeddings on a GPU whose batches overlap with others': its own inputs, and those it is sent.
 _FIRST_TRANSFERS, _OTHER_TRANSFERS = 4, 8
 _FILLED_PERCENT: Final = range(10, 101, 5)
 
@@ -41,9 +41,10 @@ def place(
     division: tuple[int, int],
     constraints: PlacementConstraints,
 ) -> Placement:
-    """Put as many layers on the devices as ``division`` says; those with more room get more.
+    """Place as many layers on the devices as ``division`` says; devices with more room get more.
 
-    The division is ``n_gpu_layers`` as llama.cpp counts them, and of how many layers on GPUs the experts are not there.
+    The division is ``n_gpu_layers`` in llama.cpp's counting, and the number of layers on GPUs whose experts stay on the
+    host.
     """
     n_gpu_layers, experts_in_host = division
     start = first_on_gpu(model, n_gpu_layers)
@@ -90,12 +91,12 @@ def place(
 
 
 def first_on_gpu(model: ModelShape, n_gpu_layers: int) -> int:
-    """Return the number of the first layer on a GPU: the last ones are there, and the output counts as one."""
+    """Return the index of the first layer on a GPU: the last ones are there, and the output counts as one."""
     return min(model.n_layers, max(0, model.n_layers + 1 - n_gpu_layers))
 
 
 def by_proportion(shares: Sequence[float], n_units: int) -> tuple[int, ...]:
-    """Divide units as llama.cpp does: unit ``i`` goes to the first device whose part of the shares ends after it."""
+    """Divide units as llama.cpp does: unit ``i`` goes to the first device whose cumulative share ends after it."""
     total = sum(shares)
     ends = [end / total for end in accumulate(shares)]
     owners = [min(bisect_right(ends, unit / n_units), len(shares) - 1) for unit in range(n_units)]
@@ -103,7 +104,7 @@ def by_proportion(shares: Sequence[float], n_units: int) -> tuple[int, ...]:
 
 
 def _units(model: ModelShape, setup: RuntimeConfig, start: int, experts_in_host: int) -> Iterator[tuple[int, int]]:
-    """Yield weights and KV of each layer on a GPU, and at last of the output."""
+    """Yield weights and KV of each layer on a GPU, and finally of the output."""
     for number, layer in enumerate(model.layers[start:]):
         yield layer.dense_bytes if number < experts_in_host else layer.bytes, kv_bytes(layer, setup)
     yield model.output_bytes, 0
@@ -139,7 +140,7 @@ def _host_weight_bytes(model: ModelShape, start: int, experts_in_host: int, *, o
 
 
 def _evenly_filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
-    """Return how many consecutive units each device gets when all are filled to about the same part."""
+    """Return how many consecutive units each device gets when all are filled to about the same fraction."""
     if len(rooms) == 1:
         return (len(sizes),) if sum(sizes) <= rooms[0] else None
     for percent in _FILLED_PERCENT:
@@ -150,7 +151,7 @@ def _evenly_filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...
 
 
 def _filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
-    """Return how many consecutive units each device gets when one after the other is filled."""
+    """Return how many consecutive units each device gets when they are filled one after the other."""
     counts, next_unit = [], 0
     for room in rooms:
         left, count = room, 0
@@ -186,7 +187,7 @@ USUAL_N_BATCH: Final = 2048
 USUAL_N_UBATCH: Final = 512
 _LEAST_N_CTX: Final = 256
 _BATCHES: Final = ((USUAL_N_BATCH, USUAL_N_UBATCH), (1024, 256), (512, 128))
-"""Tokens in a decode call, and computed at once; llama.cpp's own first."""
+"""Tokens per decode call, and per computation; llama.cpp's defaults first."""
 _MOST_N_CTX_FOR_MANY: Final = 32_768
 _QUANTIZED: Final = ("q8_0", "q4_0")
 _FLOATS: Final = frozenset({"f32", "f16", "bf16"})
@@ -194,7 +195,7 @@ _FEW_THREADS: Final = 4
 
 
 def plan(model: ModelShape, devices: Sequence[Device], host: Host, constraints: PlacementConstraints) -> PlacementPlan:
-    """Return the plan; where even the least does not fit, one that says so."""
+    """Return the plan; if even the minimum does not fit, ``fits`` is false."""
     usable = (
         tuple(devices) if constraints.main_gpu < 0 else tuple(devices[constraints.main_gpu : constraints.main_gpu + 1])
     )
@@ -221,7 +222,7 @@ def plan(model: ModelShape, devices: Sequence[Device], host: Host, constraints: 
 
 
 def threads(model: ModelShape, chosen: Placement, host: Host, constraints: PlacementConstraints) -> int:
-    """Return the threads that compute: few where the processor only looks up embeddings."""
+    """Return the number of compute threads: few if the processor only looks up embeddings."""
     if constraints.n_threads:
         return constraints.n_threads
     everything = chosen.n_gpu_layers > model.n_layers and not chosen.cpu_tensors
@@ -229,10 +230,10 @@ def threads(model: ModelShape, chosen: Placement, host: Host, constraints: Place
 
 
 def uses_flash_attention(constraints: PlacementConstraints, *, n_gpu_layers: int, kv_types: tuple[str, str]) -> bool:
-    """Tell whether flash attention is used: as it is set, else where a GPU computes or KV is quantized.
+    """Return whether flash attention is used: as configured, else if a GPU computes or KV is quantized.
 
-    On a processor llama.cpp has it go row by row through what is read after a long history, and through every token
-    that is generated; short questions then take three times as long (docs/decisions/0008-speed-levers.md).
+    On a processor llama.cpp runs it row by row for a prefill after a long history and for every generated token; short
+    prompts then take three times as long (docs/decisions/0008-speed-levers.md).
     """
     if constraints.flash_attention != "auto":
         return constraints.flash_attention == "on"
@@ -240,7 +241,7 @@ def uses_flash_attention(constraints: PlacementConstraints, *, n_gpu_layers: int
 
 
 class _Search:
-    """Goes through what could be given up, in order, and stops at the first that fits."""
+    """Enumerates what can be given up, in order, and stops at the first configuration that fits."""
 
     def __init__(
         self, model: ModelShape, devices: tuple[Device, ...], host: Host, constraints: PlacementConstraints
@@ -249,7 +250,7 @@ class _Search:
         self._host = host
         self._constraints = constraints
         by_size = sorted(devices, key=lambda device: -device.free_bytes)
-        # As few GPUs as hold it: what is on one needs no transfers.
+        # As few GPUs as possible: a single one needs no transfers.
         self._teams = [
             tuple(device for device in devices if device in by_size[:count]) for count in range(1, len(devices) + 1)
         ]
@@ -259,7 +260,7 @@ class _Search:
             self._teams = self._teams[:1]
 
     def best(self) -> Placement | None:
-        """Return what fits with the most layers on GPUs and then the least given up; ``None`` if nothing does."""
+        """Return the placement with the most layers on GPUs and then the least given up; ``None`` if none fits."""
         usual = self._constraints.n_ctx or min(USUAL_N_CTX, self._model.n_ctx_train)
         n_ctx = usual
         while True:
@@ -273,7 +274,7 @@ class _Search:
             n_ctx = max(_LEAST_N_CTX, n_ctx // 2)
 
     def last_resort(self) -> Placement:
-        """Return what takes least, to say what is missing."""
+        """Return the smallest placement, to report what is missing."""
         usual = self._constraints.n_ctx or min(USUAL_N_CTX, self._model.n_ctx_train)
         least = self._constraints.n_ctx or min(_LEAST_N_CTX, usual)
         *_, n_gpu_layers = self._layer_counts()
@@ -283,7 +284,7 @@ class _Search:
         return place(self._model, setup, team, (n_gpu_layers, in_host), self._constraints)
 
     def _first_fit(self, division: tuple[int, int], n_ctx: int, *, usual: int) -> Placement | None:
-        # What takes least, of everything and on each GPU. Where it does not fit, none does.
+        # The minimum of everything and on each GPU. If it does not fit, none does.
         if self._fit(self._least(n_ctx, n_gpu_layers=division[0]), division) is None:
             return None
         for setup in self._setups(n_ctx, n_gpu_layers=division[0]):
@@ -293,7 +294,7 @@ class _Search:
         return None
 
     def _fit(self, setup: RuntimeConfig, division: tuple[int, int]) -> Placement | None:
-        """Return the place on the first team that holds it."""
+        """Return the placement on the first set of GPUs that holds it."""
         for team in self._teams if division[0] else [()]:
             found = place(self._model, setup, team, division, self._constraints)
             if found.fits and self._host_holds(found):
@@ -301,9 +302,9 @@ class _Search:
         return None
 
     def _grown(self, found: Placement) -> Placement:
-        """Return the place with longer contexts, where GPUs hold everything and have memory left.
+        """Return the placement with longer contexts, if the GPUs hold everything and have memory left.
 
-        The host's memory is not taken for that, nor another GPU.
+        Neither the host's memory nor another GPU is used for that.
         """
         constraints, setup = self._constraints, found.setup
         everything = found.n_gpu_layers > self._model.n_layers and not found.experts_in_host
@@ -330,7 +331,7 @@ class _Search:
         return range(most, -1, -1) if self._teams else [0]
 
     def _experts_in_host(self, n_gpu_layers: int) -> Sequence[int]:
-        """Return of how many layers, the first on a GPU, the experts stay with the host."""
+        """Return for how many layers, from the first on a GPU, the experts may stay on the host."""
         on_gpu = max(0, n_gpu_layers - 1)
         if not self._model.has_experts or not on_gpu or self._constraints.expert_offload == "never":
             return [0]
@@ -339,7 +340,7 @@ class _Search:
         return range(on_gpu + 1) if n_gpu_layers > self._model.n_layers else [on_gpu]
 
     def _setups(self, n_ctx: int, *, n_gpu_layers: int) -> Iterator[RuntimeConfig]:
-        """Yield set-ups, those that give up least first; ``_least`` is the last of them."""
+        """Yield configurations in the order of what they give up; ``_least`` is the last."""
         for batch in self._batches():
             for kv_types in self._kv_types():
                 for slots in self._slots(n_ctx):
@@ -363,7 +364,7 @@ class _Search:
         )
 
     def _slots(self, n_ctx: int) -> Iterator[tuple[int, int]]:
-        """Yield slots and the tokens of each: as many slots as can be, or before that contexts as long as can be."""
+        """Yield slots and their context: as many slots as possible or, if preferred, contexts as long as possible."""
         counts = [self._constraints.slots] if self._constraints.slots else range(USUAL_SLOTS, 0, -1)
         lengths = [n_ctx]
         if self._constraints.prefer == "long" and not self._constraints.n_ctx:

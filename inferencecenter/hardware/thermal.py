@@ -1,4 +1,4 @@
-"""How hot the GPUs are, as three states with hysteresis. Pure: readings and the time come from outside."""
+"""GPU heat as three states with hysteresis. Pure: readings and the time are arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ThermalState(StrEnum):
-    """How much of the work may be done."""
+    """The degrees of throttling."""
 
     COOL = "cool"
     WARM = "warm"
@@ -24,14 +24,14 @@ class ThermalState(StrEnum):
 
 
 class ThermalChange(StrEnum):
-    """What moves it."""
+    """The transitions."""
 
     WARMED = "warmed"
     OVERHEATED = "overheated"
     COOLED = "cooled"
 
 
-# Up at once, down in order.
+# Up at once, down one state at a time.
 THERMAL: Final = StateMachine(
     "thermal",
     {
@@ -44,9 +44,9 @@ THERMAL: Final = StateMachine(
 )
 _ORDER: Final = tuple(ThermalState)
 
-# What NVML says of a GPU that slows itself down. hw_thermal: it is so hot that its clocks are halved or worse.
-# sw_thermal: the driver lowers them to keep a temperature. hw_slowdown without hw_thermal and power_brake: too much
-# power is drawn, or the power supply says so. power_cap is not among them: so a GPU runs that is busy.
+# NVML's reasons for throttling by heat. hw_thermal: so hot that clocks are halved or worse. sw_thermal: the driver
+# lowers them to keep a temperature. hw_slowdown without hw_thermal and power_brake: too much power is drawn, or the
+# power supply reports so. power_cap is not among them: a busy GPU normally runs at it.
 _MEANS: Final = {
     "hw_thermal": ThermalState.HOT,
     "sw_thermal": ThermalState.WARM,
@@ -57,9 +57,9 @@ _MEANS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """From which temperature on a GPU is warm or hot, in °C.
+    """The temperatures from which a GPU counts as warm or hot, in °C.
 
-    It is so until it is ``hysteresis_c`` cooler, and has been for ``dwell_s``.
+    It does until it has been ``hysteresis_c`` cooler for ``dwell_s``.
     """
 
     warm_c: float
@@ -70,7 +70,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heat:
-    """A state, the second at which it was last called for, the hottest GPU's temperature, and why, in words."""
+    """A state, the time in seconds at which it was last required, the highest temperature, and the reason as text."""
 
     state: ThermalState = ThermalState.COOL
     called_for_s: float = -math.inf
@@ -79,7 +79,7 @@ class Heat:
 
 
 def watched(readings: Iterable[GpuReading], wanted: Sequence[str]) -> tuple[GpuReading, ...]:
-    """Return the readings of the GPUs that are wanted by index, UUID or address on the bus; all where none is named."""
+    """Return the readings of GPUs selected by index, UUID or PCI address; all if ``wanted`` is empty."""
     return tuple(
         reading
         for reading in readings
@@ -88,10 +88,10 @@ def watched(readings: Iterable[GpuReading], wanted: Sequence[str]) -> tuple[GpuR
 
 
 def next_heat(heat: Heat, readings: Sequence[GpuReading], thresholds: Thresholds, *, now: float) -> Heat:
-    """Return how hot it is after these readings.
+    """Return the heat after these readings.
 
-    The hottest GPU counts. What cannot be read heats nothing. Each step down takes ``dwell_s`` in which no reading
-    called for the state above it.
+    The hottest GPU counts. Unavailable readings have no effect. Each step down takes ``dwell_s`` in which no reading
+    required the state above it.
     """
     temperature_c = max((each.temperature_c for each in readings if each.temperature_c is not None), default=None)
     calls = [call for reading in readings for call in _calls(reading, heat.state, thresholds)]
@@ -109,7 +109,7 @@ def next_heat(heat: Heat, readings: Sequence[GpuReading], thresholds: Thresholds
 
 
 def _calls(reading: GpuReading, state: ThermalState, thresholds: Thresholds) -> list[tuple[ThermalState, str]]:
-    """Return the states that a GPU calls for, and why, where ``state`` is that of now."""
+    """Return the states that a GPU requires, and why, given the current ``state``."""
     calls = [(_MEANS[name], f"the GPU slows down: {name}") for name in reading.slowdowns or () if name in _MEANS]
     if reading.temperature_c is not None:
         limits_c = {ThermalState.WARM: thresholds.warm_c, ThermalState.HOT: thresholds.hot_c}

@@ -1,4 +1,4 @@
-"""How far estimates of GPU memory were off, kept between starts: ``plan.json`` in the state directory."""
+"""Corrections of VRAM estimates by measured usage, kept between starts: ``plan.json`` in the state directory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = structlog.get_logger(__name__)
 
 
 class VramCorrection(msgspec.Struct, frozen=True):
-    """What a model took on one GPU beyond the estimate, and both figures of that start."""
+    """By how much a model's usage of one GPU exceeded the estimate, and both figures of that start."""
 
     extra_bytes: Annotated[int, msgspec.Meta(ge=-_MAX_BYTES, le=_MAX_BYTES)]
     estimated_bytes: _Bytes
@@ -32,7 +32,7 @@ class VramCorrection(msgspec.Struct, frozen=True):
 
 
 class VramCalibration:
-    """The corrections by model and GPU. A file that cannot be read or written costs exactness, and nothing else."""
+    """The corrections by model and GPU. A file that cannot be read or written only costs accuracy."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -41,23 +41,23 @@ class VramCalibration:
             self._entries = _read(path)
         except FileNotFoundError:
             pass
-        except Exception as error:  # noqa: BLE001 - the border to a file that others may have changed
+        except Exception as error:  # noqa: BLE001 - other programs may have changed the file
             _log.warning("corrections_unreadable", path=str(path), reason=reason_of(error))
 
     def extra_bytes(self, model: str, device: str) -> int:
-        """Return what to add to an estimate; 0 for a model that was not loaded on that GPU before."""
+        """Return the correction of an estimate; 0 for a model that was never loaded on that GPU."""
         entry = self._entries.get(_key(model, device))
         return entry.extra_bytes if entry else 0
 
     def put(self, model: str, device: str, *, estimated_bytes: int, used_bytes: int) -> None:
-        """Keep what was measured, in place of what was measured before."""
+        """Store a measurement in place of the previous one."""
         key = _key(model, device)
         self._entries.pop(key, None)
         self._entries[key] = VramCorrection(used_bytes - estimated_bytes, estimated_bytes, used_bytes)
         self._entries = dict(list(self._entries.items())[-_MOST_ENTRIES:])
         fresh = self._path.with_suffix(".new")
         try:
-            # Texts of drivers are among the keys.
+            # Keys contain texts of drivers.
             fresh.write_bytes(msgspec.json.format(msgspec.json.encode(self._entries)))
             os.replace(fresh, self._path)  # noqa: PTH105 - atomic, and one call
         except (OSError, ValueError) as error:

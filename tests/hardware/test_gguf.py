@@ -168,7 +168,7 @@ def test_whatever_the_reading_raises_is_refused(
 
     monkeypatch.setattr(own._Header, "_take", fail)
     message = refused(tmp_path / "strange.gguf", b"GGUF")
-    assert f"cannot be understood: {type(raised).__name__}" in message
+    assert f"cannot be parsed: {type(raised).__name__}" in message
     assert len(message) < 500
     assert message.isprintable()
     assert read_summary(tmp_path / "strange.gguf") == {}
@@ -379,4 +379,4 @@ def test_a_part_under_another_name(tmp_path: Path) -> None:
 def test_parts_that_do_not_add_up(tmp_path: Path) -> None:
     """As those of two different downloads."""
     paths = _split(tmp_path, parts=2, promised=7)
-    assert "promises 7 tensors" in refused(paths[0])
+    assert "states 7 tensors" in refused(paths[0])

@@ -204,7 +204,7 @@ def test_layers_that_are_not_loaded() -> None:
         ),
         ({"attention.key_length": 1.5}, "attention.key_length as 1.5"),
         ({"expert_count": -1}, "expert_count as -1"),
-        ({"block_count": 513}, "llama.block_count as 513; a whole number from 1 to 512 belongs there"),
+        ({"block_count": 513}, "llama.block_count as 513; expected a whole number from 1 to 512"),
         ({"attention.head_count": Array(4, (1, 1, nan, 1))}, "attention.head_count as (1, 1, nan, 1)"),
         ({"attention.head_count": Array(4, (1, 1, inf, 1))}, "attention.head_count as (1, 1, inf, 1)"),
         ({"attention.head_count": Array(9000)}, "attention.head_count as '9000 values'"),

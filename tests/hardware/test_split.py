@@ -371,7 +371,7 @@ def test_an_architecture_that_is_not_known(shape_of: ShapeOf) -> None:
     model = replace(shape_of("llama3.2-1b"), known=False, architecture="novel")
     made = plan(model, gpus(3), HOST, PlacementConstraints())
     assert made.fits
-    assert any("'novel' is not known" in line for line in made.advice)
+    assert any("'novel' is unknown" in line for line in made.advice)
 
 
 def test_adapters_count_where_the_layers_are(shape_of: ShapeOf) -> None:
