@@ -1,1 +1,1 @@
-"""llama.cpp behind the engine's seam; the only part that calls it, through its low-level API."""
+"""The llama.cpp implementation of ``engine.backend``; the only package that calls it, through its low-level API."""

@@ -1,4 +1,4 @@
-"""LoRA adapters: read with the model that they change, and set on every context made of it."""
+"""LoRA adapters: loaded with the model they modify and set on every context created from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.gguf import GgufFile
     from inferencecenter.ipc.messages import Adapter
 
-# ``ggml_type``: I8, I16, I32, I64 and F64, with which nothing is multiplied.
+# ``ggml_type``: I8, I16, I32, I64 and F64, which matrix multiplication does not support.
 _NO_WEIGHTS: Final = range(24, 29)
 _REFUSED: Final = "failed to apply lora adapter: "
 _CONVERT: Final = "Convert it with llama.cpp's convert_lora_to_gguf.py."
@@ -44,17 +44,17 @@ class LoraAdapters:
 
     @classmethod
     def load(cls, model: int, adapters: Sequence[Adapter], *, base: Path, log: LlamaLog) -> LoraAdapters:
-        """Read adapters for the ``llama_model`` at ``model``, whose file is ``base``; before contexts are made of it.
+        """Load adapters for the ``llama_model`` at ``model`` from file ``base``, before contexts are created from it.
 
-        Contexts reserve their graphs with room for all adapters that the model has by then.
+        Contexts reserve their graphs with room for all adapters loaded by then.
 
         Raises:
-            InferenceCenterError: ``invalid_model_file``, with the adapter's path and why it cannot be used.
+            InferenceCenterError: ``invalid_model_file``, with the adapter's path and the reason.
         """
         return cls([_load(model, Path(each.path), each.scale, base=base, log=log) for each in adapters])
 
     def set_on(self, context: int) -> None:
-        """Have the ``llama_context`` at ``context`` compute with the adapters; those of scale 0 change nothing."""
+        """Apply the adapters to the ``llama_context`` at ``context``; those of scale 0 have no effect."""
         if not self._loaded:
             return
         n_adapters = len(self._loaded)
@@ -63,10 +63,10 @@ class LoraAdapters:
         lib.llama_set_adapters_lora(context, handles, n_adapters, scales)
 
     def facts(self) -> Iterator[str]:
-        """Yield what makes saved sequences different: content and scale of each adapter that counts.
+        """Yield what makes saved sequences incompatible: content and scale of each adapter in effect.
 
         Raises:
-            InferenceCenterError: ``invalid_model_file`` when a file cannot be read any more.
+            InferenceCenterError: ``invalid_model_file`` when a file can no longer be read.
         """
         for each in self._loaded:
             if each.scale:
@@ -86,33 +86,34 @@ def _load(model: int, path: Path, scale: float, *, base: Path, log: LlamaLog) ->
         *_, problem = log.take_problems() or ("llama.cpp gave no reason",)
         reason = problem.partition(_REFUSED)[2] or problem
         raise _refusal(
-            f"{path} cannot be used with {base.name}: {reason}.", "An adapter fits only the model that it was made for."
+            f"{path} cannot be used with {base.name}: {reason}.",
+            "An adapter fits only the model that it was trained for.",
         )
     return _Loaded(handle, path, scale)
 
 
 def _check(path: Path, file: GgufFile) -> None:
-    """Refuse what llama.cpp would take for something else, or end the process over."""
+    """Reject files that llama.cpp would misinterpret or crash on."""
     facts = file.metadata
     for key, expected in (("general.type", "adapter"), ("adapter.type", "lora")):
         if (found := facts.get(key)) != expected:
             said = "is missing" if found is None else f"is {found!r}"
             raise _refusal(f"{path} is no LoRA adapter: {key} {said}, not {expected!r}.", _CONVERT)
     if not isinstance(facts.get("general.architecture"), str):
-        raise _refusal(f"{path} does not say for which architecture it is.", _CONVERT)
+        raise _refusal(f"{path} has no general.architecture.", _CONVERT)
     alpha = facts.get("adapter.lora.alpha", 0.0)
     if not isinstance(alpha, float) or not math.isfinite(alpha):
         raise _refusal(f"{path} has an adapter.lora.alpha of {alpha!r}.", _CONVERT)
     if "adapter.alora.invocation_tokens" in facts:
         raise _refusal(
-            f"{path} is an activated LoRA, which counts only from certain tokens on; these are not supported.",
-            "Choose an adapter that always counts.",
+            f"{path} is an activated LoRA, which is not supported.",
+            "Choose an adapter that is always active.",
         )
     if not file.tensors:
         raise _refusal(f"{path} has no tensors.", _CONVERT)
     for tensor in file.tensors:
         if tensor.type in _NO_WEIGHTS:
-            raise _refusal(f"{path} keeps {tensor.name} in a type that nothing is multiplied with.", _CONVERT)
+            raise _refusal(f"{path} keeps {tensor.name} in a type without matrix multiplication.", _CONVERT)
 
 
 def _digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The llama.cpp backend: one model, one context, a native sampler chain for each turn."""
+"""The llama.cpp backend: one model, one context, a native sampler chain per turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LlamaBackend:
-    """A loaded model behind the engine's seam (``engine.backend.Backend``)."""
+    """Implements ``engine.backend.Backend`` for a loaded model."""
 
     def __init__(  # noqa: PLR0913 - called by ``load`` alone, with what it has made
         self,
@@ -49,10 +49,10 @@ class LlamaBackend:
     def load(
         cls, options: EngineOptions, *, on_progress: Callable[[float], None], on_log: Callable[[str, str], None]
     ) -> LlamaBackend:
-        """Load and warm up the model that ``options`` name.
+        """Load and warm up the model named by ``options``.
 
-        ``on_progress`` takes the fraction loaded, from 0 to 1; ``on_log`` a level and a line of llama.cpp's log, on
-        whatever thread it is written.
+        ``on_progress`` receives the fraction loaded, from 0 to 1; ``on_log`` a level and a line of llama.cpp's log, on
+        the thread that logs.
 
         Raises:
             InferenceCenterError: ``invalid_model_file`` or ``invalid_config``.
@@ -72,7 +72,7 @@ class LlamaBackend:
             resources.callback(model.close)
             context = LlamaContext(model, options, n_threads=options.n_threads or physical_cores(), log=log)
             resources.callback(context.close)
-            # A GPU's libraries take memory only when they are first used with a batch of full size.
+            # GPU libraries allocate memory only when they are first used with a batch of full size.
             full_batch = options.n_ubatch if model.n_gpu_layers else 0
             kv_bytes_per_token = context.warm_up(max(model.vocab.bos, 0), n_tokens=full_batch)
             digest = fingerprint(model, options)
@@ -88,26 +88,26 @@ class LlamaBackend:
 
     @property
     def model(self) -> ModelInfo:
-        """Facts about the loaded model."""
+        """Properties of the loaded model."""
         return self._info
 
     @property
     def fingerprint(self) -> str:
-        """A hex digest that is equal where a saved sequence means the same, whatever the number of slots and tokens."""
+        """Hex digest, equal where saved sequences are interchangeable, whatever the number of slots and tokens."""
         return self._fingerprint
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes that a token of a full slot takes in a saved sequence, on average."""
+        """Average bytes per token of a full slot in a saved sequence."""
         return self._kv_bytes_per_token
 
     @property
     def can_truncate(self) -> bool:
-        """Whether ``truncate`` can cut anywhere: not so with recurrent layers and sliding windows."""
+        """Whether ``truncate`` can cut anywhere; false for recurrent layers and sliding windows."""
         return self._context.can_truncate
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
-        """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set.
+        """Return the token ids of ``pieces``, with BOS where the model wants one and ``first`` is set.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for text that is not Unicode (lone surrogates).
@@ -119,11 +119,11 @@ class LlamaBackend:
         return self._model.vocab.token_bytes(token)
 
     def token_text(self, token: int) -> str:
-        """Return a token's name as the template spells it, control tokens included."""
+        """Return a token's text in the template, control tokens included."""
         return self._model.vocab.token_text(token)
 
     def is_end(self, token: int) -> bool:
-        """Tell whether the token ends a generation."""
+        """Return whether the token ends a generation."""
         return self._model.vocab.is_end(token)
 
     def truncate(self, slot: int, n_tokens: int) -> bool:
@@ -131,7 +131,7 @@ class LlamaBackend:
         return self._context.truncate(slot, n_tokens)
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange the sequences of two slots.
+        """Swap the sequences of two slots.
 
         Raises:
             DecodeError: Both slots have been emptied.
@@ -139,7 +139,7 @@ class LlamaBackend:
         self._context.swap(a, b)
 
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Replace what ``target`` holds by the first ``n_tokens`` of ``source``; ``False`` when it is empty now.
+        """Replace the content of ``target`` by the first ``n_tokens`` of ``source``; ``False`` when it is empty now.
 
         Raises:
             ValueError: The slots are the same, or ``source`` holds fewer tokens.
@@ -147,11 +147,11 @@ class LlamaBackend:
         return self._context.copy(source, target, n_tokens)
 
     def state_bytes(self, slot: int) -> int:
-        """Return how many bytes ``save`` would write now; 0 for an empty slot."""
+        """Return the bytes ``save`` would write now; 0 for an empty slot."""
         return self._context.state_bytes(slot)
 
     def save(self, slot: int, buffer: memoryview) -> int:
-        """Write the slot's sequence into ``buffer`` and return its bytes; 0 when it could not.
+        """Write the slot's sequence into ``buffer`` and return its bytes; 0 on failure.
 
         Raises:
             ValueError: The buffer is read-only.
@@ -159,14 +159,14 @@ class LlamaBackend:
         return self._context.save(slot, buffer)
 
     def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
-        """Replace what a slot holds by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now."""
+        """Replace a slot's content by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now."""
         return self._context.restore(slot, data, n_tokens)
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
-        """Decode chunks sorted by ascending slot, at most one a slot.
+        """Decode chunks sorted by ascending slot, at most one per slot.
 
         Raises:
-            DecodeError: The named slots have been emptied; the others are as before.
+            DecodeError: The named slots have been emptied; the others are unchanged.
         """
         self._context.decode(chunks)
 
@@ -175,12 +175,12 @@ class LlamaBackend:
     ) -> LlamaTurnSampler:
         """Build a turn's sampler chain; the tail of ``prompt`` and ``answer`` feeds the penalties.
 
-        ``answer`` is what the turn generated before its prompt was made shorter. Mirostat and adaptive-p, which learn
-        from the probabilities of what they drew, start over: llama.cpp cannot tell them. A ``constraint`` says
-        what may be sampled.
+        ``answer`` is what the turn generated before its prompt was shortened. Mirostat and adaptive-p, which learn from
+        the probabilities they drew, start over: llama.cpp cannot restore their state. A ``constraint`` restricts the
+        tokens.
 
         Raises:
-            InferenceCenterError: ``invalid_request`` for a parameter this model cannot obey.
+            InferenceCenterError: ``invalid_request`` for a parameter this model does not support.
         """
         vocab, context = self._model.vocab, self._context
         specs = plan_chain(params, n_vocab=vocab.n_tokens, n_ctx=context.n_ctx, end_tokens=vocab.end_tokens)
@@ -217,7 +217,7 @@ class LlamaTurnSampler:
         self._on_close = on_close
 
     def sample(self, row: int) -> Sampled:
-        """Sample and accept a token from the last decode; ``row`` counts its tokens with logits."""
+        """Sample and accept a token; ``row`` indexes the tokens with logits of the last decode."""
         return self._native.sample(self._context.batch_index(row))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One llama context with a KV stream for each slot: decoding in batches, truncating, saving and moving sequences."""
+"""One llama context with a KV stream per slot: batched decode, truncate, save, restore, swap and copy."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _INT32 = ctypes.POINTER(ctypes.c_int32)
 
 
 class BatchArrays:
-    """A ``llama_batch`` whose arrays stay where they are and are filled in place."""
+    """A ``llama_batch`` with preallocated arrays that are filled in place."""
 
     def __init__(self, *, n_batch: int, slots: int) -> None:
         self._token = np.zeros(n_batch, np.int32)
         self._pos = np.zeros(n_batch, np.int32)
         self._n_seq_id = np.ones(n_batch, np.int32)
         self._logits = np.zeros(n_batch, np.int8)
-        # Each row points at the cell of ``slot_ids`` that holds its slot's number.
+        # Each row points at the element of ``slot_ids`` with its slot's number.
         self._slot_ids = np.arange(slots, dtype=np.int32)
         self._slot_pointers = [self._slot_ids.ctypes.data + slot * self._slot_ids.itemsize for slot in range(slots)]
         self._seq_id = np.zeros(n_batch, np.uintp)
@@ -51,7 +51,7 @@ class BatchArrays:
         )
 
     def fill(self, chunks: Sequence[Chunk]) -> lib.llama_batch:
-        """Write chunks into the arrays in order; ``sampled`` then lists the rows whose logits are asked for."""
+        """Write chunks into the arrays in order; ``sampled`` then lists the rows whose logits are requested."""
         tokens: list[int] = []
         positions: list[int] = []
         pointers: list[int] = []
@@ -63,7 +63,7 @@ class BatchArrays:
             pointers += [self._slot_pointers[chunk.slot]] * n_tokens
             if chunk.sample:
                 sampled += range(len(tokens) - chunk.n_sampled, len(tokens))
-        # One assignment an array: writing it chunk by chunk costs 10 µs a chunk.
+        # One assignment per array: writing chunk by chunk costs 10 µs per chunk.
         n_rows = len(tokens)
         self._token[:n_rows] = tokens
         self._pos[:n_rows] = positions
@@ -76,10 +76,10 @@ class BatchArrays:
 
 
 def split(chunks: Sequence[Chunk], n_batch: int) -> Iterator[Sequence[Chunk]]:
-    """Yield what goes into each call of at most ``n_batch`` rows.
+    """Yield the chunks of each call of at most ``n_batch`` rows.
 
-    Logits live until the next call, so every chunk keeps its last token for the last one, and with it its drafts; all
-    of these must fit it. Before that the chunks advance in equal strides, which llama.cpp can compute together.
+    Logits live until the next call, so every chunk keeps its last token and its drafts for the last call, which all of
+    them must fit. Before that the chunks advance in equal strides, which llama.cpp can compute together.
 
     Raises:
         ValueError: The last tokens and the drafts alone do not fit a call.
@@ -107,7 +107,7 @@ def _rest(chunk: Chunk, begin: int) -> Chunk:
 _KV_TYPES = {
     "f32": lib.GGML_TYPE_F32,
     "f16": lib.GGML_TYPE_F16,
-    "bf16": 30,  # GGML_TYPE_BF16 of ggml.h, which the binding leaves out
+    "bf16": 30,  # GGML_TYPE_BF16 of ggml.h, missing in the binding
     "q8_0": lib.GGML_TYPE_Q8_0,
     "q5_1": lib.GGML_TYPE_Q5_1,
     "q5_0": lib.GGML_TYPE_Q5_0,
@@ -123,8 +123,8 @@ _FLASH_ATTENTION = {
 _FAILURES = {
     1: "the KV stream of a slot is full",
     2: "decoding was interrupted",
-    -1: "llama.cpp refused the batch",
-    -2: "memory for the batch could not be had",
+    -1: "llama.cpp rejected the batch",
+    -2: "memory for the batch could not be allocated",
     -3: "computing the batch failed",
 }
 
@@ -132,8 +132,8 @@ _FAILURES = {
 class LlamaContext:
     """A ``llama_context`` of ``slots`` sequences, used from one thread.
 
-    It counts the tokens of each slot and compares them with llama.cpp's own count after every change, so that a
-    sequence is never continued at a place where it is not. A slot that fails that, or whose batch failed, is emptied.
+    It counts the tokens of each slot and compares the count with llama.cpp's own after every change, so that a sequence
+    is never continued at a wrong position. A slot whose counts differ, or whose batch failed, is emptied.
     """
 
     def __init__(self, model: LlamaModel, options: EngineOptions, *, n_threads: int, log: LlamaLog) -> None:
@@ -165,14 +165,14 @@ class LlamaContext:
         self._buffers = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
     def length(self, slot: int) -> int:
-        """Return how many tokens a slot holds."""
+        """Return the number of tokens in a slot."""
         return self._lengths[slot]
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
         """Decode chunks in ascending slot order; afterwards the logits may be read from any thread.
 
         Raises:
-            DecodeError: The named slots have been emptied, all others are as before.
+            DecodeError: The named slots have been emptied, all others are unchanged.
             ValueError: There are no chunks, they do not continue their slots, or they are out of order.
         """
         self._check(chunks)
@@ -192,13 +192,13 @@ class LlamaContext:
             self._fail(slots, "llama.cpp lost count of its tokens")
 
     def batch_index(self, row: int) -> int:
-        """Return where in the last batch the ``row``-th token with logits is."""
+        """Return the index in the last batch of the ``row``-th token with logits."""
         return self._arrays.sampled[row]
 
     def truncate(self, slot: int, n_tokens: int) -> bool:
         """Keep the first ``n_tokens`` of a slot; ``False`` when it had to be emptied instead.
 
-        Recurrent models cannot go back, and a sliding window may have passed the place.
+        Recurrent models cannot be truncated, and a sliding window may have dropped the tokens before the position.
 
         Raises:
             ValueError: The slot holds fewer tokens.
@@ -216,9 +216,9 @@ class LlamaContext:
         return n_tokens == 0
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange the sequences of two slots, by their saved states only.
+        """Swap the sequences of two slots through their saved states.
 
-        ``llama_memory_seq_cp`` between streams is put off to the next decode and would copy a later tenant.
+        ``llama_memory_seq_cp`` between streams is deferred to the next decode and would copy a later owner's content.
 
         Raises:
             DecodeError: Both slots have been emptied.
@@ -234,7 +234,7 @@ class LlamaContext:
                 self._empty(slot)
 
     def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Replace what ``target`` holds by the first ``n_tokens`` of ``source``; ``False`` when it is empty now.
+        """Replace the content of ``target`` by the first ``n_tokens`` of ``source``; ``False`` when it is empty now.
 
         Raises:
             ValueError: The slots are the same, or ``source`` holds fewer tokens.
@@ -247,14 +247,14 @@ class LlamaContext:
         return self.restore(target, self._save_aside(source, 0), length) and self.truncate(target, n_tokens)
 
     def state_bytes(self, slot: int) -> int:
-        """Return how many bytes ``save`` writes now; 0 for an empty slot."""
+        """Return the bytes ``save`` writes now; 0 for an empty slot."""
         if not self._lengths[slot]:
             return 0
         size: int = lib.llama_state_seq_get_size(self.handle, slot)
         return saved_state.HEADER_BYTES + size if size else 0
 
     def save(self, slot: int, buffer: memoryview) -> int:
-        """Write the slot's sequence into ``buffer`` and return its bytes; 0 for an empty slot or too little room.
+        """Write the slot's sequence into ``buffer`` and return its bytes; 0 for an empty slot or too small a buffer.
 
         Raises:
             ValueError: The buffer is read-only; llama.cpp would write there all the same.
@@ -272,10 +272,10 @@ class LlamaContext:
         return saved_state.HEADER_BYTES + size
 
     def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
-        """Replace what a slot holds by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now.
+        """Replace a slot's content by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now.
 
-        ``data`` may be longer than what was saved. It is only read, straight into the cache where the number of slots
-        is as it was, else by way of a copy for the number that there is.
+        ``data`` may be longer than the sequence. It is only read: directly into the cache if the number of slots is
+        unchanged, otherwise through a copy rewritten for the current number.
         """
         self._empty(slot)
         layout = saved_state.Layout.read(data)
@@ -295,10 +295,10 @@ class LlamaContext:
         return False
 
     def warm_up(self, token: int, *, n_tokens: int = 0) -> int:
-        """Decode two tokens and forget them, so that the first turn does not pay for page faults and set-up.
+        """Decode two tokens and drop them, so that the first turn does not pay for page faults and initialization.
 
-        Before, a chunk of ``n_tokens`` is, as far as a slot holds them. Returns the bytes that a token of a full slot
-        takes in a saved sequence, on average.
+        A chunk of ``n_tokens``, limited by the slot, is decoded before. Returns the average bytes per token of a full
+        slot in a saved sequence.
         """
         batch = min(n_tokens, self._n_batch, self.n_ctx)
         if batch:
@@ -331,8 +331,8 @@ class LlamaContext:
             previous = slot
 
     def _window_covers(self, slot: int, n_tokens: int) -> bool:
-        """Tell whether the token at position ``n_tokens`` would find all that its sliding window shows it."""
-        # A hybrid model's first position is that of its recurrent layers, which are never cut: nor is its window.
+        """Return whether the sliding window of the token at position ``n_tokens`` is complete."""
+        # A hybrid model's first position is that of its recurrent layers, which are never cut; nor is its window.
         if not self._window or self._hybrid:
             return True
         first_kept: int = lib.llama_memory_seq_pos_min(self._memory, slot)
@@ -352,7 +352,7 @@ class LlamaContext:
         raise DecodeError(slots, message)
 
     def _sizes(self, slot: int, full: int) -> tuple[int, int]:
-        """Return ``full``, and how much of it is not of a cache that can be cut anywhere."""
+        """Return ``full``, and the part of it outside caches that can be cut anywhere."""
         if self.can_truncate:
             return full, full
         return full, lib.llama_state_seq_get_size_ext(self.handle, slot, lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
@@ -364,13 +364,13 @@ class LlamaContext:
 
     def _buffer(self, number: int, n_bytes: int) -> NDArray[np.uint8]:
         if self._buffers[number].size < n_bytes:
-            # Room to grow keeps the next use for a longer sequence in memory that is already mapped.
+            # Spare capacity keeps the next use for a longer sequence in memory that is already mapped.
             self._buffers[number] = np.empty(n_bytes + n_bytes // 2, np.uint8)
         return self._buffers[number]
 
 
 def _start(data: memoryview) -> object:
-    """Return a pointer to the first byte, which does not keep ``data`` from being released."""
+    """Return a pointer to the first byte that does not keep ``data`` from being released."""
     address: int = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
     return ctypes.byref(ctypes.c_uint8.from_address(address))
 
@@ -378,7 +378,7 @@ def _start(data: memoryview) -> object:
 def _context_params(options: EngineOptions, n_ctx: int, n_threads: int) -> lib.llama_context_params:
     params = lib.llama_context_default_params()
     params.n_seq_max = options.slots
-    # Each slot has its own stream: nobody's context can crowd out another's, and restores are exact.
+    # Each slot has its own stream: no context can crowd out another, and restores are exact.
     params.kv_unified = False
     params.n_ctx = options.slots * n_ctx
     params.n_batch = max(options.n_batch, options.slots)
@@ -391,7 +391,7 @@ def _context_params(options: EngineOptions, n_ctx: int, n_threads: int) -> lib.l
     params.type_k = _choice("kv_type_k", options.kv_type_k, _KV_TYPES)
     params.type_v = _choice("kv_type_v", options.kv_type_v, _KV_TYPES)
     params.flash_attn_type = _choice("flash_attention", options.flash_attention, _FLASH_ATTENTION)
-    # Only the window is kept of layers that see no further; ``truncate`` knows when that is too little.
+    # Layers with a sliding window keep only the window; ``truncate`` detects when that is too little.
     params.swa_full = False
     params.no_perf = True
     return params
@@ -408,7 +408,7 @@ def _choice(field: str, value: str, allowed: dict[str, int]) -> int:
 def _refusal(options: EngineOptions, n_ctx: int, problems: tuple[str, ...]) -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.INVALID_CONFIG,
-        f"llama.cpp makes no context of {options.slots} slots with {n_ctx} tokens each, KV types "
+        f"llama.cpp cannot create a context of {options.slots} slots with {n_ctx} tokens each, KV types "
         f"{options.kv_type_k} and {options.kv_type_v}, flash attention {options.flash_attention}: "
         f"{' '.join(problems) or 'no reason given.'}",
         hint="Choose fewer slots or a smaller n_ctx; a quantized kv_type_v needs flash attention.",

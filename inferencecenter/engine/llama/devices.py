@@ -1,4 +1,4 @@
-"""The devices that llama.cpp computes on: ``python -m inferencecenter.engine.llama.devices`` tells them as JSON."""
+"""Devices of llama.cpp: ``python -m inferencecenter.engine.llama.devices`` prints them as JSON."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 _GPU_TYPES: Final = (1, 2)
 
 
-# The library that llama.cpp itself is linked with. ``llama_cpp._ggml`` may have loaded a second copy of it, whose list
-# of devices is another: wheels hold ``libggml.so`` and ``libggml.so.0`` as two files.
+# The library that llama.cpp itself is linked with. ``llama_cpp._ggml`` may have loaded a second copy of it with a
+# device list of its own: wheels contain ``libggml.so`` and ``libggml.so.0`` as two files.
 _ggml: Final = lib._lib
 
 
@@ -47,19 +47,19 @@ _get_properties = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Proper
     ("ggml_backend_dev_get_props", _ggml)
 )
 host_buffer_type = ctypes.CFUNCTYPE(ctypes.c_void_p)(("ggml_backend_cpu_buffer_type", _ggml))
-"""Return the kind of buffer that is plain memory of the host."""
+"""Return the buffer type of plain host memory."""
 
 
 def offloads() -> bool:
-    """Tell whether there is a GPU that takes layers.
+    """Return whether there is a GPU that takes layers.
 
-    ``llama_supports_gpu_offload`` alone is also true where llama.cpp was built to use other machines.
+    ``llama_supports_gpu_offload`` alone is also true where llama.cpp was built with remote (RPC) devices.
     """
     return bool(lib.llama_supports_gpu_offload()) and any(_device_by_type(each) for each in _GPU_TYPES)
 
 
 def devices() -> list[tuple[int, GgmlDevice]]:
-    """Return llama.cpp's pointer to each device, the processor included, with what is known of it."""
+    """Return llama.cpp's pointer to each device, the CPU included, with its properties."""
     found = []
     for index in range(_device_count()):
         pointer = _device(index)
@@ -79,15 +79,15 @@ def devices() -> list[tuple[int, GgmlDevice]]:
 
 
 def pointers(wanted: tuple[str, ...]) -> list[int]:
-    """Return llama.cpp's pointers to GPUs that are named by their address on the bus, or by llama.cpp's name.
+    """Return llama.cpp's pointers to GPUs named by their bus address or by llama.cpp's name.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` when one is not there.
+        InferenceCenterError: ``invalid_config`` when one is not present.
     """
     known: dict[str, int] = {}
     for pointer, device in devices():
         if device.is_gpu:
-            # One GPU may be there twice, by two drivers: llama.cpp too takes the first.
+            # Two drivers may list one GPU twice; llama.cpp also takes the first.
             known.setdefault(device.name, pointer)
             known.setdefault(device.id, pointer)
     missing = [name for name in wanted if name not in known]
@@ -103,10 +103,10 @@ def pointers(wanted: tuple[str, ...]) -> list[int]:
 
 
 def present(options: EngineOptions, *, on_log: Callable[[str, str], None]) -> EngineOptions:
-    """Return the options as they can be had: without GPUs where those are missing that were to be used if there.
+    """Return the options adapted to the devices present: without GPUs if optional ones are missing.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` when a GPU is missing that must be there.
+        InferenceCenterError: ``invalid_config`` when a required GPU is missing.
     """
     try:
         pointers(options.devices)

@@ -1,4 +1,4 @@
-"""llama.cpp's own log, line by line.
+"""llama.cpp's log, line by line.
 
 Importing ``llama_cpp`` installs a callback that prints to stderr; importing this module replaces it at once.
 """
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# ``ggml_log_level`` of ggml.h; llama.cpp's INFO is some hundred lines a load, of interest only to who looks into it.
+# ``ggml_log_level`` of ggml.h; llama.cpp's INFO is hundreds of lines per load, useful only for debugging.
 _LEVELS = {1: "debug", 2: "debug", 3: "warning", 4: "error"}
 _CONTINUES = 5
 _KEPT_PROBLEMS = 6
-# Said as a warning of every tensor of a LoRA adapter where weights are repacked for the processor; nothing is wrong.
+# Logged as a warning for every tensor of a LoRA adapter where weights are repacked for the CPU; harmless.
 _NO_PROBLEM = "cannot use buft"
 
 
@@ -35,8 +35,8 @@ lib.llama_log_set(_discard, ctypes.c_void_p(0))
 class LlamaLog:
     """Joins the fragments that llama.cpp logs into lines and forwards them as ``(level, line)``.
 
-    There is one log callback a process, so one installed ``LlamaLog``. llama.cpp keeps a bare pointer to the callback:
-    whoever installs the object keeps it until ``close``.
+    There is one log callback per process, so one installed ``LlamaLog``. llama.cpp keeps a bare pointer to the
+    callback: the caller of ``install`` keeps the object alive until ``close``.
     """
 
     def __init__(self, forward: Callable[[str, str], None]) -> None:
@@ -48,11 +48,11 @@ class LlamaLog:
         self._callback = lib.llama_log_callback(self._receive)
 
     def install(self) -> None:
-        """Make llama.cpp log here."""
+        """Redirect llama.cpp's log to this object."""
         lib.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def close(self) -> None:
-        """Make llama.cpp log nowhere, so that this object may be dropped."""
+        """Discard llama.cpp's log, so that this object may be dropped."""
         lib.llama_log_set(_discard, ctypes.c_void_p(0))
 
     def take_problems(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ class LlamaLog:
         return problems
 
     def write(self, level: int, text: str) -> None:
-        """Take a fragment at a ``ggml_log_level`` and forward the lines that it completes."""
+        """Add a fragment at a ``ggml_log_level`` and forward the completed lines."""
         with self._lock:
             lines = self._complete(level, text)
         for line_level, line in lines:
@@ -86,24 +86,24 @@ class LlamaLog:
         return lines
 
     def _receive(self, level: int, text: bytes, _user_data: int | None) -> None:
-        # C calls this, and nothing may be raised through it.
+        # C calls this; no exception may propagate through it.
         with suppress(Exception):
             self.write(level, text.decode("utf-8", errors="replace"))
 
 
 _LINE: Final = re.compile(r"(\S+) +(model|KV|RS|output|compute) buffer size = +(\d+\.\d+) MiB")
-# A model may have several buffers of weights or KV of one kind; the others are told again when they grow.
+# A model may have several buffers of weights or KV of one kind; the others are logged again when they grow.
 _ADDS_UP: Final = ("model", "KV", "RS")
 
 
 class BufferSizes:
-    """Collects the sizes from the lines of a load."""
+    """Collects buffer sizes from the log lines of a load."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
 
     def read(self, line: str) -> None:
-        """Take note of a line that states a size."""
+        """Record the size in a line, if it states one."""
         found = _LINE.search(line)
         if found is None:
             return
@@ -113,7 +113,7 @@ class BufferSizes:
         of_name[what] = of_name[what] + n_bytes if what in _ADDS_UP else n_bytes
 
     def uses(self) -> tuple[BufferUse, ...]:
-        """Return what was taken so far, by llama.cpp's names of the kinds of memory."""
+        """Return the sizes so far, by llama.cpp's names of the kinds of memory."""
         return tuple(
             BufferUse(
                 name=name,

@@ -1,4 +1,4 @@
-"""Loading a GGUF model through llama.cpp, and what the file says of itself."""
+"""Loads a GGUF model through llama.cpp and reads its metadata."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _SPLIT_MODES = {"layer": lib.LLAMA_SPLIT_MODE_LAYER, "none": lib.LLAMA_SPLIT_MOD
 
 
 class _TensorPlace(ctypes.Structure):
-    """``llama_model_tensor_buft_override`` of llama.h, which the binding leaves out."""
+    """``llama_model_tensor_buft_override`` of llama.h, missing in the binding."""
 
     _fields_ = (("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p))
 
@@ -67,7 +67,7 @@ class LlamaModel:
         self, handle: int, *, path: Path, n_gpu_layers: int, params: ModelParams, adapters: LoraAdapters
     ) -> None:
         self.handle = handle
-        # llama.cpp looks at some of them again when a context is made.
+        # llama.cpp reads some of them again when a context is created.
         self._params = params
         self.path = path
         self.adapters = adapters
@@ -78,7 +78,7 @@ class LlamaModel:
 
     @classmethod
     def load(cls, options: EngineOptions, *, on_progress: Callable[[float], None], log: LlamaLog) -> LlamaModel:
-        """Load the files that ``options`` name; ``on_progress`` takes the fraction done, from 0 to 1.
+        """Load the files named by ``options``; ``on_progress`` receives the fraction done, from 0 to 1.
 
         Raises:
             InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` for GPU layers without a GPU.
@@ -92,7 +92,7 @@ class LlamaModel:
         params.struct.progress_callback = progress
         log.take_problems()
         lib.llama_backend_init()
-        progress(0.0, None)  # before any layer is on its way to a GPU, where loading may end the process
+        progress(0.0, None)  # reported before layers are loaded to a GPU, which may crash the process
         handle = lib.llama_model_load_from_file(str(path).encode(), params.struct)
         if not handle:
             raise load_refusal(path, log.take_problems())
@@ -112,7 +112,7 @@ class LlamaModel:
         return asked or min(self.n_ctx_train, N_CTX_DEFAULT_MAX)
 
     def info(self, options: EngineOptions, *, n_threads: int, memory: tuple[BufferUse, ...] = ()) -> ModelInfo:
-        """Return what the front needs to know of this model, run as ``options`` say."""
+        """Return the front's description of this model, run with ``options``."""
         vocab = self.vocab
         return ModelInfo(
             name=options.model_name or self.metadata("general.name") or self.path.stem,
@@ -147,7 +147,7 @@ class LlamaModel:
         return _read_text(lambda buffer, size: lib.llama_model_meta_val_str(self.handle, name, buffer, size))
 
     def all_metadata(self) -> tuple[str, ...]:
-        """Return every metadata entry that is no array as ``key=value``, sorted."""
+        """Return every metadata entry that is not an array as ``key=value``, sorted."""
         handle = self.handle
 
         def entry(index: int) -> str:
@@ -168,10 +168,10 @@ class LlamaModel:
 
 
 class ModelParams:
-    """``llama_model_params`` with everything that it points to.
+    """``llama_model_params`` with everything it points to.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` for a split mode that there is not, or a GPU.
+        InferenceCenterError: ``invalid_config`` for an unknown split mode or GPU.
     """
 
     def __init__(self, options: EngineOptions, *, n_gpu_layers: int) -> None:
@@ -202,10 +202,10 @@ class ModelParams:
 
 
 def resolve_gpu_layers(asked: int, *, offload: bool) -> int:
-    """Return how many layers llama.cpp is asked to put on a GPU; -1 is all of them.
+    """Return the number of layers to offload to a GPU; -1 means all.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` when layers are asked for that no GPU can take.
+        InferenceCenterError: ``invalid_config`` when layers are requested but there is no GPU.
     """
     if offload:
         return asked
@@ -220,9 +220,9 @@ def resolve_gpu_layers(asked: int, *, offload: bool) -> int:
 
 
 def may_repack(system_info: str) -> bool:
-    """Tell whether weights may be kept in the layout that the processor multiplies fastest.
+    """Return whether weights may be repacked into the layout that is fastest for the CPU.
 
-    Not where llama.cpp was built for AMX: its kernels for that layout crash when GCC has compiled them
+    Not where llama.cpp was built for AMX: its kernels for that layout crash when compiled by GCC
     (github.com/ggml-org/llama.cpp/issues/20824). ``tools/install`` builds without them; other builds run without any
     repacking.
     """
@@ -240,7 +240,7 @@ def _why_unusable(handle: int) -> str:
 
 
 def _progress_callback(on_progress: Callable[[float], None]) -> ctypes._FuncPointer:
-    """Return a C callback that reports whole percents and always lets the loading go on."""
+    """Return a C callback that reports whole percents and never cancels loading."""
     reported = -1
 
     def receive(fraction: float, _user_data: int | None) -> bool:
@@ -248,7 +248,7 @@ def _progress_callback(on_progress: Callable[[float], None]) -> ctypes._FuncPoin
         percent = int(fraction * 100)
         if percent > reported:
             reported = percent
-            # C calls this, and nothing may be raised through it.
+            # C calls this; no exception may propagate through it.
             with suppress(Exception):
                 on_progress(percent / 100)
         return True
@@ -268,7 +268,7 @@ def _read_text(read: Callable[[ctypes.Array[ctypes.c_char], int], int]) -> str:
 
 
 def _number(text: str, kind: type[int] | type[float]) -> int | float | None:
-    """Return metadata text as a number; None for a value that is absent or no finite number of its kind."""
+    """Return metadata text as a number; ``None`` if it is absent or not a finite number of its kind."""
     try:
         value = float(text)
     except ValueError:

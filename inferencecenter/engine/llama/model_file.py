@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a model file before llama.cpp reads it."""
+"""Checks of a model file before llama.cpp reads it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _VERSIONS = (2, 3)
 _SHARD = re.compile(r"^(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf$")
 _DOWNLOAD_AGAIN = "Download the file again and compare its size or checksum with the source's."
 
-# First bytes of what is most often found in a model's place.
+# First bytes of files commonly given instead of a model.
 _LOOKALIKES = (
     (b"version https://git-lfs", "It is a Git LFS pointer: run `git lfs pull` where it came from."),
     (b"<", "It looks like a web page: download the file itself, not the page that describes it."),
@@ -29,10 +29,10 @@ def check_model_file(path: Path, *, available_bytes: int | None) -> int:
 
     Args:
         path: A GGUF file, or the first shard of a split one.
-        available_bytes: Memory that the weights must fit into; None when they go elsewhere.
+        available_bytes: Memory that the weights must fit; ``None`` when they are not in host memory.
 
     Raises:
-        InferenceCenterError: ``invalid_model_file``, with the path and what to do.
+        InferenceCenterError: ``invalid_model_file``, with the path and a hint.
     """
     _check_is_file(path)
     header = _read_header(path)
@@ -47,7 +47,7 @@ def check_model_file(path: Path, *, available_bytes: int | None) -> int:
 
 
 def load_refusal(path: Path, problems: tuple[str, ...]) -> InferenceCenterError:
-    """Return the error for a file that llama.cpp refused, with the last lines it logged about it."""
+    """Return the error for a file that llama.cpp rejected, with the last lines it logged about it."""
     detail = " ".join(problems) or "llama.cpp gave no reason."
     hint = _DOWNLOAD_AGAIN + " A newer architecture may need a newer llama-cpp-python."
     return _refusal(f"{path} ({path.stat().st_size} bytes) cannot be loaded: {detail}", hint)
@@ -64,7 +64,7 @@ def _check_is_file(path: Path) -> None:
     except FileNotFoundError:
         raise _refusal(f"{path} does not exist.", _missing_hint(path)) from None
     except OSError as error:
-        raise _refusal(f"{path} cannot be looked at: {error.strerror}.", _access_hint(path)) from None
+        raise _refusal(f"{path} cannot be accessed: {error.strerror}.", _access_hint(path)) from None
     if stat.S_ISDIR(mode):
         found = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"Name one of: {', '.join(found[:5])}." if found else "Give the path of a .gguf file."

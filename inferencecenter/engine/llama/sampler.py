@@ -1,10 +1,10 @@
 """A turn's sampler chain in llama.cpp, built from the plan of ``engine.sampling.chain``.
 
-llama.cpp's samplers that draw (``dist``, ``xtc``) go through one sequence of random numbers and cannot be told how far
-it has gone: some tokens take a number and some do not. A turn that goes on in another engine would draw other numbers
-from there on. So before each token these samplers are made anew, with a seed that is made of the turn's seed and the
-token's position in its answer; what is behind the first of them in the chain is taken out and put back, which takes
-20 µs. Mirostat and adaptive-p keep what they have learnt, and are seeded once, with the position at which they begin.
+llama.cpp's samplers that draw (``dist``, ``xtc``) consume one sequence of random numbers whose position cannot be set:
+some tokens take a number and some do not. A turn that resumes in another engine would draw different numbers from there
+on. So before each token these samplers are recreated with a seed derived from the turn's seed and the token's position
+in its answer; the part of the chain after the first of them is removed and added again, which takes 20 µs. Mirostat and
+adaptive-p keep their learned state, and are seeded once, with the position at which they begin.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ if TYPE_CHECKING:
 # ``llama_token_data`` of llama.h.
 _ENTRY = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
 _LEAST_SHARE: Final = 1e-30
-"""Of the likeliest token's probability: what is less is never drawn, and becomes 0 where floats end."""
+"""Relative to the likeliest token's probability: less is never drawn, and underflows to 0."""
 
 
 class Candidates:
-    """A buffer for the tokens of one turn's steps.
+    """A buffer for the candidate tokens of one turn's steps.
 
-    Where few tokens are left out, as within a text, all stay and those get a logit of minus infinity, which is what
-    llama.cpp's own sampling with such logits does: 0.2 ms for 152,000 tokens instead of the 0.6 ms it takes to pick out
-    the others.
+    Where few tokens are excluded, as within a text, all stay and the excluded ones get a logit of minus infinity, as in
+    llama.cpp's own constrained sampling: 0.2 ms for 152,000 tokens instead of 0.6 ms to select the others.
 
     Args:
         n_vocab: Tokens in the vocabulary.
@@ -50,9 +49,9 @@ class Candidates:
         self._ids = np.arange(n_vocab, dtype=np.int32)
 
     def fill(self, logits: npt.NDArray[np.float32], allowed: npt.NDArray[np.bool_]) -> lib.llama_token_data_array:
-        """Return the tokens that are ``allowed``, of which there is one at least, in their order, with their logits.
+        """Return the ``allowed`` tokens, at least one, in order with their logits.
 
-        The array is good until the next call; the chain may change it.
+        The array is valid until the next call; the chain may modify it.
         """
         n_vocab = len(logits)
         entries = self._entries
@@ -71,10 +70,10 @@ class Candidates:
 
 
 def chosen(array: lib.llama_token_data_array) -> int:
-    """Return the token that a chain has chosen.
+    """Return the token that a chain has selected.
 
     Raises:
-        ValueError: It has chosen none.
+        ValueError: It has selected none.
     """
     if not 0 <= array.selected < array.size:
         raise ValueError("the sampler chain chose no token")
@@ -82,18 +81,18 @@ def chosen(array: lib.llama_token_data_array) -> int:
 
 
 class NativeSampler:
-    """Samples one turn's tokens. Different samplers may run at once on different threads; ctypes lets go of the GIL.
+    """Samples one turn's tokens. Different samplers may run concurrently on different threads; ctypes releases the GIL.
 
     Args:
         context: ``llama_context`` pointer; it must outlive the calls of ``sample``.
         vocab: ``llama_vocab`` pointer.
-        specs: What ``plan_chain`` returned; the last one chooses the token.
+        specs: Result of ``plan_chain``; the last one chooses the token.
         n_vocab: Tokens in the vocabulary.
         n_probs: How many of the likeliest tokens to report with each; 0 reports none.
         prompt: Token ids before the first sampled one, whose tail feeds the penalties and DRY.
-        position: How many of these are the beginning of the answer.
-        token_text: Gives a token's text, for the report.
-        constraint: Says which tokens may be sampled, and is told which one was; without it all may.
+        position: How many of these are the start of the answer.
+        token_text: Returns a token's text, for the report.
+        constraint: Restricts the tokens and is advanced with each one; without it all are allowed.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only, and each a different thing
@@ -121,12 +120,12 @@ class NativeSampler:
         settings = lib.llama_sampler_chain_default_params()
         settings.no_perf = True
         self._chain = lib.llama_sampler_chain_init(settings)
-        # The first sampler that is made anew for each token, and those behind it.
+        # The first sampler that is recreated for each token, and those after it.
         self._tail: list[tuple[SamplerSpec, lib.llama_sampler_p]] = []
         for spec in specs:
             native = self._build(spec)
             if isinstance(spec, plan.TypicalP):
-                # llama.cpp's entropy is no number where a token has no probability, and what it keeps then is anything.
+                # llama.cpp's entropy is NaN where a token has no probability, and its selection is then undefined.
                 self._add(spec, lib.llama_sampler_init_min_p(_LEAST_SHARE, 0))
             if isinstance(spec, plan.Penalties | plan.Dry):
                 for token in prompt[-spec.last_n :]:
@@ -136,19 +135,18 @@ class NativeSampler:
     def sample(self, batch_index: int) -> Sampled:
         """Sample and accept a token from the last decode.
 
-        ``batch_index`` is the position in that batch of a token decoded with its logits, as
-        ``llama_get_logits_ith`` counts; a negative one counts the rows with logits from the end. The thread that
-        decoded reads the logits once (``llama_get_logits``) before any sampler runs, because the first read reorders
-        them.
+        ``batch_index`` is the position in that batch of a token decoded with its logits, as ``llama_get_logits_ith``
+        counts; a negative one counts the rows with logits from the end. The thread that decoded reads the logits once
+        (``llama_get_logits``) before any sampler runs, because the first read reorders them.
         """
         if self._chain is None:
             raise RuntimeError("this sampler is closed")
-        # llama_sampler_sample aborts the process where this gives a null pointer.
+        # llama_sampler_sample aborts the process if this returns a null pointer.
         row = lib.llama_get_logits_ith(self._context, batch_index)
         if not row:
             raise IndexError(f"token {batch_index} of the last batch has no logits")
         logits = np.ctypeslib.as_array(row, shape=(self._n_vocab,))
-        self._draw_anew()
+        self._reseed()
         if self._constraint is None or self._candidates is None:
             token = int(lib.llama_sampler_sample(self._chain, self._context, batch_index))
         else:
@@ -168,8 +166,8 @@ class NativeSampler:
             self._tail.append((spec, native))
         lib.llama_sampler_chain_add(self._chain, native)
 
-    def _draw_anew(self) -> None:
-        """Have the samplers that draw begin at the position of the next token."""
+    def _reseed(self) -> None:
+        """Recreate the samplers that draw, seeded for the position of the next token."""
         first = lib.llama_sampler_chain_n(self._chain) - len(self._tail)
         for _ in self._tail:
             lib.llama_sampler_chain_remove(self._chain, first)
@@ -182,17 +180,17 @@ class NativeSampler:
                 self._add(spec, native)
 
     def _build(self, spec: SamplerSpec) -> lib.llama_sampler_p:
-        """Return a new sampler for the next token, which the caller owns."""
+        """Return a new sampler for the next token, owned by the caller."""
         return _build(plan.seeded_at(spec, self._position), vocab=self._vocab, n_vocab=self._n_vocab)
 
     def _sample_allowed(self, logits: npt.NDArray[np.float32], constraint: Constraint, candidates: Candidates) -> int:
-        """Do as ``llama_sampler_sample`` does, with those tokens alone that may come next."""
+        """Do as ``llama_sampler_sample`` does, with only the allowed tokens."""
         allowed = constraint.allowed(self._n_vocab)
         allowed[self._banned] = False
         if not allowed.any():
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                "logit_bias bans every token that the form of the answer allows next.",
+                "logit_bias bans every token that the grammar allows next.",
                 field="params.logit_bias",
             )
         array = candidates.fill(logits, allowed)
@@ -216,19 +214,19 @@ class NativeSampler:
 
 
 def _draws_anew(spec: SamplerSpec) -> bool:
-    """Tell whether a sampler is made anew for each token: it draws by a seed, and learns nothing."""
+    """Return whether a sampler is recreated for each token: it draws by a seed and learns nothing."""
     return isinstance(spec, plan.Dist | plan.Xtc) and spec.seed != plan.RANDOM_SEED
 
 
 def _banned(specs: Sequence[SamplerSpec]) -> list[int]:
-    """Return the tokens that a bias leaves no probability."""
+    """Return the tokens that a bias excludes."""
     biases = (bias for spec in specs if isinstance(spec, plan.LogitBias) for bias in spec.biases)
     return [token for token, bias in biases if bias == -np.inf]
 
 
 def _build(spec: SamplerSpec, *, vocab: int, n_vocab: int) -> lib.llama_sampler_p:  # noqa: C901, PLR0911, PLR0912
-    """Return a new ``llama_sampler`` that the caller owns."""
-    # One case a sampler: splitting the table would hide that it is complete.
+    """Return a new ``llama_sampler``, owned by the caller."""
+    # One case per sampler: splitting the table would hide that it is complete.
     match spec:
         case plan.LogitBias(biases):
             array = (lib.llama_logit_bias * len(biases))(*biases)

@@ -1,12 +1,12 @@
-"""A saved sequence: what llama.cpp wrote, behind a header that says where it depends on the number of slots.
+"""A saved sequence: llama.cpp's bytes after a header that locates what depends on the number of slots.
 
-llama.cpp writes its mark and the sequence's id, and then its caches one after the other. A KV cache is its number of
-streams, which is the number of slots, and for each stream how many cells of it follow; only the sequence's own stream
-has any. A context with another number of slots refuses these bytes, but takes the same cells behind its own number and
-as many counts of zero. Which stream the cells stood in does not matter: they go to the slot they are restored into.
+llama.cpp writes its magic and the sequence's id, then its caches one after the other. A KV cache is its number of
+streams, which is the number of slots, and for each stream its number of cells; only the sequence's own stream has any.
+A context with another number of slots rejects these bytes, but accepts the same cells after its own number and as many
+counts of zero. Which stream the cells were in does not matter: they go to the slot they are restored into.
 
-Recurrent caches do not count streams. Kinds of memory that are laid out otherwise than expected here are restored as
-they are; llama.cpp checks every number of streams, and refuses them where the number of slots has changed.
+Recurrent caches do not count streams. Kinds of memory with another layout are restored unchanged; llama.cpp checks
+every number of streams, and rejects them if the number of slots has changed.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 _HEADER = struct.Struct("<4sIIIQQQ")
 _MARK = b"ICKV"
 HEADER_BYTES = _HEADER.size
-# llama.cpp's mark and sequence id.
+# llama.cpp's magic and sequence id.
 _PREFIX_BYTES = 8
 _WORD_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the bytes that llama.cpp wrote for a sequence are divided.
+    """Layout of the bytes that llama.cpp wrote for a sequence.
 
-    ``size_bytes`` is all of them, ``streamed_bytes`` the lengths of the parts after the prefix that begin with the
-    number of streams; what follows these is the same for any number of slots.
+    ``size_bytes`` is the total, ``streamed_bytes`` the lengths of the parts after the prefix that begin with the number
+    of streams; the rest is the same for any number of slots.
     """
 
     n_tokens: int
@@ -60,7 +60,7 @@ class Layout:
 
     @classmethod
     def read(cls, data: memoryview) -> Layout | None:
-        """Return what the header says; None where it is foreign, or ``data`` is shorter than it says."""
+        """Return the parsed header; ``None`` if it is invalid, or ``data`` is shorter than it states."""
         if len(data) < HEADER_BYTES:
             return None
         mark, n_tokens, slots, reserved, size_bytes, first, second = _HEADER.unpack_from(data)
@@ -70,7 +70,7 @@ class Layout:
         return cls(n_tokens, slots, size_bytes, (first, second))
 
     def size_with(self, slots: int) -> int:
-        """Return how many bytes llama.cpp takes for the same sequence in a context of so many slots."""
+        """Return the size of the same sequence in a context of ``slots`` slots."""
         n_parts = sum(map(bool, self.streamed_bytes))
         return self.size_bytes + n_parts * (slots - self.slots) * _WORD_BYTES
 
@@ -80,9 +80,9 @@ def streamed_bytes(full: int, partial: int, *, recurrent: bool, hybrid: bool) ->
 
     Args:
         full: Bytes of the whole sequence.
-        partial: Bytes that llama.cpp writes without the caches that can be cut anywhere, the prefix included: of a
+        partial: Bytes that llama.cpp writes without the caches that can be cut anywhere, including the prefix: of a
             model with a sliding window those of its window, of a hybrid one those of its recurrent layers.
-        recurrent: Whether the model has nothing but recurrent layers.
+        recurrent: Whether the model has only recurrent layers.
         hybrid: Whether it has recurrent layers beside attention.
     """
     if recurrent:
@@ -93,7 +93,7 @@ def streamed_bytes(full: int, partial: int, *, recurrent: bool, hybrid: bool) ->
 
 
 def bytes_per_token(first: tuple[int, int], second: tuple[int, int], *, window: int, n_ctx: int) -> int:
-    """Return the bytes that a token of a full slot takes in a saved sequence, on average.
+    """Return the average bytes per token of a full slot in a saved sequence.
 
     Args:
         first: ``full`` and ``partial`` bytes (see ``streamed_bytes``) of a sequence of one token.
@@ -108,12 +108,12 @@ def bytes_per_token(first: tuple[int, int], second: tuple[int, int], *, window: 
 
 
 def rewrite(data: memoryview, layout: Layout, *, slots: int, into: NDArray[np.uint8]) -> bool:
-    """Write the sequence for a context of another number of slots; ``False`` when ``data`` is not as laid out.
+    """Rewrite the sequence for another number of slots; ``False`` when ``data`` does not match its layout.
 
     Args:
-        data: What llama.cpp wrote: ``layout.size_bytes``, without the header.
+        data: llama.cpp's bytes: ``layout.size_bytes``, without the header.
         layout: Its header.
-        slots: The number of slots that it is to fit.
+        slots: The new number of slots.
         into: At least ``layout.size_with(slots)`` bytes; written from the first.
     """
     out = into.data
@@ -135,7 +135,7 @@ def rewrite(data: memoryview, layout: Layout, *, slots: int, into: NDArray[np.ui
 
 
 def _cells(part: memoryview, slots: int) -> memoryview | None:
-    """Return the count and the cells of the one stream of a part that has any; None where it is otherwise."""
+    """Return the count and cells of the only stream of a part that has any; ``None`` if that is not so."""
     if len(part) <= (1 + slots) * _WORD_BYTES:
         return None
     n_streams, *counts = struct.unpack_from(f"<{1 + slots}I", part)
@@ -146,7 +146,7 @@ def _cells(part: memoryview, slots: int) -> memoryview | None:
     return part[begin:end] if not any(part[end:]) else None
 
 
-# Raised when the header of a saved sequence changes.
+# Incremented when the header of a saved sequence changes.
 _FORMAT = 1
 _BLOCKS = 128
 _BLOCK_BYTES = 4096
@@ -164,14 +164,14 @@ _MODEL_FACTS = (
 
 
 def fingerprint(model: LlamaModel, options: EngineOptions) -> str:
-    """Return a hex digest that two engines share when each can go on with sequences that the other saved.
+    """Return a hex digest, equal for two engines that can restore each other's saved sequences.
 
-    It does not depend on the file's path, nor on the number and length of the slots. Of the file, the size and 128
-    blocks of 4 KiB spread over it count, which tells fine-tuned weights apart without reading all of them. Of a LoRA
-    adapter all of the file counts, and its scale.
+    It does not depend on the file's path, nor on the number and length of the slots. It covers the file's size and 128
+    blocks of 4 KiB spread over it, which distinguishes fine-tuned weights without reading all of them. Of a LoRA
+    adapter it covers the whole file and its scale.
 
     Raises:
-        InferenceCenterError: ``invalid_model_file`` when a file cannot be read any more.
+        InferenceCenterError: ``invalid_model_file`` when a file can no longer be read.
     """
     digest = hashlib.sha256()
     for fact in _facts(model, options):

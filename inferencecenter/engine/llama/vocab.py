@@ -1,4 +1,4 @@
-"""Text to tokens and back, by llama.cpp's tokenizer."""
+"""Tokenization and detokenization by llama.cpp."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ANY_STACK_BYTES: Final = 8 * 1024
 """Bytes of text for which every thread's stack is large enough."""
 _STACK_PER_BYTE: Final = 512
 _MAX_WORD_BYTES: Final = 512 * 1024
-"""Longest run of characters without white space, or of white space: about 220 MB of stack while it is tokenized."""
+"""Longest run of characters without white space, or of white space: its tokenization takes about 220 MB of stack."""
 _RUNS: Final = bytes(ord(" ") if bytes((code,)).isspace() else ord("x") for code in range(256))
 _stack_size = threading.Lock()
 
@@ -32,15 +32,15 @@ _stack_size = threading.Lock()
 class Vocabulary:
     """The vocabulary of a loaded model; all methods may be called from any thread.
 
-    SentencePiece vocabularies put a space before the first word of a text and after each special token, and
-    llama.cpp does so at the start of each call. A piece in the middle of a text therefore goes in behind a line feed
-    (the fence) whose tokens are dropped again. Where the vocabulary merges the fence into the text, which can only be
-    where the text starts with white space, the piece keeps its extra space.
+    SentencePiece vocabularies insert a space before the first word of a text and after each special token, and
+    llama.cpp does so at the start of each call. A piece in the middle of a text is therefore tokenized after a line
+    feed (the fence) whose tokens are dropped again. Where the vocabulary merges the fence into the text, which can only
+    happen where the text starts with white space, the piece keeps its extra space.
 
-    Many vocabularies cut a text into words by an expression that llama.cpp gives to ``std::regex``, which takes about
-    400 bytes of stack for each character of a word: 8 MiB are too little for 40,000 letters without a space, and the
-    process would die. Texts cannot be cut here without becoming other tokens. So one that is not short is tokenized on
-    a thread of its own, whose stack is as large as the text may need, and gone afterwards.
+    Many vocabularies split a text into words by an expression that llama.cpp passes to ``std::regex``, which takes
+    about 400 bytes of stack per character of a word: 8 MiB are too little for 40,000 letters without a space, and the
+    process would crash. Texts cannot be split here without changing their tokens. So a long one is tokenized on a
+    temporary thread whose stack is as large as the text may need.
     """
 
     def __init__(self, handle: int) -> None:
@@ -62,13 +62,13 @@ class Vocabulary:
 
     @property
     def special_texts(self) -> tuple[str, ...]:
-        """Return the texts of control and unknown tokens, which must never be recognised in a person's text."""
+        """Return the texts of control and unknown tokens, which must never be parsed in user text."""
         texts = (self.token_text(token) for token, bits in enumerate(self._attributes) if bits & _CONTROL)
         return tuple(text for text in texts if text)
 
     @property
     def max_token_bytes(self) -> int:
-        """Return a length that no token's text exceeds; 0 where unknown text of any length may be one token.
+        """Return an upper bound of a token's text in bytes; 0 where unknown text of any length may be one token.
 
         The file's own texts are never shorter than what they spell: a byte is a character of them, or ``<0x0A>``.
         """
@@ -104,13 +104,13 @@ class Vocabulary:
         return known
 
     def token_text(self, token: int) -> str:
-        """Return a token's name as the template spells it, control tokens included; empty for no token."""
+        """Return a token's text in the template, control tokens included; empty for no token."""
         if not 0 <= token < self.n_tokens:
             return ""
         return self._piece(token, special=True).decode("utf-8", errors="replace")
 
     def is_end(self, token: int) -> bool:
-        """Tell whether the token ends a generation."""
+        """Return whether the token ends a generation."""
         return token in self.end_tokens
 
     @property
@@ -118,7 +118,7 @@ class Vocabulary:
         return self.add_bos and self.bos >= 0
 
     def _fence(self) -> list[int]:
-        """Return the tokens of the fence where the vocabulary puts spaces before words, else none."""
+        """Return the tokens of the fence if the vocabulary inserts spaces before words, else none."""
         if lib.llama_vocab_type(self._handle) != lib.LLAMA_VOCAB_TYPE_SPM:
             return []
         spaced = self._text_bytes(self._raw("a", special=False)).startswith(b" ")
@@ -135,7 +135,7 @@ class Vocabulary:
     def _raw(self, text: str, *, special: bool) -> list[int]:
         data = _encode(text)
         _check_words(data)
-        # A text has at most as many tokens as bytes, but for a space put before it.
+        # A text has at most as many tokens as bytes, except for an inserted space.
         capacity = len(data) + 2
         while True:
             buffer = (ctypes.c_int32 * capacity)()
@@ -159,11 +159,11 @@ class Vocabulary:
 
 
 def _with_stack_for(data: bytes, work: Callable[[], int]) -> int:
-    """Return what ``work`` does, done where it has stack enough for a text."""
+    """Return the result of ``work``, run on a thread with enough stack for a text."""
     if len(data) <= _ANY_STACK_BYTES:
         return work()
     with ThreadPoolExecutor(1, thread_name_prefix="tokenize") as thread:
-        # The size holds for all threads that start meanwhile, which may have it too: only what is used is memory.
+        # The size applies to all threads started meanwhile, which is harmless: only used stack takes memory.
         with _stack_size:
             before = threading.stack_size(_STACK_PER_BYTE * len(data) + 8 * 2**20)
             try:
@@ -181,8 +181,8 @@ def _check_words(data: bytes) -> None:
         if sign * (_MAX_WORD_BYTES + 1) in runs:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"the text holds {kind} of more than {_MAX_WORD_BYTES} bytes without a break",
-                hint="Break it into lines; data that is encoded as text does not belong into a prompt.",
+                f"The text contains {kind} of more than {_MAX_WORD_BYTES} bytes without a break.",
+                hint="Break it into lines; do not send encoded binary data in a prompt.",
                 field="prompt",
             )
 

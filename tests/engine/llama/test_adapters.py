@@ -181,7 +181,7 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "whole numbers": (
         {"tensors": {name: values.astype(np.int32) for name, values in random_tensors().items()}},
-        "a type that nothing is multiplied with",
+        "a type without matrix multiplication",
     ),
 }
 

@@ -267,7 +267,7 @@ def test_failed_decode_empties_its_slots_and_no_other(
 
 def test_token_outside_the_vocabulary_is_refused_by_llama_cpp(demo: Loaded) -> None:
     """A batch that llama.cpp refuses is a failed decode, not a crash."""
-    with pytest.raises(DecodeError, match="refused") as failure:
+    with pytest.raises(DecodeError, match="rejected") as failure:
         demo.feed(4, [demo.model.vocab.n_tokens])
     assert failure.value.slots == (4,)
 
