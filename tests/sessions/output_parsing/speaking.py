@@ -1,4 +1,4 @@
-"""What the tests of formats share: tools, models as their templates make them, and answers put together again."""
+"""Shared helpers of the format tests: tools, models by their templates, and merged answers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ANSWERS: Final = {
     "QWEN_CODER": "<tool_call>\n<function=get_weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n"
     "</parameter>\n</function>\n</tool_call>",
 }
-"""The first call of ``CALLS`` as each model answers with it."""
+"""The first call of ``CALLS`` in each format."""
 
 SECOND: Final = {
     **dict.fromkeys(
@@ -72,18 +72,18 @@ SECOND: Final = {
     "FUNCTIONARY32": ">>>get_weather_clock\n{}",
     "QWEN_CODER": "\n<tool_call>\n<function=get_weather_clock>\n</function>\n</tool_call>",
 }
-"""The second one behind it."""
+"""The second call, following it."""
 
 
 @cache
 def model(name: str, *, control: tuple[str, ...] = CONTROL) -> ChatTemplate:
-    """The template of a model of ``templates``, or of the bundled one."""
+    """The template of a model in ``templates``, or of the bundled one."""
     source = CHAT_TEMPLATE if name == "DEMO" else getattr(templates, name)
     return ChatTemplate(make_model(chat_template=source, bos_token="<s>", eos_token="</s>", special_tokens=control))
 
 
 def speech(name: str, *, control: tuple[str, ...] = CONTROL, **wants: Any) -> OutputSpec:
-    """How a model answers a question, with ``TOOLS`` if nothing else is said."""
+    """The output format of a model, with ``TOOLS`` by default."""
     request = Infer(op="infer", session_id="s", prompt="Hi", **({"tools": list(TOOLS)} | wants))
     template = model(name, control=control)
     asked = template.render(
@@ -93,14 +93,14 @@ def speech(name: str, *, control: tuple[str, ...] = CONTROL, **wants: Any) -> Ou
 
 
 def read(spoken: OutputSpec, *pieces: str) -> list[Part]:
-    """The parts of an answer that comes in pieces, neighbours of one kind put together."""
+    """The merged parts of an answer that is fed in chunks."""
     reader = spoken.new_parser()
     parts = [part for piece in pieces for part in reader.feed(piece)]
     return merged([*parts, *reader.finish()])
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
-    """The parts with neighbours of one kind put together."""
+    """The parts with adjacent ones of a kind merged."""
     whole: list[Part] = []
     for part in parts:
         last = whole[-1] if whole else None

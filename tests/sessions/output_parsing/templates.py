@@ -1,4 +1,4 @@
-"""Chat templates as those of well-known models, cut down to what matters for tools and thoughts."""
+"""Chat templates of well-known models, reduced to tools and reasoning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that consist of more than text: read while they come, and told once whatever happens in between."""
+"""Assembly of answers with reasoning and calls: each part is sent once, across chunks and restarts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ part = st.one_of(
 
 
 def speech() -> OutputSpec:
-    """How the answers here are read."""
+    """The output format of these tests."""
     return output_spec(REQUEST, capabilities=CAPABILITIES, prompt="")
 
 
@@ -47,7 +47,7 @@ def delta(text: str, *, logprobs: int = 0) -> TokenDelta:
 
 
 def whole(told: list[Part]) -> list[Part]:
-    """Parts without where they were cut."""
+    """Parts merged across chunks."""
     return joined(told)
 
 
@@ -55,7 +55,7 @@ def whole(told: list[Part]) -> list[Part]:
     cuts=st.lists(st.integers(0, len(ANSWER)), max_size=6), lost_at=st.integers(0, len(ANSWER)), ends_at=st.integers(0)
 )
 def test_wherever_it_is_cut_or_lost_each_part_is_told_once(cuts: list[int], lost_at: int, ends_at: int) -> None:
-    """What was told before a restart and what is told after it are the answer, for every text and every cut."""
+    """The parts sent before and after a restart are the answer, for every text and every split."""
     text = ANSWER[: ends_at % (len(ANSWER) + 1)]
     at_once = ResponseAssembler("t_1")
     at_once.set_parser(speech(), "")
@@ -80,7 +80,7 @@ def test_wherever_it_is_cut_or_lost_each_part_is_told_once(cuts: list[int], lost
 
 
 def test_a_call_that_was_cut_off_is_not_kept() -> None:
-    """The conversation has the whole ones only, and nothing of the other becomes text."""
+    """The conversation keeps complete calls only, and a truncated one does not become text."""
     speaking = ResponseAssembler("t_1")
     speaking.set_parser(speech(), "")
     speaking.feed(delta(ANSWER[:-20]))
@@ -93,7 +93,7 @@ def test_a_call_that_was_cut_off_is_not_kept() -> None:
 
 
 def tokens(text: str, n_tokens: int) -> TokenDelta:
-    """New text that so many tokens spell."""
+    """New text of so many tokens."""
     return TokenDelta("t_1", b"\0\0\0\0" * n_tokens, text)
 
 
@@ -109,7 +109,7 @@ def tokens(text: str, n_tokens: int) -> TokenDelta:
     ],
 )
 def test_tokens_of_thoughts_are_those_up_to_their_end(pieces: tuple[tuple[str, int], ...], n_tokens: int) -> None:
-    """The token that ends the mark is the last; where it came with others, about as many as their share of the text."""
+    """The token that ends the tag is the last; tokens that arrive together count by their share of the text."""
     speaking = ResponseAssembler("t_1")
     speaking.set_parser(speech(), "")
     for text, count in pieces:
@@ -119,7 +119,7 @@ def test_tokens_of_thoughts_are_those_up_to_their_end(pieces: tuple[tuple[str, i
 
 
 def test_tokens_of_thoughts_go_on_after_a_restart() -> None:
-    """Those that an earlier daemon heard count all while the model still thinks, by their share if it has ended."""
+    """Tokens before a restart all count while the reasoning is open, and by their share if it has ended."""
     for said, n_tokens, more in (("<think>Hm", 3, 2), ("<think>Hm</think>Yes, yes, yes.", 6, 0)):
         speaking = ResponseAssembler.restored("t_1", [ReasoningDelta("Hm")])
         speaking.set_parser(speech(), said, n_tokens=n_tokens)
@@ -128,7 +128,7 @@ def test_tokens_of_thoughts_go_on_after_a_restart() -> None:
 
 
 def test_logprobs_wait_for_a_part() -> None:
-    """Those of text that shows nothing yet go with what is shown next, or with an empty text at the end."""
+    """Logprobs of text that is held back go with the next part, or with an empty text at the end."""
     speaking = ResponseAssembler("t_1")
     speaking.set_parser(speech(), "")
     assert speaking.feed(delta("<tool", logprobs=2)).parts == ()
@@ -144,7 +144,7 @@ def test_logprobs_wait_for_a_part() -> None:
 
 
 def test_an_answer_goes_on_as_it_began() -> None:
-    """One that began as plain text stays that; one that said nothing is read as its model of now writes."""
+    """A started plain answer stays plain; one without output is parsed in the current format."""
     plain, rich = OutputSpec(), speech()
     assert assembler_for(plain, None, turn_id="t", text="", n_tokens=0) is None
     fresh = assembler_for(rich, None, turn_id="t", text="", n_tokens=0)
@@ -161,7 +161,7 @@ def test_an_answer_goes_on_as_it_began() -> None:
 
 @given(read=st.lists(part, max_size=6), n=st.integers(0, 6), tail=st.integers(0, 3))
 def test_what_is_untold_is_what_follows(read: list[Part], n: int, tail: int) -> None:
-    """Told and untold together are what was read, also where a part was told in part."""
+    """Sent and remaining parts together are the answer, also where a part was sent partially."""
     told = read[:n]
     if told and not isinstance(told[-1], ToolCallStart):
         last = told[-1]
@@ -174,7 +174,7 @@ def test_what_is_untold_is_what_follows(read: list[Part], n: int, tail: int) -> 
 
 
 def test_what_was_told_stands_if_it_reads_otherwise() -> None:
-    """Nothing is told twice, or in place of something else."""
+    """Nothing is sent twice or revised."""
     assert remaining_parts([TextDelta("ab")], [TextDelta("a")]) == ()
     assert remaining_parts([TextDelta("a"), ReasoningDelta("b")], [TextDelta("ac")]) == ()
     assert remaining_parts([ToolCallStart(0, "x")], [ToolCallStart(0, "y"), ArgumentsDelta(0, "{}")]) == ()
@@ -182,7 +182,7 @@ def test_what_was_told_stands_if_it_reads_otherwise() -> None:
 
 @given(st.lists(st.lists(st.one_of(part, st.builds(TextDelta, st.text(max_size=4))), max_size=3), max_size=3))
 def test_parts_come_back_from_their_columns(said: list[list[Part]]) -> None:
-    """Whatever they hold."""
+    """Any parts survive the round trip."""
     named: list[list[Part]] = [[ToolCallStart(0, "tool")], *said]
     assert decode_parts(map(encode_parts, named)) == tuple(each for column in named for each in column)
 
@@ -191,6 +191,6 @@ def test_parts_come_back_from_their_columns(said: list[list[Part]]) -> None:
     "column", ["{}", "[1]", '[["said"]]', '[["said", 3]]', '[["argued", 0, "x"]]', '[["called", 1, "x"]]', "["]
 )
 def test_columns_that_make_no_sense_are_refused(column: str) -> None:
-    """As whatever else in a damaged file."""
+    """Malformed columns raise ``ValueError``."""
     with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
         decode_parts([column])

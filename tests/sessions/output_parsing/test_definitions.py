@@ -1,4 +1,4 @@
-"""Definitions that schemas share are spelled where they are needed, and the grammar of tools stays small."""
+"""Shared definitions of schemas are written where they are needed, and the grammar stays small."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ def reference(name: str) -> dict[str, str]:
 
 
 def tool(*, n_parameters: int, part: dict[str, Any], n_defs: int) -> Tool:
-    """A tool with many parameters of one schema, beside definitions that refer to each other in a chain."""
+    """A tool with many parameters of one schema and a chain of definitions."""
     defs: dict[str, Any] = {str(n): {"items": reference(str(n + 1)), "title": "x" * 90} for n in range(n_defs)}
     properties = {f"p{n}": part for n in range(n_parameters)}
     return Tool(name="many", parameters={"type": "object", "properties": properties, "$defs": defs | {str(n_defs): {}}})
 
 
 def grammar_of(one: Tool) -> str:
-    """The grammar of calls of a tool whose arguments stand in tags."""
+    """The grammar of calls with tagged arguments."""
     return calls_grammar(TaggedCalls(), [one], start=AnswerStart(), required=False, several=True).text
 
 
 @given(st.dictionaries(st.sampled_from(_NAMES), st.lists(st.sampled_from(_NAMES))), st.lists(st.sampled_from(_NAMES)))
 def test_a_part_stands_with_all_that_it_refers_to_and_no_more(links: dict[str, list[str]], part: list[str]) -> None:
-    """The definitions beside a part are those that can be reached from it, cycles included."""
+    """A part gets exactly the definitions reachable from it, cycles included."""
     defs = {name: {"anyOf": [reference(other) for other in others]} for name, others in links.items()}
     reached: set[str] = set()
     waiting = [*part]
@@ -56,13 +56,13 @@ def test_a_part_stands_with_all_that_it_refers_to_and_no_more(links: dict[str, l
 
 @pytest.mark.parametrize("other", ["#", "#anchor", "else.json", "#/properties/p"])
 def test_a_reference_of_another_kind_may_mean_any_definition(other: str) -> None:
-    """A reference that is no pointer to a definition keeps all of them."""
+    """A reference that is not a pointer to a definition keeps all of them."""
     schema = {"$defs": {"a": {"$id": "else.json"}}, "definitions": {"b": {"$anchor": "anchor"}}}
     assert SchemaDefinitions(schema).beside({"$ref": other}) == {**schema, "$ref": other}
 
 
 def test_definitions_that_no_parameter_refers_to_are_left_out() -> None:
-    """The grammar of parameters in tags is as long as what they refer to, not as all definitions for each of them."""
+    """The grammar grows with the referenced definitions, not with all of them per parameter."""
     unused = grammar_of(tool(n_parameters=500, part={"type": "integer"}, n_defs=3000))
     assert '"title"' not in unused
     used = grammar_of(tool(n_parameters=3, part=reference("2990"), n_defs=3000))
@@ -70,7 +70,7 @@ def test_definitions_that_no_parameter_refers_to_are_left_out() -> None:
 
 
 def test_a_grammar_that_grows_too_long_is_not_built_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters that all need all definitions are refused after about the allowed length, not when all is spelled."""
+    """Construction stops at about the size limit."""
     spelled_chars = 0
     literal = grammar_builder._literal
 
@@ -89,7 +89,7 @@ def test_a_grammar_that_grows_too_long_is_not_built_on(monkeypatch: pytest.Monke
 
 
 def test_a_long_key_with_many_choices_is_spelled_once() -> None:
-    """The grammar of a parameter with an ``enum`` does not repeat its key for each value."""
+    """The grammar of an ``enum`` does not repeat the key for each value."""
     choice = Tool(
         name="paint",
         parameters={"properties": {"k" * 50_000: {"type": "string", "enum": [str(n) for n in range(999)]}}},
@@ -99,7 +99,7 @@ def test_a_long_key_with_many_choices_is_spelled_once() -> None:
 
 
 def test_results_and_what_follows_them_are_one_message() -> None:
-    """As text, results that follow each other and the user's words behind them are one message of the user."""
+    """As text, consecutive results and the following user message are one user message."""
     roles: tuple[Role, ...] = ("user", "tool", "tool", "user", "user", "tool", "assistant", "tool")
     ids = {"tool": "call_a"}
     messages = [ChatMessage(role=role, content=str(n), tool_call_id=ids.get(role)) for n, role in enumerate(roles)]

@@ -1,4 +1,4 @@
-"""Grammars hold answers to calls and forms; llguidance itself is the judge."""
+"""Grammars constrain answers to calls and structured output; llguidance is the oracle."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _STAND_INS: Final = {
 
 
 def matcher(spoken: OutputSpec) -> LLMatcher:
-    """What the engine holds an answer to."""
+    """The matcher of the grammar that constrains an answer."""
     assert spoken.grammar is not None
     return compiled(_BYTES, spoken.grammar, {mark: _STAND_INS[mark] for mark in spoken.markers})
 
 
 def fits(spoken: OutputSpec, text: str, *, control: tuple[str, ...] = ()) -> bool:
-    """Tell whether an answer may be this, and end there; its markers and ``control`` are tokens."""
+    """Return whether an answer is accepted and complete; its markers and ``control`` are tokens."""
     marks = "|".join(map(re.escape, {*spoken.markers, *control})) or "(?!)"
     tokens: list[int] = []
     for piece in re.split(f"({marks})", text):
@@ -51,7 +51,7 @@ def fits(spoken: OutputSpec, text: str, *, control: tuple[str, ...] = ()) -> boo
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_call_fits_and_so_does_text(name: str) -> None:
-    """What the model was trained to write may be written, and a plain answer too."""
+    """The model's trained format is accepted, and so is plain text."""
     spoken = speech(name)
     assert fits(spoken, ANSWERS[name])
     assert fits(spoken, "all\nHello {x} [y]." if name == "FUNCTIONARY32" else "Hello {x} [y].")
@@ -60,14 +60,14 @@ def test_a_call_fits_and_so_does_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_arguments_are_held_to_the_schema(name: str) -> None:
-    """A call of a tool that is not offered, or with what its schema does not know, cannot be written."""
+    """A call of an unknown tool, or with unknown arguments, is rejected."""
     for right, wrong in (("get_weather", "get_whether"), ("days", "dais"), ("2", '"2"')):
         assert not fits(speech(name), ANSWERS[name].replace(right, wrong))
 
 
 @pytest.mark.parametrize("name", SECOND)
 def test_several_calls_fit_unless_one_is_wanted(name: str) -> None:
-    """Without parallel calls one call is the end."""
+    """Without parallel calls one call ends the answer."""
     both = ANSWERS[name] + SECOND[name]
     assert fits(speech(name), both)
     alone = speech(name, parallel_tool_calls=False)
@@ -77,7 +77,7 @@ def test_several_calls_fit_unless_one_is_wanted(name: str) -> None:
 
 @pytest.mark.parametrize("name", SECOND)
 def test_a_call_may_be_demanded(name: str) -> None:
-    """With `required` an answer begins with a call; a named tool is called once, and no other."""
+    """With `required` an answer begins with a call; a named tool is called exactly once."""
     for choice in ("required", {"name": "get_weather"}):
         demanding = speech(name, tool_choice=choice)
         assert fits(demanding, ANSWERS[name])
@@ -87,14 +87,14 @@ def test_a_call_may_be_demanded(name: str) -> None:
 
 
 def test_a_model_of_one_call_is_held_to_it() -> None:
-    """Llama's template knows one call an answer, so no second one may follow."""
+    """Llama's template supports one call per answer, so a second one is rejected."""
     assert not fits(speech("LLAMA31"), ANSWERS["LLAMA31"] + "; " + ANSWERS["LLAMA31"])
     assert fits(speech("LLAMA31"), "<|python_tag|>" + ANSWERS["LLAMA31"])
     assert not fits(speech("LLAMA31"), ' {"any": "object"}')
 
 
 def test_calls_in_an_array_are_counted_by_the_grammar() -> None:
-    """Mistral's earlier form takes several calls in one pair of brackets, or one."""
+    """Mistral's array format accepts several calls in one array, or one."""
     both = ANSWERS["MISTRAL3"][:-1] + ', {"name": "get_weather_clock", "arguments": {}}]'
     assert fits(speech("MISTRAL3"), "Let me see." + both)
     assert not fits(speech("MISTRAL3", parallel_tool_calls=False), both)
@@ -102,14 +102,14 @@ def test_calls_in_an_array_are_counted_by_the_grammar() -> None:
 
 @pytest.mark.parametrize("name", ["HERMES", "LLAMA31", "MISTRAL3", "FUNCTIONARY31", "FUNCTIONARY32"])
 def test_calls_may_be_forbidden(name: str) -> None:
-    """With `none` text is all there is."""
+    """With `none` only text is accepted."""
     spoken = speech(name, tool_choice="none")
     assert fits(spoken, "all\nHello" if name == "FUNCTIONARY32" else "Hello")
     assert not fits(spoken, ANSWERS[name], control=("[TOOL_CALLS]",))
 
 
 def test_text_before_calls_is_free() -> None:
-    """The grammar sets in where the trigger is complete, and not before."""
+    """The constraint starts at a complete trigger."""
     spoken = speech("HERMES")
     assert fits(spoken, "I <tool> <tool_cal l\n" + ANSWERS["HERMES"])
     assert fits(spoken, "<tool_call")
@@ -119,7 +119,7 @@ def test_text_before_calls_is_free() -> None:
 
 @pytest.mark.parametrize("control", [CONTROL, (*CONTROL, "<think>", "</think>")])
 def test_thoughts_are_free(control: tuple[str, ...]) -> None:
-    """What stands between the marks of thinking is held to nothing, be they tokens or spelled."""
+    """Reasoning is unconstrained, with tags that are tokens or text."""
     thought = "<think>\nShall I <tool_call>? {\n</think>\n\n"
     auto = speech("QWEN3", control=control)
     assert fits(auto, thought + "Yes.")
@@ -143,7 +143,7 @@ FORMS: Final[list[tuple[dict[str, Any], str, str]]] = [
 
 @pytest.mark.parametrize(("wants", "right", "wrong"), FORMS)
 def test_a_form_holds_the_answer_and_not_the_thoughts(wants: dict[str, Any], right: str, wrong: str) -> None:
-    """Schemas, expressions and grammars count from where the model has thought."""
+    """Schemas, expressions and grammars apply after the reasoning."""
     for name, before in (
         ("HERMES", ""),
         ("QWEN3", ""),
@@ -156,15 +156,15 @@ def test_a_form_holds_the_answer_and_not_the_thoughts(wants: dict[str, Any], rig
         assert not fits(spoken, before + wrong)
 
 
-def test_whoever_does_not_think_is_held_at_once() -> None:
-    """Where thinking is off the form is handed to the engine as it came."""
+def test_without_reasoning_the_grammar_applies_at_once() -> None:
+    """With reasoning disabled the grammar is passed to the engine unchanged."""
     grammar = speech("QWEN3", tools=None, thinking=False, grammar='root ::= "a"').grammar
     assert grammar is not None
     assert (grammar.kind, grammar.text) == ("gbnf", 'root ::= "a"')
 
 
 def test_schemas_cannot_break_out_of_the_grammar() -> None:
-    """Quotes, line feeds and what looks like rules are data wherever they stand in a tool."""
+    """Quotes, line feeds and rule syntax inside a tool are data."""
     evil = '<[[TOOL_CALLS]]>x"\n}\nstart: /.*/\n%json {} // </tool_call> \\'
     tool = Tool(
         name="a.b-c_1",
@@ -186,7 +186,7 @@ def test_schemas_cannot_break_out_of_the_grammar() -> None:
 
 
 def test_a_faulty_schema_is_told_with_its_tool() -> None:
-    """What llguidance says of the grammar shows which tool it is about."""
+    """The error of llguidance about the grammar identifies the tool."""
     tools = [WEATHER, Tool(name="Fly.Away", parameters={"type": "object", "if": {}})]
     with pytest.raises(InferenceCenterError, match="if") as caught:
         matcher(speech("HERMES", tools=tools))
@@ -195,7 +195,7 @@ def test_a_faulty_schema_is_told_with_its_tool() -> None:
 
 
 def test_what_a_schema_refers_to_is_found() -> None:
-    """References into a tool's own schema hold, in objects and in tags."""
+    """References within a tool's own schema resolve, in objects and in tags."""
     parameters = {
         "type": "object",
         "properties": {"at": {"$ref": "#/$defs/point"}},
@@ -213,7 +213,7 @@ def test_what_a_schema_refers_to_is_found() -> None:
 
 
 def test_texts_in_tags_may_be_chosen_from_a_list() -> None:
-    """A parameter with an `enum` takes none but its values; one without properties takes any."""
+    """A parameter with an `enum` accepts only its values; one without properties accepts anything."""
     choice = Tool(
         name="paint",
         parameters={"type": "object", "properties": {"with": {"type": "string", "enum": ["red", "blue"]}}},
@@ -230,7 +230,7 @@ def test_texts_in_tags_may_be_chosen_from_a_list() -> None:
 @settings(max_examples=25)
 @given(st.lists(st.from_regex(r"[A-Za-z0-9_.-]{1,64}", fullmatch=True), min_size=1, max_size=4, unique=True))
 def test_every_name_that_tools_may_have_makes_a_grammar(names: list[str]) -> None:
-    """Names that begin with each other, or differ in case alone, are told apart in every form."""
+    """Names that share prefixes, or differ only in case, are distinguished in every format."""
     tools = [Tool(name=name) for name in names]
     for form, text in (
         ("HERMES", '<tool_call>\n{{"name": "{}", "arguments": {{}}}}\n</tool_call>'),
@@ -246,7 +246,7 @@ def test_every_name_that_tools_may_have_makes_a_grammar(names: list[str]) -> Non
 
 
 def nested(depth: int) -> dict[str, Any]:
-    """A schema so many levels deep."""
+    """A schema of so many levels."""
     schema: dict[str, Any] = {"type": "integer"}
     for _ in range(depth // 2):
         schema = {"properties": {"a": schema}}
@@ -270,7 +270,7 @@ def nested(depth: int) -> dict[str, Any]:
     ],
 )
 def test_what_is_too_much_is_refused_by_name(name: str, wants: dict[str, Any], code: ErrorCode, field: str) -> None:
-    """Schemas that are too deep or too long, and a name that means everybody, never reach the engine."""
+    """Schemas that are too deep or too long, and a tool named like the broadcast recipient, are refused."""
     with pytest.raises(InferenceCenterError) as caught:
         speech(name, **wants)
     assert (caught.value.code, caught.value.field) == (code, field)
@@ -287,7 +287,7 @@ def test_what_is_too_much_is_refused_by_name(name: str, wants: dict[str, Any], c
     ],
 )
 def test_schemas_that_are_none_are_refused(name: str, parameters: dict[str, Any], code: ErrorCode) -> None:
-    """Whatever stands where keywords should, the client hears that it is its schema."""
+    """An invalid keyword is reported to the client as an error in its schema."""
     with pytest.raises(InferenceCenterError) as caught:
         matcher(speech(name, tools=[Tool(name="odd", parameters=parameters)]))
     assert caught.value.code is code

@@ -1,4 +1,4 @@
-"""Answers are read while they come."""
+"""Incremental parsing of answers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ HERMES_CALL = ANSWERS["HERMES"]
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_a_call_is_read_as_each_model_writes_it(name: str) -> None:
-    """Whatever the form, the parts are the same."""
+    """The parts are the same in every format."""
     assert read(speech(name), ANSWERS[name]) == FIRST
 
 
 @pytest.mark.parametrize("name", SECOND)
 def test_several_calls_are_counted(name: str) -> None:
-    """What stands between two calls is nothing that is said."""
+    """Separators between calls are not text."""
     assert read(speech(name), ANSWERS[name] + SECOND[name]) == FIRST + NEXT
 
 
 def test_calls_in_an_array_are_counted() -> None:
-    """Mistral's earlier form has all calls in one pair of brackets."""
+    """Mistral's array format has all calls in one array."""
     text = ANSWERS["MISTRAL3"][:-1] + ', {"name": "get_weather_clock", "arguments": {}}]'
     assert read(speech("MISTRAL3"), text) == FIRST + NEXT
 
@@ -52,7 +52,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("name", "text"), EXAMPLES)
 def test_cuts_make_no_difference(name: str, text: str) -> None:
-    """Cut in two at every place, and into single characters, an answer has the same parts."""
+    """Split at every position, and into single characters, an answer has the same parts."""
     spoken = speech(name)
     whole = read(spoken, text)
     assert read(spoken, *text) == whole
@@ -71,7 +71,7 @@ FRAGMENTS = st.lists(
 
 @given(fragments=FRAGMENTS, data=st.data())
 def test_cuts_make_no_difference_to_nonsense(fragments: list[str], data: st.DataObject) -> None:
-    """Answers that are broken in any way are read the same however they are cut, and reading them never fails."""
+    """Malformed answers parse the same however they are split, and never raise."""
     text = "".join(fragments)
     spoken = speech("QWEN3")
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
@@ -109,7 +109,7 @@ MARKS = [
 @given(fragments=st.lists(st.sampled_from(MARKS), max_size=10))
 @settings(max_examples=40)
 def test_text_without_calls_is_said_to_the_letter(name: str, fragments: list[str]) -> None:
-    """Nothing of plain text is lost or comes twice, whatever marks are in it."""
+    """No plain text is lost or duplicated, whatever tags it contains."""
     text = "".join(fragments)
     assert read(speech(name), *text) == ([TextDelta(text)] if text else [])
 
@@ -124,7 +124,7 @@ def test_text_without_calls_is_said_to_the_letter(name: str, fragments: list[str
     ],
 )
 def test_no_more_is_held_back_than_may_become_a_mark(pieces: list[str], told: list[str]) -> None:
-    """Text goes out at once but for the beginning of a mark and the white space before it."""
+    """Text is emitted at once except for a possible tag and the white space before it."""
     reader = speech("HERMES").new_parser()
     assert [
         "".join(part.text for part in reader.feed(piece) if isinstance(part, TextDelta)) for piece in pieces
@@ -132,7 +132,7 @@ def test_no_more_is_held_back_than_may_become_a_mark(pieces: list[str], told: li
 
 
 def test_arguments_come_as_they_are_written() -> None:
-    """A call is told with its name, and each piece of its arguments as it arrives."""
+    """A call starts with its name, and its arguments are emitted as they arrive."""
     reader = speech("HERMES").new_parser()
     assert reader.feed('<tool_call>\n{"name": "get_weather", "argum') == ()
     assert reader.feed('ents": {"ci') == (ToolCallStart(0, "get_weather"), ArgumentsDelta(0, '{"ci'))
@@ -142,7 +142,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 
 def test_what_only_looks_like_a_call_is_said() -> None:
-    """A tool that nobody offered is none, and neither is what is no JSON; all of it is text."""
+    """A call of an unknown tool, or invalid JSON, is text."""
     for text in (
         'Take <tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call> this',
         "<tool_call> is how I call",
@@ -154,7 +154,7 @@ def test_what_only_looks_like_a_call_is_said() -> None:
 
 
 def test_a_call_that_breaks_off_has_told_what_there_was() -> None:
-    """Arguments that end in the middle are no JSON, by which it is seen that the call is incomplete."""
+    """Truncated arguments are invalid JSON, which shows that the call is incomplete."""
     assert read(speech("HERMES"), '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os') == [
         ToolCallStart(0, "get_weather"),
         ArgumentsDelta(0, '{"city": "Os'),
@@ -162,24 +162,24 @@ def test_a_call_that_breaks_off_has_told_what_there_was() -> None:
 
 
 def test_behind_a_call_that_is_known_may_come_one_that_is_not() -> None:
-    """The good call stands, the other is text."""
+    """The valid call stands, the other one is text."""
     text = ANSWERS["MISTRAL3"][:-1] + ', {"name": "rm", "arguments": {}}]'
     assert read(speech("MISTRAL3"), *text) == [*FIRST, TextDelta('{"name": "rm", "arguments": {}}]')]
 
 
 def test_arguments_in_a_string_are_taken_out_of_it() -> None:
-    """A model that writes its arguments as a JSON string means what is in it."""
+    """Arguments written as a JSON string are unwrapped."""
     text = '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"\\ud83d\\ude00\\n\\ud800\\"}"}</tool_call>'
     assert read(speech("HERMES"), *text) == called(0, "get_weather", '{"city": "😀\n\ufffd"}')
 
 
 def test_a_call_without_arguments_has_none() -> None:
-    """An object with a name alone is a call with an empty object."""
+    """A call with a name alone has an empty object."""
     assert read(speech("HERMES"), '<tool_call>{"name": "get_weather"}</tool_call>') == called(0, "get_weather", "{}")
 
 
 def test_parameters_in_tags_become_an_object() -> None:
-    """Text is quoted as JSON wants it, other values stay what they are, and text where they are no JSON."""
+    """Text is quoted as JSON, other values are kept, and invalid JSON becomes text."""
     text = (
         '<tool_call>\n<function=get_weather>\n<parameter=city>\n"A"\n\\\n</parameter>\n<parameter=days>\n[1, {}]'
         "\n</parameter>\n<parameter=x>\nnot JSON\n</parameter>\n</function>\n</tool_call>"
@@ -191,7 +191,7 @@ def test_parameters_in_tags_become_an_object() -> None:
 
 
 def test_thoughts_are_no_part_of_the_answer() -> None:
-    """What stands between the marks of thinking is thought, without the white space around it."""
+    """Text between the reasoning tags is reasoning, without the white space around it."""
     text = "<think>\nHm, 3 < 4.\n</think>\n\nFour."
     expected: list[Part] = [ReasoningDelta("Hm, 3 < 4."), TextDelta("Four.")]
     assert read(speech("QWEN3"), *text) == expected
@@ -199,27 +199,27 @@ def test_thoughts_are_no_part_of_the_answer() -> None:
 
 
 def test_a_prompt_may_have_begun_to_think() -> None:
-    """Where the template opens the thoughts the answer is thought from its first letter."""
+    """If the template opens the reasoning, the answer starts as reasoning."""
     spoken = speech("R1", tools=None)
     assert read(spoken, *"Hm.\n</think>\n\nYes </think>") == [ReasoningDelta("Hm."), TextDelta("Yes </think>")]
     assert read(spoken, "Never done ") == [ReasoningDelta("Never done")]
 
 
 def test_marks_of_thinking_in_the_middle_are_text() -> None:
-    """A model thinks before it answers, or not at all."""
+    """Reasoning comes first or not at all."""
     text = "Use <think> tags</think>"
     assert read(speech("QWEN3", tools=None), *text) == [TextDelta(text)]
 
 
 def test_text_for_all_is_said_without_its_address() -> None:
-    """Functionary says who it speaks to, also where there are no tools."""
+    """Functionary addresses its text, with and without tools."""
     assert read(speech("FUNCTIONARY32", tools=None), *"all\nHello >> there.") == [TextDelta("Hello >> there.")]
     text = 'all\nLet me see.\n>>>get_weather\n{"city": "Oslo", "days": 2}'
     assert read(speech("FUNCTIONARY32"), *text) == [TextDelta("Let me see."), *FIRST]
 
 
 def test_calls_are_not_read_where_they_are_forbidden() -> None:
-    """Without tools, or with a choice of none, what looks like a call is text."""
+    """Without tools, or with the choice `none`, what looks like a call is text."""
     for wants in ({"tools": None}, {"tool_choice": "none"}):
         spoken = speech("HERMES", **wants)
         assert spoken.plain
@@ -227,7 +227,7 @@ def test_calls_are_not_read_where_they_are_forbidden() -> None:
 
 
 def test_control_tokens_that_set_calls_off_are_shown() -> None:
-    """A turn with tools asks for their text, others do not."""
+    """A turn with tools requests their text, others do not."""
     assert speech("MISTRAL3").markers == ("[TOOL_CALLS]",)
     assert speech("MISTRAL11").markers == ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     assert speech("LLAMA31").markers == ("<|python_tag|>",)
@@ -237,6 +237,6 @@ def test_control_tokens_that_set_calls_off_are_shown() -> None:
 
 
 def test_long_answers_are_read_in_time_that_grows_with_them() -> None:
-    """White space, near marks and endless heads of calls are each read a bounded number of times."""
+    """White space, partial tags and endless call heads are each scanned a bounded number of times."""
     for text in (" " * 60_000, "<" * 60_000, "<tool_call>" * 5_000, "<tool_call>{" + " " * 60_000):
         assert read(speech("HERMES"), text) == [TextDelta(text)]

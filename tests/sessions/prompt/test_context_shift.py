@@ -1,4 +1,4 @@
-"""Which turns a conversation gives up when its context is full."""
+"""Context shifts: which turns are dropped when the context is full."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from inferencecenter.sessions.prompt.plan import ContextShift, Prompt, n_kept, p
 
 
 def said(*messages: tuple[Any, int]) -> tuple[ChatMessage, ...]:
-    """Messages, each a role and how many characters it has."""
+    """Messages, each given as a role and its number of characters."""
     return tuple(ChatMessage(role=role, content="x" * n_chars) for role, n_chars in messages)
 
 
 def turns(n_turns: int, n_chars: int = 84) -> tuple[ChatMessage, ...]:
-    """Questions and answers of equal length; with what is around it each takes 100 characters."""
+    """Questions and answers of equal length, 100 characters each with the template overhead."""
     return said(*[("user", n_chars), ("assistant", n_chars)] * n_turns)
 
 
@@ -32,28 +32,28 @@ def plan(
     view: HistoryView | None = None,
     history: History | None = None,
 ) -> ContextShift | None:
-    """The shift of a prompt of ``messages``; with a history it goes on from that history's tokens."""
+    """The shift of a prompt of ``messages``, which extends the history's tokens if there is a history."""
     history = history or History()
     prompt = Prompt(messages, view or HistoryView(n_kept(messages, 0)), "", history.tokens, ())
     return plan_context_shift(history, prompt, total=total, answered=answered, n_ctx=n_ctx)
 
 
 def test_the_oldest_turns_go_until_half_is_left() -> None:
-    """Ten equal messages and a question fill the context: three turns of five go, and their tokens are told."""
+    """Ten equal messages and a question fill the context: three of five turns are dropped."""
     messages = turns(5) + said(("user", 84))
     shift = plan(messages, total=110, n_ctx=110)
     assert shift == ContextShift(HistoryView(0, 6), dropped_turns=3, dropped_tokens=60)
 
 
 def test_the_system_prompt_stays() -> None:
-    """All leading system messages do; their tokens are not won."""
+    """All leading system messages are kept, and their tokens do not count as freed."""
     messages = said(("system", 184), ("system", 184)) + turns(5) + said(("user", 84))
     shift = plan(messages, total=150, n_ctx=150)
     assert shift == ContextShift(HistoryView(2, 10), dropped_turns=4, dropped_tokens=80)
 
 
 def test_first_messages_can_be_kept() -> None:
-    """``n_keep`` messages after the system prompt stay too, and no more than there are."""
+    """``n_keep`` messages after the system prompt are kept too, at most as many as there are."""
     messages = said(("system", 84)) + turns(5) + said(("user", 84))
     shift = plan(messages, total=120, n_ctx=120, view=HistoryView(n_kept(messages, 2)))
     assert shift == ContextShift(HistoryView(3, 9), dropped_turns=3, dropped_tokens=60)
@@ -61,7 +61,7 @@ def test_first_messages_can_be_kept() -> None:
 
 
 def test_a_turn_goes_with_all_that_followed_its_question() -> None:
-    """Tool answers and several answers in a row never stay without their question."""
+    """Tool results and consecutive answers are dropped with their question."""
     messages = said(("user", 84), ("assistant", 84), ("tool", 84), ("assistant", 84), ("user", 84), ("assistant", 84))
     messages += said(("user", 84))
     shift = plan(messages, total=70, n_ctx=70)
@@ -69,28 +69,28 @@ def test_a_turn_goes_with_all_that_followed_its_question() -> None:
 
 
 def test_what_stands_before_the_first_question_goes_first() -> None:
-    """A greeting of the model is no turn."""
+    """A greeting of the model does not count as a turn."""
     messages = said(("assistant", 984), ("user", 84), ("assistant", 84), ("user", 84))
     shift = plan(messages, total=130, n_ctx=130)
     assert shift == ContextShift(HistoryView(0, 1), dropped_turns=0, dropped_tokens=100)
 
 
 def test_the_question_being_answered_stays() -> None:
-    """With nothing before it there is nothing to give up, however long it is."""
+    """With nothing before the question there is nothing to drop, however long it is."""
     assert plan(said(("user", 1000)), total=100, n_ctx=100) is None
     assert plan(said(("system", 10), ("user", 1000)), total=500, n_ctx=100) is None
     assert plan(said(("user", 10), ("assistant", 10), ("tool", 1000)), total=500, n_ctx=100) is None
 
 
 def test_too_little_won_is_nothing_won() -> None:
-    """If less than an eighth of the context were free, the turn ends instead of being shifted every few tokens."""
+    """If a shift frees less than an eighth of the context, the turn ends instead."""
     messages = turns(1) + said(("user", 784))
     assert plan(messages, total=100, n_ctx=100) == ContextShift(HistoryView(0, 2), dropped_turns=1, dropped_tokens=20)
     assert plan(messages, total=100, answered=50, n_ctx=100) is None
 
 
 def test_the_answer_so_far_counts_as_left() -> None:
-    """A long answer makes more turns go than its prompt alone would."""
+    """A long answer drops more turns than its prompt alone would."""
     messages = turns(5) + said(("user", 84))
     shift = plan(messages, total=150, answered=40, n_ctx=150)
     assert shift is not None
@@ -98,14 +98,14 @@ def test_the_answer_so_far_counts_as_left() -> None:
 
 
 def test_a_second_shift_goes_on_where_the_first_ended() -> None:
-    """Messages that are not read any more cost nothing and are not given up twice."""
+    """Messages that were dropped before cost nothing and are not dropped twice."""
     messages = said(("system", 84)) + turns(8) + said(("user", 84))
     shift = plan(messages, total=100, n_ctx=100, view=HistoryView(1, 9))
     assert shift == ContextShift(HistoryView(1, 15), dropped_turns=3, dropped_tokens=60)
 
 
 def test_known_token_counts_win_over_characters() -> None:
-    """The first turn is known to take nearly all tokens, though it has as many characters as the second."""
+    """A turn with known tokens is costed by them, not by its characters."""
     history = History()
     for number, n_tokens in ((1, 90), (2, 95)):
         messages = turns(number)
@@ -124,7 +124,7 @@ LINES = st.lists(
 def test_every_shift_drops_a_run_of_old_messages_and_wins_room(
     lines: list[tuple[str, int]], n_keep: int, gap: int, data: st.DataObject
 ) -> None:
-    """Whatever the conversation: it resumes later than before, at a question, and an eighth of the context is free."""
+    """Any shift drops a contiguous run of messages up to a question and frees an eighth of the context."""
     messages = (*said(*lines), *said(("user", 5)))
     view = HistoryView(n_kept(messages, n_keep), min(gap, len(messages) - 1))
     answered = data.draw(st.integers(0, 100))

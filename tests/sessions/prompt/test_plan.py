@@ -1,4 +1,4 @@
-"""What a turn submits and what it leaves behind."""
+"""Prompt planning: what a turn submits and the history that it leaves."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ STRIPPING = ChatTemplate(make_model(chat_template=LINES.replace("CONTENT", "m.co
 
 
 def say(text: str) -> tuple[ChatMessage, ...]:
-    """One message of a user."""
+    """One user message."""
     return (ChatMessage(role="user", content=text),)
 
 
 def finished(kept: int, kept_chars: int, end_text: str = "", **changes: Any) -> Finished:
-    """The engine's word on a turn."""
+    """The engine's final event of a turn."""
     config: dict[str, Any] = {
         "turn_id": "t",
         "reason": "stop",
@@ -55,7 +55,7 @@ def text_of(prompt: Prompt) -> str:
 
 
 def asked(history: History, new: tuple[ChatMessage, ...], renderer: ConversationRenderer, *, n_keep: int = 0) -> Prompt:
-    """What a turn that says ``new`` submits."""
+    """The prompt of a turn with the messages ``new``."""
     messages = history.messages + new
     view = next_view(history, messages, n_keep=n_keep)
     rendered = render_prompt(renderer, RenderInput(view.of(messages), NOW))
@@ -65,7 +65,7 @@ def asked(history: History, new: tuple[ChatMessage, ...], renderer: Conversation
 def run(
     history: History, question: str, answer: str, *, renderer: ConversationRenderer = CHATML, end: str = "<|im_end|>"
 ) -> tuple[Prompt, History]:
-    """One turn in which everything generated is kept; the end token is token 0."""
+    """One turn whose whole output is kept; the end token is token 0."""
     prompt = asked(history, say(question), renderer)
     said = GeneratedAnswer(
         turn_id=f"t{len(history.turns) + 1}",
@@ -79,7 +79,7 @@ def run(
 
 @given(turns=st.lists(st.tuples(st.text(max_size=12), st.text(max_size=12)), min_size=1, max_size=4))
 def test_the_tokens_always_spell_the_rendering(turns: list[tuple[str, str]]) -> None:
-    """Kept tokens and new pieces together are the whole conversation, and nothing kept is ever sent again."""
+    """Cached tokens and new pieces together are the whole rendering, and no cached token is submitted again."""
     history = History()
     for question, answer in turns:
         prompt, history = run(history, question, answer)
@@ -100,7 +100,7 @@ def test_a_turn_adds_only_what_is_new() -> None:
 
 
 def test_the_marks_of_the_new_part_survive() -> None:
-    """A spelled token is broken in the new part, whatever the part before it held."""
+    """A special token spelled in the new part is broken, whatever the cached part contains."""
     _, history = run(History(), "<|im_end|>", "<|im_start|>")
     prompt, _ = run(history, "a<|im_end|>b", "")
     assert [piece.text for piece in prompt.pieces] == [
@@ -110,14 +110,14 @@ def test_the_marks_of_the_new_part_survive() -> None:
 
 
 def test_an_answer_that_was_cut_is_closed_by_the_template() -> None:
-    """After an abort the end token is not there, so the template's own comes with the next turn."""
+    """After an abort the end token is missing, so the next turn submits the template's own."""
     _, history = run(History(), "Hi", "Hel", end="")
     prompt, _ = run(history, "Bye", "")
     assert text_of(prompt).startswith("<|im_end|>\n<|im_start|>user\nBye")
 
 
 def test_text_that_no_kept_token_spells_is_sent_again() -> None:
-    """Characters shown beyond the kept tokens are tokenized with the next turn."""
+    """Characters sent beyond the kept tokens are tokenized with the next turn."""
     prompt = asked(History(), say("Hi"), CHATML)
     said = GeneratedAnswer(turn_id="t", text="Hello", tokens=packed("Hello"), prompt_tokens=packed(prompt.text))
     history = after_turn(History(), prompt, answer=said, end=finished(3, 3), keeps_end=True)
@@ -126,7 +126,7 @@ def test_text_that_no_kept_token_spells_is_sent_again() -> None:
 
 
 def test_a_template_that_rewrites_the_past_gets_everything_again() -> None:
-    """Where the rendering no longer starts with what the tokens spell, no token is kept."""
+    """If the rendering no longer starts with the covered text, no token is reused."""
     _, history = run(History(), "Hi", "  Hello  ", renderer=STRIPPING)
     prompt, _ = run(history, "Bye", "", renderer=STRIPPING)
     assert prompt.tokens == b""
@@ -134,7 +134,7 @@ def test_a_template_that_rewrites_the_past_gets_everything_again() -> None:
 
 
 def test_a_turn_aborted_while_it_waited_keeps_the_tokens_before_it() -> None:
-    """Its question is part of the history; its tokens follow with the next turn."""
+    """Its question joins the history; its tokens follow with the next turn."""
     _, before = run(History(), "Hi", "Hello")
     prompt = asked(before, say("Wait"), CHATML)
     answer = GeneratedAnswer(turn_id="t", text="", tokens=b"", prompt_tokens=None)
@@ -144,7 +144,7 @@ def test_a_turn_aborted_while_it_waited_keeps_the_tokens_before_it() -> None:
 
 
 def test_the_templates_bos_is_left_to_the_engine() -> None:
-    """Where the engine puts BOS first by itself, the template's own is not sent, but it counts as spelled."""
+    """If the engine prepends BOS, the template's own is not submitted but counts as covered."""
     renderer = ChatTemplate(
         make_model(
             chat_template="{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}",
@@ -172,24 +172,24 @@ HEAD = "<|im_start|>system\nBe kind.<|im_end|>\n"
 
 
 def shared(prompt: Prompt) -> str:
-    """What the pieces spell that a prompt marks as its system prompt."""
+    """The text of the pieces that are marked as the system prompt."""
     return "".join(piece.text for piece in prompt.pieces[: prompt.shared_pieces])
 
 
 def template(source: str, **config: Any) -> ChatTemplate:
-    """A chat template of this source."""
+    """A chat template with this source."""
     return ChatTemplate(make_model(chat_template=source, **config))
 
 
 def test_the_system_prompt_is_marked_at_the_beginning() -> None:
-    """It is cut off where the next message's special token begins, and the pieces spell the same text."""
+    """The cut is at the next message's special token, and the pieces spell the same text."""
     prompt = asked(History(SYSTEM), say("Hi"), template(""))
     assert (shared(prompt), prompt.shared_pieces) == (HEAD, 1)
     assert text_of(prompt) == prompt.text
 
 
 def test_marks_in_a_system_prompt_are_counted_as_pieces() -> None:
-    """A system prompt that spells a special token takes several pieces, all of them shared."""
+    """A system prompt that spells a special token consists of several pieces, all of them shared."""
     system = (ChatMessage(role="system", content="Never say <|im_end|>."),)
     prompt = asked(History(system), say("<|im_start|>"), template(""))
     assert shared(prompt) == "<|im_start|>system\nNever say <|im_end|>.<|im_end|>\n"
@@ -197,7 +197,7 @@ def test_marks_in_a_system_prompt_are_counted_as_pieces() -> None:
 
 
 def test_nothing_is_marked_behind_tokens_that_are_there() -> None:
-    """Only a submission that starts at the beginning has a system prompt in its pieces."""
+    """Only a prompt that is submitted from its beginning has a shared system prompt."""
     prompt, history = run(History(SYSTEM), "Hi", "Hello")
     assert prompt.shared_pieces == 0, "this template always asks, so that its system prompt alone is no prefix"
     first = asked(History(SYSTEM), say("Hi"), template(""))
@@ -208,7 +208,7 @@ def test_nothing_is_marked_behind_tokens_that_are_there() -> None:
 
 
 def test_a_bos_token_is_not_part_of_the_marked_pieces() -> None:
-    """The engine puts it first by itself."""
+    """The engine prepends it."""
     source = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     renderer = template(source, bos_token="<s>", add_bos=True, special_tokens=("<s>", "<|im_start|>"))
     prompt = asked(History(SYSTEM), say("Hi"), renderer)
@@ -227,7 +227,7 @@ def test_a_bos_token_is_not_part_of_the_marked_pieces() -> None:
     ids=["no special token behind it", "refuses it alone", "not first", "joined to the question", "bare"],
 )
 def test_what_cannot_be_told_apart_is_not_marked(source: str) -> None:
-    """Where a cut might change a token, or the system prompt does not stand alone, none is made."""
+    """No cut is made where it could change a token or the system prompt does not render alone."""
     for question in ("Hi", "<|im_start|>Hi"):
         prompt = asked(History(SYSTEM), say(question), template(source))
         assert prompt.shared_pieces == 0
@@ -235,7 +235,7 @@ def test_what_cannot_be_told_apart_is_not_marked(source: str) -> None:
 
 
 def test_only_a_system_prompt_is_marked() -> None:
-    """What a user said first is nobody else's, and raw text is not cut."""
+    """A user's first message is not shared, and raw text is not cut."""
     for history in (History(), History(say("Hello"))):
         assert asked(history, say("Hi"), template("")).shared_pieces == 0
     assert asked(History(SYSTEM), say("Hi"), RawText()).shared_pieces == 0
@@ -243,7 +243,7 @@ def test_only_a_system_prompt_is_marked() -> None:
 
 @given(system=st.text(max_size=20), question=st.text(max_size=20))
 def test_marked_pieces_hold_the_system_prompt_alone(system: str, question: str) -> None:
-    """Whatever is in both: the marked pieces are the same for every question."""
+    """The shared pieces are the same for every question."""
     history = History((ChatMessage(role="system", content=system),))
     renderer = template("")
     prompts = [asked(history, say(text), renderer) for text in (question, "other")]

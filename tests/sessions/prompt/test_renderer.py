@@ -1,4 +1,4 @@
-"""Turns whose prompts are rendered elsewhere: they wait for it, end with it, and hold up nothing else."""
+"""Turns whose prompts are rendered asynchronously: they wait for the result, fail with it, and block nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class HeldRequest:
-    """A conversation that a test has rendered, or not."""
+    """A rendering that a test completes."""
 
     template: ChatTemplate
     conversation: RenderInput
@@ -33,23 +33,23 @@ class HeldRequest:
     done: Callable[[RenderResult], None] | None
 
     def render(self) -> None:
-        """Have it rendered."""
+        """Complete the rendering."""
         assert self.done is not None
         self.done(render_prompt(self.template, self.conversation))
 
     def fail(self, message: str = "takes too much") -> None:
-        """Have the template fail."""
+        """Fail the rendering."""
         assert self.done is not None
         self.done(InferenceCenterError(ErrorCode.INTERNAL, message))
 
     def withdraw(self) -> None:
-        """Take note that nothing waits for it."""
+        """Record the cancellation."""
         self.done = None
 
 
 @dataclass
 class HeldTemplates:
-    """Templates that render when a test says so. Implements ``sessions.rendering.PromptRenderers``."""
+    """Templates whose renderings a test completes. Implements ``renderer.PromptRenderers``."""
 
     requests: list[HeldRequest] = field(default_factory=list)
 
@@ -59,18 +59,18 @@ class HeldTemplates:
 
     @staticmethod
     def turn_of(world: World) -> str:
-        """The turn that was acknowledged first."""
+        """The oldest acknowledged turn."""
         return next(event.turn_id for event in world.sink.events if isinstance(event, Queued))
 
     @property
     def last(self) -> HeldRequest:
-        """The conversation that came last."""
+        """The latest rendering."""
         return self.requests[-1]
 
 
 @dataclass
 class HeldRenderer:
-    """Implements ``sessions.rendering.PromptRenderer``."""
+    """Implements ``renderer.PromptRenderer``."""
 
     template: ChatTemplate
     requests: list[HeldRequest]
@@ -79,25 +79,25 @@ class HeldRenderer:
     def render(
         self, conversation: RenderInput, *, client_id: str, done: Callable[[RenderResult], None]
     ) -> Callable[[], None]:
-        """Keep the conversation."""
+        """Record the conversation."""
         self.requests.append(HeldRequest(self.template, conversation, client_id, done))
         return self.requests[-1].withdraw
 
 
 @pytest.fixture
 def held() -> HeldTemplates:
-    """What templates are asked for."""
+    """The requested renderings."""
     return HeldTemplates()
 
 
 @pytest.fixture
 def world(held: HeldTemplates) -> World:
-    """Sessions whose prompts are rendered when a test says so."""
+    """Sessions whose renderings a test completes."""
     return World(renderers=held)
 
 
 def test_a_turn_is_acknowledged_and_written_before_it_is_rendered(world: World, held: HeldTemplates) -> None:
-    """It waits for its prompt as for a slot, and the engine gets it once that is there."""
+    """A turn waits for its prompt as for a slot and is submitted once the prompt is ready."""
     session_id = world.create()
     world.infer(session_id)
     assert world.journal is not None
@@ -110,7 +110,7 @@ def test_a_turn_is_acknowledged_and_written_before_it_is_rendered(world: World, 
 
 
 def test_turns_that_are_rendered_first_are_submitted_first(world: World, held: HeldTemplates) -> None:
-    """A prompt that takes long holds up no other session."""
+    """A slow rendering blocks no other session."""
     first, second = world.create(), world.create()
     world.infer(first)
     world.infer(second)
@@ -121,7 +121,7 @@ def test_turns_that_are_rendered_first_are_submitted_first(world: World, held: H
 
 
 def test_a_template_that_fails_ends_the_turn_with_an_error(world: World, held: HeldTemplates) -> None:
-    """The error answers the turn, which leaves nothing behind, and the session goes on."""
+    """The turn fails with the error and leaves nothing behind, and the session continues."""
     session_id = world.create()
     world.infer(session_id, id="r1")
     held.last.fail()
@@ -135,7 +135,7 @@ def test_a_template_that_fails_ends_the_turn_with_an_error(world: World, held: H
 
 
 def test_an_aborted_turn_is_not_rendered(world: World, held: HeldTemplates) -> None:
-    """It ends as one that waited for a slot, and its request is withdrawn."""
+    """It ends as a queued turn does, and its rendering is cancelled."""
     session_id = world.create()
     world.infer(session_id)
     world.abort(session_id)
@@ -145,7 +145,7 @@ def test_an_aborted_turn_is_not_rendered(world: World, held: HeldTemplates) -> N
 
 
 def test_a_closed_session_is_not_rendered(world: World, held: HeldTemplates) -> None:
-    """Its request is withdrawn."""
+    """Closing cancels the rendering."""
     session_id = world.create()
     world.infer(session_id)
     world.close(session_id)
@@ -153,7 +153,7 @@ def test_a_closed_session_is_not_rendered(world: World, held: HeldTemplates) -> 
 
 
 def test_a_turn_that_is_refused_is_not_rendered(world: World, held: HeldTemplates) -> None:
-    """Where the engine takes no more turns, the request that was made ahead of it is withdrawn."""
+    """If the engine accepts no more turns, the early rendering is cancelled."""
     session_id = world.create()
     world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
     with pytest.raises(InferenceCenterError):
@@ -162,7 +162,7 @@ def test_a_turn_that_is_refused_is_not_rendered(world: World, held: HeldTemplate
 
 
 def test_a_turn_is_rendered_while_there_is_no_engine(world: World, held: HeldTemplates) -> None:
-    """So that its prompt is there when the engine is; it is not rendered again for the same model."""
+    """The prompt is ready when the engine is, and is not rendered again for the same model."""
     session_id = world.create()
     world.engine.lose()
     world.infer(session_id)
@@ -172,7 +172,7 @@ def test_a_turn_is_rendered_while_there_is_no_engine(world: World, held: HeldTem
 
 
 def test_another_model_has_the_turn_rendered_again(world: World, held: HeldTemplates) -> None:
-    """What was asked of the template before is withdrawn."""
+    """The earlier rendering is cancelled."""
     session_id = world.create()
     world.engine.lose()
     world.infer(session_id)
@@ -183,7 +183,7 @@ def test_another_model_has_the_turn_rendered_again(world: World, held: HeldTempl
 
 
 def test_a_stored_turn_whose_template_fails_is_set_aside(world: World, held: HeldTemplates) -> None:
-    """The next daemon ends it with an error, once, and continues the others."""
+    """The next daemon ends it with an error, once, and continues the other turns."""
     bad, good = world.create(), world.create()
     world.infer(bad)
     world.infer(good)
@@ -202,7 +202,7 @@ def test_a_stored_turn_whose_template_fails_is_set_aside(world: World, held: Hel
 
 @pytest.mark.parametrize("said", [None, "So far"])
 def test_a_shorter_prompt_is_rendered_too(world: World, held: HeldTemplates, said: str | None) -> None:
-    """A turn whose context is full waits for its new prompt and goes on; if that fails, what was said stays."""
+    """A context shift waits for its new prompt; if that fails, the output so far is kept."""
     session_id = world.create(system="s")
     world.append(session_id, *(("user", "long ago"), ("assistant", "yes")) * 5)
     world.infer(session_id)
@@ -224,7 +224,7 @@ def test_a_shorter_prompt_is_rendered_too(world: World, held: HeldTemplates, sai
 
 
 def test_a_turn_that_was_interrupted_needs_no_new_prompt(world: World, held: HeldTemplates) -> None:
-    """The next engine of the same model gets the prompt that is there."""
+    """The next engine of the same model gets the existing prompt."""
     session_id = world.create()
     world.infer(session_id)
     held.last.render()
@@ -236,14 +236,14 @@ def test_a_turn_that_was_interrupted_needs_no_new_prompt(world: World, held: Hel
 
 
 def test_what_cannot_be_rendered_at_all_is_refused_at_once(world: World) -> None:
-    """A raw session knows no tools, which needs no template to tell."""
+    """A raw session refuses tools without a template."""
     session_id = world.create(mode="raw")
     with pytest.raises(InferenceCenterError, match="do not support tools"):
         world.infer(session_id, tools=[{"name": "f"}])
 
 
 def test_a_prompt_that_cannot_fit_is_not_rendered(world: World, held: HeldTemplates) -> None:
-    """Its characters tell; white space around it, and what the model said, do not count."""
+    """It is refused by its characters; surrounding white space and the model's answers do not count."""
     world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
     world.reopen()
     session_id = world.create(on_full="stop")
@@ -261,7 +261,7 @@ def test_a_prompt_that_cannot_fit_is_not_rendered(world: World, held: HeldTempla
 
 
 def test_what_a_shift_can_give_up_is_not_counted(world: World, held: HeldTemplates) -> None:
-    """Old turns do not keep a turn from being rendered, since its context is shifted if need be; its own text does."""
+    """Old turns that a context shift can drop do not count; the text of the turn itself does."""
     world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
     world.reopen()
     session_id = world.create(system="s" * 400)
@@ -275,7 +275,7 @@ def test_what_a_shift_can_give_up_is_not_counted(world: World, held: HeldTemplat
 
 
 def test_a_stored_turn_that_cannot_fit_any_more_ends(world: World, held: HeldTemplates) -> None:
-    """A model with a smaller context, after a restart, ends it with an error and renders nothing."""
+    """After a restart a model with a smaller context ends it with an error and renders nothing."""
     session_id = world.create()
     world.infer(session_id, "x" * 1000)
     assert world.journal is not None

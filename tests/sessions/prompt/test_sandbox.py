@@ -1,4 +1,4 @@
-"""Templates come with model files and are somebody else's programs."""
+"""The sandbox of chat templates, which are untrusted code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOW = datetime(2026, 2, 3, tzinfo=UTC)
 
 
 def run(source: str, **values: object) -> str:
-    """What a template writes."""
+    """The output of a template."""
     sandbox = TemplateSandbox()
     return sandbox.run(sandbox.from_string(source), values, now=NOW)
 
@@ -34,7 +34,7 @@ def run(source: str, **values: object) -> str:
     ],
 )
 def test_what_would_be_huge_is_refused(source: str) -> None:
-    """Endless loops, recursion and texts out of nothing end in an error, soon."""
+    """Endless loops, recursion and generated text of any length fail quickly."""
     with pytest.raises((TemplateLimitError, RecursionError)):
         run(source, text="x" * 2000)
 
@@ -49,20 +49,20 @@ def test_what_would_be_huge_is_refused(source: str) -> None:
     ],
 )
 def test_nothing_outside_can_be_reached_or_changed(source: str) -> None:
-    """Python's inside and the caller's values are out of reach."""
+    """Python internals and the caller's values are out of reach."""
     with pytest.raises(SecurityError):
         run(source, messages=[])
 
 
 @pytest.mark.parametrize("source", ["{% include 'x' %}", "{{ 'a'|center(999999999) }}", "{{ '%9d'|format(1) }}"])
 def test_no_files_and_no_unbounded_filters(source: str) -> None:
-    """Other files do not exist for a template, nor do filters that make texts of any length."""
+    """Other files do not exist for a template, nor do filters with unbounded output."""
     with pytest.raises((TemplateError, TypeError)):
         run(source)
 
 
 def test_what_model_files_expect_is_there() -> None:
-    """Loop controls, white space control, JSON, the date and generation blocks work as templates are written for."""
+    """Loop controls, white space control, JSON, the date and generation blocks work."""
     assert run("{% for i in [1, 2, 3] %}\n  {% if i == 2 %}{% break %}{% endif %}\n{{ i }}{% endfor %}") == "1"
     assert run("{{ value|tojson }}", value={"a": "<é>"}) == '{"a": "<é>"}'
     assert run("{{ strftime_now('%d %b %Y') }}") == "03 Feb 2026"
@@ -71,7 +71,7 @@ def test_what_model_files_expect_is_there() -> None:
 
 
 def test_marks_survive_json() -> None:
-    """The lone surrogates that mark special tokens are not escaped, whether other characters are or not."""
+    """The lone surrogates that mark special tokens are never escaped."""
     value = {"a\udfff": "\udffe<é😀>\n"}
     assert run("{{ value|tojson }}", value=value) == '{"a\udfff": "\udffe<é😀>\\n"}'
     assert (
@@ -80,13 +80,13 @@ def test_marks_survive_json() -> None:
 
 
 def test_a_template_can_refuse() -> None:
-    """Its own words reach the caller."""
+    """The message of ``raise_exception`` reaches the caller."""
     with pytest.raises(TemplateRefusalError, match="roles must alternate"):
         run("{{ raise_exception('roles must alternate') }}")
 
 
 def test_each_run_has_its_own_budget() -> None:
-    """What one run used is not missing in the next."""
+    """The operations of one run do not count against the next."""
     sandbox = TemplateSandbox()
     template = sandbox.from_string("{% for a in range(90000) %}{% endfor %}")
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""Texts of people and models never become special tokens."""
+"""Text of users and models never becomes special tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ texts = st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=3), max_size=8).m
 
 
 def recognised(pieces: tuple[PromptSegment, ...]) -> list[str]:
-    """What a tokenizer finds when it looks for special tokens in each piece, longest first."""
+    """The special tokens that a tokenizer finds in each piece, longest match first."""
     pattern = "|".join(re.escape(text) for text in sorted(SPECIAL, key=len, reverse=True))
     return [found for piece in pieces if piece.special for found in re.findall(pattern, piece.text)]
 
@@ -58,7 +58,7 @@ def test_only_what_the_template_writes_is_special(contents: list[str], strip: bo
 
 @given(content=texts, start=st.integers(0, 40))
 def test_pieces_join_to_the_text(content: str, start: int) -> None:
-    """From any offset on, the pieces are the text without loss, and none is empty."""
+    """From any offset the pieces are the text without loss, and none is empty."""
     rendering = RenderedText.of_marked("<s>" + SpecialTokenEscaper(SPECIAL).mark(content) + "<s>")
     pieces = rendering.pieces(start)
     assert "".join(piece.text for piece in pieces) == rendering.text[start:]
@@ -71,7 +71,7 @@ def test_pieces_join_to_the_text(content: str, start: int) -> None:
     ["im_end", "end|", "<", ">", " < ", "a longer text <|im_end| ", "a longer text <", " |im_end|> and a longer text"],
 )
 def test_template_text_does_not_complete_a_special_token(surroundings: tuple[str, str], content: str) -> None:
-    """A text that is part of a special token stays apart from what the template puts around it."""
+    """Content that is part of a special token is separated from adjacent template text."""
     before, after = surroundings
     rendering = RenderedText.of_marked(before + SpecialTokenEscaper(SPECIAL).mark(content).strip() + after)
     assert recognised(rendering.pieces()) == []
@@ -82,7 +82,7 @@ def test_template_text_does_not_complete_a_special_token(surroundings: tuple[str
     content=st.text(alphabet="<|ab ", max_size=30),
 )
 def test_no_token_of_any_vocabulary_is_left_whole(special: list[str], content: str) -> None:
-    """However tokens overlap, begin with each other or repeat, a marked text spells none of them in one piece."""
+    """However tokens overlap, share prefixes or repeat, no piece of a marked text contains one."""
     pieces = RenderedText.of_marked(SpecialTokenEscaper(special).mark(content)).pieces()
     assert "".join(piece.text for piece in pieces) == content
     assert not [token for token in special for piece in pieces if token in piece.text]
@@ -96,7 +96,7 @@ def test_no_token_of_any_vocabulary_is_left_whole(special: list[str], content: s
 @example(special=["<|im_start|>"], content="tart|> and more")
 @example(special=["<|im_start|>"], content="more and <|i")
 def test_a_text_that_is_told_at_once_needs_no_marks(special: list[str], content: str) -> None:
-    """What is not looked at closely, for its edges, would not have been marked."""
+    """A text rejected by the fast path would not have been marked."""
     quick, close = SpecialTokenEscaper(special), SpecialTokenEscaper(special)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(close, "_may_need_marks", lambda _: True)
@@ -104,7 +104,7 @@ def test_a_text_that_is_told_at_once_needs_no_marks(special: list[str], content:
 
 
 def test_texts_of_schemas_are_told_at_once() -> None:
-    """Names, references and descriptions of a tool cost a few look-ups each, however many special tokens there are."""
+    """Names, references and descriptions cost a few lookups each, however many special tokens there are."""
     special = SpecialTokenEscaper(("<|im_start|>", "<|im_end|>", "<tool_call>"))
     texts = ("type", "object", "properties", "$ref", "#/$defs/d17", "d17", "Where the train starts.", "x" * 200, "")
     with pytest.MonkeyPatch.context() as patch:
@@ -113,14 +113,14 @@ def test_texts_of_schemas_are_told_at_once() -> None:
 
 
 def test_what_tokens_begin_with_is_compared_once() -> None:
-    """Hundreds of tokens that begin alike are looked for as one tree, not one after the other."""
+    """Hundreds of tokens with a common prefix are matched as one trie."""
     special = SpecialTokenEscaper(f"<|reserved_special_token_{number}|>" for number in range(250))
     assert special._occurrence is not None
     assert special._occurrence.pattern.count("reserved") == 1
 
 
 def test_ordinary_text_is_not_touched() -> None:
-    """Templates see ordinary contents as they are, and they make one piece."""
+    """Ordinary content is passed unchanged and is one piece."""
     text = "Is 3 < 4 and 5 > 4? So it is."
     assert SpecialTokenEscaper(SPECIAL).mark(text) == text
     assert RenderedText.of_marked(text).pieces() == (PromptSegment(text, True),)
@@ -132,5 +132,5 @@ def test_raw_text_is_never_special() -> None:
 
 
 def test_a_model_without_special_tokens_needs_no_marks() -> None:
-    """Nothing to look for, nothing to mark."""
+    """Without special tokens nothing is marked."""
     assert SpecialTokenEscaper(("",)).mark("<|im_start|>") == "<|im_start|>"

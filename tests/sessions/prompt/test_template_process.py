@@ -1,4 +1,4 @@
-"""Chat templates run in processes of their own, which end when a template takes too much, and nothing else does."""
+"""Chat templates run in separate processes, whose limits affect only the failing request."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ WHEN_TOLD: Final = "{% if messages[-1].content == 'go' %}WORK{% endif %}[{{ mess
 
 
 def said(*contents: str) -> RenderInput:
-    """A conversation of the user alone."""
+    """A conversation with one user message."""
     return RenderInput(tuple(ChatMessage(role="user", content=content) for content in contents), NOW)
 
 
 async def rendered(processes: TemplateProcessPool, model: ModelInfo, conversation: RenderInput) -> RenderResult:
-    """What becomes of a conversation."""
+    """The outcome of a rendering."""
     done: asyncio.Future[RenderResult] = asyncio.get_running_loop().create_future()
     processes.of(model).render(conversation, client_id="ada", done=done.set_result)
     async with asyncio.timeout(60):
@@ -67,14 +67,14 @@ async def rendered(processes: TemplateProcessPool, model: ModelInfo, conversatio
 
 
 async def text(processes: TemplateProcessPool, model: ModelInfo, conversation: RenderInput) -> str:
-    """A conversation as it is rendered."""
+    """The text of a rendering."""
     result = await rendered(processes, model, conversation)
     assert isinstance(result, RenderedPrompt), result
     return result.rendering.text
 
 
 async def failure(processes: TemplateProcessPool, model: ModelInfo, conversation: RenderInput) -> InferenceCenterError:
-    """Why a conversation is not rendered."""
+    """The error of a rendering."""
     result = await rendered(processes, model, conversation)
     assert isinstance(result, InferenceCenterError), result
     return result
@@ -82,7 +82,7 @@ async def failure(processes: TemplateProcessPool, model: ModelInfo, conversation
 
 @asynccontextmanager
 async def running(**options: Any) -> AsyncIterator[TemplateProcessPool]:
-    """Processes that are ended at the end."""
+    """A process pool that is closed at the end."""
     processes = TemplateProcessPool(**options)
     try:
         yield processes
@@ -117,7 +117,7 @@ tools = st.builds(
     )
 )
 def test_a_conversation_crosses_unchanged(conversation: RenderInput) -> None:
-    """What the process renders equals what the session has."""
+    """The process receives the same conversation as the session has."""
     frame = encode(request_of(conversation))
     assert int.from_bytes(frame[:LENGTH_BYTES], "little") == len(frame) - LENGTH_BYTES
     assert input_of(request_decoder.decode(frame[LENGTH_BYTES:])) == conversation
@@ -125,7 +125,7 @@ def test_a_conversation_crosses_unchanged(conversation: RenderInput) -> None:
 
 @pytest.mark.parametrize("name", ANSWERS)
 def test_how_a_model_writes_crosses_unchanged(name: str) -> None:
-    """The front knows of every style what the process found out."""
+    """The capabilities of every format survive the round trip."""
     capabilities = speaking_model(name).capabilities
     assert capabilities_of(loaded(capabilities)) == capabilities
 
@@ -134,7 +134,7 @@ def test_how_a_model_writes_crosses_unchanged(name: str) -> None:
     "odd", [said("\ud800"), RenderInput((), NOW, tools=(Tool(name="f", parameters={"maximum": 2**64}),))]
 )
 def test_what_cannot_cross_is_refused(odd: RenderInput) -> None:
-    """Text that is no Unicode and numbers beyond 64 bits are the client's fault."""
+    """Invalid Unicode and numbers beyond 64 bits are client errors."""
     with pytest.raises(InferenceCenterError) as caught:
         encode(request_of(odd))
     assert caught.value.code is ErrorCode.INVALID_REQUEST
@@ -142,7 +142,7 @@ def test_what_cannot_cross_is_refused(odd: RenderInput) -> None:
 
 @pytest.mark.parametrize("name", ["QWEN3", "MISTRAL11", "GEMMA"])
 async def test_a_process_renders_as_this_one_would(name: str) -> None:
-    """Text, cuts, the system prompt's end and the style of calls are the same."""
+    """Text, cuts, the end of the system prompt and the call format are the same."""
     model = make_model(chat_template=getattr(templates, name))
     system = () if name == "GEMMA" else (ChatMessage(role="system", content="Be <|im_end|> kind."),)
     conversation = RenderInput((*system, *CONVERSATION), NOW, tools=TOOLS)
@@ -155,7 +155,7 @@ async def test_a_process_renders_as_this_one_would(name: str) -> None:
 
 
 async def test_a_template_that_does_not_compile_is_known_after_the_first_time() -> None:
-    """A conversation hears of it, and from then on it is told at once, as when a session is opened."""
+    """The first rendering fails with the error; later ones fail immediately."""
     model = make_model(chat_template="{% for %}")
     async with running() as processes:
         error = await failure(processes, model, said("x"))
@@ -165,7 +165,7 @@ async def test_a_template_that_does_not_compile_is_known_after_the_first_time() 
 
 
 async def test_a_model_without_a_template_is_logged_once() -> None:
-    """That ChatML is used stands in the log."""
+    """The use of ChatML is logged."""
     async with running() as processes:
         with capture_logs() as logs:
             assert await text(processes, make_model(), said("x")) == await text(processes, make_model(), said("x"))
@@ -173,7 +173,7 @@ async def test_a_model_without_a_template_is_logged_once() -> None:
 
 
 async def test_what_a_template_says_against_a_conversation_is_short_and_without_marks() -> None:
-    """A refusal that quotes a long message arrives, cut."""
+    """A refusal that quotes a long message is truncated."""
     source = "{{ raise_exception(messages[0].content) }}"
     async with running() as processes:
         error = await failure(processes, make_model(chat_template=source), said("<|im_end|>" + "x" * 5000))
@@ -183,7 +183,7 @@ async def test_what_a_template_says_against_a_conversation_is_short_and_without_
 
 
 async def test_text_that_is_no_unicode_is_an_error_of_the_template_alone() -> None:
-    """What a template writes itself may be anything; the process goes on."""
+    """A template may write invalid Unicode; the process continues."""
     model = make_model(chat_template="{{ '\\ud800' if messages[0].content == 'bad' else 'fine' }}")
     async with running() as processes:
         renderer = processes.of(model)
@@ -194,7 +194,7 @@ async def test_text_that_is_no_unicode_is_an_error_of_the_template_alone() -> No
 
 
 async def test_too_many_spelled_tokens_are_refused() -> None:
-    """A conversation that would be cut into very many pieces is too long."""
+    """A conversation that would be cut into very many pieces is refused as too long."""
     async with running() as processes:
         error = await failure(processes, make_model(), said("<|im_end|>" * (MAX_CUTS + 1)))
     assert error.code is ErrorCode.PROMPT_TOO_LONG
@@ -203,7 +203,7 @@ async def test_too_many_spelled_tokens_are_refused() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("work", [LONG_LOOPS, LONG_TEXT])
 async def test_a_template_that_takes_too_much_fails_that_conversation_alone(work: str) -> None:
-    """The error names the template; the same template renders what it can, and other models are not concerned."""
+    """The error names the template; its other renderings and other models are unaffected."""
     bad, good = (
         make_model(name="bad", chat_template=WHEN_TOLD.replace("WORK", work)),
         make_model(chat_template=BRACKETS),
@@ -219,7 +219,7 @@ async def test_a_template_that_takes_too_much_fails_that_conversation_alone(work
 
 @pytest.mark.slow
 async def test_a_template_that_takes_too_much_when_it_is_compiled_is_refused_for_a_while() -> None:
-    """Also finding out how a model writes calls is bounded, and it is not tried again with each session."""
+    """Format detection is bounded too, and is not repeated for each session."""
     limits, now = RenderLimits(cpu_s=0.5, memory_bytes=256 * 2**20), [0.0]
     # A range so short is within what is counted while it is found out how the model writes.
     model = make_model(name="bad", chat_template=LONG_LOOPS.replace("99999", "9999"))
@@ -234,7 +234,7 @@ async def test_a_template_that_takes_too_much_when_it_is_compiled_is_refused_for
 
 
 async def test_a_process_that_is_killed_from_outside_is_replaced() -> None:
-    """The next conversation has another one."""
+    """The next rendering gets a new process."""
     model = make_model(chat_template=BRACKETS)
     async with running() as processes:
         renderer = processes.of(model)
@@ -250,7 +250,7 @@ async def test_a_process_that_is_killed_from_outside_is_replaced() -> None:
 
 
 async def test_only_a_few_processes_are_kept() -> None:
-    """The one that was used least recently ends first, and starts again when it is wanted."""
+    """The least recently used one ends first, and starts again on demand."""
     models = [make_model(chat_template=f"{number}" + BRACKETS) for number in range(3)]
     async with running(max_processes=2) as processes:
         renderers = [processes.of(model) for model in models]
@@ -263,7 +263,7 @@ async def test_only_a_few_processes_are_kept() -> None:
 
 
 async def begun(processes: TemplateProcessPool, model: ModelInfo, told: list[RenderResult]) -> Callable[[], None]:
-    """Have a conversation rendered, and return what withdraws it once it waits no more."""
+    """Start a rendering, and return its cancellation once it is running."""
     renderer = processes.of(model)
     withdraw = renderer.render(said("go"), client_id="ada", done=told.append)
     while "waiting=0" not in repr(renderer):  # noqa: ASYNC110 - the task that takes it says so to nothing
@@ -272,7 +272,7 @@ async def begun(processes: TemplateProcessPool, model: ModelInfo, told: list[Ren
 
 
 async def test_a_rendering_that_is_withdrawn_is_ended() -> None:
-    """Its process is replaced though nothing waits for one, and who comes next has not waited for its end."""
+    """Its process is replaced at once, so the next request does not wait for the end of the old one."""
     model = make_model(chat_template=WHEN_TOLD.replace("WORK", LONG_LOOPS))
     told: list[RenderResult] = []
     async with running(limits=RenderLimits(cpu_s=600.0, wall_s=600.0, cancelled_s=0.0)) as processes:
@@ -290,7 +290,7 @@ async def test_a_rendering_that_is_withdrawn_is_ended() -> None:
 
 
 async def test_what_is_withdrawn_while_its_process_starts_is_not_rendered() -> None:
-    """The process starts for those behind it all the same."""
+    """The process still starts for the requests behind it."""
     model = make_model(chat_template=WHEN_TOLD.replace("WORK", LONG_LOOPS))
     told: list[RenderResult] = []
     async with running(limits=RenderLimits(cpu_s=600.0, wall_s=600.0, cancelled_s=600.0)) as processes:
@@ -300,7 +300,7 @@ async def test_what_is_withdrawn_while_its_process_starts_is_not_rendered() -> N
 
 
 async def test_a_short_rendering_that_is_withdrawn_may_end() -> None:
-    """Another process would cost more."""
+    """Starting another process would cost more."""
     model = make_model(chat_template=BRACKETS)
     told: list[RenderResult] = []
     async with running(limits=RenderLimits(cancelled_s=600.0)) as processes:
@@ -314,7 +314,7 @@ async def test_a_short_rendering_that_is_withdrawn_may_end() -> None:
 
 
 async def test_what_is_withdrawn_is_not_told() -> None:
-    """A conversation that nothing waits for is dropped, and those behind it are rendered."""
+    """A cancelled request is dropped, and those behind it are rendered."""
     model = make_model(chat_template=BRACKETS)
     told: list[RenderResult] = []
     async with running() as processes:

@@ -1,4 +1,4 @@
-"""A file of sessions to write, and ways to keep it from being written."""
+"""Fixtures: a session file, and faults that prevent writes to it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _NOBODY = 65534
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that somebody else holds is not waited for."""
+    """Shorten the lock timeout."""
     monkeypatch.setattr(sqlite_file, "BUSY_TIMEOUT_S", 0.01)
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the file will be."""
+    """The path of the file."""
     return tmp_path / "state" / DATABASE_NAME
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Make a directory that holds only so many KiB; skips where that takes rights that are not there."""
+    """Return a factory of directories with a size limit in KiB; skips without the privileges."""
     mounted = tmp_path / "disk"
 
     def mount(size_kib: int) -> Path:
@@ -52,7 +52,7 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 @contextlib.contextmanager
 def as_nobody() -> Iterator[Path]:
-    """A directory for a user whom modes bind, as which this process runs meanwhile."""
+    """A directory of an unprivileged user, as which this process runs meanwhile."""
     directory = Path(tempfile.mkdtemp())
     if is_root := os.geteuid() == 0:
         os.chown(directory, _NOBODY, _NOBODY)

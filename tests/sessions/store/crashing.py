@@ -1,4 +1,4 @@
-"""A process that writes sessions until it is killed, and says what it would have shown."""
+"""A process that writes sessions until it is killed, and reports what it would have sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ENDED: Final = -1
 
 
 def word(session: int, turn: int, n: int) -> str:
-    """What the ``n``-th word of a turn is."""
+    """The ``n``-th word of a turn."""
     return f"{session}.{turn}.{n} "
 
 
@@ -33,13 +33,13 @@ def answer(session: int, turn: int, n_words: int = WORDS) -> str:
 
 
 def history(session: int, n_turns: int) -> History:
-    """What a session holds after so many turns."""
+    """The history after so many turns."""
     spelled = make_history("".join(answer(session, turn) for turn in range(n_turns)))
     return replace(spelled, messages=tuple(said_by("assistant", answer(session, turn)) for turn in range(n_turns)))
 
 
 def write_until_killed(path: str, shown: Connection) -> None:
-    """Run turns in all sessions at once, and send session, turn and words of each event that may be shown."""
+    """Run turns in all sessions concurrently, and report session, turn and words of each released event."""
     asyncio.run(_write(Path(path), shown))
 
 

@@ -1,4 +1,4 @@
-"""What a file of sessions holds that no session does."""
+"""Detects rows that belong to no session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REACHES = {"messages": "base_messages", "tokens": "base_pieces", "marks": "base_
 
 
 def assert_nothing_is_left(database: sqlite3.Connection) -> None:
-    """Assert that each row is held by a session, and each key by the session that it was given to."""
+    """Assert that each row belongs to a session, and each key to the session that received it."""
     sessions = [row for (row,) in database.execute("SELECT id FROM sessions WHERE complete")]
     for table in REACHES:
         held = {each for session in sessions for each in _held(database, session, table)}
@@ -32,7 +32,7 @@ def assert_nothing_is_left(database: sqlite3.Connection) -> None:
 
 
 def _held(database: sqlite3.Connection, row: int, table: str, *, own: bool = False) -> set[tuple[int, int]]:
-    """The rows of a table that a session has, or only those that were written for itself."""
+    """The rows of a table that a session has, or only its own."""
     held: set[tuple[int, int]] = set()
     first, limit = 0, math.inf
     of: int | None = row

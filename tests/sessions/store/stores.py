@@ -1,4 +1,4 @@
-"""Stores that do not take long, and what may happen to them."""
+"""Stores with short timeouts, and faults of their files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RETRY_S = 0.001
 
 @asynccontextmanager
 async def storing(path: Path, *, patience_s: float = 60.0) -> AsyncIterator[SessionStore]:
-    """A store that tries again at once, and in whose file everything is at the end unless that takes too long."""
+    """A store with immediate retries, closed at the end within a time limit."""
     store = SessionStore.open(path, retry_s=RETRY_S)
     store.load()
     try:
@@ -31,7 +31,7 @@ async def storing(path: Path, *, patience_s: float = 60.0) -> AsyncIterator[Sess
 
 
 async def settled(store: SessionStore) -> None:
-    """Wait until everything written so far is in the file."""
+    """Wait until everything written so far is committed."""
     safe = asyncio.Event()
     store.release(safe.set)
     async with asyncio.timeout(60):
@@ -39,7 +39,7 @@ async def settled(store: SessionStore) -> None:
 
 
 async def kept_in(path: Path) -> dict[str, StoredSession]:
-    """What another daemon would find."""
+    """The sessions that another daemon would load."""
     store = SessionStore.open(path)
     kept = {each.config.session_id: each for each in store.load()}
     await store.close()
@@ -48,7 +48,7 @@ async def kept_in(path: Path) -> dict[str, StoredSession]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Another program holds the file meanwhile."""
+    """Another process locks the file meanwhile."""
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         yield
@@ -56,7 +56,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Another program reads the file as it is now."""
+    """Another process holds a read transaction meanwhile."""
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN")
         other.execute("SELECT count(*) FROM sessions").fetchone()
@@ -64,24 +64,24 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def move(path: Path, target: Path) -> None:
-    """Give a file another name."""
+    """Rename a file."""
     path.rename(target)
 
 
 def put_empty(path: Path) -> None:
-    """Make an empty file."""
+    """Create an empty file."""
     path.touch()
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Let the event loop go on until something holds."""
+    """Run the event loop until a condition holds."""
     async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 - what a thread does sets no event
             await asyncio.sleep(0)
 
 
 async def was_clean(path: Path) -> bool:
-    """Whether another daemon would find that the last one stopped in order."""
+    """Return whether another daemon would find a clean shutdown."""
     store = SessionStore.open(path)
     await store.close()
     return store.was_clean

@@ -1,4 +1,4 @@
-"""Tests of forks that refer to rows of another session: what is written for them, and what stays when others go."""
+"""Forks that share rows with another session: what is written, and what stays when others are deleted."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def database(path: Path) -> Iterator[sqlite3.Connection]:
 
 @pytest.fixture
 def recorder(database: sqlite3.Connection) -> Recorder:
-    """What writes into it."""
+    """The recorder of the file."""
     return Recorder(database, {})
 
 
 def history_of(n_turns: int) -> History:
-    """What was said in so many turns: a message, a piece and a mark of each."""
+    """A history of so many turns: messages, a piece and a mark of each."""
     history = History(model_fingerprint="toy")
     for n in range(n_turns):
         answer = f"said {n} "
@@ -77,7 +77,7 @@ def turns_of(n_turns: int) -> tuple[TranscriptTurn, ...]:
 
 
 def talk(recorder: Recorder, session_id: str, n_turns: int, *, first: int | None = None) -> None:
-    """Have a session end so many turns, each with a key of its own; it begins, or goes on behind the ``first``."""
+    """Finish turns with idempotency keys in a session, which is created or extended from ``first``."""
     if first is None:
         recorder.commit([opened(session_id)], durable=False)
     for n in range(first or 0, n_turns):
@@ -88,7 +88,7 @@ def talk(recorder: Recorder, session_id: str, n_turns: int, *, first: int | None
 
 
 def fork_of(parent: str, session_id: str, n_turns: int) -> SessionOpened:
-    """A session begins with the first turns of another one."""
+    """A fork at the first turns of another session."""
     return SessionOpened(
         config=make_facts(session_id),
         history=history_of(n_turns),
@@ -99,7 +99,7 @@ def fork_of(parent: str, session_id: str, n_turns: int) -> SessionOpened:
 
 
 def rewound(session_id: str, n_turns: int) -> HistoryChanged:
-    """A session is taken back to the end of a turn."""
+    """A rewind to the end of a turn."""
     return HistoryChanged(
         session_id=session_id,
         seq=20,
@@ -111,25 +111,25 @@ def rewound(session_id: str, n_turns: int) -> HistoryChanged:
 
 
 def kept_of(database: sqlite3.Connection) -> dict[str, StoredSession]:
-    """What another daemon would find."""
+    """The sessions that another daemon would load."""
     contents = read_all(database)
     assert not contents.unreadable
     return {found.session.config.session_id: found.session for found in contents.found}
 
 
 def count(database: sqlite3.Connection, table: str) -> int:
-    """How many rows a table has."""
+    """The number of rows of a table."""
     (n_rows,) = database.execute(f"SELECT count(*) FROM {table}").fetchone()
     return int(n_rows)
 
 
 def assert_is(kept: StoredSession, n_turns: int) -> None:
-    """Assert that a session has so many turns, and all of them."""
+    """Assert that a session has exactly so many turns."""
     assert (kept.history, kept.turns) == (history_of(n_turns), turns_of(n_turns))
 
 
 def test_a_fork_of_16_mib_writes_a_row(database: sqlite3.Connection, recorder: Recorder, path: Path) -> None:
-    """However much it takes over; and its end deletes one."""
+    """A fork writes one row whatever its size, and its deletion removes one."""
     messages = tuple(said_by("user", "x" * MIB) for _ in range(16))
     history = replace(make_history("Hello"), messages=messages)
     recorder.commit([opened("s_1", history=history)], durable=False)
@@ -150,7 +150,7 @@ def test_a_fork_of_16_mib_writes_a_row(database: sqlite3.Connection, recorder: R
 
 @pytest.mark.parametrize("n_turns", [0, 1, 3, 5])
 def test_a_fork_goes_on_by_itself(database: sqlite3.Connection, recorder: Recorder, n_turns: int) -> None:
-    """Neither hears of what the other one says, and only the parent's keys are known, to the parent."""
+    """Parent and fork are independent, and only the parent has its idempotency keys."""
     talk(recorder, "s_1", 5)
     recorder.commit([fork_of("s_1", "s_2", n_turns)], durable=False)
     talk(recorder, "s_2", 7, first=n_turns)
@@ -167,7 +167,7 @@ def test_a_fork_goes_on_by_itself(database: sqlite3.Connection, recorder: Record
 def test_the_parents_end_leaves_the_fork_whole_and_nothing_else(
     database: sqlite3.Connection, recorder: Recorder, path: Path, *, purges: bool
 ) -> None:
-    """What only the parent held is overwritten: its later turns, what was settled about it, and its keys."""
+    """Everything that only the parent held is overwritten: later turns, settings and keys."""
     talk(recorder, "s_parent", 3)
     recorder.commit([fork_of("s_parent", "s_2", 2)], durable=False)
     recorder.commit([Purge("session", "s_parent") if purges else SessionDeleted(session_id="s_parent")], durable=False)
@@ -183,7 +183,7 @@ def test_the_parents_end_leaves_the_fork_whole_and_nothing_else(
 
 
 def test_a_base_goes_with_the_last_that_begins_with_it(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """Until then it has what the others need and no more."""
+    """Until then it has exactly the rows that others share."""
     talk(recorder, "s_1", 5)
     recorder.commit([fork_of("s_1", "s_2", 4), fork_of("s_1", "s_3", 2)], durable=False)
     for gone, n_left in (("s_1", 4), ("s_2", 2), ("s_3", 0)):
@@ -194,7 +194,7 @@ def test_a_base_goes_with_the_last_that_begins_with_it(database: sqlite3.Connect
 
 
 def test_a_rewind_below_a_fork_leaves_the_fork_whole(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """The parent goes on from what is left in a row of its own, with its keys, its answers and its number."""
+    """The parent continues in a new row, with its keys, results and numbering."""
     talk(recorder, "s_1", 5)
     recorder.commit([fork_of("s_1", "s_2", 4), rewound("s_1", 2)], durable=False)
     talk(recorder, "s_1", 3, first=2)
@@ -214,7 +214,7 @@ def test_a_rewind_below_a_fork_leaves_the_fork_whole(database: sqlite3.Connectio
 def test_what_a_fork_takes_back_of_a_closed_parent_is_gone(
     database: sqlite3.Connection, recorder: Recorder, n_turns: int
 ) -> None:
-    """Of what it began with, and of what that began with."""
+    """A rewind of a fork releases rows of its base, and of the base of that."""
     talk(recorder, "s_1", 2)
     recorder.commit([fork_of("s_1", "s_2", 2)], durable=False)
     talk(recorder, "s_2", 4, first=2)
@@ -230,7 +230,7 @@ def test_what_a_fork_takes_back_of_a_closed_parent_is_gone(
 def test_one_that_goes_back_again_and_again_refers_to_what_it_has_in_common(
     database: sqlite3.Connection, recorder: Recorder
 ) -> None:
-    """A fork before each rewind: rows refer to the first of them, not each to the one before."""
+    """After repeated forks and rewinds, rows refer to the first base and do not form a chain."""
     talk(recorder, "s_1", 3)
     for n in range(5):
         recorder.commit([fork_of("s_1", f"s_fork_{n}", 3), rewound("s_1", 2)], durable=False)
@@ -245,7 +245,7 @@ def test_one_that_goes_back_again_and_again_refers_to_what_it_has_in_common(
 def test_a_conversation_that_is_rendered_anew_keeps_its_messages_in_common(
     database: sqlite3.Connection, recorder: Recorder
 ) -> None:
-    """Its tokens are others from then on, those of the fork the same; of the parent's nothing else is left."""
+    """Its tokens are replaced, those of the fork stay, and nothing else of the parent's is left."""
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 3)], durable=False)
     now = replace(history_of(4), tokens=packed([1, 2]), covered="anew", turns=(), model_fingerprint="other")
@@ -259,7 +259,7 @@ def test_a_conversation_that_is_rendered_anew_keeps_its_messages_in_common(
 
 
 def test_forks_of_forks_of_any_depth_are_read_and_deleted(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """Also when all that are between have ended: they go with the last one, some in each transaction."""
+    """Also if all sessions between have ended: their rows are deleted with the last one, in bounded steps."""
     depth = 1100
     messages = tuple(said_by("user", str(n)) for n in range(depth))
     recorder.commit([opened("s_0", history=History(messages[:1]))], durable=False)
@@ -279,7 +279,7 @@ def test_forks_of_forks_of_any_depth_are_read_and_deleted(database: sqlite3.Conn
 
 
 def test_what_several_begin_with_is_in_memory_once(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """After a start as before it: the same messages, turns and marks, and where nothing follows the same tokens."""
+    """Before and after a restart, messages, turns, marks and equal tokens are shared objects."""
     talk(recorder, "s_1", 3)
     recorder.commit(
         [fork_of("s_1", "s_2", 3), fork_of("s_1", "s_3", 2), SessionDeleted(session_id="s_1")], durable=False
@@ -297,13 +297,13 @@ def test_what_several_begin_with_is_in_memory_once(database: sqlite3.Connection,
 def test_a_fork_of_one_that_is_not_in_the_file_is_written_in_full(
     database: sqlite3.Connection, recorder: Recorder
 ) -> None:
-    """As when its parent was purged in between."""
+    """For example if its parent was purged meanwhile."""
     recorder.commit([fork_of("s_unknown", "s_2", 3)], durable=False)
     assert_is(kept_of(database)["s_2"], 3)
 
 
 def test_a_fork_of_one_that_lacks_a_record_has_what_it_lacks(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """What the file has of its parent is referred to, the rest is its own."""
+    """It shares the stored rows of its parent and writes the rest itself."""
     talk(recorder, "s_1", 2)
     recorder.commit([fork_of("s_1", "s_2", 4)], durable=False)
     assert_is(kept_of(database)["s_2"], 4)
@@ -325,7 +325,7 @@ def test_a_fork_of_one_that_lacks_a_record_has_what_it_lacks(database: sqlite3.C
 def test_damage_to_what_several_begin_with_takes_only_those(
     database: sqlite3.Connection, recorder: Recorder, damage: str
 ) -> None:
-    """All others are read, and nothing is deleted."""
+    """All other sessions are loaded, and nothing is deleted."""
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 3), SessionDeleted(session_id="s_1"), opened("s_3")], durable=False)
     database.execute(damage)
@@ -335,7 +335,7 @@ def test_damage_to_what_several_begin_with_takes_only_those(
 
 
 def test_a_list_counts_what_a_session_begins_with(path: Path, recorder: Recorder) -> None:
-    """And leaves out what is no session."""
+    """A listing counts shared rows and omits bases."""
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 2)], durable=False)
     talk(recorder, "s_2", 4, first=2)
@@ -349,7 +349,7 @@ def test_a_list_counts_what_a_session_begins_with(path: Path, recorder: Recorder
 
 @pytest.mark.parametrize(("kind", "name"), [("session", "s_1"), ("client", "ada")])
 def test_a_purge_without_a_daemon_leaves_what_others_hold(path: Path, kind: str, name: str) -> None:
-    """Of a session all that no fork has, of a client everything."""
+    """Purging a session keeps shared rows; purging a client deletes everything."""
     with contextlib.closing(open_writing(path)) as database:
         recorder = Recorder(database, {})
         talk(recorder, "s_1", 3)
@@ -363,7 +363,7 @@ def test_a_purge_without_a_daemon_leaves_what_others_hold(path: Path, kind: str,
 
 
 def test_a_salvaged_fork_has_rows_of_its_own(path: Path, recorder: Recorder, tmp_path: Path) -> None:
-    """Of a whole file everything is there, with the keys of whom they belong to."""
+    """An intact file is recovered completely, with each key in the session that received it."""
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 3), rewound("s_1", 2), fork_of("s_2", "s_3", 1)], durable=False)
     recorder.commit([SessionDeleted(session_id="s_2")], durable=False)
@@ -379,7 +379,7 @@ def test_a_salvaged_fork_has_rows_of_its_own(path: Path, recorder: Recorder, tmp
 def test_a_salvaged_fork_says_what_it_lost_of_what_it_begins_with(
     path: Path, database: sqlite3.Connection, recorder: Recorder, tmp_path: Path, table: str
 ) -> None:
-    """A fork that has no row of its own is not taken for an empty conversation."""
+    """A fork without own rows is not reported as an empty conversation."""
     talk(recorder, "s_1", 3)
     recorder.commit(
         [fork_of("s_1", "s_2", 3), fork_of("s_2", "s_3", 2), SessionDeleted(session_id="s_1")], durable=False
@@ -393,7 +393,7 @@ def test_a_salvaged_fork_says_what_it_lost_of_what_it_begins_with(
 
 
 async def test_a_file_from_before_there_were_bases_is_read_and_forked(path: Path) -> None:
-    """Sessions are as they were, and what a killed daemon had not deleted goes."""
+    """Sessions are unchanged, and leftovers of a killed daemon are deleted."""
     path.parent.mkdir()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
         migrate(database, MIGRATIONS[:7], path=path)
@@ -413,7 +413,7 @@ async def test_a_file_from_before_there_were_bases_is_read_and_forked(path: Path
 
 
 async def test_a_fork_is_ordered_behind_what_it_refers_to(path: Path) -> None:
-    """What its parent has said a moment before is not in the file yet when the fork is asked for."""
+    """A fork is written after its parent's queued records."""
     async with storing(path) as store:
         ada = store.of_client("ada")
         ada.write(opened("s_1"), flush=True)

@@ -1,4 +1,4 @@
-"""Tests of a process that is killed while it writes: what it has shown is in the file."""
+"""A process that is killed while it writes: every event that was sent is in the file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RUNS = 20
 
 
 def _run(path: Path, n_events: int) -> dict[int, tuple[int, int]]:
-    """Let a process write, kill it once so many events were shown, and return the last of each session."""
+    """Run a writing process, kill it after so many events, and return the last event of each session."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([write_until_killed.__module__])
     reading, writing = context.Pipe(duplex=False)
@@ -60,7 +60,7 @@ def _receive(reading: Connection, last: dict[int, tuple[int, int]]) -> None:
 
 
 def _standing(session: int, kept: StoredSession) -> tuple[int, int]:
-    """Return how many turns a session has ended and how many words said of the next, all of them right."""
+    """Return the finished turns of a session and the words of the next one, checking all of them."""
     n_turns = len(kept.turns)
     assert kept.history == history(session, n_turns)
     if kept.pending_turn is None:
@@ -75,7 +75,7 @@ def _standing(session: int, kept: StoredSession) -> tuple[int, int]:
 
 @pytest.mark.parametrize("run", range(RUNS))
 async def test_what_was_shown_is_in_the_file(path: Path, run: int) -> None:
-    """At whatever moment the process is killed, every session is as it was shown last, or further."""
+    """Whenever the process is killed, every session is at its last sent event or later."""
     shown = _run(path, random.Random(run).randrange(SESSIONS, 400))
     store = SessionStore.open(path)
     assert store.fault is None

@@ -1,4 +1,4 @@
-"""Tests of writing histories as differences."""
+"""Differences between histories and stored rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _turns = st.lists(st.sampled_from([make_turn(f"t_{index}") for index in range(6)
 
 @given(st.lists(_histories, max_size=5), st.booleans())
 def test_differences_one_after_another_give_each_history(histories: list[History], grows: bool) -> None:
-    """Whatever comes after whatever: the pieces in the file spell the history that was written last."""
+    """After any sequence of changes the stored pieces spell the latest history."""
     written = PersistedState()
     pieces: list[tuple[bytes, str]] = []
     for history in histories:
@@ -51,7 +51,7 @@ def test_differences_one_after_another_give_each_history(histories: list[History
 def test_turns_become_any_others(
     before: tuple[TranscriptTurn, ...], now: tuple[TranscriptTurn, ...], first: int
 ) -> None:
-    """The rows that stay are one run; with those that follow they are the turns there are now, in order."""
+    """The kept rows are contiguous; with the appended ones they are the current turns in order."""
     rows = dict(enumerate(before, first))
     change = turns_diff(PersistedState(turns=before, first_turn=first), now)
     left = {n: turn for n, turn in rows.items() if change.first <= n < change.end}
@@ -62,7 +62,7 @@ def test_turns_become_any_others(
 
 
 def test_an_answer_is_appended() -> None:
-    """The usual case: what was there stays, and one piece, two messages and one mark follow."""
+    """The common case: one piece, two messages and one mark are appended."""
     before = make_history("Hi")
     mark = TurnCheckpoint("t_2", 2, 4, 5, 5, HistoryView())
     more = (said_by("user", "?"), said_by("assistant", "you"))
@@ -76,14 +76,14 @@ def test_an_answer_is_appended() -> None:
 
 
 def test_a_rewind_to_the_end_of_a_turn_only_cuts() -> None:
-    """Nothing is written again where a piece ends."""
+    """A rewind to the end of a piece writes nothing."""
     held = replace(make_history("Hi you"), messages=())
     change = history_diff(PersistedState(held, ((8, 2), (24, 6))), replace(held, tokens=held.tokens[:8], covered="Hi"))
     assert (change.n_pieces, change.piece) == (1, None)
 
 
 def test_a_rewind_into_a_piece_writes_it_again_up_to_there() -> None:
-    """What is left of a cut piece is a piece."""
+    """The rest of a truncated piece is written as a piece."""
     held = replace(make_history("Hi you"), messages=())
     change = history_diff(
         PersistedState(held, ((8, 2), (24, 6))), replace(held, tokens=held.tokens[:12], covered="Hi ")
@@ -92,14 +92,14 @@ def test_a_rewind_into_a_piece_writes_it_again_up_to_there() -> None:
 
 
 def test_other_tokens_for_the_same_text_replace_them() -> None:
-    """A conversation that was rendered anew, or by another model, shares nothing that could stay."""
+    """A conversation that was rendered again, or by another model, shares no pieces."""
     held = make_history("Hi you")
     change = history_diff(PersistedState(held, ((8, 2), (24, 6))), replace(held, tokens=packed([9])))
     assert (change.n_pieces, change.piece) == (0, (packed([9]), "Hi you"))
 
 
 def test_a_rewind_of_many_pieces_finds_where_they_end() -> None:
-    """As many pieces stay as both the tokens and the text that is left have whole."""
+    """The pieces that both the tokens and the text contain completely are kept."""
     held = replace(make_history("abcdef"), messages=())
     pieces = tuple((4 * n, n) for n in range(1, 7))
     for n in range(7):

@@ -1,4 +1,4 @@
-"""Tests of files that cannot be used as they are: read as far as possible, and left alone."""
+"""Unusable files are loaded as far as possible and left untouched."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PAGE_BYTES = 4096
 
 
 def _fill(path: Path, n_sessions: int = 40) -> None:
-    """Make a file of sessions with long histories, several pages a session."""
+    """Create a file with long histories, several pages per session."""
     with contextlib.closing(open_writing(path)) as database:
         recorder = Recorder(database, {})
         for index in range(n_sessions):
@@ -48,7 +48,7 @@ def _overwrite(path: Path, content: bytes) -> None:
 
 
 async def _is_read_only(store: SessionStore) -> None:
-    """Assert that the store says so, writes nothing and keeps nobody waiting."""
+    """Assert that the store reports a fault, writes nothing and holds nothing back."""
     assert store.fault is not None
     assert DATABASE_NAME in store.fault.message
     told: list[int] = []
@@ -62,7 +62,7 @@ async def _is_read_only(store: SessionStore) -> None:
     "content", [b"not a database, but long enough to be looked at" * 90, b"SQLite format 3\0" * 300]
 )
 async def test_what_is_no_database_is_kept(path: Path, content: bytes) -> None:
-    """Nothing can be read of it, and it is as before."""
+    """Nothing is loaded, and the file is unchanged."""
     _overwrite(path, content)
     store = SessionStore.open(path)
     assert store.load() == []
@@ -71,7 +71,7 @@ async def test_what_is_no_database_is_kept(path: Path, content: bytes) -> None:
 
 
 async def test_of_a_damaged_file_everything_else_is_read(path: Path) -> None:
-    """Wherever a page is overwritten: the fault says so, nothing is written, and what is loaded is right."""
+    """Whichever page is overwritten: a fault is reported, nothing is written, and the loaded data is correct."""
     _fill(path)
     whole = _read(path)
     right = await kept_in(path)
@@ -93,7 +93,7 @@ async def test_of_a_damaged_file_everything_else_is_read(path: Path) -> None:
 
 
 async def test_a_file_that_ends_too_early_is_kept(path: Path) -> None:
-    """A copy that was cut off is not mended by writing to it."""
+    """A truncated copy is not modified."""
     _fill(path, 5)
     cut = _read(path)[: -PAGE_BYTES * 2]
     _overwrite(path, cut)
@@ -104,7 +104,7 @@ async def test_a_file_that_ends_too_early_is_kept(path: Path) -> None:
 
 
 async def test_a_file_that_cannot_be_written_is_read() -> None:
-    """Everything is loaded, and nothing written."""
+    """Everything is loaded, and nothing is written."""
     with as_nobody() as directory:
         path = directory / DATABASE_NAME
         _fill(path, 3)
@@ -116,7 +116,7 @@ async def test_a_file_that_cannot_be_written_is_read() -> None:
 
 
 async def test_a_directory_that_cannot_be_written_is_read() -> None:
-    """The file is whole without what SQLite would put beside it."""
+    """The file is readable without the files that SQLite would create beside it."""
     with as_nobody() as directory:
         path = directory / DATABASE_NAME
         _fill(path, 3)
@@ -128,7 +128,7 @@ async def test_a_directory_that_cannot_be_written_is_read() -> None:
 
 
 async def test_what_would_be_read_without_its_last_changes_is_not_read() -> None:
-    """A file with a log, where the log cannot be read: better nothing than what is no longer so."""
+    """A file whose WAL cannot be read is not loaded, since its content would be stale."""
     with as_nobody() as directory:
         path = directory / DATABASE_NAME
         _fill(path, 3)
@@ -141,7 +141,7 @@ async def test_what_would_be_read_without_its_last_changes_is_not_read() -> None
 
 
 async def test_where_no_file_can_be_made_there_are_no_sessions() -> None:
-    """A directory that is not ours is a fault, not the end."""
+    """A directory of another owner is a fault, not a crash."""
     with as_nobody() as directory:
         directory.chmod(0o500)
         store = SessionStore.open(directory / "state" / DATABASE_NAME)
@@ -150,7 +150,7 @@ async def test_where_no_file_can_be_made_there_are_no_sessions() -> None:
 
 
 def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
-    """A downgrade does not touch what it does not understand."""
+    """A downgrade does not touch an unknown version."""
     _fill(path, 1)
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
@@ -161,8 +161,8 @@ def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_file_that_somebody_holds_is_refused(path: Path) -> None:
-    """A daemon that started all the same would write nothing for good."""
+def test_a_file_that_another_process_locks_is_refused(path: Path) -> None:
+    """A daemon that started anyway would never write."""
     _fill(path, 1)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -174,7 +174,7 @@ def test_a_file_that_somebody_holds_is_refused(path: Path) -> None:
 
 @pytest.mark.parametrize("version", range(1, len(MIGRATIONS) + 1))
 async def test_a_file_of_each_earlier_version_is_brought_up_to_date(path: Path, version: int) -> None:
-    """Whatever the version, it can be opened, written and read."""
+    """Every earlier version can be opened, written and read."""
     path.parent.mkdir()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
         migrate(database, MIGRATIONS[:version], path=path)
@@ -187,7 +187,7 @@ async def test_a_file_of_each_earlier_version_is_brought_up_to_date(path: Path, 
 
 
 async def test_a_file_from_when_there_was_one_model_is_read(path: Path) -> None:
-    """Its sessions chose none, and its unfinished turns do not say which model they are of."""
+    """Its sessions have no chosen model, and its unfinished turns name none."""
     config, order = make_facts(), make_order()
     column = orjson.loads(facts_column(config))
     del column["chosen_model"]
@@ -208,7 +208,7 @@ async def test_a_file_from_when_there_was_one_model_is_read(path: Path) -> None:
 
 @pytest.mark.parametrize("chosen", [None, "toy", "another: model/with any name"])
 async def test_the_choice_of_a_model_is_kept(path: Path, chosen: str | None) -> None:
-    """And so is the model that an unfinished turn is of."""
+    """The model of an unfinished turn is stored too."""
     store = SessionStore.open(path)
     store.write(opened(chosen_model=chosen), flush=True)
     store.write(ordered(order=make_order(model="large")), flush=True)
@@ -229,7 +229,7 @@ async def test_the_choice_of_a_model_is_kept(path: Path, chosen: str | None) -> 
     ],
 )
 async def test_calls_that_make_no_sense_take_only_their_session(path: Path, damage: str) -> None:
-    """The others are read, and what cannot be read stays as it is."""
+    """Other sessions are loaded, and the invalid rows are left untouched."""
     store = SessionStore.open(path)
     for session_id in ("s_1", "s_2"):
         store.write(opened(session_id, history=make_history("Hello")), flush=True)

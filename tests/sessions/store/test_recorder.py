@@ -1,4 +1,4 @@
-"""Tests of records that become rows: whatever is written comes back as it was."""
+"""Records survive the round trip through the file."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ _keys = st.none() | st.sampled_from(["k1", "k2"])
 
 
 class Writing(RuleBasedStateMachine):
-    """Sessions as they should be in the file, written in transactions of any size, with restarts in between."""
+    """A model of the sessions in the file, written in transactions of any size, with restarts in between."""
 
     sessions = Bundle("sessions")
 
     @initialize()
     def begin(self) -> None:
-        """Make a file."""
+        """Create a file."""
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name) / "sessions.sqlite3"
         self.kept: dict[str, StoredSession] = {}
@@ -118,7 +118,7 @@ class Writing(RuleBasedStateMachine):
 
     @rule(target=sessions, history=_histories, n_turns=st.integers(0, 2), note=_notes)
     def open(self, history: History, n_turns: int, note: str) -> str:
-        """A session begins, as a fork has turns."""
+        """Create a session, possibly with turns."""
         session_id = self._name("s")
         config = make_facts(session_id)
         turns = tuple(make_turn(self._name("t")) for _ in range(n_turns))
@@ -138,7 +138,7 @@ class Writing(RuleBasedStateMachine):
 
     @rule(target=sessions, session_id=sessions, n_turns=st.none() | st.integers(0, 3))
     def fork(self, session_id: str, n_turns: int | None) -> str | MultipleResults[str]:
-        """A session begins as another one did until the end of a turn, or as it is."""
+        """Fork a session at the end of a turn, or at its present state."""
         parent = self.kept[session_id]
         if parent.pending_turn is not None:
             return multiple()
@@ -165,7 +165,7 @@ class Writing(RuleBasedStateMachine):
 
     @rule(session_id=sessions, view=st.none() | _views, note=_notes)
     def order(self, session_id: str, view: HistoryView | None, note: str) -> None:
-        """A turn begins, or goes on with a shorter prompt."""
+        """Queue a turn, or queue it again with a shorter prompt."""
         kept = self.kept[session_id]
         running = kept.pending_turn
         order = make_order(running.spec.turn_id if running else self._name("t"), view=view, note=note)
@@ -178,7 +178,7 @@ class Writing(RuleBasedStateMachine):
     def say(  # noqa: PLR0917 - hypothesis names them
         self, session_id: str, tokens: bytes, text: str, parts: tuple[Part, ...] | None, tells: bool, times: int
     ) -> None:
-        """A turn generates; not every token is an event, and not every text is what was shown."""
+        """Generate output; not every token is an event, and parts may differ from the text."""
         for _ in range(times):
             kept = self.kept[session_id]
             if (running := kept.pending_turn) is None:
@@ -197,7 +197,7 @@ class Writing(RuleBasedStateMachine):
     def end(  # noqa: PLR0917 - hypothesis names them
         self, session_id: str, more: tuple[ChatMessage, ...], tokens: bytes, text: str, anew: bool, key: str | None
     ) -> None:
-        """A turn ends; its tokens go on from those there were, or replace them."""
+        """Finish a turn; its tokens extend or replace the earlier ones."""
         kept = self.kept[session_id]
         if kept.pending_turn is None:
             return
@@ -231,7 +231,7 @@ class Writing(RuleBasedStateMachine):
 
     @rule(session_id=sessions)
     def drop(self, session_id: str) -> None:
-        """A turn fails."""
+        """Fail a turn."""
         kept = self.kept[session_id]
         if kept.pending_turn is None:
             return
@@ -246,20 +246,20 @@ class Writing(RuleBasedStateMachine):
 
     @rule(session_id=sessions, more=_messages)
     def append(self, session_id: str, more: tuple[ChatMessage, ...]) -> None:
-        """A client adds to the history."""
+        """Append to the history."""
         kept = self.kept[session_id]
         history = replace(kept.history, messages=kept.history.messages + more)
         self._change(kept, history, len(kept.turns), rewound=False)
 
     @rule(session_id=sessions, n_turns=st.integers(0, 3))
     def rewind(self, session_id: str, n_turns: int) -> None:
-        """A client goes back to the end of a turn."""
+        """Rewind to the end of a turn."""
         kept = self.kept[session_id]
         self._change(kept, *_rewound(kept, n_turns))
 
     @rule(session_id=sessions)
     def rename(self, session_id: str) -> None:
-        """A session's events are lost."""
+        """Change a session's epoch."""
         epoch = self._name("e")
         self.pending.append(EpochChanged(session_id=session_id, epoch=epoch))
         kept = self.kept[session_id]
@@ -267,7 +267,7 @@ class Writing(RuleBasedStateMachine):
 
     @rule(session_id=sessions, title=st.text(max_size=8))
     def describe(self, session_id: str, title: str) -> None:
-        """A client gives its session another title."""
+        """Change a session's metadata."""
         kept = self.kept[session_id]
         config = replace(kept.config, metadata={"title": title})
         self.pending.append(MetadataChanged(config=config))
@@ -275,14 +275,14 @@ class Writing(RuleBasedStateMachine):
 
     @rule(session_id=consumes(sessions), purges=st.booleans())
     def go(self, session_id: str, purges: bool) -> None:
-        """A session is closed."""
+        """Close a session."""
         self.pending.append(Purge("session", session_id) if purges else SessionDeleted(session_id=session_id))
         del self.kept[session_id]
 
     @rule(durable=st.booleans(), is_full=st.booleans())
     @precondition(lambda self: self.pending)
     def commit(self, durable: bool, is_full: bool) -> None:
-        """Everything since the last time becomes one transaction, if need be at the second attempt."""
+        """Commit everything since the last commit, possibly after a failed attempt."""
         if is_full:
             (n_pages,) = self.database.execute("PRAGMA page_count").fetchone()
             self.database.execute(f"PRAGMA max_page_count = {n_pages}")
@@ -297,7 +297,7 @@ class Writing(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: not self.pending)
     def restart(self) -> None:
-        """What the file holds is what was written, also for whoever goes on with it."""
+        """Assert that the file contains what was written, and continue with it."""
         self.database.close()
         self.database = open_writing(self.path)
         found = read_all(self.database).found
@@ -311,13 +311,13 @@ class Writing(RuleBasedStateMachine):
     @rule()
     @precondition(lambda self: not self.pending)
     def sweep(self) -> None:
-        """What was let go of is deleted by the transactions that follow."""
+        """Assert that further commits delete detached rows."""
         while self.recorder.unswept:
             self.recorder.commit([], durable=False)
         assert_nothing_is_left(self.database)
 
     def teardown(self) -> None:
-        """Look at the file once more."""
+        """Check the file once more."""
         if self.pending:
             self.recorder.commit(self.pending, durable=False)
         self.restart()
@@ -359,7 +359,7 @@ class Writing(RuleBasedStateMachine):
 
 
 def _rewound(kept: StoredSession, n_turns: int) -> tuple[History, int]:
-    """What a session held at the end of a turn, and how many turns it had then."""
+    """The history at the end of a turn and the number of turns then."""
     n_marks = min(n_turns, len(kept.history.turns))
     if not n_marks:
         return History(kept.history.messages[:1]), 0
@@ -387,7 +387,7 @@ def database(tmp_path: Path) -> Iterator[sqlite3.Connection]:
 
 @pytest.fixture
 def recorder(database: sqlite3.Connection) -> Recorder:
-    """What writes into it."""
+    """The recorder of the file."""
     return Recorder(database, {})
 
 
@@ -396,7 +396,7 @@ def _kept(database: sqlite3.Connection) -> dict[str, StoredSession]:
 
 
 def test_a_running_turn_comes_back_with_all_it_said(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """Its order, tokens and text, and the number of its last event."""
+    """Its request, tokens, text, and the number of its last event are restored."""
     order = make_order(view=HistoryView(1, 4))
     entries: list[Entry] = [opened(), ordered(order=order), said("Hel", seq=2), said("lo\0 ", seq=3), said("", seq=3)]
     recorder.commit(entries, durable=True)
@@ -406,7 +406,7 @@ def test_a_running_turn_comes_back_with_all_it_said(database: sqlite3.Connection
 
 
 def test_usage_is_counted_by_client_and_day(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """Turns of a day are one row; a day begins at midnight in UTC."""
+    """Turns of a UTC day are one row."""
     turns = [ended(turn=make_turn("t_1")), ended(turn=make_turn("t_2", usage=make_usage(6)))]
     next_day = ended(turn=make_turn("t_3"), last_used_at=CLOCK + 86_400)
     recorder.commit([opened(), *turns, next_day], durable=True)
@@ -417,7 +417,7 @@ def test_usage_is_counted_by_client_and_day(database: sqlite3.Connection, record
 
 
 def test_a_turn_that_failed_counts_what_it_took(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """Its prompt when that was read and its tokens at its end, but no turn."""
+    """Prompt and completion tokens are counted, but no turn."""
     read = UsageRecorded(client_id="ada", token_id="", at=CLOCK, prompt_tokens=7, cached_tokens=2)
     failed = replace(read, prompt_tokens=0, cached_tokens=0, completion_tokens=3)
     dropped = TurnFailed(session_id="s_1", seq=3, last_used_at=CLOCK, turn_id="t_1", usage=failed)
@@ -429,7 +429,7 @@ def test_a_turn_that_failed_counts_what_it_took(database: sqlite3.Connection, re
 
 
 def test_only_the_latest_keys_come_back(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """Of many turns with keys, as many are known after a restart as before it."""
+    """As many idempotency keys are known after a restart as before."""
     turns = [
         ended(turn_key=f"k{index}", turn=make_turn(f"t_{index}"), end=make_end(f"t_{index}")) for index in range(70)
     ]
@@ -440,7 +440,7 @@ def test_only_the_latest_keys_come_back(database: sqlite3.Connection, recorder: 
 
 
 def test_why_the_latest_turns_failed_comes_back(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """Of those with a note, as many as are known before a restart; the others leave nothing."""
+    """As many failures with notes are restored as are kept in memory; others leave nothing."""
 
     def dropped(number: int, note: str) -> TurnFailed:
         failure = make_failure(f"t_{number}", seq=number, note=note)
@@ -454,7 +454,7 @@ def test_why_the_latest_turns_failed_comes_back(database: sqlite3.Connection, re
 
 
 def test_a_purged_client_leaves_nothing(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """Its sessions and its usage go; those of others stay."""
+    """Its sessions and usage are deleted; other clients' stay."""
     failed = TurnFailed(session_id="s_1", seq=1, last_used_at=CLOCK, turn_id="t_0", failure=make_failure("t_0"))
     recorder.commit([opened(), failed, ordered(), said("x"), opened("s_2", client_id="bob")], durable=True)
     recorder.commit([ended("s_2", client_id="bob"), ended(), ordered(), said("y")], durable=True)
@@ -485,7 +485,7 @@ def test_a_purged_client_leaves_nothing(database: sqlite3.Connection, recorder: 
     ],
 )
 def test_what_cannot_be_written_is_named(database: sqlite3.Connection, recorder: Recorder, refused: Entry) -> None:
-    """One such record says which it is, and nothing of its transaction stays; the others can then be written."""
+    """The rejected record is identified and the transaction rolled back; the others can then be written."""
     recorder.commit([opened(), ordered()], durable=True)
     entries: list[Entry] = [said("a"), refused, said("b")]
     with pytest.raises(UnwritableError) as caught:
@@ -501,7 +501,7 @@ def test_what_cannot_be_written_is_named(database: sqlite3.Connection, recorder:
 
 
 def test_a_history_that_was_not_written_is_made_up_for(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """The next one is told from what the file holds, not from the one that it lacks."""
+    """The next difference is computed from the stored rows, not from the missing record."""
     recorder.commit([opened(), ended(text="Hello")], durable=True)
     lost = ended(history=make_history("Hello you"), turn=make_turn("t_2"), end=make_end("t_2"), seq=2**70)
     with pytest.raises(UnwritableError):
@@ -512,7 +512,7 @@ def test_a_history_that_was_not_written_is_made_up_for(database: sqlite3.Connect
 
 
 def test_the_file_is_marked_while_it_is_written(database: sqlite3.Connection, recorder: Recorder) -> None:
-    """From the first transaction on until the end."""
+    """The file is marked as in use from the first transaction until the end."""
     clean = "SELECT clean FROM meta"
     assert database.execute(clean).fetchone() == (1,)
     recorder.commit([opened()], durable=False)
@@ -525,7 +525,7 @@ def test_the_file_is_marked_while_it_is_written(database: sqlite3.Connection, re
 
 
 def test_what_is_deleted_is_overwritten(database: sqlite3.Connection, recorder: Recorder, tmp_path: Path) -> None:
-    """A closed conversation is not in the file any more once its log was written back."""
+    """A closed conversation is not in the file after a checkpoint."""
     secret = "a very particular sentence"
     recorder.commit([opened(), ordered(), said(secret)], durable=True)
     recorder.commit([ended(text=secret), SessionDeleted(session_id="s_1")], durable=True)
@@ -551,7 +551,7 @@ def test_what_is_deleted_is_overwritten(database: sqlite3.Connection, recorder: 
 def test_a_session_that_makes_no_sense_is_left_alone(
     database: sqlite3.Connection, recorder: Recorder, damage: str
 ) -> None:
-    """The others are there, and its rows stay for whoever can mend them."""
+    """Other sessions are loaded, and its rows stay for repair."""
     turns = [ended(turn_key="k"), ended(turn=make_turn("t_2"), turn_key="l")]
     entries: list[Entry] = [opened(), *turns, ordered(), opened("s_2")]
     recorder.commit(entries, durable=True)

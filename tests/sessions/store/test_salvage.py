@@ -1,4 +1,4 @@
-"""Tests of what can be read of a damaged file, as a new file."""
+"""Recovery of a damaged file into a new one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ N_SESSIONS = 30
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """A file of sessions, several pages each, the last of which has an answer under way."""
+    """A file of sessions, several pages each, the last with an unfinished turn."""
     path = tmp_path_factory.mktemp("whole") / DATABASE_NAME
     with contextlib.closing(open_writing(path)) as database:
         recorder = Recorder(database, {})
@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def loaded(path: Path) -> dict[str, StoredSession]:
-    """What a daemon would load; the file is whole."""
+    """The sessions that a daemon would load from the intact file."""
     with contextlib.closing(open_writing(path)) as database:
         contents = read_all(database)
     assert not contents.unreadable
@@ -48,14 +48,14 @@ def loaded(path: Path) -> dict[str, StoredSession]:
 
 
 def damaged(tmp_path: Path, content: bytes) -> Path:
-    """Have a file with this content."""
+    """Write a file with this content."""
     path = tmp_path / DATABASE_NAME
     path.write_bytes(content)
     return path
 
 
 def test_of_a_whole_file_all_is_there(tmp_path: Path, whole: bytes) -> None:
-    """Also what was settled, how turns ended, and what was used; the answer under way begins anew."""
+    """Settings, results and usage are recovered too; the unfinished turn is restarted."""
     path = damaged(tmp_path, whole)
     report = salvage(path, tmp_path / "made")
     assert (report.whole, report.cut, report.lost, report.reset, report.damaged) == (N_SESSIONS, [], [], [], 0)
@@ -78,7 +78,7 @@ def test_of_a_whole_file_all_is_there(tmp_path: Path, whole: bytes) -> None:
 def test_whichever_pages_are_gone_what_is_saved_is_right_and_the_rest_is_named(
     tmp_path: Path, whole: bytes, filler: bytes
 ) -> None:
-    """Three pages in a row, also those that lead to all others: no page costs more than the sessions on it."""
+    """Any three consecutive pages, interior ones included, cost at most the sessions on them."""
     right = loaded(damaged(tmp_path, whole))
     for first in range(len(whole) // PAGE_BYTES - 2):
         content = bytearray(whole)
@@ -106,14 +106,14 @@ def test_whichever_pages_are_gone_what_is_saved_is_right_and_the_rest_is_named(
 
 
 def test_without_its_first_page_nothing_is_lost(tmp_path: Path, whole: bytes) -> None:
-    """SQLite takes it for no database; what leads to the tables is known."""
+    """SQLite does not open the file, but the tables are recognized."""
     path = damaged(tmp_path, bytes(PAGE_BYTES) + whole[PAGE_BYTES:])
     assert salvage(path, tmp_path / "made").whole == N_SESSIONS
     assert len(loaded(tmp_path / "made")) == N_SESSIONS
 
 
 def test_what_is_still_in_the_log_is_saved(tmp_path: Path, whole: bytes) -> None:
-    """What a daemon wrote before it was killed."""
+    """The WAL of a killed daemon is recovered."""
     path = damaged(tmp_path, whole)
     with contextlib.closing(open_writing(path)) as database:
         Recorder(database, {}).commit([opened("s_later"), ended("s_later", text="z" * 9000)], durable=True)
@@ -126,5 +126,5 @@ def test_what_is_still_in_the_log_is_saved(tmp_path: Path, whole: bytes) -> None
 
 @pytest.mark.parametrize("content", [b"", b"no database" * 2000])
 def test_of_what_was_never_a_database_nothing_is_saved(tmp_path: Path, content: bytes) -> None:
-    """And nothing raises."""
+    """Arbitrary content recovers nothing and does not raise."""
     assert salvage(damaged(tmp_path, content), tmp_path / "made").n_saved == 0

@@ -1,4 +1,4 @@
-"""Tests of rows that make no sense: whatever they say, their session alone pays for it."""
+"""An invalid row affects its own session only."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ VALUES = st.one_of(
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file of three sessions, of which the first and the last have answers under way."""
+    """A file of three sessions, of which the first and the last have unfinished turns."""
     path = tmp_path_factory.mktemp("template") / DATABASE_NAME
     with contextlib.closing(open_writing(path)) as database:
         recorder = Recorder(database, {})
@@ -75,7 +75,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def restored(path: Path) -> World:
-    """What a daemon makes of the file."""
+    """The sessions that a daemon restores from the file."""
     world = World()
     with contextlib.closing(open_writing(path)) as database:
         world.sessions.restore([each.session for each in read_all(database).found], clean=True)
@@ -83,7 +83,7 @@ def restored(path: Path) -> World:
 
 
 def alter(path: Path, table: str, column: str, value: Any) -> bool:
-    """Change a cell of the first session; ``False`` where SQLite does not take the value."""
+    """Change a cell of the first session; ``False`` if SQLite rejects the value."""
     which = "id = 1" if table == "sessions" else "session = 1"
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
         try:
@@ -106,7 +106,7 @@ def alter(path: Path, table: str, column: str, value: Any) -> bool:
 def test_a_row_that_makes_no_sense_costs_its_session_only(
     template: Path, tmp_path: Path, cell: tuple[str, str], value: Any
 ) -> None:
-    """The daemon starts, the other sessions are whole, also for a client that lists all of its own."""
+    """The daemon starts and the other sessions are complete, also in listings."""
     path = tmp_path / DATABASE_NAME
     shutil.copyfile(template, path)
     if not alter(path, *cell, value):

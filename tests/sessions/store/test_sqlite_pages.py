@@ -1,4 +1,4 @@
-"""Tests of reading rows page by page: of a whole file it finds what SQLite finds."""
+"""Reading rows page by page finds what SQLite finds in an intact file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = st.lists(
 
 
 def written(path: Path, rows: list[tuple[Any, ...]], *, rowid: bool) -> sqlite3.Connection:
-    """Have a table with these rows, of which those of odd places are still in the log."""
+    """Create a table with these rows, half of which are only in the WAL."""
     database = sqlite3.connect(path, isolation_level=None)
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("PRAGMA synchronous = OFF")
@@ -50,7 +50,7 @@ def written(path: Path, rows: list[tuple[Any, ...]], *, rowid: bool) -> sqlite3.
 @given(rows=ROWS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_sqlite_finds_is_found(tmp_path: Path, rows: list[tuple[Any, ...]]) -> None:
-    """Rows of every length, in tables with and without row ids, in the file and in its log; nothing uncommitted."""
+    """Rows of every length, in tables with and without row ids, in the file and its WAL; nothing uncommitted."""
     for rowid in (True, False):
         path = tmp_path / "file"
         for each in tmp_path.iterdir():
@@ -69,7 +69,7 @@ def test_what_sqlite_finds_is_found(tmp_path: Path, rows: list[tuple[Any, ...]])
 
 
 def test_pages_that_nothing_leads_to_are_read(tmp_path: Path) -> None:
-    """The file's first page, which leads to all others, is gone: only what was on it is lost."""
+    """Without the first page, which leads to all others, only its own rows are lost."""
     path = tmp_path / "file"
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
         database.execute("CREATE TABLE t (a TEXT) STRICT")
@@ -83,7 +83,7 @@ def test_pages_that_nothing_leads_to_are_read(tmp_path: Path) -> None:
 @given(seed=st.integers(0, 2**32), n_bytes=st.integers(0, 3 * PAGE_BYTES))
 @settings(deadline=None)
 def test_whatever_the_bytes_are_reading_ends(seed: int, n_bytes: int) -> None:
-    """Pages of noise hold no rows that raise."""
+    """Random pages do not raise."""
     content = random.Random(seed).randbytes(n_bytes)
     log = struct.pack(">6I", 0x377F0682, 0, PAGE_BYTES, 0, 0, 0) + content
     for beginning in (b"", b"\r\0\0\0\x40", b"\n\0\0\0\x40", b"\x02\0\0\0\x40"):

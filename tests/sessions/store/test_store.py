@@ -1,4 +1,4 @@
-"""Tests of the journal that lasts: what is told when, and what happens while the file cannot be written."""
+"""The durable journal: when callbacks run, and what happens while the file cannot be written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 async def test_what_is_released_is_in_the_file(path: Path) -> None:
-    """Whoever is told finds the record through another connection, already then."""
+    """When a callback runs, another connection can already read the record."""
     found: list[int] = []
 
     def look() -> None:
@@ -57,7 +57,7 @@ async def test_what_is_released_is_in_the_file(path: Path) -> None:
 
 
 async def test_nothing_is_waited_for_where_nothing_was_written(path: Path) -> None:
-    """At the beginning, and once everything is in the file."""
+    """A callback runs at once at the start, and after everything is committed."""
     async with storing(path) as store:
         told: list[str] = []
         store.release(lambda: told.append("first"))
@@ -70,7 +70,7 @@ async def test_nothing_is_waited_for_where_nothing_was_written(path: Path) -> No
 
 
 async def test_those_who_wait_are_told_in_order(path: Path) -> None:
-    """Also one who has nothing to wait for but the others, or who waits again when told."""
+    """Callbacks run in order, including those without own records and those queued by callbacks."""
     async with storing(path) as store:
         told: list[int] = []
 
@@ -89,7 +89,7 @@ async def test_those_who_wait_are_told_in_order(path: Path) -> None:
 
 
 async def test_one_turn_of_the_loop_is_one_transaction(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one of its records flushed, all are; what is only said is not."""
+    """If one record is flushed, all are; plain output is not."""
     commits: list[tuple[int, bool]] = []
     commit = Recorder.commit
 
@@ -111,7 +111,7 @@ async def test_one_turn_of_the_loop_is_one_transaction(path: Path, monkeypatch: 
 async def test_what_comes_in_while_the_writer_is_busy_is_one_transaction(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind a slow disk, frames are written together."""
+    """With a slow disk, records are batched."""
     sizes: list[int] = []
     async with storing(path) as store:
         store.write(opened(), flush=True)
@@ -133,8 +133,8 @@ async def test_what_comes_in_while_the_writer_is_busy_is_one_transaction(
     assert sizes == [1, 3]
 
 
-async def test_one_who_fails_keeps_nobody_waiting(path: Path) -> None:
-    """It is logged, and the others are told."""
+async def test_a_failing_callback_does_not_block_the_others(path: Path) -> None:
+    """A failing callback is logged, and the others run."""
     async with storing(path) as store:
         store.write(opened(), flush=True)
         with capture_logs() as logs:
@@ -144,7 +144,7 @@ async def test_one_who_fails_keeps_nobody_waiting(path: Path) -> None:
 
 
 async def test_while_another_program_holds_the_file_everything_waits(path: Path) -> None:
-    """The fault is told, once in the log; when the file is free everything is written and told, in order."""
+    """The fault is reported and logged once; when the lock ends everything is written in order."""
     async with storing(path) as store:
         store.write(opened(), flush=True)
         await settled(store)
@@ -171,7 +171,7 @@ def _fill_up(ballast: Path) -> None:
 
 
 async def test_a_full_disk_loses_nothing(small_disk: Callable[[int], Path]) -> None:
-    """What does not fit waits until there is room, and what was written before can be read."""
+    """Records wait until there is room, and earlier ones can be read."""
     directory = small_disk(4096)
     path = directory / "sessions.sqlite3"
     async with storing(path) as store:
@@ -197,7 +197,7 @@ async def test_a_full_disk_loses_nothing(small_disk: Callable[[int], Path]) -> N
 
 
 async def test_a_disk_that_the_log_has_filled_has_room_again(small_disk: Callable[[int], Path]) -> None:
-    """While another program reads, the log cannot be written back and grows; without that program it is, by itself."""
+    """The WAL grows while another process reads, and shrinks by itself afterwards."""
     path = small_disk(3072) / "sessions.sqlite3"
     async with storing(path) as store:
         store.write(opened(), flush=True)
@@ -218,7 +218,7 @@ async def test_a_disk_that_the_log_has_filled_has_room_again(small_disk: Callabl
 
 
 async def test_the_log_does_not_fill_a_small_disk(small_disk: Callable[[int], Path]) -> None:
-    """However much is written, as long as what is held at once fits."""
+    """Any amount can be written if the live data fits."""
     path = small_disk(3072) / "sessions.sqlite3"
     async with storing(path) as store:
         for _ in range(60):
@@ -230,7 +230,7 @@ async def test_the_log_does_not_fill_a_small_disk(small_disk: Callable[[int], Pa
 
 
 async def test_a_record_that_cannot_be_written_takes_no_other_with_it(path: Path) -> None:
-    """It is a defect of ours: the log names it, and whoever waited is told."""
+    """The defect is logged with the record, and callbacks run."""
     async with storing(path) as store:
         with capture_logs() as logs:
             for record in (opened(), ordered(), said("a"), said("b", "s_unknown"), said("c")):
@@ -247,7 +247,7 @@ async def test_a_record_that_cannot_be_written_takes_no_other_with_it(path: Path
 
 
 async def test_a_defect_of_the_writer_is_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread goes on: it tries again, and all is told when it works."""
+    """The thread continues to retry, and callbacks run once it succeeds."""
     commit = Recorder.commit
     attempts: list[int] = []
 
@@ -267,7 +267,7 @@ async def test_a_defect_of_the_writer_is_a_fault(path: Path, monkeypatch: pytest
 
 
 async def test_nothing_is_told_of_what_is_in_a_deleted_file(path: Path) -> None:
-    """The file takes commits, but they are not found again: all waits until it is back in its place."""
+    """Commits to a deleted file are not acknowledged until it is back in its place."""
     elsewhere = path.with_name("elsewhere")
     async with storing(path) as store:
         store.write(opened(), flush=True)
@@ -293,7 +293,7 @@ async def test_nothing_is_told_of_what_is_in_a_deleted_file(path: Path) -> None:
 async def test_a_file_that_goes_during_a_commit_is_noticed_before_it_is_told(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commit is not repeated when the file is back: it has it already."""
+    """The commit is not repeated when the file is back."""
     elsewhere = path.with_name("elsewhere")
     commit = Recorder.commit
     async with storing(path) as store:
@@ -317,7 +317,7 @@ async def test_a_file_that_goes_during_a_commit_is_noticed_before_it_is_told(
 
 
 async def test_another_file_in_its_place_is_noticed_while_nothing_is_written(path: Path) -> None:
-    """And told to all watchers, as soon as it is noticed and when it is over."""
+    """The listener is notified when the fault appears and when it ends."""
     store = SessionStore.open(path, retry_s=RETRY_S, probe_s=RETRY_S)
     faults: list[StorageFault | None] = []
     store.watch(faults.append)
@@ -334,7 +334,7 @@ async def test_another_file_in_its_place_is_noticed_while_nothing_is_written(pat
 
 
 async def test_a_writer_that_dies_is_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What no border holds ends its thread: nothing is told any more, it is logged, and closing does not wait."""
+    """An exception outside all handlers ends the thread: it is logged, no callback runs, and closing does not wait."""
     store = SessionStore.open(path)
     faults: list[StorageFault | None] = []
     store.watch(faults.append)
@@ -357,7 +357,7 @@ async def test_a_writer_that_dies_is_a_fault(path: Path, monkeypatch: pytest.Mon
 
 
 async def test_closing_writes_and_tells_what_is_left(path: Path) -> None:
-    """Nobody has to wait before closing; afterwards nothing is written and the fault says why."""
+    """Closing runs all callbacks; afterwards nothing is written and the fault states the reason."""
     store = SessionStore.open(path)
     store.load()
     told: list[int] = []
@@ -373,7 +373,7 @@ async def test_closing_writes_and_tells_what_is_left(path: Path) -> None:
 
 
 async def test_a_stop_in_order_is_known_at_the_next_start(path: Path) -> None:
-    """A new file, one that was closed so, and one that nothing was written to since are clean."""
+    """A new file, a cleanly closed one, and one without writes since are clean."""
     for _ in range(2):
         store = SessionStore.open(path)
         assert store.was_clean
@@ -385,7 +385,7 @@ async def test_a_stop_in_order_is_known_at_the_next_start(path: Path) -> None:
 
 
 async def test_any_other_stop_is_known_too(path: Path) -> None:
-    """One that the daemon does not call clean, and one without closing."""
+    """An unclean shutdown, and a missing close, are detected."""
     store = SessionStore.open(path)
     store.write(opened(), flush=True)
     await store.close(clean=False)
@@ -399,7 +399,7 @@ async def test_any_other_stop_is_known_too(path: Path) -> None:
 
 
 async def test_what_cannot_be_written_until_the_end_makes_it_unclean(path: Path) -> None:
-    """Closing ends all the same, says in the log how much is lost, and tells nobody that it was written."""
+    """Closing ends, logs the number of lost records, and runs no callback."""
     store = SessionStore.open(path, retry_s=RETRY_S)
     store.load()
     store.write(opened(), flush=True)
@@ -419,7 +419,7 @@ async def test_what_cannot_be_written_until_the_end_makes_it_unclean(path: Path)
 
 
 async def test_files_are_private(path: Path) -> None:
-    """The file, its log and its directory are the owner's alone, also where they were others' before."""
+    """The file, its WAL and its directory are private to the owner, also if they were not before."""
     path.parent.mkdir(mode=0o700)
     os.close(os.open(path, os.O_CREAT, 0o644))
     async with storing(path) as store:
@@ -429,8 +429,8 @@ async def test_files_are_private(path: Path) -> None:
         assert len(list(path.parent.iterdir())) == 3
 
 
-async def test_a_purge_takes_what_nobody_has_open(path: Path) -> None:
-    """Also sessions that could not be loaded."""
+async def test_a_purge_deletes_sessions_that_are_not_open(path: Path) -> None:
+    """A purge also deletes sessions that could not be loaded."""
     async with storing(path) as store:
         store.write(opened(), flush=True)
         store.write(opened("s_2", client_id="bob"), flush=True)
@@ -448,7 +448,7 @@ async def test_a_purge_takes_what_nobody_has_open(path: Path) -> None:
 
 
 def test_a_loop_that_is_gone_is_no_error(path: Path) -> None:
-    """What was written is in the file, though nobody is left to be told."""
+    """The records are written although the event loop is closed."""
 
     async def write() -> SessionStore:
         store = SessionStore.open(path)

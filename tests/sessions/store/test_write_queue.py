@@ -1,4 +1,4 @@
-"""What the next transaction takes of what all clients have waiting, and records that are written in parts."""
+"""Batches from the queues of all clients, and records that are written in chunks."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def long_history(n_bytes: int, *, n_messages: int = 40) -> History:
 
 
 def fork_of(n_bytes: int, session_id: str = "s_1", **changes: Any) -> SessionOpened:
-    """A session that begins with a long history, and with turns that have long notes."""
+    """A new session with a long history and long notes."""
     turns = tuple(make_turn(f"t_{n}") for n in range(4))
     record = opened(session_id, history=long_history(n_bytes), **changes)
     return replace(record, turns=turns, notes={"t_1": "n" * (n_bytes // 4), "t_2": "m" * (n_bytes // 4)})
 
 
 class TurnLog:
-    """What was written and told of each client, and what should be."""
+    """The written entries and executed callbacks of each client, and the expected ones."""
 
     def __init__(self) -> None:
         self.lanes = WriteQueue()
@@ -53,19 +53,19 @@ class TurnLog:
         self.written: dict[str, list[str]] = {client: [] for client in "abc"}
 
     def write(self, client: str, n_bytes: int) -> None:
-        """Have an entry written, named after its client and its place."""
+        """Queue an entry, named after its client and position."""
         name = f"{client}-{len(self.given[client])}"
         self.given[client].append(name)
         entry = said("x" * n_bytes, name) if n_bytes < CHUNK_BYTES else fork_of(n_bytes, name)
         self.lanes.write(client, entry, durable=False)
 
     def tell(self, client: str) -> None:
-        """Have a call made which sees that all before it is written."""
+        """Queue a callback that checks that all entries before it are written."""
         n_before = len(self.given[client])
         self.lanes.add_callback(client, lambda: self._check(client, n_before))
 
     def take(self) -> None:
-        """Write what the next transaction takes."""
+        """Write the next batch."""
         batch = self.lanes.take()
         weights = [size_of(entry) for entry in batch.entries]
         assert sum(weights[:-1]) <= BATCH_BYTES
@@ -90,7 +90,7 @@ _SIZES = st.sampled_from([0, 10, SHARE_BYTES, 3 * CHUNK_BYTES, 2 * BATCH_BYTES])
 def test_each_client_keeps_its_order_in_bounded_transactions(
     items: list[tuple[str, int | None]], take_every: int
 ) -> None:
-    """Every entry is written once and in its client's order; what waits for entries is told when they are written."""
+    """Every entry is written once and in its client's order; callbacks follow their entries."""
     turn_log = TurnLog()
     for n, (client, n_bytes) in enumerate(items):
         if n_bytes is None:
@@ -106,7 +106,7 @@ def test_each_client_keeps_its_order_in_bounded_transactions(
 
 
 def test_a_small_entry_is_in_the_next_transaction_however_much_others_have_waiting() -> None:
-    """Ten forks of 16 MiB are before it, and it waits for none of them."""
+    """Ten sessions of 16 MiB are queued before it, and it waits for none of them."""
     turn_log = TurnLog()
     for _ in range(10):
         turn_log.write("a", 16 * MIB)
@@ -118,8 +118,10 @@ def test_a_small_entry_is_in_the_next_transaction_however_much_others_have_waiti
     assert turn_log.written["a"] == []
 
 
-async def test_one_clients_forks_hold_back_nobodys_text(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While they are written, another client's text waits for the transaction that runs and its own, and no more."""
+async def test_one_clients_forks_do_not_hold_back_other_clients_output(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another client's output waits for the running transaction and its own only."""
     commits: list[int] = []
     commit = Recorder.commit
 
@@ -150,7 +152,7 @@ async def test_one_clients_forks_hold_back_nobodys_text(path: Path, monkeypatch:
 
 @pytest.fixture
 def recorder(path: Path) -> Recorder:
-    """What writes a new file."""
+    """The recorder of a new file."""
     return Recorder(open_writing(path), {})
 
 
@@ -160,7 +162,7 @@ def _sessions(path: Path) -> list[str]:
 
 
 async def test_a_session_in_parts_is_there_with_the_last_one(path: Path, recorder: Recorder) -> None:
-    """Until then it is not found; then it is what one record would have made it."""
+    """It is invisible until the last chunk, then equals a session written by one record."""
     record = fork_of(2 * MIB)
     parts = list(chunks_of(record))
     assert len(parts) > 2 * MIB // CHUNK_BYTES
@@ -175,7 +177,7 @@ async def test_a_session_in_parts_is_there_with_the_last_one(path: Path, recorde
 async def test_what_a_kill_leaves_of_a_session_in_parts_is_deleted_at_the_start(
     path: Path, recorder: Recorder, *, begins: bool
 ) -> None:
-    """No client was told that it is there, or all that it goes: after any of its parts, nothing of it stays."""
+    """After a kill at any chunk, nothing of the unacknowledged session stays."""
     record = fork_of(2 * MIB)
     other = opened("s_2")
     if begins:
@@ -199,7 +201,7 @@ async def test_what_a_kill_leaves_of_a_session_in_parts_is_deleted_at_the_start(
 async def test_a_long_session_that_ends_is_deleted_in_parts_before_its_client_is_told(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other clients wait for the part that is being deleted, and not for all of them."""
+    """Other clients wait for one step of the deletion, not for all of them."""
     n_left: list[int] = []
     commit = Recorder.commit
 
@@ -231,7 +233,7 @@ async def test_a_long_session_that_ends_is_deleted_in_parts_before_its_client_is
 
 
 async def test_what_is_being_deleted_is_gone_when_the_store_is_closed(path: Path) -> None:
-    """And its client is told before, after all that it was told earlier."""
+    """The client's callbacks run first, in order."""
     async with storing(path) as store:
         ada = store.of_client("ada")
         ada.write(fork_of(4 * MIB), flush=True)

@@ -1,4 +1,4 @@
-"""Records as sessions write them, with whatever a test does not care about filled in."""
+"""Records with defaults for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLOCK = 1_795_000_000.5
 
 
 def make_facts(session_id: str = "s_1", **changes: Any) -> SessionConfig:
-    """The facts of a session."""
+    """The configuration of a session."""
     config = SessionConfig(
         session_id=session_id,
         epoch="e_1",
@@ -55,7 +55,7 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 
 def make_history(text: str = "") -> History:
-    """A history of one question and an answer, one token a character."""
+    """A history of one question and an answer, one token per character."""
     if not text:
         return History()
     messages = (said_by("user", "?"), said_by("assistant", text))
@@ -63,19 +63,19 @@ def make_history(text: str = "") -> History:
 
 
 def make_usage(tokens: int = 4) -> Usage:
-    """Tokens of a turn."""
+    """The usage of a turn."""
     return Usage(prompt_tokens=7, cached_tokens=2, completion_tokens=tokens)
 
 
 def make_turn(turn_id: str = "t_1", **changes: Any) -> TranscriptTurn:
-    """A turn that has ended."""
+    """A finished turn."""
     return TranscriptTurn(turn_id=turn_id, finish_reason="stop", messages=2, usage=make_usage()).model_copy(
         update=changes
     )
 
 
 def make_end(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9) -> End:
-    """What a client was told at the end of a turn."""
+    """The final event of a turn."""
     stats = TurnStats(
         ttft_ms=1.25, total_ms=3.5, tokens=4, tps=0.1, prompt_tokens=7, cached_tokens=2, queue_ms=0.0, preempted=0
     )
@@ -95,7 +95,7 @@ def make_end(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9) -> 
 
 
 def make_failure(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9, note: str = "a note") -> TurnFailure:
-    """Why a turn failed."""
+    """The failure of a turn."""
     error = Error(
         code="engine_crashed",
         message="gone",
@@ -109,7 +109,7 @@ def make_failure(turn_id: str = "t_1", *, session_id: str = "s_1", seq: int = 9,
 
 
 def make_order(turn_id: str = "t_1", **changes: Any) -> TurnSpec:
-    """A turn that has not ended."""
+    """An unfinished turn."""
     request = Infer(op="infer", id="7", session_id="s_1", prompt="Who?", params={"top_k": 3}, turn_key="key")
     order = TurnSpec(
         turn_id=turn_id,
@@ -126,25 +126,25 @@ def make_order(turn_id: str = "t_1", **changes: Any) -> TurnSpec:
 
 
 def opened(session_id: str = "s_1", *, history: History | None = None, **changes: Any) -> SessionOpened:
-    """A session begins."""
+    """A session is created."""
     config = make_facts(session_id, **changes)
     return SessionOpened(config=config, history=history or History(), turns=(), last_used_at=CLOCK)
 
 
 def ordered(session_id: str = "s_1", *, seq: int = 1, order: TurnSpec | None = None) -> TurnQueued:
-    """A turn begins to wait."""
+    """A turn is queued."""
     return TurnQueued(session_id=session_id, seq=seq, last_used_at=CLOCK, spec=order or make_order())
 
 
 def said(text: str, session_id: str = "s_1", *, seq: int = 2, turn_id: str = "t_1") -> TokensAppended:
-    """A turn says ``text``, one token a character."""
+    """A turn generates ``text``, one token per character."""
     return TokensAppended(
         session_id=session_id, seq=seq, turn_id=turn_id, tokens=packed([ord(each) for each in text]), text=text
     )
 
 
 def ended(session_id: str = "s_1", *, text: str = "Hello", turn_key: str | None = None, **changes: Any) -> TurnEnded:
-    """A turn is over that answered ``text``."""
+    """A turn finishes with the answer ``text``."""
     record = TurnEnded(
         session_id=session_id,
         client_id="ada",
