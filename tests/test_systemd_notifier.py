@@ -1,4 +1,4 @@
-"""Tests of what the service manager hears; the daemon's own words are in tests/service."""
+"""Tests of the notifications to the service manager; tests of the whole daemon are in tests/service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LOADING = EngineStatus(state=EngineState.STARTING, load_fraction=0.4)
 READY = EngineStatus(state=EngineState.READY, pid=77)
-NOBODY = Totals(
+NO_SESSIONS = Totals(
     active_generations=0,
     total_sessions=0,
     last_tps=0.0,
@@ -58,7 +58,7 @@ class World:
 
     heard: Heard = field(default_factory=Heard)
     status: EngineStatus = LOADING
-    totals: Totals = NOBODY
+    totals: Totals = NO_SESSIONS
     gave_up: bool = False
     killed: bool = False
     now_s: float = 0.0
@@ -201,7 +201,7 @@ async def test_a_status_that_cannot_be_told_is_told_again(world: World, monkeypa
 
 
 async def test_an_unchanged_status_is_not_told_again(world: World) -> None:
-    """And when nothing runs, nobody looks."""
+    """And when nothing runs, the status is not polled."""
     reporter = world.reporter()
     reporter.begin()
     for _ in range(3):
@@ -236,7 +236,7 @@ async def test_the_watchdog_looks_for_what_has_changed(world: World) -> None:
     reporter.begin()
     world.become(READY)
     await until(lambda: len(world.heard.all("WATCHDOG")) > 3)
-    world.totals = replace(NOBODY, total_sessions=5)
+    world.totals = replace(NO_SESSIONS, total_sessions=5)
     await until(lambda: "5 sessions" in str(world.heard.all("STATUS")))
     await reporter.close()
     said = len(world.heard.words)
@@ -301,7 +301,7 @@ async def test_stopping_is_said_before_anything_is_drained(world: World) -> None
 )
 def test_the_status_is_a_line(status: EngineStatus, gpu: GpuReading, *, stopping: bool, expected: str) -> None:
     """State first, then who is there, then the GPU where there is one."""
-    assert describe(status, NOBODY, gpu, stopping=stopping) == expected
+    assert describe(status, NO_SESSIONS, gpu, stopping=stopping) == expected
 
 
 @pytest.mark.parametrize(

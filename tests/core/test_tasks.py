@@ -67,7 +67,7 @@ async def test_a_task_may_cancel_its_own_group() -> None:
 
 
 async def test_a_failure_is_logged_with_the_tasks_name() -> None:
-    """Nobody has to await a task for its failure to be seen."""
+    """A failed task is logged without being awaited."""
     group = TaskGroup("owner")
 
     async def fail() -> None:

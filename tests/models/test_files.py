@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def models(tmp_path: Path, demo_model_path: Path) -> Path:
-    """A directory with a pulled model, one that somebody put there, parts of a split one, and what is none."""
+    """A directory with a pulled model, a copied one, parts of a split one, and files that are no models."""
     directory = tmp_path / "models"
     directory.mkdir()
     for name in ("pulled.gguf", "own.gguf"):

@@ -109,7 +109,7 @@ def test_another_name(pulls: Pulls) -> None:
 
 
 def test_a_name_that_another_model_has(pulls: Pulls) -> None:
-    """Nothing is overwritten, be it pulled or put there by somebody."""
+    """Nothing is overwritten, whether it was pulled or copied."""
     pulls.directory.mkdir()
     (pulls.directory / "tiny-Q8_0.gguf").write_bytes(b"mine")
     error = pulls.refused()

@@ -151,7 +151,7 @@ def test_a_default_whose_file_lies_in_models_dir(folder: Path, tmp_path: Path) -
 
 
 def test_a_default_hides_a_file_of_its_name(folder: Path, tmp_path: Path) -> None:
-    """What is set wins over what lies there; nobody's daemon fails to start for a file that was pulled."""
+    """Configured models win over files; no daemon fails to start because of a pulled file."""
     _write(folder / "phi.gguf")
     path = _write(tmp_path / "other.gguf")
     registry = _read(folder, model={"path": path, "name": "phi"})
@@ -172,7 +172,7 @@ def test_a_default_of_a_name_that_nothing_has(folder: Path) -> None:
 
 
 def test_two_models_of_one_name(folder: Path, tmp_path: Path) -> None:
-    """A default that is called like an entry, and is another model, is refused, whoever gave it the name."""
+    """A default with the name of an entry for another model is refused, however it got the name."""
     path = _write(tmp_path / "a.gguf", name="phi")
     entry = {"phi": {"path": tmp_path / "b.gguf"}}
     error = _refused(folder, model={"path": path, "name": "phi"}, models=entry)
@@ -317,7 +317,7 @@ def test_files_by_their_stems(folder: Path) -> None:
 
 
 def test_what_is_no_file_is_no_model(folder: Path, tmp_path: Path) -> None:
-    """Directories, links that lead nowhere, pipes (which nobody waits for) and hidden files; other links count."""
+    """Directories, dangling links, pipes and hidden files are ignored; other links count."""
     (folder / "directory.gguf").mkdir()
     (folder / "dangling.gguf").symlink_to(tmp_path / "nowhere.gguf")
     (folder / "loop.gguf").symlink_to(folder / "loop.gguf")
@@ -329,7 +329,7 @@ def test_what_is_no_file_is_no_model(folder: Path, tmp_path: Path) -> None:
 
 
 def test_companions_of_models_are_none(folder: Path) -> None:
-    """An adapter or a projector answers nobody; neither can it be the default."""
+    """An adapter or a projector is no model, and cannot be the default."""
     write_adapter(folder / "lora.gguf")
     _write(folder / "mmproj.gguf", type="mmproj")
     _write(folder / "old-mmproj.gguf", architecture="clip")

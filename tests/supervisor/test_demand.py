@@ -80,7 +80,7 @@ async def test_who_is_not_let_in_asks_again() -> None:
 
 
 async def test_the_end_is_no_wish() -> None:
-    """Whoever waits goes on at once, and finds that nothing is wanted."""
+    """Waiters are released at once, and find that nothing is wanted."""
     bed = Bed()
     bed.wish.end()
     bed.turn()

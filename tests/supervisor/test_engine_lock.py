@@ -33,7 +33,7 @@ async def orphan(path: Path) -> asyncio.subprocess.Process:
 
 
 async def test_the_lock_comes_when_the_orphan_is_gone(tmp_path: Path) -> None:
-    """Until then nobody gets it; then without delay."""
+    """The lock is exclusive until then, and free without delay afterwards."""
     path = tmp_path / "engine.lock"
     process = await orphan(path)
     order: list[str] = []

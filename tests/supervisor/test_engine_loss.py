@@ -198,7 +198,7 @@ async def test_a_prompt_that_kills_engines() -> None:
 
 @pytest.mark.usefixtures("stub")
 async def test_a_turn_that_takes_all_memory() -> None:
-    """The kernel's SIGKILL looks like anybody's, so that it takes one engine more to be sure."""
+    """The OOM killer's SIGKILL looks like any other, so one more death is needed for a conviction."""
     watched = await ready(slots=8, max_restarts=4)
     poison, fine = watched.submit("poison", "oom 4"), watched.submit("fine", "count 1000")
     failed = await crashed(poison)

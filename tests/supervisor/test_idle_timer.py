@@ -1,4 +1,4 @@
-"""An engine that nobody asks anything ends, and the next turn starts another."""
+"""An engine without requests is ended, and the next turn starts another."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ async def test_its_sessions_are_parked_and_found_again(tmp_path: Path, clock: Lo
 
 
 async def test_what_is_withdrawn_before_it_has_woken_hears_so(clock: LoopClock) -> None:
-    """Nobody is woken for it, nor for what nobody knows; the next turn wakes as ever."""
+    """It wakes no engine, nor does an unknown turn; the next turn wakes it as usual."""
     watched = await asleep(clock)
     watched.supervisor.abort("unknown")
     watched.supervisor.release("unknown")

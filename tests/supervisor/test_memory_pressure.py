@@ -1,4 +1,4 @@
-"""The memory guard: when it looks, what engines are told, whom it lets begin, and what outlives an engine."""
+"""The memory pressure monitor: when it measures, what engines are sent, and which turns are admitted."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ async def test_a_measurement_that_fails_does_not_end_the_watch(bench: Bench) -> 
 
 
 async def test_each_engine_keeps_the_same_part() -> None:
-    """Of what it has parked; one that is not ready has nobody to tell."""
+    """Its parked KV is released; an engine that is not ready is sent nothing."""
     bench = Bench(engines=[FakeEngine(), FakeEngine(), FakeEngine()])
     for engine, parked_mib in zip(bench.engines, (30, 10, 0), strict=True):
         engine.become(parked_mib=parked_mib)
@@ -287,7 +287,7 @@ async def test_it_looks_as_long_as_one_of_them_is_ready() -> None:
 
 
 async def test_an_engine_that_goes_without_a_word_is_noticed(bench: Bench) -> None:
-    """At the next look: one that another has replaced tells nobody."""
+    """At the next measurement; a replaced one notifies no engine."""
     await bench.look(101, now=2.0)
     bench.engine.become(EngineState.STOPPED)
     bench.wake.set()

@@ -52,7 +52,7 @@ class Engine:
 
 @dataclass
 class House:
-    """A residency where so many fit; whoever is let in is loaded."""
+    """A cache for so many models; an admitted model counts as loaded."""
 
     room: int = 1
     max_resident: int = 0
@@ -95,7 +95,7 @@ class House:
 
 
 async def test_who_fits_is_let_in_beside_the_others() -> None:
-    """Nobody makes way."""
+    """No model is evicted."""
     house = House(room=2)
     first, second = house.engine("first", loaded=True), house.engine("second")
     assert await house.enter(second)
@@ -131,7 +131,7 @@ async def test_there_is_a_limit_of_models() -> None:
 
 @pytest.mark.parametrize("max_resident", [0, 1])
 async def test_nobody_makes_way_for_what_fits_nowhere(max_resident: int) -> None:
-    """Whoever asks hears why, with others there and alone; the next one is let in as ever."""
+    """The caller gets the reason, with others loaded and alone; the next model is admitted as usual."""
     house = House(max_resident=max_resident, refusal=InferenceCenterError(ErrorCode.INVALID_CONFIG, "too large"))
     other = house.engine("other", loaded=True)
     for is_loaded in (False, True):
@@ -153,7 +153,7 @@ async def test_what_has_never_enough_room_is_let_in_alone() -> None:
 
 
 async def test_who_is_not_wanted_any_more_is_not_let_in() -> None:
-    """Nobody makes way for it; nor is it loaded when another has made way in the meantime."""
+    """No model is evicted for it; nor is it loaded when another was evicted meanwhile."""
     house = House()
     other = house.engine("other", loaded=True, at_once=False)
     assert not await house.enter(house.engine("idle", wanted=False))
@@ -175,7 +175,7 @@ async def test_who_is_not_wanted_any_more_is_not_let_in() -> None:
 
 
 async def test_they_are_let_in_one_after_the_other() -> None:
-    """Whoever asks while another one waits does not overtake it."""
+    """A later request does not overtake a waiting one."""
     house = House()
     other = house.engine("other", loaded=True, at_once=False)
     entered: list[str] = []

@@ -1,4 +1,4 @@
-"""Several models: which are loaded, which one everybody gets, and what becomes of turns when that changes."""
+"""Several models: which are loaded, which is the default, and what happens to turns when that changes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Fleet:
         return supervisor
 
     def state(self, name: str) -> EngineState | None:
-        """Return where a model's engine is; none for one that nobody has asked for."""
+        """Return the state of a model's engine; ``None`` for a model that was never requested."""
         status = self.models.statuses.get(name)
         return status.state if status else None
 
@@ -286,7 +286,7 @@ async def test_a_model_that_cannot_be_loaded_changes_nothing(fleet: Callable[...
 
 @pytest.mark.parametrize("room", [1, 2])
 async def test_a_model_too_large_takes_nothing_from_others(fleet: Callable[..., Fleet], room: int) -> None:
-    """Nobody makes way and nothing is started for it; whoever wants it hears why, and may ask again."""
+    """No model is evicted and none started for it; callers get the reason, and may retry."""
     house = fleet(room=room, names=("first", "huge", "second"))
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
@@ -508,7 +508,7 @@ async def test_the_only_user_of_a_model_has_it_evicted_at_once(fleet: Callable[.
 
 
 async def test_an_unloaded_model_is_loaded_by_the_next_turn(fleet: Callable[..., Fleet]) -> None:
-    """Its running turn ends first; a model that nobody asked for has nothing to unload."""
+    """Its running turn ends first; a model that was never requested has nothing to unload."""
     house = fleet()
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
@@ -637,7 +637,7 @@ async def test_the_end_while_another_is_being_loaded(fleet: Callable[..., Fleet]
 
 
 async def test_models_come_into_the_directory(fleet: Callable[..., Fleet]) -> None:
-    """Whoever looks again finds them; those that there were stay as they are, also where nothing can be read."""
+    """A rescan finds them; existing ones stay as they are, also if nothing can be read."""
     house = fleet()
     fresh = house.registry(first=house.spec("first", max_queue=5), third=house.spec("third"))
     house.models.apply(replace(house.registry(), reread=lambda: fresh))

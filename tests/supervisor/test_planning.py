@@ -66,7 +66,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
 
 
 def test_what_is_open_is_planned(tmp_path: Path, options: EngineOptions) -> None:
-    """Layers, slots, the GPU by its address; whoever set no layers can do without a GPU."""
+    """Layers, slots, the GPU by its address; without configured layers a GPU is optional."""
     planned = Machine().planner(tmp_path).first(options)
     assert (planned.n_gpu_layers, planned.slots, planned.n_ctx) == (14, 1, 4096)
     assert planned.devices == ("0000:01:00.0",)
@@ -332,7 +332,7 @@ def test_models_beside_each_other(tmp_path: Path, options: EngineOptions) -> Non
 
 
 def test_a_model_that_fits_nowhere(tmp_path: Path, options: EngineOptions) -> None:
-    """Is refused with what it lacks, whoever made way; one that was loaded before is not, as that will pass."""
+    """It is refused with what it lacks; one that was loaded before is not, since the shortage may pass."""
     machine = Machine(devices=(), available_bytes=32 * GIB)
     other = machine.planner(tmp_path)
     other.first(options)

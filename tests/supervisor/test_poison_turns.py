@@ -52,7 +52,7 @@ def test_an_engine_that_dies_beside_its_work_convicts_nobody() -> None:
 
 
 def test_an_engine_killed_from_outside_convicts_the_second_time() -> None:
-    """Once it may be chance, as when somebody kills engines to see what happens."""
+    """The first may be chance, such as an operator killing engines."""
     suspects = PoisonTurnDetector()
     for _ in range(3):
         assert suspects.lost({"a": 0}, from_outside=True) is None
@@ -81,7 +81,7 @@ def test_it_shows_whom_it_suspects() -> None:
 
 @given(losses=st.lists(NAMED))
 def test_only_who_was_tried_alone_is_convicted(losses: list[dict[str, int]]) -> None:
-    """Whatever engines name: nobody but the turn on trial, and that only when it is the only one named."""
+    """Only the isolated turn is convicted, and only if it is the only one named."""
     suspects = PoisonTurnDetector()
     for named in losses:
         on_trial = suspects.isolated
@@ -92,7 +92,7 @@ def test_only_who_was_tried_alone_is_convicted(losses: list[dict[str, int]]) -> 
 
 @given(losses=st.lists(NAMED, min_size=2), told=st.lists(st.tuples(NAMES, st.integers(0, 200))))
 def test_trials_come_to_an_end(losses: list[dict[str, int]], told: list[tuple[str, int]]) -> None:
-    """The tried turn stays the same until it is cleared or over, and when all are, everybody runs together."""
+    """The isolated turn stays the same until it is cleared or ends; without suspects all run together."""
     suspects = PoisonTurnDetector()
     for named in losses:
         suspects.lost(named)

@@ -492,7 +492,7 @@ def test_a_damaged_file_of_suspects_costs_nothing_else(tmp_path: Path, content: 
 
 
 def test_what_a_lost_engine_still_says_is_nothing() -> None:
-    """Nor what is said of a turn that nobody knows."""
+    """Nor are events of an unknown turn."""
     table, engine = make_turns(), Engine()
     turn = Heard(order("a"))
     table.connect(engine)
@@ -542,7 +542,7 @@ def test_the_one_that_dies_alone_is_quarantined() -> None:
 
 
 def test_a_trial_ends_with_its_turn() -> None:
-    """Finished, overflowed for good or aborted: then it is the next one's, or everybody's."""
+    """Finished, overflowed for good or aborted: then the next one runs, or all do."""
     a, b, c = (Heard(order(name)) for name in "abc")
     table, engine = suspected_twice(a, b, c)
     table.on_engine_event(engine.ends("a"))
@@ -580,7 +580,7 @@ def test_a_turn_that_shifts_stays_a_suspect() -> None:
 
 
 def test_an_abort_while_it_leaves() -> None:
-    """It hears of its end at once, and the engine's word about it is nobody's."""
+    """It is notified of its end at once, and later events of the engine are dropped."""
     a, b = Heard(order("a")), Heard(order("b"))
     table, engine = suspected_twice(a, b)
     for _ in range(PROVEN_TOKENS):
@@ -648,7 +648,7 @@ def test_a_turn_that_fails_to_take_note_harms_nobody() -> None:
 
 
 class TurnsMachine(RuleBasedStateMachine):
-    """Turns come, speak, end, are aborted, and lose engines at any time; a poisoned one kills whoever steps with it."""
+    """Turns start, generate, end, are aborted, and lose engines at any time; a poison turn kills its engine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -764,7 +764,7 @@ class TurnsMachine(RuleBasedStateMachine):
             assert leaving or set(self.engine.has) == {on_trial}
 
     def teardown(self) -> None:
-        """In peace everybody comes to an end."""
+        """Without faults every turn ends."""
         for _ in range(100 * (len(self.turns) + 1)):
             if not len(self.table):
                 break

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("stopped")
 LONG = "a long answer " * 6
 ENDLESS = LONG * 30
-"""Nobody waits for its end."""
+"""No test waits for its end."""
 
 
 @pytest.fixture
@@ -148,7 +148,7 @@ async def test_turns_wait_for_the_first_engine() -> None:
 
 
 async def test_an_aborted_turn_ends_as_aborted(slow: Watched) -> None:
-    """The engine hears of it and says what was kept; unknown turns are nobody's business."""
+    """The engine receives it and reports what was kept; unknown turns are ignored."""
     heard = slow.submit("t1", ENDLESS)
     await asyncio.wait_for(heard.spoke.wait(), TIMEOUT_S)
     slow.supervisor.abort("t1")

@@ -76,7 +76,7 @@ async def test_a_question_waits_for_an_engine_and_is_asked_once() -> None:
 
 
 async def test_a_lost_engine_answers_no_more() -> None:
-    """What it was asked fails, since nobody knows whether it ended it; what comes later waits for the next engine."""
+    """Its requests fail, since one may have killed it; later ones wait for the next engine."""
     desk = Desk()
     desk.connect()
     asked = desk.tokenize()
@@ -102,7 +102,7 @@ async def test_nobody_waits_for_ever(ready: bool, code: ErrorCode) -> None:
 
 
 async def test_so_many_may_ask_at_once() -> None:
-    """One more is refused, until somebody has an answer or does not want one any more."""
+    """One more is refused until another is answered or cancelled."""
     desk = Desk()
     answers = [desk.tokenize() for _ in range(MAX_LOOKUPS)]
     with pytest.raises(InferenceCenterError, match="64"):
@@ -171,7 +171,7 @@ async def test_what_the_engine_refuses_is_refused() -> None:
 
 
 async def test_a_question_wakes_an_engine_that_sleeps() -> None:
-    """It is answered when the engine is ready, and when the supervisor has stopped nobody may ask."""
+    """It is answered when the engine is ready; after the supervisor has stopped requests are refused."""
     watched = Watched()
     watched.supervisor.start(asleep=True)
     try:

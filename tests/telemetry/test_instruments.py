@@ -61,7 +61,7 @@ def test_without_labels_there_is_a_zero_from_the_beginning() -> None:
 
 @pytest.mark.parametrize("values", [(), ("a",), ("a", "b", "c")])
 def test_as_many_values_as_labels(values: tuple[str, ...]) -> None:
-    """A set of labels of another size would break the page for everybody."""
+    """A wrong number of label values would break the whole page."""
     with pytest.raises(ValueError, match="has the labels"):
         Counts("errors", "Errors.", ["code", "kind"], registry=CollectorRegistry()).labels(*values)
 

@@ -1,4 +1,4 @@
-"""Tests of the log file: what is in it, when it is renamed, and that a full disk stops nobody."""
+"""Tests of the log file: contents, rotation, and tolerance of a full disk."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def limit_files() -> Iterator[Callable[[int], None]]:
 def test_a_full_disk_costs_lines_and_nothing_else(
     tmp_path: Path, limit_files: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever logs goes on, a line is written whole or not at all, and when there is room again the next one is."""
+    """Callers continue, a line is written whole or not at all, and writing resumes when there is room."""
     path = tmp_path / "daemon.log"
     logs.apply(LogSettings(file=path))
     say()
@@ -165,7 +165,7 @@ def test_a_full_device_is_no_exception() -> None:
 
 
 def test_a_file_that_cannot_be_renamed_is_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that nobody may write to any more costs no line."""
+    """An unwritable directory costs no line."""
 
     def refuse(*_: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")

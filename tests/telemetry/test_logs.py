@@ -89,7 +89,7 @@ def test_standard_loggers_are_written_the_same_way(name: str) -> None:
 
 
 def test_the_level_holds_for_both_kinds_of_logger() -> None:
-    """Below the level nothing is written, whoever writes it."""
+    """Lines below the level are not written, whichever logger they come from."""
     stream = io.StringIO()
     logs.configure(level="warning", stream=stream)
     structlog.get_logger("x").info("quiet")
@@ -173,7 +173,7 @@ class GoneTerminal(Terminal):
 
 
 def test_a_terminal_that_is_gone_stops_nobody() -> None:
-    """A line that cannot be written is dropped; whoever logs it goes on."""
+    """A line that cannot be written is dropped; the caller continues."""
     logs.configure(stream=GoneTerminal())
     structlog.get_logger().info("stopping", signal="SIGTERM")
 

@@ -111,7 +111,7 @@ def test_a_turn_is_one_tree_over_both_processes() -> None:
 
 
 def test_two_turns_are_two_traces() -> None:
-    """Whoever is traced at the same time, neither is the other's child."""
+    """Concurrent traces are not each other's children."""
     world = bench()
     first, second = world.traces.begin(None), world.traces.begin(None)
     second.end({}, error=None)
