@@ -81,7 +81,7 @@ def test_a_grammar_is_compiled_once_and_each_turn_goes_its_own_way(grammars: Gra
 
 
 def test_what_is_wrong_with_a_grammar_is_known_too(grammars: GrammarCache, trials: Trials) -> None:
-    """Whoever asks again is told the same, and nothing is tried."""
+    """A repeated request gets the same error without another compilation."""
     wrong = Grammar("regex", "(a")
     said = set()
     for _ in range(2):

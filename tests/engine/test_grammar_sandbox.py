@@ -125,7 +125,7 @@ def test_a_grammar_that_nothing_waits_for_is_not_compiled_on(trial: GrammarSandb
 
 
 def test_a_process_that_was_ended_by_somebody_else_is_replaced(trial: GrammarSandbox) -> None:
-    """The kernel may take it when memory is short: nobody hears of it."""
+    """The OOM killer may take it; no client notices."""
     trial.run(NAMES, PLAIN, MARKERS)
     os.kill(pid_of(trial), 9)
     assert trial._process is not None

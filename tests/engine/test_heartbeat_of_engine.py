@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def test_a_plan_names_everybody_it_touches() -> None:
-    """Those who decode first, each once; a sequence that is parked is nobody's."""
+    """Decoding turns come first, each once; a parked sequence names no turn."""
     row = DecodeRow("reads", Chunk(0, 0, [1], sample=False))
     plan = StepPlan(
         moves=(
@@ -51,7 +51,7 @@ def test_a_plan_names_everybody_it_touches() -> None:
 
 
 def test_who_decodes_is_named_until_the_step_is_over() -> None:
-    """While the backend works on it; afterwards, and for a loop that sleeps, nobody is."""
+    """Turns are named while the backend works on them; between steps and in an idle loop none is."""
     engine = Engine()
     engine.backend.decoding.clear()
     engine.front.send(submit("a", "x"), submit("b", "x"))
@@ -102,7 +102,7 @@ def test_a_worker_that_hangs_is_no_progress() -> None:
 
 
 def test_the_names_outlive_the_process() -> None:
-    """An engine that is killed in a step leaves the names of those whose step it was, and of nobody else."""
+    """An engine killed in a step leaves the names of exactly that step's turns."""
     child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid(), slots=1, echo_delay_ms=60_000))
     child.ready()
     child.front.send(submit("runs", "ab", session="s"), submit("waits", "ab", session="s"))

@@ -62,7 +62,7 @@ def test_parked_sessions_are_given_up_at_once_and_answered_as_before(tmp_path: P
 
 
 def test_turns_in_the_middle_of_their_answers_go_on(tmp_path: Path) -> None:
-    """One whose KV was parked while another had its slot reads it again; without parking nobody gives a slot up."""
+    """A turn whose KV was parked while another had its slot reads it again; without parking no slot is given up."""
     engine = Engine(tmp_path, slots=1, prefill_grid_tokens=16, quantum_tokens=8)
     texts = {name: f"{name} says " + "abcdefghij " * 12 for name in ("ada", "bob")}
     engine.front.send(*(submit(name, text) for name, text in texts.items()))

@@ -77,7 +77,7 @@ def test_what_is_parked_can_be_restored_elsewhere(bench: Bench) -> None:
 
 
 def test_what_is_moved_for_a_turn_is_told_with_its_name(bench: Bench) -> None:
-    """From when to when, and how much; what is parked of an idle session is nobody's time."""
+    """Stages have start, end and size; parking an idle session counts for no turn."""
     bench.fill(s0=[1, 2, 3], s1=[9])
     moves = (
         replace(park(0, 1, 2, 3), turn_id="a"),

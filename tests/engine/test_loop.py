@@ -59,7 +59,7 @@ def test_a_turn_is_answered(engine: Engine) -> None:
 
 
 def test_many_turns_at_once_get_their_own_answers(engine: Engine) -> None:
-    """Eight sessions on two slots: everybody's text is their own, and each turn ends once."""
+    """Eight sessions on two slots: each gets its own text, and each turn ends once."""
     turns = [submit(f"t{n}", f"words of {n}") for n in range(8)]
     engine.backend.decoding.clear()
     engine.tell(*turns)

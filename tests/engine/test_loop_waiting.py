@@ -134,7 +134,7 @@ def test_a_session_that_lost_its_slot_is_restored(engine: Engine) -> None:
 
 
 def test_what_an_earlier_engine_parked_is_told_at_once(engine: Engine, tmp_path: Path) -> None:
-    """Before the first turn, so that nobody thinks it is lost."""
+    """Before the first turn, so that it is not taken for lost."""
     engine.front.send(submit("one", "first", session="s"))
     engine.front.wait_for("one")
     engine.front.send(submit("other", "else"))
@@ -175,7 +175,7 @@ def test_a_system_prompt_is_read_once(engine: Engine) -> None:
 
 
 def test_long_turns_take_turns(tmp_path: Path) -> None:
-    """Three endless turns on one slot, a few tokens each time: everybody speaks, and everybody's text is right."""
+    """Three endless turns on one slot, a few tokens each time: all make progress, and each text is right."""
     engine = Engine(tmp_path, slots=1, quantum_tokens=4)
     texts = {"a": "abc", "b": "defg", "c": "hi"}
     limited = b'{"ignore_eos":true,"max_tokens":24}'

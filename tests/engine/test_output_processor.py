@@ -441,7 +441,7 @@ def test_an_abort_does_not_change_how_an_answer_ended() -> None:
 
 
 def test_text_that_was_told_too_early_is_not_told_again() -> None:
-    """What the next tokens spell is told from the first character on that nobody has heard."""
+    """The text of the next tokens is emitted from the first character not emitted before."""
     output = going_on(b"\n", b"U", b"x", answer=(1,), shown_chars=2, n_ctx=100, stop=["\nUser"])
     events = push_all(output, 2, 3, END)
     assert shown(events) == "x"

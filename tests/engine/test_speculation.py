@@ -151,7 +151,7 @@ def test_what_was_given_up_is_taken_up_again() -> None:
     st.integers(-3, 40),
 )
 def test_drafts_are_alike_and_have_room(chances: list[float], each: int, together: int) -> None:
-    """Nobody drafts more than he may, all together neither, those without a chance nothing, and the others alike."""
+    """No turn exceeds its limit or the common one, those without a chance draft nothing, the others alike."""
     lengths = allot(chances, each=each, together=together)
     assert len(lengths) == len(chances)
     assert sum(lengths) <= max(0, together)

@@ -64,7 +64,7 @@ def test_what_is_put_into_a_slot_ends_the_waiting() -> None:
 
 
 def test_a_prompt_that_was_not_read_to_its_end_counts_no_tokens() -> None:
-    """Nobody says how far it came, neither at the turn's end nor when it loses its slot."""
+    """Its progress is unknown, both at the turn's end and when it loses its slot."""
     ended, preempted = Timeline(0.0), Timeline(0.0)
     for line in (ended, preempted):
         line.enter("prefill", at_s=1.0, n_tokens=0)

@@ -72,7 +72,7 @@ def test_garbage_raises(ends: tuple[BlockingChannel, socket.socket]) -> None:
 
 
 def test_a_closed_peer_cannot_be_written_to(ends: tuple[BlockingChannel, socket.socket]) -> None:
-    """The writer learns that nobody reads."""
+    """The writer detects that the peer does not read."""
     pipe, peer = ends
     peer.close()
     with pytest.raises(ConnectionError):

@@ -57,7 +57,7 @@ def test_progress_is_seen_at_the_other_end(ends: tuple[Heartbeat, Heartbeat]) ->
 
 @given(steps=st.lists(st.lists(NAMES, max_size=40, unique=True)))
 def test_the_turns_of_the_step_are_named(steps: list[list[str]]) -> None:
-    """Whatever was named before: exactly those of the step that runs, in its order, and nobody between steps."""
+    """Whatever was named before: exactly the turns of the running step, in order, and none between steps."""
     with ExitStack() as held:
         front = Heartbeat.create()
         held.callback(front.close)
@@ -71,7 +71,7 @@ def test_the_turns_of_the_step_are_named(steps: list[list[str]]) -> None:
 
 
 def test_those_that_are_prepared_are_named_too(ends: tuple[Heartbeat, Heartbeat]) -> None:
-    """Each as long as its worker is at it, after those of the step, and nobody twice."""
+    """Each is named while its worker runs, after those of the step, and none twice."""
     front, engine = ends
     with engine.preparing("t1"), engine.preparing("t2"):
         assert sorted(front.suspects) == ["t1", "t2"]
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_left_out(ends: tuple[Heartbeat, Heartbeat]) -> Non
 
 
 def test_many_threads_prepare_at_once(ends: tuple[Heartbeat, Heartbeat]) -> None:
-    """Each names its own turn, and in the end nobody is named."""
+    """Each names its own turn, and in the end none is named."""
     front, engine = ends
     together = threading.Barrier(9)
 
@@ -144,7 +144,7 @@ def test_a_killed_process_leaves_what_it_wrote() -> None:
 
 
 def test_garbage_is_read_without_harm(ends: tuple[Heartbeat, Heartbeat]) -> None:
-    """A process that wrote over the page harms nobody: the front reads some names, and none of them is a turn's."""
+    """A process that overwrites the page does no harm: the front reads names that match no turn."""
     front, engine = ends
     size = os.fstat(front.fd).st_size
     os.pwrite(engine.fd, b"\xff" * size, 0)

@@ -103,7 +103,7 @@ def test_part_of_a_frame_waits_for_its_rest() -> None:
 
 
 def test_a_frame_beyond_the_limit_is_refused_by_its_length() -> None:
-    """The length alone is enough: nobody waits for 4 GiB."""
+    """The length alone is enough: the decoder does not wait for 4 GiB."""
     with pytest.raises(FramingError, match="4294967295 bytes exceeds"):
         to_engine_decoder().feed(b"\xff\xff\xff\xff")
     decoder = to_engine_decoder(max_frame_bytes=len(encode(SUBMIT)) - 5)

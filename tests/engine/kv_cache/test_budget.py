@@ -26,7 +26,7 @@ def first(item: str) -> int | None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    """Over the budget, items go in the order in which they were used, whoever they belong to."""
+    """Over the budget, the least recently used items are evicted, whatever their scope."""
     budget = ledger_of(TierLimits(100), ("x", "a", 40), ("y", "b", 40), ("z", "a", 20))
     budget.touch("x")
     assert budget.room("a", 40, without=None, rank=first) == ("y",)
@@ -73,7 +73,7 @@ def test_number_of_items() -> None:
 def test_limits_hold(
     limits: TierLimits, puts: list[tuple[str, int, int | None]], touched: int, *, replace: bool
 ) -> None:
-    """Whoever follows ``room`` never exceeds a limit; it names nobody in vain, and gives up only when it must."""
+    """Evicting what ``room`` returns keeps all limits; it evicts no item needlessly and fails only if it must."""
     budget: LruBudget[int] = LruBudget(limits)
     ranks: dict[int, int | None] = {}
     for number, (scope, n_bytes, rank) in enumerate(puts):

@@ -1,4 +1,4 @@
-"""Directories that are missing, full, read-only or somebody else's."""
+"""Directories that are missing, full, read-only or owned by another user."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_disk_fills_up_in_the_middle(bench: Bench, monkeypatch: pytest.MonkeyPat
 
 
 def test_full_ram_while_fetching(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence for which no memory can be had is dropped, so that nobody fetches it for ever."""
+    """A sequence for which memory cannot be allocated is dropped, so that it is not fetched forever."""
     bench.park_on_disk()
     bench.ram_bytes = 0
     bench.open(adopt=RecoveryMode.ALL)

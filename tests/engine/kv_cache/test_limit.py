@@ -45,7 +45,7 @@ def test_what_was_used_longest_ago_goes(bench: Bench) -> None:
 
 
 def test_warm_files_go_first(bench: Bench) -> None:
-    """Nobody misses them."""
+    """Evicting them loses nothing."""
     park(bench, 1, 2, 3, 4, 5)
     for number in (3, 4, 5):
         bench.store.forget(f"s{number}")

@@ -69,7 +69,7 @@ def test_resize(mapping: Mapping, tmp_path: Path) -> None:
 
 
 def test_resize_while_it_is_read(mapping: Mapping, tmp_path: Path) -> None:
-    """Memory that somebody reads is not moved, and its file keeps its size."""
+    """Memory that is being read is not moved, and its file keeps its size."""
     generation = mapping.begin()
     with mapping.reading(generation) as data:
         assert data is not None
@@ -97,7 +97,7 @@ def test_anonymous_memory_grows() -> None:
 
 
 def test_discarded_while_it_is_read(mapping: Mapping, tmp_path: Path) -> None:
-    """Who reads a discarded mapping reads on; nobody begins to."""
+    """A view of a discarded mapping stays valid; new views are refused."""
     generation = fill(mapping)
     with mapping.reading(generation) as data:
         mapping.discard()

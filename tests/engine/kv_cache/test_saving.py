@@ -123,7 +123,7 @@ def test_a_disk_that_refuses_costs_one_line(store: Store, monkeypatch: pytest.Mo
 
 
 def test_a_directory_that_is_gone_is_made_again(store: Store) -> None:
-    """Whoever cleans up behind an engine loses nothing of it."""
+    """Closing the store loses nothing that was saved."""
     store.park("s", 1)
     (store.path / "disk").rmdir()
     assert store.save() == 1
@@ -146,7 +146,7 @@ def test_sessions_that_are_wanted_stay(store: Store) -> None:
 
 
 def test_what_spells_something_else_is_not_loaded(bench: Bench) -> None:
-    """Whoever found another sequence under the key gets nothing, and what is there stays."""
+    """A reader that expects another sequence under the key gets nothing, and the entry stays."""
     bench.park("s", [1, 2, 3])
     never = pytest.fail
     for tokens in ([1, 2], [1, 2, 3, 4], [3, 2, 1], []):

@@ -251,7 +251,7 @@ def test_disk_only(tmp_path: Path) -> None:
 
 
 def test_many_fetches_without_a_ram_tier(tmp_path: Path) -> None:
-    """More fetches than there are buffers all come to an end, tell for whom there was none, and can be repeated."""
+    """More fetches than buffers all finish, report those without a buffer, and can be repeated."""
     bench = Bench(tmp_path, ram_bytes=0)
     for number in range(10):
         assert bench.park(f"s{number}", [number])

@@ -227,7 +227,7 @@ def test_models_that_do_not_generate_text_are_refused(
 
 
 def test_progress_callback_that_raises_does_not_stop_the_loading(options: EngineOptions, log: LlamaLog) -> None:
-    """Nothing is raised through C: the model loads although nobody can be told."""
+    """Nothing is raised through C: the model loads although the callback fails."""
     calls = []
 
     def broken(fraction: float) -> None:

@@ -131,7 +131,7 @@ def test_nothing_is_saved_where_nothing_can_be(two: Loaded) -> None:
 
 @pytest.mark.parametrize("n_tokens", [0, len(TOKENS) - 1, len(TOKENS) + 1, 10_000])
 def test_another_number_of_tokens_is_refused(two: Loaded, n_tokens: int) -> None:
-    """Whoever restores says how many tokens it is to be; a sequence of more or fewer is not trusted."""
+    """Restoring requires the number of tokens; a sequence of more or fewer is rejected."""
     two.feed(0, TOKENS)
     saved = _saved(two, 0)
     two.feed(1, [1, 2, 3])

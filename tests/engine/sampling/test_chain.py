@@ -164,7 +164,7 @@ def test_samplers_without_effect_are_dropped(idle: dict[str, Any]) -> None:
 
 
 def test_ignore_eos_bans_every_end_token() -> None:
-    """A bias somebody set on an end token gives way."""
+    """``ignore_eos`` overrides a bias on an end token."""
     specs = chain({"ignore_eos": True, "logit_bias": {"2": 5, "9": 1}}, end_tokens=(2, 4))
     assert specs[0] == LogitBias(((2, float("-inf")), (9, 1.0), (4, float("-inf"))))
 

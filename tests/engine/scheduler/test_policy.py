@@ -160,7 +160,7 @@ def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0,
 
 
 def test_prompts_are_read_one_after_the_other() -> None:
-    """The one that is due first takes what the budget gives, the next one what is left, and nobody overtakes."""
+    """The first one due takes what the budget gives, the next one the rest, and none overtakes."""
     requests = [
         new_request(slot, length=length, due=due) for slot, (length, due) in enumerate([(8, 9), (24, 3), (4, 30)])
     ]

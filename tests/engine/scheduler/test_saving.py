@@ -63,7 +63,7 @@ def test_each_slot_is_saved_once_the_last_used_first() -> None:
     ],
 )
 def test_what_is_not_saved(prompt: list[int], durable: bool, store: FakeStore) -> None:
-    """Nobody is to wake up for it."""
+    """It does not wake the loop."""
     world = idle(prompt, durable=durable, store=store)
     assert not world.scheduler.saving.wanted
     assert saved(world) == []

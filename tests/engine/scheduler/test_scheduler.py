@@ -267,7 +267,7 @@ def test_a_turn_whose_kept_kv_was_lost_starts_over(driver: Driver) -> None:
 
 
 def test_a_lost_turn_leaves_no_kv(driver: Driver) -> None:
-    """After a failed decode the slot is nobody's."""
+    """After a failed decode the slot has no owner."""
     driver.add("t", [1, 2, 3])
     driver.step(lost=("t",))
     assert driver.scheduler.slots.of_session("t") is None

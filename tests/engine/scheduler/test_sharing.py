@@ -344,7 +344,7 @@ def test_less_than_two_cells_are_not_waited_for() -> None:
 
 
 def test_a_follower_of_a_reader_that_ends_reads_itself() -> None:
-    """It waits no longer than there is somebody to wait for."""
+    """It waits only while there is a reader to wait for."""
     world = World(slots=2)
     world.add([*SYSTEM, 1], turn="reader")
     follower = world.add([*SYSTEM, 2])
@@ -461,6 +461,6 @@ def test_prefix_keys_tell_scopes_and_tokens_apart() -> None:
 
 
 def test_a_turn_without_a_client_is_refused() -> None:
-    """Its KV would be everybody's."""
+    """Its KV would be shared with all clients."""
     with pytest.raises(ValueError, match="needs a client id"):
         World().add([1, 2], client="")

@@ -1,4 +1,4 @@
-"""More turns than slots: who runs when, who yields to whom, and that nobody waits for ever."""
+"""More turns than slots: which turn runs when, which one yields, and that none starves."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_new_turn_takes_over_after_a_quarter_of_a_quantum() -> None:
 @pytest.mark.parametrize("same_client", [True, False])
 @pytest.mark.parametrize(("users", "slots"), [(2, 1), (5, 4), (9, 4), (16, 3)])
 def test_equal_users_stay_within_two_quanta(users: int, slots: int, same_client: bool) -> None:
-    """However many share however few slots, nobody is ever further ahead, and no stay is shorter than a quantum."""
+    """With any number of turns and slots, no lead grows, and no stay is shorter than a quantum."""
     world = crowd(slots=slots)
     turns = [world.add(prompt(n), client="c" if same_client else f"c{n}") for n in range(users)]
     preemptions = 0
@@ -139,7 +139,7 @@ def test_a_higher_class_takes_a_lower_ones_slot() -> None:
 
 
 def test_a_lower_class_does_not_disturb_a_higher_one() -> None:
-    """However long it runs, while nobody ages."""
+    """However long it runs, while no turn ages."""
     world = crowd(slots=1)
     urgent = world.add(prompt(1), priority=0)
     world.step()
@@ -273,7 +273,7 @@ def test_a_preempted_turn_is_aborted_or_released() -> None:
 
 
 def test_an_idle_session_gives_way_before_a_turn_does() -> None:
-    """As long as somebody's KV lies idle, nobody's turn is interrupted; what lay idle is parked and found again."""
+    """While an idle session holds a slot, no turn is interrupted; idle KV is parked and found again."""
     world = crowd(slots=2, quantum_tokens=1, answer_tokens=4)
     world.add(prompt(1), session="idle")
     world.run_to_end()
