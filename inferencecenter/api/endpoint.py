@@ -199,17 +199,17 @@ class Endpoint:
 
     async def __call__(self, asgi: AsgiScope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        answering = _Answering(send, counted=self._count)
+        writer = _ResponseWriter(send, counted=self._count)
         try:
             operation = self._operation(asgi["method"])
-            await self._answer(operation, asgi, receive, answering)
+            await self._answer(operation, asgi, receive, writer)
         except (ClientDisconnectedError, ConnectionError):
             pass
         except InferenceCenterError as error:
-            await answering.fail(error)
-        except Exception:  # noqa: BLE001 - the border: a defect here must not be the connection's end without a word
+            await writer.fail(error)
+        except Exception:  # noqa: BLE001 - boundary: a defect must not close the connection without a response
             _log.exception("request_failed", method=asgi["method"], path=self._path)
-            await answering.fail(InferenceCenterError(ErrorCode.INTERNAL))
+            await writer.fail(InferenceCenterError(ErrorCode.INTERNAL))
 
     def _operation(self, method: str) -> Operation:
         operation = self._operations.get(method)
@@ -218,29 +218,29 @@ class Endpoint:
             raise MethodNotAllowedError(method, allowed=allowed)
         return operation
 
-    async def _answer(self, operation: Operation, asgi: AsgiScope, receive: Receive, answering: _Answering) -> None:
+    async def _answer(self, operation: Operation, asgi: AsgiScope, receive: Receive, writer: _ResponseWriter) -> None:
         if operation.scope is None:
             with BodyRoom(self._bodies, "") as room:
                 call = await self._call(operation, asgi, receive, None, room)
-                await answering.answer(await operation.handler(call))
+                await writer.answer(await operation.handler(call))
             return
         request_context = RequestContext(await admit(self._context, asgi, Headers(scope=asgi), scope=operation.scope))
         room = BodyRoom(self._bodies, request_context.account.client_id)
         with self._counted(request_context), request_context.until_expiry(self._context.clock()), room:
             try:
                 call = await self._call(operation, asgi, receive, request_context, room)
-                leaving = self._tasks.spawn(_notice_leaving(receive, request_context), name="notice_leaving")
+                leaving = self._tasks.spawn(_wait_disconnected(receive, request_context), name="notice_leaving")
                 try:
-                    await answering.answer(await operation.handler(call))
+                    await writer.answer(await operation.handler(call))
                 finally:
                     leaving.cancel()
             except InferenceCenterError:
                 # The request still counts towards its client's limit during the delay, which so bounds concurrent
                 # refusals as well.
-                if delay_s := self._context.paces.refused(request_context.account.client_id):
+                if delay_s := self._context.refusal_backoffs.refused(request_context.account.client_id):
                     await sleep(delay_s)
                 raise
-            self._context.paces.accepted(request_context.account.client_id)
+            self._context.refusal_backoffs.accepted(request_context.account.client_id)
 
     async def _call(
         self,
@@ -294,7 +294,7 @@ class MethodNotAllowedError(InferenceCenterError):
         self.allowed = allowed
 
 
-class _Answering:
+class _ResponseWriter:
     """The response to one request; ``counted`` is called with its status, and with the error if there is one."""
 
     def __init__(self, send: Send, *, counted: Callable[[int, InferenceCenterError | None], None]) -> None:
@@ -343,7 +343,7 @@ class _Answering:
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
 
 
-async def _notice_leaving(receive: Receive, request_context: RequestContext) -> None:
+async def _wait_disconnected(receive: Receive, request_context: RequestContext) -> None:
     """Wait until the client has disconnected; further data is ignored."""
     while (await receive())["type"] != "http.disconnect":
         pass

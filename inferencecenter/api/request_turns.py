@@ -125,7 +125,7 @@ class RequestTurns:
         self._client = request_context.caller.client
         self._discard = discard
         self._outlived = outlived
-        self._ears: list[_TurnSink] = []
+        self._sinks: list[_TurnSink] = []
         self._queue: deque[tuple[int, Event | TextRun]] = deque()
         self._bytes = 0
         self._said = False
@@ -150,10 +150,10 @@ class RequestTurns:
         traceparent = self._visit.caller.traceparent
         if request.traceparent is None and traceparent is not None:
             request = request.model_copy(update={"traceparent": traceparent})
-        ear = _TurnSink(len(self._ears), request, self)
-        self._context.sessions.infer(self._client, request, ear, note=note)
-        self._ears.append(ear)
-        return ear.index
+        sink = _TurnSink(len(self._sinks), request, self)
+        self._context.sessions.infer(self._client, request, sink, note=note)
+        self._sinks.append(sink)
+        return sink.index
 
     def fail(self, reason: Exception) -> None:
         """End all turns now; the reader of ``batches`` gets ``reason`` instead of queued events."""
@@ -200,7 +200,7 @@ class RequestTurns:
             said, self._said = self._said, False
             if taken := self._taken():
                 yield taken
-            if self._failure is None and not self._queue and all(ear.over for ear in self._ears):
+            if self._failure is None and not self._queue and all(sink.over for sink in self._sinks):
                 return
             if not said and clock() >= quiet_until:
                 yield []
@@ -210,7 +210,7 @@ class RequestTurns:
 
     def _join(self, index: int, event: Text) -> bool:
         """Append text to the turn's last queued entry, unless another event of the turn came after it."""
-        for place in range(len(self._queue) - 1, max(-1, len(self._queue) - 1 - len(self._ears)), -1):
+        for place in range(len(self._queue) - 1, max(-1, len(self._queue) - 1 - len(self._sinks)), -1):
             other, waiting = self._queue[place]
             if other != index:
                 continue
@@ -256,13 +256,13 @@ class RequestTurns:
     def _end(self) -> None:
         """Abort unfinished turns, or detach from them."""
         sessions = self._context.sessions
-        for ear in self._ears:
-            over, ear.over = ear.over, True
+        for sink in self._sinks:
+            over, sink.over = sink.over, True
             if not over and not self._outlived:
-                abort = Abort(op="abort", session_id=ear.request.session_id, discard=self._discard)
+                abort = Abort(op="abort", session_id=sink.request.session_id, discard=self._discard)
                 with suppress(InferenceCenterError):  # it has ended, and its end event is queued
                     sessions.abort(self._client, abort)
-            sessions.detach(ear)
+            sessions.detach(sink)
 
 
 class NullSink:

@@ -75,7 +75,7 @@ def resolve_session(sessions: SessionManager, client: Principal, conversation: C
         sessions.rewind(client, RewindSession(op="rewind_session", session_id=session_id, turn=found.turn), _NULL_SINK)
     elif found.turn is not None:
         session_id = fork_session(sessions, client, session_id, turn=found.turn)
-    return _told(sessions, client, session_id, conversation.messages[found.n_messages :])
+    return _append_history(sessions, client, session_id, conversation.messages[found.n_messages :])
 
 
 def fork_session(sessions: SessionManager, client: Principal, session_id: str, *, turn: str | None = None) -> str:
@@ -114,10 +114,10 @@ def open_session(sessions: SessionManager, client: Principal, conversation: Conv
     )
     created = sessions.create(client, request, _NULL_SINK, stateless=conversation.stateless)
     sessions.detach(_NULL_SINK)
-    return _told(sessions, client, created.session_id, messages if system is None else messages[1:])
+    return _append_history(sessions, client, created.session_id, messages if system is None else messages[1:])
 
 
-def _told(
+def _append_history(
     sessions: SessionManager, client: Principal, session_id: str, messages: tuple[ChatMessage, ...]
 ) -> SessionMatch:
     """Append the messages up to the last answer to a session; the rest is the question."""

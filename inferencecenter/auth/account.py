@@ -103,7 +103,7 @@ def check_client_id(client_id: str) -> None:
     if CLIENT_ID.fullmatch(client_id) is None:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"client_id is {client_id[:64]!r}, which is no name of a client",
+            f"client_id is {client_id[:64]!r}, which is not a valid client id",
             field="client_id",
             hint="Letters, digits and . _ @ + -, beginning with a letter or digit; at most 64.",
         )
@@ -118,7 +118,7 @@ def check_max_sessions(number: int) -> None:
     if not 1 <= number <= MAX_SESSIONS:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"max_sessions is {number}, and must be from 1 to {MAX_SESSIONS}",
+            f"max_sessions is {number}, but must be from 1 to {MAX_SESSIONS}",
             field="max_sessions",
         )
 
@@ -132,7 +132,7 @@ def check_retention(days: float | None) -> None:
     if days is not None and not 0 < days <= MAX_RETENTION_DAYS:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"retention_days is {days:g}, and must be above 0 and at most {MAX_RETENTION_DAYS}",
+            f"retention_days is {days:g}, but must be above 0 and at most {MAX_RETENTION_DAYS}",
             field="retention_days",
-            hint="Without it sessions.retention_days holds.",
+            hint="If not set, sessions.retention_days applies.",
         )

@@ -222,9 +222,9 @@ class Accounts:
         if not self.has_client(client_id):
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"client_id is {client_id!r}, which is no client",
+                f"client_id is {client_id!r}, which does not exist",
                 field="client_id",
-                hint="Make the client first.",
+                hint="Create the client first.",
             )
         token_id, secret = tokens.generate_token()
         with self._file.transaction() as database:

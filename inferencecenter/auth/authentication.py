@@ -224,7 +224,7 @@ class Authenticator:
             raise InferenceCenterError(
                 ErrorCode.STORAGE_UNAVAILABLE,
                 "accounts cannot be read at the moment",
-                hint="Try again when the operator has mended it.",
+                hint="Retry once the operator has repaired it.",
                 retry_after_ms=_CANNOT_TELL_RETRY_MS,
             ) from None
         self._unreadable = False

@@ -84,7 +84,7 @@ def _read(path: Path, *, default_max_sessions: int, default_priority: Priority) 
         if entry.client_id in clients:
             raise InferenceCenterError(
                 ErrorCode.INVALID_CONFIG,
-                f"{path}: {where}: client_id {entry.client_id!r} is there twice",
+                f"{path}: {where}: client_id {entry.client_id!r} occurs twice",
                 field=f"{where}.client_id",
             )
         account = Account(

@@ -65,7 +65,7 @@ class _Answer(_Terms):
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
+class _CachedAnswer:
     """A cached answer with its expiry (monotonic seconds); ``None`` is a refusal."""
 
     account: Account | None
@@ -97,7 +97,7 @@ class ExternalAuth:
         self._default_max_sessions = default_max_sessions
         self._default_priority: Priority = default_priority
         self._clock = clock
-        self._known: OrderedDict[bytes, _Known] = OrderedDict()
+        self._known: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         # Keyed with a secret of this process, as plain hashes of short keys could be reversed.
         self._hash_key = secrets.token_bytes(32)
         self._asking = asyncio.Semaphore(settings.max_requests)
@@ -143,9 +143,9 @@ class ExternalAuth:
         """Close the connections."""
         await self._transport.aclose()
 
-    async def _find_out(self, name: bytes, client_id: str, api_key: str) -> _Known:
+    async def _find_out(self, name: bytes, client_id: str, api_key: str) -> _CachedAnswer:
         if self._n_waiting >= MAX_WAITING:
-            raise AuthUnavailableError("too many wait for an answer")
+            raise AuthUnavailableError("too many requests are waiting for a response")
         settings = self._settings
         self._n_waiting += 1
         try:
@@ -158,8 +158,8 @@ class ExternalAuth:
             self._note_failure(str(error))
             raise
         except TimeoutError:
-            self._note_failure("it took too long")
-            raise AuthUnavailableError("it took too long") from None
+            self._note_failure("it timed out")
+            raise AuthUnavailableError("it timed out") from None
         finally:
             self._n_waiting -= 1
         self._note_success()
@@ -184,7 +184,7 @@ class ExternalAuth:
             async for chunk in response.aiter_raw():
                 body += chunk
                 if len(body) > MAX_ANSWER_BYTES:
-                    raise AuthUnavailableError("its answer is too long")
+                    raise AuthUnavailableError("its response is too long")
         except (httpx2.TransportError, OSError) as error:
             raise AuthUnavailableError(type(error).__name__) from None
         finally:
@@ -218,15 +218,15 @@ class ExternalAuth:
         if status in _SAYS_NO:
             return None
         if status != 200:
-            raise AuthUnavailableError(f"it answered with status {status}")
-        with foreign_input(lambda _: AuthUnavailableError("its answer is not of the form that was agreed on")):
+            raise AuthUnavailableError(f"it responded with status {status}")
+        with foreign_input(lambda _: AuthUnavailableError("its response has an invalid format")):
             said = _Answer.model_validate_json(body)
             if not said.is_yes:
                 return None
             terms = said.config or said
             limits = _limits(terms.limits)
         if said.client_id not in (None, client_id):
-            raise AuthUnavailableError("it answered about another client")
+            raise AuthUnavailableError("its response is about another client")
         return Account(
             client_id=client_id,
             max_sessions=terms.max_sessions or self._default_max_sessions,
@@ -239,16 +239,16 @@ class ExternalAuth:
         # A client id cannot contain the separator.
         return hashlib.blake2b(f"{client_id} {api_key}".encode(), key=self._hash_key, digest_size=32).digest()
 
-    def _remembered(self, name: bytes) -> _Known | None:
+    def _remembered(self, name: bytes) -> _CachedAnswer | None:
         known = self._known.get(name)
         if known is not None and self._clock() >= known.until_s:
             del self._known[name]
             return None
         return known
 
-    def _remember(self, name: bytes, account: Account | None) -> _Known:
+    def _remember(self, name: bytes, account: Account | None) -> _CachedAnswer:
         for_s = self._settings.refused_cache_s if account is None else self._settings.cache_s
-        known = _Known(account, self._clock() + for_s)
+        known = _CachedAnswer(account, self._clock() + for_s)
         self._known[name] = known
         self._known.move_to_end(name)
         if len(self._known) > MAX_CACHED:
@@ -288,7 +288,7 @@ def _read_token(path: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise _unusable("token_file", path, error) from error
     if re.fullmatch(r"[!-~]+", token) is None:
-        raise _unusable("token_file", path, ValueError("it holds no token"))
+        raise _unusable("token_file", path, ValueError("it contains no token"))
     return token
 
 

@@ -50,18 +50,18 @@ class TokenAllowance:
         if limits.concurrent_turns is not None and self._running >= limits.concurrent_turns:
             raise InferenceCenterError(
                 ErrorCode.RATE_LIMITED,
-                f"{self._running} turns of this token run or wait, and {limits.concurrent_turns} may",
-                hint="Wait for the end of one of them.",
+                f"{self._running} turns of this token run or wait, and at most {limits.concurrent_turns} are allowed",
+                hint="Wait until one of them ends.",
                 retry_after_ms=BUSY_RETRY_MS,
             )
         if limits.requests_per_minute is not None:
             _refuse(
-                f"this token may ask for {limits.requests_per_minute} turns a minute",
+                f"this token is limited to {limits.requests_per_minute} turns per minute",
                 self._requests.retry_after_ms(limits.requests_per_minute, now_ms=now_ms),
             )
         if limits.tokens_per_minute is not None:
             _refuse(
-                f"this token may use {limits.tokens_per_minute} tokens a minute",
+                f"this token is limited to {limits.tokens_per_minute} tokens per minute",
                 self._minute.retry_after_ms(limits.tokens_per_minute, now_ms=now_ms),
             )
 
@@ -146,7 +146,7 @@ class TokenAllowance:
         if limits.tokens_per_day is not None and day.used >= limits.tokens_per_day:
             raise InferenceCenterError(
                 ErrorCode.QUOTA_EXCEEDED,
-                f"this token has used {day.used} tokens today, and may use {limits.tokens_per_day} a day",
+                f"this token has used {day.used} tokens today, and is limited to {limits.tokens_per_day} per day",
                 hint=f"The next day begins at {day.end}.",
                 retry_after_ms=day.ends_ms - _ms(self._clock()),
             )
@@ -269,7 +269,7 @@ class Allowances:
 def _refuse(reason: str, retry_after_ms: int | None) -> None:
     if retry_after_ms is not None:
         raise InferenceCenterError(
-            ErrorCode.RATE_LIMITED, reason, hint="Ask again after retry_after_ms.", retry_after_ms=retry_after_ms
+            ErrorCode.RATE_LIMITED, reason, hint="Retry after retry_after_ms.", retry_after_ms=retry_after_ms
         )
 
 

@@ -168,8 +168,8 @@ class OperationRateLimiter:
         if retry_after_ms is not None:
             raise InferenceCenterError(
                 ErrorCode.RATE_LIMITED,
-                f"this client asks for more than {self._per_minute} operations a minute",
-                hint="Ask again after retry_after_ms; long frames and operations on long sessions count for more.",
+                f"this client exceeds {self._per_minute} operations per minute",
+                hint="Retry after retry_after_ms; long frames and operations on long sessions cost more.",
                 retry_after_ms=retry_after_ms,
             )
         n_units = 1 + n_chars // UNIT_CHARS + n_frame_chars // FRAME_UNIT_CHARS

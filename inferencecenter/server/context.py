@@ -98,7 +98,7 @@ class ServerContext:
     """The daemon as seen by the server; ``clock`` is Unix seconds, ``monotonic`` monotonic seconds.
 
     ``pressure`` returns the memory pressure last measured; ``last_engine_events`` holds the last event sent to clients
-    for each model's engine. ``paces`` are the refusal back-offs of HTTP requests. ``read_usage`` reads a client's
+    for each model's engine. ``refusal_backoffs`` are those of HTTP requests. ``read_usage`` reads a client's
     usage, ``worker`` runs CPU-bound work, ``disk_worker`` blocking disk I/O, and ``stop`` ends the daemon as SIGTERM
     does.
     """
@@ -112,7 +112,7 @@ class ServerContext:
     pressure: Callable[[], Pressure]
     allowances: Allowances
     operations: OperationRateLimiter
-    paces: RefusalBackoffs
+    refusal_backoffs: RefusalBackoffs
     read_usage: UsageReader
     stop: Callable[[], None]
     authenticator: Authenticator
@@ -159,7 +159,7 @@ class ServerContext:
             pressure=pressure,
             allowances=allowances,
             operations=OperationRateLimiter(settings.operations_per_minute, monotonic=monotonic),
-            paces=RefusalBackoffs(),
+            refusal_backoffs=RefusalBackoffs(),
             read_usage=read_usage,
             stop=stop,
             authenticator=Authenticator(
@@ -177,7 +177,7 @@ class ServerContext:
                 max_per_client=settings.max_connections_per_client,
                 max_unauthenticated=settings.max_unauthenticated,
                 max_unauthenticated_per_address=settings.max_unauthenticated_per_address,
-                let_in=door.give_back,
+                on_authenticated=door.give_back,
                 metrics=metrics,
             ),
             feed=MetricsFeed(MetricsSampler(gpu=gpu, engine=models, sessions=sessions, clock=clock)),

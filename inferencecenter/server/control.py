@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TOKENS_CHANGED: Final = b"tokens"
 _RELOAD: Final = b"reload"
 _MAX_PROBLEMS: Final = 20
-_PURGE_WORDS: Final[dict[PurgeKind, bytes]] = {"session": b"purge session ", "client": b"purge client "}
+_PURGE_COMMANDS: Final[dict[PurgeKind, bytes]] = {"session": b"purge session ", "client": b"purge client "}
 DAEMON_LOCK_NAME: Final = "daemon.lock"
 """Lock file in the state directory, held by a running daemon."""
 _NAME: Final = "control.sock"
@@ -124,10 +124,10 @@ def request_purge(state_dir: Path, kind: PurgeKind, name: str) -> bool:
     Raises:
         InferenceCenterError: ``invalid_request`` for a malformed name.
     """
-    word = _PURGE_WORDS[kind] + name.encode()
-    if len(word) > _MAX_DATAGRAM_BYTES:
+    datagram = _PURGE_COMMANDS[kind] + name.encode()
+    if len(datagram) > _MAX_DATAGRAM_BYTES:
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, f"the {kind}'s name is too long", field=kind)
-    return _send(state_dir, word)
+    return _send(state_dir, datagram)
 
 
 def request_reload(state_dir: Path, *, timeout_s: float) -> ReloadReport:
@@ -160,14 +160,14 @@ def _no_answer(message: str, hint: str) -> InferenceCenterError:
     return InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, message, hint=hint)
 
 
-def _send(state_dir: Path, word: bytes, *descriptors: int) -> bool:
+def _send(state_dir: Path, datagram: bytes, *descriptors: int) -> bool:
     ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))] if descriptors else []
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
         sender.setblocking(False)
         try:
             with _short_path(state_dir) as path:
                 # Not `socket.send_fds`, which ignores the address.
-                sender.sendmsg([word], ancillary, 0, path)
+                sender.sendmsg([datagram], ancillary, 0, path)
         except OSError:
             return False
     return True
@@ -228,23 +228,25 @@ class ControlSocket:
     def _read(self) -> None:
         try:
             # One byte more than the limit, to detect datagrams that are too long.
-            word, descriptors, _, _ = socket.recv_fds(self._socket, _MAX_DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC)
+            datagram, descriptors, _, _ = socket.recv_fds(
+                self._socket, _MAX_DATAGRAM_BYTES + 1, 1, socket.MSG_CMSG_CLOEXEC
+            )
         except BlockingIOError:
             return
         with contextlib.ExitStack() as received:
             for descriptor in descriptors:
                 received.callback(os.close, descriptor)
-            self._obey(word, descriptors)
+            self._execute(datagram, descriptors)
 
-    def _obey(self, word: bytes, descriptors: Sequence[int]) -> None:
-        if word == TOKENS_CHANGED:
+    def _execute(self, datagram: bytes, descriptors: Sequence[int]) -> None:
+        if datagram == TOKENS_CHANGED:
             self._tokens_changed()
-        elif word == _RELOAD and self._reload is not None:
+        elif datagram == _RELOAD and self._reload is not None:
             _answer(descriptors, self._reload())
-        elif self._purge is not None and (wanted := _purge_in(word)) is not None:
+        elif self._purge is not None and (wanted := _purge_in(datagram)) is not None:
             self._purge(*wanted)
         else:
-            _log.warning("control_word_unknown", length=len(word))
+            _log.warning("control_word_unknown", length=len(datagram))
 
 
 def _answer(descriptors: Sequence[int], report: ReloadReport) -> None:
@@ -258,14 +260,14 @@ def _answer(descriptors: Sequence[int], report: ReloadReport) -> None:
             _log.warning("control_answer_lost", error=error.strerror)
 
 
-def _purge_in(word: bytes) -> tuple[PurgeKind, str] | None:
+def _purge_in(datagram: bytes) -> tuple[PurgeKind, str] | None:
     """Return the kind and name in a purge command, ``None`` for any other datagram."""
-    if len(word) > _MAX_DATAGRAM_BYTES:
+    if len(datagram) > _MAX_DATAGRAM_BYTES:
         return None
-    for kind, beginning in _PURGE_WORDS.items():
-        if word.startswith(beginning):
+    for kind, beginning in _PURGE_COMMANDS.items():
+        if datagram.startswith(beginning):
             try:
-                return kind, word.removeprefix(beginning).decode()
+                return kind, datagram.removeprefix(beginning).decode()
             except UnicodeDecodeError:
                 return None
     return None

@@ -27,7 +27,7 @@ _HelloStatus = Literal["ready", "loading", "degraded"]
 
 # Not announced: draining and stopped, because the daemon is ending, which ``going_away`` announces; and suspending,
 # which lasts only until the engine sleeps.
-_ENGINE_WORDS: Final[Mapping[EngineState, _EngineWord]] = MappingProxyType(
+_ENGINE_STATES: Final[Mapping[EngineState, _EngineWord]] = MappingProxyType(
     {
         EngineState.STARTING: "starting",
         EngineState.READY: "ready",
@@ -82,12 +82,12 @@ def describe_engine(engine: EngineStatus) -> str:
 
 def engine_changed(engine: EngineStatus, *, model: str | None = None) -> events.EngineChanged | None:
     """Return the event for an engine's new state, ``None`` if clients need not know; the default has no ``model``."""
-    word = _ENGINE_WORDS.get(engine.state)
-    if word is None:
+    state = _ENGINE_STATES.get(engine.state)
+    if state is None:
         return None
     if engine.state is EngineState.STARTING and engine.detail:  # about the previous model; sleep is not announced
-        word = "restarting"
-    return events.EngineChanged(state=word, detail=engine.detail, model=model)
+        state = "restarting"
+    return events.EngineChanged(state=state, detail=engine.detail, model=model)
 
 
 def storage_changed(fault: StorageFault | None) -> events.StorageChanged:

@@ -298,9 +298,9 @@ class HttpConnection(H11Protocol):
 
     def _watch_reader(self) -> None:
         self._unsent_bytes = self._raw.get_write_buffer_size()
-        self._stall_timer = self.loop.call_later(STALL_S, self._look_at_reader)
+        self._stall_timer = self.loop.call_later(STALL_S, self._check_reader)
 
-    def _look_at_reader(self) -> None:
+    def _check_reader(self) -> None:
         """Reset the connection if nothing was read since the last check; a slow reader gets more time."""
         if self._raw.get_write_buffer_size() < self._unsent_bytes:
             self._watch_reader()

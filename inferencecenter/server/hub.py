@@ -140,7 +140,7 @@ class ConnectionHub:
         max_per_client: Maximum number of sockets and participants of one client.
         max_unauthenticated: Maximum number of unauthenticated sockets.
         max_unauthenticated_per_address: Maximum number of those from one address.
-        let_in: Called with the address of a socket that authenticates after its upgrade.
+        on_authenticated: Called with the address of a socket that authenticates after its upgrade.
         metrics: Where they are counted.
     """
 
@@ -151,14 +151,14 @@ class ConnectionHub:
         max_per_client: int,
         max_unauthenticated: int,
         max_unauthenticated_per_address: int,
-        let_in: Callable[[str], object],
+        on_authenticated: Callable[[str], object],
         metrics: DaemonMetrics,
     ) -> None:
         self._max_connections = max_connections
         self._unauthenticated: UnauthenticatedSockets[ClientSocket] = UnauthenticatedSockets(
             most=max_unauthenticated, most_per_address=max_unauthenticated_per_address
         )
-        self._let_in = let_in
+        self._on_authenticated = on_authenticated
         self._max_per_client = max_per_client
         self._metrics = metrics
         self._connections: set[ClientSocket] = set()
@@ -261,7 +261,7 @@ class ConnectionHub:
         self._n_of_clients += 1
         if connection is not None:
             if self._unauthenticated.discard(connection):
-                self._let_in(connection.address)
+                self._on_authenticated(connection.address)
             self._count_unauthenticated()
             self._of_client[client_id].add(connection)
 
@@ -309,10 +309,10 @@ class ConnectionHub:
     def close_clients(self, client_ids: Collection[str]) -> None:
         """Close the sockets of these clients that authenticated with an API key, which may have changed."""
         by_key = [each for each in self._connections if each.authenticated and each.token_id is None]
-        guests = [each for each in self._participants if each.account.token_id is None]
+        participants = [each for each in self._participants if each.account.token_id is None]
         self._close(
             [each for each in by_key if each.client.client_id in client_ids],
-            [each for each in guests if each.account.client_id in client_ids],
+            [each for each in participants if each.account.client_id in client_ids],
             (CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed"),
         )
 
@@ -372,10 +372,10 @@ class ConnectionHub:
             self._close(self._connections, self._participants, (CloseCode.RESTART, "the daemon stops"))
 
     def _close(
-        self, connections: Iterable[ClientSocket], guests: Iterable[Participant], farewell: tuple[CloseCode, str]
+        self, connections: Iterable[ClientSocket], participants: Iterable[Participant], farewell: tuple[CloseCode, str]
     ) -> None:
         _each(connections, lambda each: each.close(*farewell))
-        _each(guests, lambda each: each.dismiss(*farewell))
+        _each(participants, lambda each: each.dismiss(*farewell))
 
     def _count_unauthenticated(self) -> None:
         self._metrics.unauthenticated_connections.set(len(self._unauthenticated))
@@ -390,5 +390,5 @@ def _each(them: Iterable[_Each], do: Callable[[_Each], None]) -> None:
     for one in tuple(them):
         try:
             do(one)
-        except Exception:  # noqa: BLE001 - the border between one connection and all others
+        except Exception:  # noqa: BLE001 - boundary between one connection and all others
             _log.exception("connection_failed", connection=repr(one))

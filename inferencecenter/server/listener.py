@@ -226,11 +226,11 @@ def _descriptors_for_http() -> int:
     return max(1, (soft - _OTHER_DESCRIPTORS) // 2) if soft != resource.RLIM_INFINITY else sys.maxsize
 
 
-def _nobody(_status: int) -> None:
+def _ignore_refusal(_status: int) -> None:
     pass
 
 
-def _nothing_against(_peer: str, _headers: Headers) -> None:
+def _accept_upgrade(_peer: str, _headers: Headers) -> None:
     pass
 
 
@@ -254,9 +254,9 @@ class Listener(uvicorn.Server):
         *,
         drain: Callable[[], Awaitable[None]],
         tls: ssl.SSLContext | None = None,
-        refused: Callable[[int], object] = _nobody,
+        refused: Callable[[int], object] = _ignore_refusal,
         connected: Callable[[], object] = lambda: None,
-        refusal: Callable[[str, Headers], bytes | None] = _nothing_against,
+        refusal: Callable[[str, Headers], bytes | None] = _accept_upgrade,
     ) -> None:
         self._settings = settings
         self._tls = tls

@@ -187,7 +187,7 @@ class MetricsFeed:
         event: Event
         try:
             event = await self._sources.sample()
-        except Exception:  # noqa: BLE001 - the border: each who asked is told
+        except Exception:  # noqa: BLE001 - boundary: reported to each caller
             _log.exception("metrics_failed")
             event = event_factory.error_event(InferenceCenterError(ErrorCode.INTERNAL))
         asking, self._asking = self._asking, []
@@ -206,7 +206,7 @@ def _send(sink: EventSink, event: Event) -> None:
     """Send an event; an exception in one sink does not affect the others."""
     try:
         sink.send(event)
-    except Exception:  # noqa: BLE001 - the border: a defect of one socket must not end the others' frames
+    except Exception:  # noqa: BLE001 - boundary: a defect of one socket must not end the frames of others
         _log.exception("metrics_unsent")
 
 

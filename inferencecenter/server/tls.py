@@ -66,7 +66,7 @@ def _loaded(certfile: Path, keyfile: Path) -> ssl.SSLContext:
         raise _invalid(
             f"{keyfile} is encrypted",
             "server.keyfile",
-            hint="The daemon starts without anybody at a keyboard: give it the key without a passphrase.",
+            hint="The daemon starts unattended: provide the key without a passphrase.",
         ) from None
     except ssl.SSLError as error:
         raise _not_a_pair(certfile, keyfile, error) from error

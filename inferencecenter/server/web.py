@@ -191,7 +191,7 @@ class WebPage:
             Route(self._base_path + "/web/{path:path}", self.file),
         ]
         if self._base_path:
-            routes.append(Route(self._base_path, self.way_in))
+            routes.append(Route(self._base_path, self.redirect_to_page))
         return routes
 
     async def front_page(self, request: Request) -> Response:
@@ -202,7 +202,7 @@ class WebPage:
         response.headers["vary"] = "accept"
         return response
 
-    async def way_in(self, request: Request) -> Response:
+    async def redirect_to_page(self, request: Request) -> Response:
         """Redirect a browser to where the page's relative URLs resolve to its files."""
         if _wants_html(request):
             return RedirectResponse(self._base_path + "/", headers={"vary": "accept"})

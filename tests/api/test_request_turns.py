@@ -62,7 +62,7 @@ def begun(context: ServerContext, turns: RequestTurns) -> str:
 def of_two() -> RequestTurns:
     """Return what hears two turns, of which a test tells."""
     turns = RequestTurns(stub_context(), visit_of_kitchen())
-    vars(turns)["_ears"] = [object(), object()]
+    vars(turns)["_sinks"] = [object(), object()]
     return turns
 
 

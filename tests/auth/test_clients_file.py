@@ -60,7 +60,7 @@ def test_an_empty_file_has_no_clients(tmp_path: Path) -> None:
     ("entry", "field", "words"),
     [
         ('client_id = "k"', "client[1]", "either api_key or api_key_sha256"),
-        ('client_id = "a b"\napi_key = "x"', "client[1].client_id", "no name of a client"),
+        ('client_id = "a b"\napi_key = "x"', "client[1].client_id", "not a valid client id"),
         ('client_id = "k"\napi_key = "x"\nlimits = {max_tokens = 0}', "client[1].limits.max_tokens", "greater than"),
         ('client_id = "k"\napi_key = "x"\nlimits = {tokens = 1}', "client[1].limits.tokens", "unknown field"),
         (f'client_id = "k"\napi_key = "x"\napi_key_sha256 = "{DIGEST}"', "client[1]", "either api_key"),
@@ -110,7 +110,7 @@ def test_keys_are_not_shown_in_errors(tmp_path: Path) -> None:
         ('client = "k"', "not a list of tables"),
         (f"[[client]]\nmax_sessions = {'9' * 5000}", "cannot be understood: ValueError"),
         (f"client = {'[' * 5000}", "cannot be understood: RecursionError"),
-        ('[[client]]\nclient_id = "k"\napi_key = "a"\n[[client]]\nclient_id = "k"\napi_key = "b"', "is there twice"),
+        ('[[client]]\nclient_id = "k"\napi_key = "a"\n[[client]]\nclient_id = "k"\napi_key = "b"', "occurs twice"),
     ],
 )
 def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: str) -> None:

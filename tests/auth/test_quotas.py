@@ -84,7 +84,7 @@ def test_requests_a_minute() -> None:
     turn(limited)
     error = refused(limited)
     assert (error.code, error.retry_after_ms) == (ErrorCode.RATE_LIMITED, 40_100)
-    assert "2 turns a minute" in error.message
+    assert "2 turns per minute" in error.message
     time.wait_ms(40_099)
     assert refused(limited).retry_after_ms == 1
     time.wait_ms(1)

@@ -55,16 +55,16 @@ def test_a_few_accepted_frames_do_not_buy_many_refusals() -> None:
 
 def test_clients_have_paces_of_their_own() -> None:
     """One's refusals delay no other, and of very many clients those are forgotten that were refused longest ago."""
-    paces = RefusalBackoffs()
-    delays = [paces.refused("eve") for _ in range(2 * FREE_REFUSALS)]
+    refusal_backoffs = RefusalBackoffs()
+    delays = [refusal_backoffs.refused("eve") for _ in range(2 * FREE_REFUSALS)]
     assert delays[-1] > 0
-    assert paces.refused("ada") == 0
+    assert refusal_backoffs.refused("ada") == 0
     for _ in range(8):
-        paces.accepted("eve")
-    assert paces.refused("eve") == 0
+        refusal_backoffs.accepted("eve")
+    assert refusal_backoffs.refused("eve") == 0
     for n in range(2000):
-        paces.refused(f"client-{n}")
-    assert len(paces) == 1000
+        refusal_backoffs.refused(f"client-{n}")
+    assert len(refusal_backoffs) == 1000
 
 
 async def authenticated() -> Connection:

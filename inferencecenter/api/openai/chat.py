@@ -19,7 +19,7 @@ from inferencecenter.api.body import checked
 from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, Stream, document
 from inferencecenter.api.openai.chat_schemas import ChatCompletion, ChatCompletionChunk, ChatRequest
 from inferencecenter.api.openai.finish_reason import finish_of, finite, raise_failure, usage_of, warnings_of
-from inferencecenter.api.openai.sampling import TIERS, check_stream_options, raw_params, rephrased
+from inferencecenter.api.openai.sampling import TIERS, check_stream_options, raw_params, with_request_fields
 from inferencecenter.api.session_match import ConversationRequest, run_choices
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
@@ -473,7 +473,7 @@ def _turns(call: Call, conversation: ConversationRequest) -> Iterator[RequestTur
         ) as turns:
             yield turns
     except InferenceCenterError as error:
-        raise rephrased(error, OPENAI_FIELD_NAMES) from None
+        raise with_request_fields(error, OPENAI_FIELD_NAMES) from None
 
 
 def _head(call: Call) -> ChatHead:

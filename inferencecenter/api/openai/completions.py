@@ -17,7 +17,13 @@ from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, Stream, d
 from inferencecenter.api.openai.chat import OPENAI_FIELD_NAMES
 from inferencecenter.api.openai.chat_schemas import AnswerModel, TokenUsage
 from inferencecenter.api.openai.finish_reason import finish_of, finite, raise_failure, usage_of, warnings_of
-from inferencecenter.api.openai.sampling import MOST_PROBS, Sampling, check_stream_options, raw_params, rephrased
+from inferencecenter.api.openai.sampling import (
+    MOST_PROBS,
+    Sampling,
+    check_stream_options,
+    raw_params,
+    with_request_fields,
+)
 from inferencecenter.api.session_match import ConversationRequest, run_choices
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
@@ -136,7 +142,7 @@ class CompletionWriter:
         return {
             "text": self._begin(index) + "".join(self._texts[index]),
             "index": index,
-            "logprobs": self._told(self._logprobs[index], offset=0),
+            "logprobs": self._logprobs_of(self._logprobs[index], offset=0),
             "finish_reason": finish_of(end),
         }
 
@@ -149,14 +155,14 @@ class CompletionWriter:
         finish: str | None = None,
         warnings: tuple[str, ...] = (),
     ) -> bytes:
-        told = None if logprobs is None else self._told(logprobs, offset=self._n_chars[index])
-        choice = orjson.dumps({"text": text, "index": index, "logprobs": told, "finish_reason": finish})
+        reported = None if logprobs is None else self._logprobs_of(logprobs, offset=self._n_chars[index])
+        choice = orjson.dumps({"text": text, "index": index, "logprobs": reported, "finish_reason": finish})
         suffix = self._suffix
         if warnings:
             suffix = b'%b,"warnings":%b}\n\n' % (suffix[: -len(b"}\n\n")], orjson.dumps(warnings))
         return self._prefix + choice + suffix
 
-    def _told(self, entries: Sequence[TokenLogprobs], *, offset: int) -> dict[str, Any] | None:
+    def _logprobs_of(self, entries: Sequence[TokenLogprobs], *, offset: int) -> dict[str, Any] | None:
         """Return the probabilities of tokens, the first of which begins at ``offset``."""
         n_top = self._head.logprobs
         if n_top is None:
@@ -293,7 +299,7 @@ def _turns(call: Call) -> Iterator[RequestTurns]:
         with run_choices(call.context, call.request_context, conversations, n=request.n, infer=infer) as turns:
             yield turns
     except InferenceCenterError as error:
-        raise rephrased(error, OPENAI_FIELD_NAMES) from None
+        raise with_request_fields(error, OPENAI_FIELD_NAMES) from None
 
 
 def _check(request: CompletionRequest) -> None:

@@ -147,7 +147,7 @@ def check_stream_options(request: Sampling) -> None:
         )
 
 
-def rephrased(error: InferenceCenterError, names: Mapping[str, str]) -> InferenceCenterError:
+def with_request_fields(error: InferenceCenterError, names: Mapping[str, str]) -> InferenceCenterError:
     """Return an error of ``infer`` with its fields renamed to those of the request."""
     field = names.get(error.field or "")
     if field is None:

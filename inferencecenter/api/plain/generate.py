@@ -92,7 +92,7 @@ class GeneratedPart(BaseModel):
 async def generate(call: Call) -> Reply:
     """Answer a prompt by a stateless session, kept only for its KV."""
     body: Generate = call.body
-    request, conversation = _asked(body), _conversation(body)
+    request, conversation = _turn_of(body), _conversation(body)
     place = resolve_session(call.context.sessions, call.caller.client, conversation)
     request = request.model_copy(
         update={"session_id": place.session_id, "prompt": None, "messages": list(place.remaining)}
@@ -100,7 +100,7 @@ async def generate(call: Call) -> Reply:
     return Stream(_parts(call, request)) if body.stream else Document(await _whole(call, request))
 
 
-def _asked(body: Generate) -> Infer:
+def _turn_of(body: Generate) -> Infer:
     """Return the turn, still without a session."""
     params = dict(body.params or {})
     for name in _SHORT:

@@ -144,7 +144,7 @@ class ResponseOutbox:
             return
         try:
             frames = builder.feed(event)
-        except Exception:  # noqa: BLE001 - the border: a defect in one response must not end the others
+        except Exception:  # noqa: BLE001 - boundary: a defect in one response must not end the others
             _log.exception("response_untold")
             self._untold.add(builder)
             self._broken(builder)

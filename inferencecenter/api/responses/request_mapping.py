@@ -87,7 +87,7 @@ def prepare_turn(
     echo = echo_of(request, model=request.model or context.models.default, created_at=context.clock())
     note = note_of(echo, generate=generate)
     infer = _turn(request, question, generate=generate)
-    place, is_new = _place(context, client, request, question)
+    place, is_new = _locate(context, client, request, question)
     infer = infer.model_copy(update={"session_id": place.session_id, "messages": list(place.remaining)})
     return PreparedTurn(infer, echo, note=note, opened=is_new)
 
@@ -108,7 +108,7 @@ def start_turn(
         raise
 
 
-def _place(
+def _locate(
     context: ServerContext, client: Principal, request: CreateResponse, question: tuple[ChatMessage, ...]
 ) -> tuple[SessionMatch, bool]:
     """Return where a request continues, and whether that session was opened for it.
@@ -118,14 +118,14 @@ def _place(
     sessions = context.sessions
     name = request.previous_response_id
     previous = None if name is None else _previous(context, client, name)
-    session = None if previous is None else _growing(context, client, request, previous)
+    session = None if previous is None else _extendable_session(context, client, request, previous)
     if previous is not None and session is not None:
         if _ends_with(session, previous):
             return SessionMatch(previous.session_id, question), False
         return SessionMatch(fork_session(sessions, client, previous.session_id, turn=previous.turn_id), question), True
-    told = () if request.instructions is None else (ChatMessage(role="system", content=request.instructions),)
+    system = () if request.instructions is None else (ChatMessage(role="system", content=request.instructions),)
     conversation = ConversationRequest(
-        messages=(*told, *(previous.said if previous else ()), *question),
+        messages=(*system, *(previous.said if previous else ()), *question),
         model=request.model,
         on_full=_ON_FULL[request.truncation],
         stateless=not request.store,
@@ -153,8 +153,8 @@ def _previous(context: ServerContext, client: Principal, name: str) -> _Previous
         said = (*facts.before, *facts.input_messages, facts.answer)
         return _Previous(*place, said, instructions=None, stored=True, may_grow=True)
     said = (*facts.before, *_question(facts.input_messages), *((facts.answer,) if note.generate else ()))
-    told = said if note.instructions is None else said[1:]
-    return _Previous(*place, told, instructions=note.instructions, stored=note.store, may_grow=note.generate)
+    system = said if note.instructions is None else said[1:]
+    return _Previous(*place, system, instructions=note.instructions, stored=note.store, may_grow=note.generate)
 
 
 def _question(asked: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
@@ -169,7 +169,7 @@ def _lost() -> InferenceCenterError:
     )
 
 
-def _growing(
+def _extendable_session(
     context: ServerContext, client: Principal, request: CreateResponse, previous: _Previous
 ) -> events.Session | None:
     """Return the previous response's session if it is idle and matches the request's options, ``None`` otherwise."""

@@ -65,14 +65,14 @@ async def create(call: Call) -> Reply:
     if request.stream:
         return Stream(_streamed(call, request))
     if request.background:
-        return await _begun(call, request)
-    return _document(await _whole(call, request))
+        return await _start_in_background(call, request)
+    return _document(await _complete(call, request))
 
 
 async def retrieve(call: Call) -> Reply:
     """Return the current state of a response."""
     place, facts = _find(call)
-    return _document(_standing(place, facts))
+    return _document(_current(place, facts))
 
 
 async def cancel(call: Call) -> Reply:
@@ -83,7 +83,7 @@ async def cancel(call: Call) -> Reply:
         with suppress(InferenceCenterError):  # it has just ended
             call.context.sessions.abort(call.caller.client, abort)
         facts = call.context.sessions.get_turn(call.caller.client, *place)
-    return _document(_standing(place, facts))
+    return _document(_current(place, facts))
 
 
 async def delete(call: Call) -> Reply:
@@ -124,7 +124,7 @@ def _page(place: ResponseRef, facts: TurnSnapshot, query: ListItems) -> Document
     )
 
 
-async def _whole(call: Call, request: CreateResponse) -> Response:
+async def _complete(call: Call, request: CreateResponse) -> Response:
     """Wait for the complete response.
 
     Raises:
@@ -132,7 +132,7 @@ async def _whole(call: Call, request: CreateResponse) -> Response:
     """
     context = call.context
     asked = prepare_turn(context, call.caller.client, request)
-    builder = _telling(call, request, asked)
+    builder = _event_builder(call, request, asked)
     with RequestTurns(context, call.request_context, discard=not request.store) as turns:
         _begin(call, asked, turns)
         async for batch in turns.batches():
@@ -150,15 +150,15 @@ async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes
     """Stream a response."""
     context = call.context
     asked = prepare_turn(context, call.caller.client, request)
-    builder = _telling(call, request, asked)
+    builder = _event_builder(call, request, asked)
     with RequestTurns(context, call.request_context, discard=not request.store, outlived=request.background) as turns:
         _begin(call, asked, turns)
         try:
             async for batch in turns.batches():
                 frames = [frame for _, event in batch for frame in builder.feed(event)]
-                told = b"".join([sse.event(frame.data, name=frame.type) for frame in frames])
-                if told or not batch:
-                    yield told or _sign_of_life(call, request)
+                chunk = b"".join([sse.event(frame.data, name=frame.type) for frame in frames])
+                if chunk or not batch:
+                    yield chunk or _keepalive(call, request)
         except InferenceCenterError as error:
             if builder.place is None:
                 raise
@@ -168,17 +168,17 @@ async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes
     yield sse.DONE
 
 
-def _sign_of_life(call: Call, request: CreateResponse) -> bytes:
+def _keepalive(call: Call, request: CreateResponse) -> bytes:
     """Return a keepalive comment, with the storage failure if there is one."""
     fault = call.context.sessions.fault if request.store else None
     return sse.KEEPALIVE if fault is None else sse.comment(f"storage unavailable: {fault.message}")
 
 
-async def _begun(call: Call, request: CreateResponse) -> Document:
+async def _start_in_background(call: Call, request: CreateResponse) -> Document:
     """Start a response in the background, and return its initial state."""
     context = call.context
     asked = prepare_turn(context, call.caller.client, request)
-    builder = _telling(call, request, asked)
+    builder = _event_builder(call, request, asked)
     with RequestTurns(context, call.request_context, outlived=True) as turns:
         _begin(call, asked, turns)
         async for batch in turns.batches():
@@ -193,7 +193,7 @@ async def _begun(call: Call, request: CreateResponse) -> Document:
     return _document(response_of(asked.echo, builder.place, status="queued"))
 
 
-def _telling(call: Call, request: CreateResponse, asked: PreparedTurn) -> ResponseEventBuilder:
+def _event_builder(call: Call, request: CreateResponse, asked: PreparedTurn) -> ResponseEventBuilder:
     return ResponseEventBuilder(asked.echo, top_logprobs=request.top_logprobs or 0, clock=call.context.clock)
 
 
@@ -232,7 +232,7 @@ def _not_found() -> InferenceCenterError:
     return InferenceCenterError(ErrorCode.TURN_NOT_FOUND, "No such response.")
 
 
-def _standing(place: ResponseRef, facts: TurnSnapshot) -> Response:
+def _current(place: ResponseRef, facts: TurnSnapshot) -> Response:
     """Return the current state of a response.
 
     Raises:

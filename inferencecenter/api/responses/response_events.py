@@ -69,7 +69,7 @@ class _Item:
         content = b"" if kind == _CALL else b',"content_index":0'
         self.head = where + content + b',"delta":'
 
-    def as_told(self, state: ItemState, *, empty: bool = False) -> OutputItem:
+    def output_item(self, state: ItemState, *, empty: bool = False) -> OutputItem:
         """Return the item with all of its text, or without its parts."""
         text = "".join(self.text)
         if self.kind == _CALL:
@@ -209,8 +209,8 @@ class ResponseEventBuilder:
         self._counts[kind] = index + 1
         name = item_id(kind, self._place.turn_id, index)
         item = self._item = _Item(kind, name, len(self._output), call_id=call_id, tool=tool)
-        told = item.as_told("in_progress", empty=True)
-        frames = [self._frame("response.output_item.added", output_index=item.place, item=told)]
+        output = item.output_item("in_progress", empty=True)
+        frames = [self._frame("response.output_item.added", output_index=item.place, item=output)]
         if kind != _CALL:
             part = ThoughtText(text="") if kind == _THOUGHTS else OutputText(text="")
             frames.append(self._part("response.content_part.added", item, part=part))
@@ -222,10 +222,10 @@ class ResponseEventBuilder:
         if item is None:
             return []
         self._item = None
-        text, told = "".join(item.text), item.as_told(state)
-        self._output.append(told)
+        text, output = "".join(item.text), item.output_item(state)
+        self._output.append(output)
         where: dict[str, Any] = {"item_id": item.name, "output_index": item.place}
-        match told:
+        match output:
             case OutputCall():
                 frames = [self._frame("response.function_call_arguments.done", **where, arguments=text)]
             case OutputReasoning(content=(part,)):
@@ -239,7 +239,7 @@ class ResponseEventBuilder:
                     self._part("response.output_text.done", item, text=text, logprobs=logprobs),
                     self._part("response.content_part.done", item, part=part),
                 ]
-        return [*frames, self._frame("response.output_item.done", output_index=item.place, item=told)]
+        return [*frames, self._frame("response.output_item.done", output_index=item.place, item=output)]
 
     def _end(self, event: events.End) -> list[ResponseEvent]:
         if self._place is None:

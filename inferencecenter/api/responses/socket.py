@@ -114,12 +114,12 @@ class ResponsesSocket:
                 self._queue(request, n_bytes=len(text or ""))
             else:
                 self._cancel(request)
-            self._context.paces.accepted(self.account.client_id)
+            self._context.refusal_backoffs.accepted(self.account.client_id)
         except InferenceCenterError as error:
             self._fail(error, stream_id)
-            if delay_s := self._context.paces.refused(self.account.client_id):
+            if delay_s := self._context.refusal_backoffs.refused(self.account.client_id):
                 await sleep(delay_s)
-        except Exception:  # noqa: BLE001 - the border: a defect here must not take the socket's other lanes down
+        except Exception:  # noqa: BLE001 - boundary: a defect must not affect the socket's other streams down
             _log.exception("frame_failed")
             self._fail(InferenceCenterError(ErrorCode.INTERNAL), stream_id)
 
@@ -185,7 +185,7 @@ class ResponsesSocket:
                 stream.sink = self._begin(request, stream)
             except InferenceCenterError as error:
                 self._fail(error, request.stream_id)
-            except Exception:  # noqa: BLE001 - the border: what waits in this lane and the others goes on
+            except Exception:  # noqa: BLE001 - boundary: the queues of this stream and the others continue
                 _log.exception("response_failed")
                 self._fail(InferenceCenterError(ErrorCode.INTERNAL), request.stream_id)
 
@@ -215,8 +215,8 @@ class ResponsesSocket:
             asked.infer.session_id,
             store=request.store,
             builder=builder,
-            told=self._outbox.send_event,
-            ended=lambda sink: self._end_soon(stream, sink),
+            on_event=self._outbox.send_event,
+            on_end=lambda sink: self._end_soon(stream, sink),
         )
         infer = asked.infer.model_copy(update={"traceparent": self._caller.traceparent})
         start_turn(context, client, asked, lambda _, note: context.sessions.infer(client, infer, sink, note=note))

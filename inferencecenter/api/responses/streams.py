@@ -31,8 +31,8 @@ class ResponseSink:
         session_id: The session.
         store: Whether the response can be retrieved later, and so continues without its socket.
         builder: Encodes events as frames.
-        told: Called with each event.
-        ended: Called after the last event.
+        on_event: Called with each event.
+        on_end: Called after the last event.
     """
 
     def __init__(
@@ -41,25 +41,25 @@ class ResponseSink:
         *,
         store: bool,
         builder: ResponseEventBuilder,
-        told: Callable[[ResponseEventBuilder, Event], None],
-        ended: Callable[[ResponseSink], None],
+        on_event: Callable[[ResponseEventBuilder, Event], None],
+        on_end: Callable[[ResponseSink], None],
     ) -> None:
         self.builder = builder
         self._session_id = session_id
         self._store = store
-        self._told = told
-        self._ended = ended
+        self._on_event = on_event
+        self._on_end = on_end
         self._over = False
 
     def send(self, event: Event) -> None:
         """Forward an event; events after the turn's end belong to other turns."""
         if self._over:
             return
-        self._told(self.builder, event)
+        self._on_event(self.builder, event)
         is_end = isinstance(event, _ENDS) or (isinstance(event, events.Error) and event.turn_id is not None)
         if is_end:
             self._over = True
-            self._ended(self)
+            self._on_end(self)
 
     def cancel(self, sessions: SessionManager, client: Principal) -> None:
         """Cancel the turn.

@@ -106,8 +106,8 @@ def _described(context: ServerContext, client_id: str, sockets: Sequence[ClientS
 def kick(connection: Connection, request: requests.Kick) -> None:
     """Close the sockets of a client, and drop the cached answers of the external service about it."""
     context = connection.context
-    sockets, guests = context.hub.of_client(request.client_id), context.hub.participants_of(request.client_id)
-    if not sockets and not guests:
+    sockets, participants = context.hub.of_client(request.client_id), context.hub.participants_of(request.client_id)
+    if not sockets and not participants:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
             f"client_id is {request.client_id!r}, which has no open socket",
@@ -117,12 +117,12 @@ def kick(connection: Connection, request: requests.Kick) -> None:
     connection.audit(AuditEvent.CLIENT_KICKED, detail=request.client_id)
     context.authenticator.forget(request.client_id)
     # First, as the requesting socket may be one of them.
-    n_closed = len(sockets) + len(guests)
+    n_closed = len(sockets) + len(participants)
     connection.send(events.Kicked(id=request.id, client_id=request.client_id, connections=n_closed))
     for each in sockets:
         each.close(CloseCode.POLICY, "an administrator closed the socket")
-    for guest in guests:
-        guest.dismiss(CloseCode.POLICY, "an administrator closed the socket")
+    for participant in participants:
+        participant.dismiss(CloseCode.POLICY, "an administrator closed the socket")
 
 
 def drain(connection: Connection, _request: requests.Drain) -> Event:

@@ -70,7 +70,7 @@ async def _authenticate(connection: Connection, request: requests.Auth, credenti
             _refuse(connection, request, error)
         else:
             connection.fail(error, request_id=request.id)
-    except Exception:  # noqa: BLE001 - the border: a defect here must not take the socket down
+    except Exception:  # noqa: BLE001 - boundary: a defect must not close the socket
         _log.exception("command_failed", op=request.op)
         connection.fail(InferenceCenterError(ErrorCode.INTERNAL), request_id=request.id)
     else:
@@ -127,7 +127,7 @@ async def run(connection: Connection, frame: Frame) -> None:
         if command is not None and command.is_free and connection.authenticated:
             connection.context.operations.count(connection.client_id, n_frame_chars=frame.n_chars)
         _fail(connection, frame, error, understood=request is not None or error.code is ErrorCode.RATE_LIMITED)
-    except Exception:  # noqa: BLE001 - the border: a defect here must not take the other sessions' socket down
+    except Exception:  # noqa: BLE001 - boundary: a defect in one frame must not close the socket
         _log.exception("command_failed", op=frame.op)
         _fail(connection, frame, InferenceCenterError(ErrorCode.INTERNAL), understood=request is not None)
     else:
@@ -241,12 +241,12 @@ def _list_models(connection: Connection, _request: requests.ListModels) -> Event
 
 
 def _load_model(connection: Connection, request: requests.LoadModel) -> None:
-    def tell(swap: events.Swap) -> None:
+    def publish(swap: events.Swap) -> None:
         connection.send(swap.model_copy(update={"id": request.id}))
 
     models = connection.context.models
     models.rescan()
-    models.swap(request.name, tell)
+    models.swap(request.name, publish)
     connection.audit(AuditEvent.MODEL_SWAPPED, detail=request.name)
 
 

@@ -216,10 +216,10 @@ class Connection:
             await self._run_deferred()
         except InferenceCenterError as error:
             self.fail(error, request_id=error.request_id if isinstance(error, FrameError) else None)
-        except Exception:  # noqa: BLE001 - the border: a defect here must not take the other sessions' socket down
+        except Exception:  # noqa: BLE001 - boundary: a defect in one frame must not close the socket
             _log.exception("frame_failed")
             self.fail(InferenceCenterError(ErrorCode.INTERNAL))
-        await self._keep_pace()
+        await self._back_off()
 
     async def aside(self, n_chars: int, work: Callable[[], _Result]) -> _Result:
         """Run ``work`` on a frame of this many characters; a large one in a thread."""
@@ -255,7 +255,7 @@ class Connection:
                 self.context.operations.count(self.client_id, n_frame_chars=len(text))
             raise
 
-    async def _keep_pace(self) -> None:
+    async def _back_off(self) -> None:
         """Delay the next frame after many refused ones; see ``RefusalBackoff``."""
         if not self._refused:
             self._pace.accepted()
