@@ -19,7 +19,7 @@ COMPARED: Final[Mapping[str, str]] = {
     "slots": "slots",
     "n_ctx": "context of a slot",
 }
-"""The facts that must agree, with their names in words."""
+"""The facts that must agree, with their display names."""
 
 _COMMIT: Final = re.compile(r"\b[0-9a-f]{7,40}\b")
 _RELEASE: Final = re.compile(r"\bb(\d+)\b")

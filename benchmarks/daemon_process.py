@@ -61,7 +61,7 @@ class DaemonSettings:
     two_models: bool = False
 
     def environment(self, state_dir: Path) -> dict[str, str]:
-        """Return the environment of the daemon's process: these settings and nobody's own."""
+        """Return the environment of the daemon's process: these settings, without inherited ones."""
         settings = {
             "STATE_DIR": str(state_dir),
             "SERVER__PORT": "0",
@@ -99,7 +99,7 @@ class DaemonUsage:
 
 @dataclass(frozen=True, slots=True)
 class Readiness:
-    """What the daemon's log says of the engine, and how long it took from the start of the process until it said so."""
+    """The engine start as reported in the daemon's log, and its time since the start of the process."""
 
     ready_s: float
     engine_pid: int
@@ -151,7 +151,7 @@ class RunningDaemon:
         """Return what the daemon's processes have used so far.
 
         Raises:
-            OSError: One of them is gone.
+            OSError: A process no longer exists.
         """
         return DaemonUsage(front=read_usage(self.pid), engine=read_usage(self.engine.pid))
 
@@ -182,7 +182,7 @@ class RunningDaemon:
         """Wait until an engine is ready that came after ``lost``, and return it.
 
         Raises:
-            InferenceCenterError: ``engine_unavailable`` with the daemon's last words when there is none.
+            InferenceCenterError: ``engine_unavailable`` with the daemon's last output when there is none.
         """
         await self._output.wait_for(lambda: self.engine.started_s > lost.started_s)
         return self.engine
@@ -212,7 +212,7 @@ class Launch:
         """Wait until clients can connect, which is before turns can run, and return where.
 
         Raises:
-            InferenceCenterError: ``engine_unavailable`` with the daemon's last words when it ends first.
+            InferenceCenterError: ``engine_unavailable`` with the daemon's last output when it exits first.
         """
         await self.output.wait_for(lambda: bool(self.output.url))
         token = (self._state_dir / "admin.token").read_text().strip()
@@ -222,7 +222,7 @@ class Launch:
         """Wait until turns can run.
 
         Raises:
-            InferenceCenterError: ``engine_unavailable`` with the daemon's last words when it does not become ready.
+            InferenceCenterError: ``engine_unavailable`` with the daemon's last output when it does not become ready.
         """
         spec = await self.listening()
         await self.output.wait_for(lambda: self.output.readiness is not None)
@@ -247,7 +247,7 @@ class Launch:
 
 
 class _Output:
-    """Follows a daemon's standard output and error, which say where it listens and which engines it has had."""
+    """Follows a daemon's standard output and error, which report its address and its engines."""
 
     def __init__(self, stream: asyncio.StreamReader, started_s: float) -> None:
         self._stream = stream
@@ -279,7 +279,7 @@ class _Output:
         """Wait until what was read fulfils a condition.
 
         Raises:
-            InferenceCenterError: ``engine_unavailable`` with the daemon's last words when it ends before or takes
+            InferenceCenterError: ``engine_unavailable`` with the daemon's last output when it ends before or takes
                 longer than ``START_LIMIT_S``.
         """
         with suppress(TimeoutError):
@@ -299,7 +299,7 @@ class _Output:
         try:
             event = orjson.loads(line)
         except orjson.JSONDecodeError:
-            return  # what the daemon says to people
+            return  # output for people
         now_s = time.monotonic()
         if event["event"] == "engine_started":
             self._engine_pid, self._engine_started_s = event["pid"], now_s
@@ -339,7 +339,7 @@ async def start_daemon(settings: DaemonSettings, *, name: str = OURS) -> AsyncIt
     """Start a daemon with a state directory of its own, and stop it when the block is left.
 
     Raises:
-        InferenceCenterError: ``engine_unavailable`` with the daemon's last words when it does not become ready.
+        InferenceCenterError: ``engine_unavailable`` with the daemon's last output when it does not become ready.
     """
     with tempfile.TemporaryDirectory(prefix="inferencecenter-bench-") as directory:
         async with launch(settings, Path(directory) / "state", name=name) as launched:

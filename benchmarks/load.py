@@ -105,7 +105,7 @@ class Generator:
     @asynccontextmanager
     async def _sessions(self, spec: TargetSpec, clients: int) -> AsyncIterator[list[TargetSession]]:
         """Open a connection for each of so many clients."""
-        if spec not in self._targets:  # kept, because a target finds out once how the model spells words
+        if spec not in self._targets:  # cached, because a target probes the tokenizer once
             self._targets[spec] = make_target(spec)
         async with AsyncExitStack() as open_sessions:
             yield [await open_sessions.enter_async_context(self._targets[spec].session()) for _ in range(clients)]
@@ -295,7 +295,7 @@ def main() -> None:
     """Run the generator, with as many open files as the system allows."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    with suppress(KeyboardInterrupt):  # Ctrl-C reaches the whole foreground; whoever gives the jobs reports it
+    with suppress(KeyboardInterrupt):  # Ctrl-C reaches the whole foreground; the parent process reports it
         uvloop.run(serve())
 
 

@@ -60,7 +60,7 @@ class Shape:
 
     Attributes:
         ffn: Width of the feed-forward part.
-        pretokenizer: Rules, by llama.cpp's name for them, that cut text into words.
+        pretokenizer: Pre-tokenizer rules, by llama.cpp's name.
         tied: Whether the output matrix is the embedding matrix.
         biased: Whether queries, keys and values have biases.
     """

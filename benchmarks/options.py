@@ -164,7 +164,7 @@ def parse_restart_by(text: str | None) -> RestartBy | None:
 def parse_peers(
     peers: Sequence[str], *, tokens: Sequence[str] = (), commands: Sequence[str] = ()
 ) -> tuple[Peer, ...] | None:
-    """Return the peers of ``NAME=URL`` pairs, with what ``NAME=TOKEN`` and ``NAME=COMMAND`` pairs say of them.
+    """Return the peers of ``NAME=URL`` pairs, with tokens and commands of ``NAME=VALUE`` pairs.
 
     Raises:
         InferenceCenterError: ``invalid_request``.

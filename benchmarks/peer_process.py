@@ -40,7 +40,7 @@ async def start_peer(command: str, *, url: str) -> AsyncIterator[float]:
     except (OSError, ValueError) as error:
         raise refused("peer_command", f"{command!r} cannot be run: {error}") from error
     try:
-        # Nothing tells from outside when a server is ready, so it is asked.
+        # Readiness is not visible from outside, so the server is polled.
         while not await asyncio.to_thread(_healthy, health):
             if process.returncode is not None or time.monotonic() - started_s > START_LIMIT_S:
                 raise InferenceCenterError(

@@ -20,7 +20,7 @@ async def run_scenario(scenario: Scenario, options: Options, progress: Progress)
     Args:
         scenario: What to measure.
         options: As ``options.resolve`` returned them.
-        progress: Whoever is told how far the run is.
+        progress: Called with the progress of the run.
 
     Raises:
         InferenceCenterError: What kept it from being measured.

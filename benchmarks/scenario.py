@@ -70,5 +70,5 @@ def one_prompt_length(options: Options) -> int:
 
 
 def context_tokens(tokens: int) -> int:
-    """Return a context that holds a turn of so many tokens, and the texts by which a target learns its words."""
+    """Return a context size for a turn of this many tokens and the texts with which a target probes the tokenizer."""
     return -(-(tokens + _SPARE_TOKENS) // _CONTEXT_STEP) * _CONTEXT_STEP

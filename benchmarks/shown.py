@@ -1,4 +1,4 @@
-"""What a client was shown of a turn, held against what the daemon says was said: nothing lost, nothing twice."""
+"""Compares what a client received of a turn with the daemon's transcript: nothing lost, nothing duplicated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Difference:
 
 
 def difference(said: str, shown: str) -> Difference:
-    """Return what ``shown`` lacks of ``said`` and has besides it, by the longest pieces that they share."""
+    """Return what ``shown`` lacks of ``said`` and what it has in addition, by their longest common pieces."""
     if said == shown:
         return Difference()
     lost = extra = 0
@@ -85,7 +85,7 @@ class Shown:
         self._seq = seq
 
     def start_over(self, content: str, *, seq: int) -> None:
-        """Take what the daemon says was shown up to an event, when it cannot send the events that are missing."""
+        """Apply the daemon's state up to an event, when the missing events cannot be replayed."""
         self.unsaid += not content.startswith(self.text)
         self.text = content
         self._seq = seq

@@ -35,7 +35,7 @@ _SEEDS_OF_A_JOB = 1_000_000
 
 
 class Progress(Protocol):
-    """Whoever is told how far a run is."""
+    """Called with the progress of a run."""
 
     def expect(self, runs: int) -> None:
         """So many more runs are to come."""
@@ -170,7 +170,7 @@ class Bench:
         return 1 + len(self.options.peers or ())
 
     def next_seed(self) -> int:
-        """Return the first of a million seeds that nobody else has."""
+        """Return the first of a million seeds that no other run uses."""
         return next(self._seeds)
 
     @contextmanager
@@ -241,7 +241,7 @@ def spoken_to(server: Server, ways: Mapping[str, Way]) -> list[Server]:
 
 
 async def found(name: str, url: str, *, token: str | None = None) -> Server:
-    """Ask a running server what it is and what it runs.
+    """Query a running server's name and model.
 
     Raises:
         InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -262,7 +262,7 @@ def compared(ours: TargetFacts, theirs: TargetFacts, options: Options) -> Side:
 
 
 def complete(said: TargetFacts, daemon: RunningDaemon) -> TargetFacts:
-    """Return what a daemon said of itself, with what is known of one that was started here for what it left out."""
+    """Return a daemon's facts, completed with what is known of a daemon started here."""
     return replace(
         said,
         library=said.library or daemon.library,

@@ -43,7 +43,7 @@ class TargetSpec:
 
 @dataclass(frozen=True, slots=True)
 class TargetFacts:
-    """What a server says of itself; ``None`` or an empty string where it does not.
+    """Facts that a server reports; ``None`` or an empty string for unknown ones.
 
     ``library`` names the version of llama.cpp. ``threads`` are those that generate. ``n_ctx`` is tokens per slot.
     """
@@ -137,7 +137,7 @@ class Target(Protocol):
     """A server that runs turns."""
 
     async def facts(self) -> TargetFacts:
-        """Ask the server what it runs.
+        """Query what the server runs.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.

@@ -1,4 +1,4 @@
-"""What traces of turns say about a server: pure functions from times to rates and delays.
+"""Derives rates and delays from traces of turns: pure functions of times.
 
 Tokens may spell nothing: a control token, half a character. A turn that has no text at all counts as one piece of it,
 at its end.
@@ -89,8 +89,8 @@ def span(turns: Sequence[TurnTrace]) -> Window:
 def spread_tokens(turns: Sequence[TurnTrace]) -> float:
     """Return the greatest difference in generated tokens between two turns that were unfinished at the same moment.
 
-    A turn is unfinished from its request until its last piece of text, which is not counted any more: who is done is
-    ahead of nobody. Pieces count as in ``tokens_in``.
+    A turn is unfinished from its request until its last piece of text, which no longer counts: a finished turn is
+    behind none. Pieces count as in ``tokens_in``.
     """
     moments = sorted((at_s, index) for index, turn in enumerate(turns) for at_s in (turn.started_s, *_times_s(turn)))
     to_come = [1 + len(_times_s(turn)) for turn in turns]
@@ -108,7 +108,7 @@ def spread_tokens(turns: Sequence[TurnTrace]) -> float:
 
 
 def tokens_read(turns: Iterable[TurnTrace]) -> int | None:
-    """Return the prompt tokens that were not found in a cache; ``None`` when a server does not tell."""
+    """Return the prompt tokens that were not cached; ``None`` when a server does not report it."""
     read = 0
     for turn in turns:
         if turn.cached_tokens is None:

@@ -34,7 +34,7 @@ async def open_lines(spec: TargetSpec, count: int) -> AsyncIterator[list[Line]]:
 
 
 async def learn_words(spec: TargetSpec) -> Prompts:
-    """Find out which words are one token.
+    """Find words of one token each.
 
     Raises:
         InferenceCenterError: ``invalid_request`` when the vocabulary has too few; what keeps turns from running.
@@ -83,7 +83,7 @@ async def run_turns(
 
 
 async def last_answer(line: Line, session_id: str, *, on_other: Callable[[Frame], None]) -> str:
-    """Return the answer with which a session's transcript ends; ``on_other`` is told what comes before it.
+    """Return the answer at the end of a session's transcript; ``on_other`` is called with events before the reply.
 
     Raises:
         InferenceCenterError: With the daemon's code when it refuses.

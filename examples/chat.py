@@ -13,7 +13,7 @@ url = os.environ.get("INFERENCECENTER_URL", "http://127.0.0.1:3000")
 token = os.environ["INFERENCECENTER_TOKEN"]
 
 with Client(url, token) as client, client.session(system="You are a helpful assistant.") as session:
-    print(f"{client.hello.model} answers; say something.", file=sys.stderr)
+    print(f"{client.hello.model} is ready; type a message.", file=sys.stderr)
     while question := sys.stdin.readline().strip():
         turn = session.infer(question)
         try:

@@ -21,7 +21,7 @@ TOKEN = os.environ["INFERENCECENTER_TOKEN"]
 
 @contextlib.asynccontextmanager
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-    """Keep one connection for everybody."""
+    """Keep one connection for all requests."""
     async with Client(URL, TOKEN, retries=3, give_up_after_s=None) as client:
         app.state.client = client
         yield
@@ -31,7 +31,7 @@ app = FastAPI(lifespan=lifespan)
 
 
 class Question(BaseModel):
-    """What somebody wants to know."""
+    """A request's body."""
 
     question: str = Field(min_length=1, max_length=4000)
 

@@ -11,13 +11,13 @@ CITIES = ("France", "Italy", "Spain", "Norway", "Japan", "Egypt", "Peru", "Canad
 
 
 async def ask(client: Client, country: str) -> str:
-    """Return what a session of its own says of a country."""
+    """Return the answer of a session of its own about a country."""
     async with client.session(system="Answer in one sentence.", store=False) as session:
         return str(await session.ask(f"What is the capital of {country}?", params={"temperature": 0, "max_tokens": 40}))
 
 
 async def main() -> None:
-    """Ask about all of them together; those for which no slot is free wait in the daemon's queue."""
+    """Send all prompts at once; turns without a free slot wait in the daemon's queue."""
     async with Client(URL, TOKEN, retries=5) as client:
         answers = await asyncio.gather(*(ask(client, country) for country in CITIES))
     for country, answer in zip(CITIES, answers, strict=True):

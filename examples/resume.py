@@ -1,6 +1,6 @@
-"""An answer that outlives whoever asked for it.
+"""An answer that outlives the program that requested it.
 
-Without an argument, ask for a long answer and tell the session's name. End the program in the middle, by Ctrl-C or
+Without an argument, request a long answer and print the session's id. End the program in the middle, by Ctrl-C or
 `kill -9`, and give the name to another one, here or on another machine: it has the whole answer.
 """
 
@@ -16,13 +16,13 @@ QUESTION = "Tell me a short story."
 
 
 def tell(notice: Notice) -> None:
-    """Say when the connection is lost and comes back; the answer goes on by itself then."""
+    """Report when the connection is lost and restored; the answer then continues automatically."""
     if isinstance(notice, Reconnecting | Connected):
         print(notice, file=sys.stderr)
 
 
 async def main(session_id: str | None) -> None:
-    """Begin an answer, or go on with one."""
+    """Start an answer, or continue one."""
     async with Client(URL, TOKEN, give_up_after_s=None, on_notice=tell) as client:
         if session_id is None:
             session = await client.create_session(ttl_s=3600)

@@ -1,4 +1,4 @@
-"""A model that asks for tools, and is told what they returned, until it has its answer."""
+"""A model that calls tools, and receives their results, until it has its answer."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ async def answer(session: ClientSession, question: str) -> Answer:
 
 
 async def main() -> None:
-    """Ask about the weather."""
+    """Request the weather."""
     async with Client(URL, TOKEN) as client, client.session() as session:
         print(await answer(session, "What is the weather in Oslo?"))
 

@@ -64,7 +64,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if target in FOLDERS:
             place += "/index.md"
         if files.get_file_from_path(place) is None:
-            return link[0]  # mkdocs says that it leads nowhere
+            return link[0]  # mkdocs reports the broken link
         return posixpath.relpath(place, posixpath.dirname(here) or ".") + (link[2] or "")
 
     return _LINK.sub(turned, markdown)

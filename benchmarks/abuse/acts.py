@@ -164,4 +164,4 @@ ACTS: Final = (
     _act(_lookups, "look-ups, hung up", rate_per_s=2),
     _act(_listings, "listings of a large session", rate_per_s=5, prepare=_large_session),
 )
-"""Rates that a client's program reaches without effort; a daemon that refuses is asked all the same."""
+"""Rates that a client program reaches easily; turns are also sent to a daemon that refuses them."""

@@ -34,7 +34,7 @@ _read_frame: Final = msgspec.json.Decoder(Frame).decode
 
 
 class Attacker:
-    """A client that goes on whatever it is answered: refusals are counted, and a closed socket is opened again.
+    """A client that continues after any reply: refusals are counted, and a closed socket is reopened.
 
     ``outcomes`` counts the answers: an op, an error's code, ``closed`` with a close code, or an HTTP status.
     """

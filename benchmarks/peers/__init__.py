@@ -56,7 +56,7 @@ class _ListedModels(msgspec.Struct):
 
 
 async def detect(name: str, url: str, *, token: str | None = None) -> TargetSpec:
-    """Ask an address what it is. A ``ws`` address is taken for this project's daemon unasked.
+    """Detect the server at an address. A ``ws`` address is assumed to be this project's daemon.
 
     Raises:
         InferenceCenterError: ``invalid_request`` for an address that is none, ``daemon_unreachable`` when nothing

@@ -69,7 +69,7 @@ class ChatServer:
         self._calibrating = asyncio.Lock()
 
     async def facts(self) -> TargetFacts:
-        """Return the server's name alone: the API tells nothing else.
+        """Return only the server's name: the API reports nothing else.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -78,7 +78,7 @@ class ChatServer:
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[ChatSession]:
-        """Open a connection for one client; the first one also finds out which words are one token.
+        """Open a connection for one client; the first one also finds words of one token.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``, ``not_authenticated``, or what the server refused.
@@ -131,7 +131,7 @@ class ChatSession:
 async def _count(http: Http, text: str, spec: TargetSpec) -> int:
     answer = await http.post(_PATH, _body(_COUNTING, [_said("user", text)], spec), _Event)
     if answer.usage is None:
-        raise InferenceCenterError(ErrorCode.INTERNAL, "the server does not say how many tokens a prompt has")
+        raise InferenceCenterError(ErrorCode.INTERNAL, "the server does not report the number of prompt tokens")
     return answer.usage.prompt_tokens
 
 

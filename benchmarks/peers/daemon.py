@@ -41,7 +41,7 @@ class Daemon:
         self._calibrating = asyncio.Lock()
 
     async def facts(self) -> TargetFacts:
-        """Ask the daemon what it runs; sizes and slots are told to accounts with the operator scope.
+        """Query what the daemon runs; sizes and slots need the operator scope.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -64,7 +64,7 @@ class Daemon:
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[DaemonSession]:
-        """Open a connection for one client; the first one also finds out which words are one token.
+        """Open a connection for one client; the first one also finds words of one token.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -116,7 +116,7 @@ class DaemonSession:
         )
 
     async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
-        """Abort a turn after so many pieces of text, or when it is first said how much of its prompt has been read."""
+        """Abort a turn after this many pieces of text, or at the first progress event of its prompt."""
         started_s = time.monotonic()
         times_s: list[float] = []
         aborted_s, error = None, None
@@ -165,7 +165,7 @@ class DaemonSession:
 
 
 def _why_not_aborted(last: Frame, *, too_late: bool) -> str | None:
-    """Return why a turn that ended so does not tell how long an abort takes."""
+    """Return why a turn that ended so cannot measure the duration of an abort."""
     if last.op == "error":
         return last.message
     if last.finish_reason != "aborted":

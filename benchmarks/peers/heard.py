@@ -1,4 +1,4 @@
-"""What a client hears of one turn, whatever the server speaks."""
+"""The trace of one turn as received by a client, for any protocol."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Heard:
     error: str | None = None
 
     def begin(self) -> None:
-        """Start the clock: everything is prepared, and the turn is asked for next."""
+        """Start the clock: everything is prepared, and the turn is requested next."""
         self.started_s = time.monotonic()
 
     def piece(self, text: str, *, now_s: float) -> None:
@@ -54,7 +54,7 @@ class Heard:
     def trace(self) -> TurnTrace:
         """Return the turn, which is over now."""
         if self.counted is None and self.error is None:
-            self.error = "the server does not say how many tokens it made"
+            self.error = "the server does not report the number of generated tokens"
         counted = self.counted or Counted(0, 0, None)
         return TurnTrace(
             started_s=self.started_s,

@@ -29,7 +29,7 @@ class _Detail(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """A refusal, as OpenAI's servers word it."""
+    """An error in OpenAI's format."""
 
     error: _Detail
 
@@ -38,7 +38,7 @@ class Http:
     """Requests to one server.
 
     All methods raise ``daemon_unreachable`` when it cannot be reached, ``not_authenticated`` when it wants another
-    token, ``engine_unavailable`` with its own words when it refuses otherwise, and ``internal`` for an answer that does
+    token, ``engine_unavailable`` with its message when it refuses otherwise, and ``internal`` for an answer that does
     not have the shape it should.
     """
 
@@ -78,7 +78,7 @@ class Http:
     ) -> AsyncGenerator[tuple[float, T], None]:
         """Send JSON and yield the events of the answer, each with the monotonic second in which its bytes came.
 
-        Closing the iterator early closes the connection, which is how these servers are told to stop.
+        Closing the iterator early closes the connection, which aborts the generation on these servers.
 
         Args:
             path: Where to send it.

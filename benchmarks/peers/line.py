@@ -41,7 +41,7 @@ class Message(msgspec.Struct):
 
 
 class Frame(msgspec.Struct):
-    """What is read of a frame: the protocol's models say more, and cost ten times as much for each token."""
+    """The parsed fields of a frame: validating the protocol's full models costs ten times as much per token."""
 
     op: str
     id: str | None = None
@@ -96,7 +96,7 @@ class Line:
             raise _lost(error) from error
 
     async def ask(self, *, on_other: Callable[[Frame], None] | None = None, **request: Any) -> Frame:
-        """Send a frame and return the direct reply, whatever it is; ``on_other`` is told what comes before it."""
+        """Send a frame and return its direct reply; ``on_other`` is called with the events before it."""
         request_id = await self.send(**request)
         while (frame := await self.receive()).id != request_id:
             if on_other is not None:
@@ -104,7 +104,7 @@ class Line:
         return frame
 
     async def create_session(self, *, stored: bool = False, chat: bool = False) -> Frame:
-        """Open a session, in raw mode unless it is for ``chat``, and return what was said of it.
+        """Open a session, in raw mode unless it is for ``chat``, and return the reply.
 
         Without ``stored`` it is not written down and ends with the connection, so that no repetition finds those of
         another.
@@ -147,7 +147,7 @@ class Line:
         return last.usage.prompt_tokens
 
     def drop(self) -> None:
-        """Lose the connection, as a phone does: without a word."""
+        """Drop the connection without a closing handshake, as a phone does."""
         self._socket.transport.abort()
 
 

@@ -53,7 +53,7 @@ class _Props(msgspec.Struct):
 
 
 class _ModelMeta(msgspec.Struct):
-    """What `/v1/models` says beyond OpenAI's fields."""
+    """Fields of `/v1/models` beyond OpenAI's."""
 
     n_params: int | None = None
     size: int | None = None
@@ -140,7 +140,7 @@ class LlamaServer:
         self._calibrating = asyncio.Lock()
 
     async def facts(self) -> TargetFacts:
-        """Ask the server what it runs; it does not tell its threads.
+        """Query what the server runs; it does not report its threads.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -164,7 +164,7 @@ class LlamaServer:
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[LlamaServerSession]:
-        """Open a connection for one client; the first one also finds out which words are one token.
+        """Open a connection for one client; the first one also finds words of one token.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -181,7 +181,7 @@ class LlamaServer:
 
 
 class LlamaServerSession:
-    """One client's connection, and the conversations it tells again each time."""
+    """A client's connection, and its conversations, which are sent in full with each turn."""
 
     def __init__(self, http: Http, prompts: Prompts) -> None:
         self._http = http
@@ -294,5 +294,5 @@ def _is_due(event: _Event, after_tokens: int | None, *, n_pieces: int) -> bool:
 def _why_not_whole(last: _Event) -> str | None:
     """Return what is wrong with a turn of which this was the last event."""
     if last.error is not None:
-        return last.error.message or "the server reports an error without words"
+        return last.error.message or "the server reports an error without a message"
     return None if last.stop else "the stream broke off"

@@ -85,7 +85,7 @@ class OpenAIServer:
         self._calibrating = asyncio.Lock()
 
     async def facts(self) -> TargetFacts:
-        """Return the model's name: the API tells nothing else.
+        """Return only the model's name: the API reports nothing else.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -94,7 +94,7 @@ class OpenAIServer:
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[OpenAISession]:
-        """Open a connection for one client; the first one also finds out which words are one token.
+        """Open a connection for one client; the first one also finds words of one token.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``, ``not_authenticated``, or what the server refused.
@@ -107,7 +107,7 @@ class OpenAIServer:
 
 
 class OpenAISession:
-    """One client's connection, and the conversations it tells again each time."""
+    """A client's connection, and its conversations, which are sent in full with each turn."""
 
     def __init__(self, http: Http, prompts: Prompts, *, model: str) -> None:
         self._http = http
@@ -142,7 +142,7 @@ class OpenAISession:
 
 
 async def nameless_facts(spec: TargetSpec) -> TargetFacts:
-    """Return what a server with OpenAI's API tells of itself, which is that it is there.
+    """Return the facts of a server with OpenAI's API, which reports only its existence.
 
     Raises:
         InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -164,7 +164,7 @@ async def nameless_facts(spec: TargetSpec) -> TargetFacts:
 
 
 def unmeasured_abort() -> AbortTrace:
-    """Return the trace of an abort whose end nobody can see."""
+    """Return the trace of an abort whose end is not observable."""
     now = time.monotonic()
     return AbortTrace(now, (), now, now, error="when this server has stopped cannot be seen from outside")
 
@@ -172,7 +172,7 @@ def unmeasured_abort() -> AbortTrace:
 async def _count(http: Http, text: str, *, model: str) -> int:
     answer = await http.post("/v1/completions", _body(_COUNTING, text, model=model), _Event)
     if answer.usage is None:
-        raise InferenceCenterError(ErrorCode.INTERNAL, "the server does not say how many tokens a prompt has")
+        raise InferenceCenterError(ErrorCode.INTERNAL, "the server does not report the number of prompt tokens")
     return answer.usage.prompt_tokens
 
 

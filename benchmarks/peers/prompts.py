@@ -1,4 +1,4 @@
-"""Prompts with an exact number of tokens, made of words that the model's own tokenizer takes for one token each.
+"""Prompts with an exact number of tokens, made of words that the model's tokenizer encodes as one token each.
 
 Nearly every vocabulary has a token for each letter after a space, so a prompt is a row of such letters, drawn by its
 seed. Which letters are fit is asked of the server once, by the token count it states for a few texts. Where no letter
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from benchmarks.target import Work
 
-# A text of so many words tells apart what costs one token a word from what does so only now and then.
+# This length distinguishes words that always cost one token from those that do so only sometimes.
 _SAMPLE_WORDS: Final = 64
 # Fewer would make prompts of different seeds begin alike.
 _LEAST_WORDS: Final = 4
@@ -75,7 +75,7 @@ async def calibrate(count: Callable[[str], Awaitable[int]]) -> Prompts:
         letters = tuple(spelling.format(letter) for letter in string.ascii_lowercase)
         prompts = await _fitting(letters, count)
         if prompts is None:
-            # Two of each, since the text's first word may be spelt differently.
+            # Two of each, since the first word of a text may be tokenized differently.
             counts = [await count(letter * 2) for letter in letters]
             cheapest = tuple(
                 letter for letter, n_tokens in zip(letters, counts, strict=True) if n_tokens == min(counts)
@@ -89,7 +89,7 @@ async def calibrate(count: Callable[[str], Awaitable[int]]) -> Prompts:
 
 
 async def _fitting(words: tuple[str, ...], count: Callable[[str], Awaitable[int]]) -> Prompts | None:
-    """Return prompts of these words if each is one token."""
+    """Return prompts of these words if each of them is one token."""
     if len(words) < _LEAST_WORDS:
         return None
     short = await count(_row(words, _SAMPLE_WORDS, seed=1))

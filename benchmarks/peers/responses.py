@@ -82,7 +82,7 @@ class ResponsesServer:
         self._calibrating = asyncio.Lock()
 
     async def facts(self) -> TargetFacts:
-        """Return the server's name alone: the API tells nothing else.
+        """Return only the server's name: the API reports nothing else.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -91,7 +91,7 @@ class ResponsesServer:
 
     @contextlib.asynccontextmanager
     async def session(self) -> AsyncIterator[ResponsesSession]:
-        """Open a connection for one client; the first one also finds out which words are one token.
+        """Open a connection for one client; the first one also finds words of one token.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``, or what the server refused.
@@ -151,7 +151,7 @@ class ResponsesSession:
 
 
 async def _events(socket: ClientConnection, request: dict[str, Any]) -> AsyncIterator[_Event]:
-    """Ask for a response and yield its events, to the last.
+    """Request a response and yield its events, including the last.
 
     Raises:
         InferenceCenterError: ``daemon_unreachable`` when the connection is lost.
@@ -171,7 +171,9 @@ async def _count(socket: ClientConnection, text: str, spec: TargetSpec) -> int:
     last = [event async for event in _events(socket, _request(_COUNTING, text, spec, before=None))][-1]
     counted = _counted(last)
     if counted is None:
-        raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, _problem(last) or "a prompt's tokens are not told")
+        raise InferenceCenterError(
+            ErrorCode.ENGINE_UNAVAILABLE, _problem(last) or "the number of prompt tokens is not reported"
+        )
     return counted.prompt_tokens
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from benchmarks.target import Work
 
-# llama-server's defaults, stated so that nobody's own defaults count.
+# llama-server's defaults, stated explicitly so that no server's own defaults apply.
 _SAMPLING: Final = {"top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 

@@ -1,8 +1,8 @@
-"""From the client's abort until the server has stopped: while decoding, and while reading a long prompt.
+"""Latency from the client's abort until the server has stopped, during decode and during the prefill of a long prompt.
 
-The question is how long a slot stays taken by an answer that nobody wants. What runs when the abort arrives is one
-step of the model, so its own time is shown beside it: while decoding the middle distance between two pieces of text,
-while reading the time from the request to the word that the first chunk of the prompt has been read.
+It measures how long a slot stays occupied by an abandoned answer. An abort waits for the current step of the model, so
+the duration of a step is shown beside it: the median gap between two pieces of text during decode, and the time from
+the request to the first progress event during prefill.
 """
 
 from __future__ import annotations

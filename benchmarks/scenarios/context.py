@@ -1,4 +1,4 @@
-"""Long contexts: clients that all have so many tokens in their context, first read, then decoded upon.
+"""Long contexts: clients with a given number of context tokens, first prefill, then decode.
 
 The question is what length costs: reading it, generating with attention over it, and the memory that holds it. Each
 client reads its context in a turn that generates one token; when all have done so, each continues its conversation with

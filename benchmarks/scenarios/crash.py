@@ -1,10 +1,10 @@
 """The engine is killed under running streams, at random moments.
 
-The question is what people see of it: for how long their text stands still, and whether anything of it is missing or
-there twice. Each kill has turns of its own, so that none is suspected of having killed two engines. The same turns run
-once more without a kill, since the greedy text of a turn should not show that its engine was another one meanwhile.
+It measures the visible effect: how long the text pauses, and whether any of it is lost or duplicated. Each kill has
+turns of its own, so that none is suspected of having crashed two engines. The same turns run again without a kill,
+since the greedy text of a turn must not depend on a change of its engine.
 
-The daemon is told to take the engines' deaths as if hours lay between them, so a restart waits for half a second at
+The daemon is configured to treat the crashes as if hours lay between them, so a restart is delayed by half a second at
 most.
 """
 

@@ -1,6 +1,6 @@
 """The front alone: the echo backend makes tokens for nothing, so what is measured is all between it and a client.
 
-The question is what a frame costs in the process that all clients share, and what a connection costs that says nothing.
+It measures the cost of a frame in the process shared by all clients, and the cost of an idle connection.
 The front's CPU contains all it does for a turn: the request, the session, the acknowledgement and the end too.
 """
 
@@ -44,7 +44,7 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True)
 class IdleConnections:
-    """What connections cost that say nothing."""
+    """The cost of idle connections."""
 
     rss_per_connection_bytes: float
 

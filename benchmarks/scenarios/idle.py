@@ -1,4 +1,4 @@
-"""A daemon with open sessions in which nobody says anything.
+"""A daemon with open sessions without any turns.
 
 The question is what it takes from a machine that has something else to do. Each session has a connection of its own.
 """

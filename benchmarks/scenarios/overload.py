@@ -1,9 +1,8 @@
 """More users than slots, all at once.
 
-The questions are how long each waits for the first word when everybody comes at the same moment and there are too few
-slots, what sharing the slots costs in throughput, how long a stream then pauses while others have its slot (the worst
-ITL), and how far apart equal users get. A server that makes the later ones wait until the first are done has no pauses,
-and users as many tokens apart as a whole answer has.
+It measures the time to first token when more turns than slots arrive at once, the throughput lost by sharing slots, the
+pauses of streams while others hold their slot (the worst ITL), and the fairness among equal users. A server that queues
+the later turns until the first end has no pauses, but its users are apart by the tokens of a whole answer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What time-sharing costs: long histories, more turns than slots, against the same turns group by group.
 
 The question is how much throughput is lost to parking and restoring KV when turns take turns in the slots. All
-histories are read first. Then each conversation goes on four times: as many turns at once as there are slots and the
+histories are read first. Then each conversation continues four times: as many turns at once as there are slots and the
 next when these have ended, twice all at once, and in groups again; so both ways decode on histories that are equally
 long in the mean, and the machine's drift cancels. Both contain reading the same questions.
 

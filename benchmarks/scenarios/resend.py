@@ -1,8 +1,8 @@
-"""A chat app that sends the whole conversation with each turn, against a session that is sent only what is new.
+"""A chat app that sends the whole conversation with each turn, against a session that is sent only new messages.
 
-The question is how long somebody waits who uses an app that keeps the conversation itself. A history of several turns
-is told first; then turns of 20 tokens are measured, one at a time. The daemon has to find, among the client's sessions,
-the one that says what the app sends.
+It measures the waiting time with an app that keeps the conversation itself. A history of several turns is sent first;
+then turns of 20 tokens are measured, one at a time. The daemon has to find, among the client's sessions, the one whose
+history matches the request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TEMPLATE_TOKENS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Resent:
-    """Waiting times of turns that go on with a long conversation, and the tokens that had to be read for each."""
+    """Waiting times of turns that continue a long conversation, and the tokens that had to be prefilled for each."""
 
     ttft_ms: tuple[float, ...]
     prompt_tokens: float

@@ -1,9 +1,8 @@
-"""A daemon is stopped and started again, and somebody with a long history comes back to it.
+"""A daemon is restarted, and a client with a long history resumes its session.
 
-The question is how long they wait: until they have their session again, and then for the first word of an answer,
-against a history of the same length that the daemon has never read. That one has other words, because with the same
-ones it would find the KV of the session that came back. ``--restart-by kill`` gives the daemon no time to put KV away;
-what it kept until then it kept while nobody asked anything.
+It measures the time until the session is resumed, and then to the first token of an answer, against a cold history of
+the same length. That one has other words, because the same ones would reuse the KV cache of the resumed session.
+``--restart-by kill`` leaves the daemon no time to save KV cache; only what it saved while idle is available.
 """
 
 from __future__ import annotations
@@ -204,7 +203,7 @@ def _tokens_read(turn: Shown) -> int:
 
 SCENARIO = Scenario(
     name="restart",
-    summary="the daemon is started again: time until a session is back, and its first word against a cold prefill",
+    summary="restart of the daemon: time until a session is resumed, and its first token against a cold prefill",
     run=run,
     defaults=Options(prompt_tokens=(1000,), max_tokens=16, restart_by="term", repeat=5),
     takes=OWN | {"prompt_tokens", "max_tokens", "restart_by"},

@@ -1,9 +1,8 @@
-"""People who come back: many more conversations than slots, each with a long history.
+"""Returning users: many more conversations than slots, each with a long history.
 
-The question is how long somebody waits who goes on with a conversation whose slot others have had since. One turn runs
-at a time; every session has its next turn only after all others have had one, so that each finds its slot taken, as
-long as servers give away the slot that was used least recently. A server that has dropped a history reads it again:
-`tokens read a later turn` tells.
+It measures the waiting time in a conversation whose slot others have used since. One turn runs at a time, round-robin
+over all sessions, so that each finds its slot taken if the server evicts the least recently used slot. A server that
+has evicted a history prefills it again: see `tokens read a later turn`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _QUESTION_TOKENS = 20
 
 @dataclass(frozen=True, slots=True)
 class Returning:
-    """Waiting times of the turns that begin a conversation, and of those that go on with one."""
+    """Waiting times of the turns that start a conversation, and of those that continue one."""
 
     first_ttft_ms: tuple[float, ...]
     later_ttft_ms: tuple[float, ...]
@@ -65,7 +64,7 @@ async def run(bench: Bench) -> Report:
     options = bench.options
     sessions, count, max_tokens = required(options.sessions), required(options.count), required(options.max_tokens)
     if count < 2:
-        raise refused("count", "nobody comes back for one turn")
+        raise refused("count", "a client returns only with two turns or more")
     prompt_tokens = one_prompt_length(options)
     n_tokens = prompt_tokens + (count - 1) * _QUESTION_TOKENS + count * max_tokens
     first, again = (Round(tokens, max_tokens, at_once=1) for tokens in (prompt_tokens, _QUESTION_TOKENS))

@@ -1,8 +1,8 @@
 """Sessions that come at once and begin with the same system prompt.
 
 The question is whether a server reads a prompt that many share once or for each of them. All sessions of a repetition
-begin with the same words, and each goes on with a few of its own; another repetition has other words, so that nothing
-is left of an earlier one. `prompt tokens read` tells how much was read of the prompts of all sessions.
+start with the same words, followed by a few of their own; each repetition has other words, so that nothing
+is left of an earlier one. `prompt tokens read` counts the prefilled tokens of all sessions.
 """
 
 from __future__ import annotations

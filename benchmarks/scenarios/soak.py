@@ -104,12 +104,12 @@ class Soak:
 
 
 async def run(bench: Bench) -> Report:
-    """Let each number of clients live for the wanted time, one after the other, on one daemon."""
+    """Run each number of clients for the wanted time, one after the other, on one daemon."""
     clients, duration_s = required(bench.options.clients), required(bench.options.duration_s)
     points = []
     async with bench.stage(_settings(bench), points=len(clients)) as stage:
         prompts = await learn_words(stage.daemon.spec)
-        # A word besides what the server puts before a conversation.
+        # One word in addition to what the server puts before a conversation.
         least_tokens = prompts.overhead_tokens + 1
         bounds = Bounds(
             least_prompt_tokens=least_tokens,

@@ -1,9 +1,9 @@
-"""Many open sessions, a part of which speaks.
+"""Many open sessions, of which only some are active.
 
-The question is what the silent ones cost: each holds a slot with its history, and the speakers' slots lie scattered
-among them, which llama.cpp decodes slower than neighbours when the KV is partitioned. Who speaks in a round is drawn by
-a seed, the same in every repetition and on every side. Counted is the time in which all speakers of a round decode.
-llama-server is asked for each session's own slot, without which a client cannot know that its history is kept.
+It measures the cost of the idle ones: each holds a slot with its history, and the active slots are scattered among
+them, which llama.cpp decodes slower than adjacent ones when the KV cache is partitioned. The active sessions of a round
+are drawn by a seed, the same for all repetitions and peers. Only the time in which all of a round decode is counted.
+llama-server requests name each session's own slot, without which a client cannot know that its history is kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What guessing tokens from what the text said before brings, and what it costs.
+"""Gain and cost of prompt-lookup speculation, which drafts tokens from earlier text.
 
 Two daemons, alike but that one guesses and the other does not, take the same closed loops in turn, as in `throughput`.
-At temperature 0 small models say the same over and over once their answer should have ended, which is the best case;
+At temperature 0 small models repeat themselves once their answer should have ended, which is the best case;
 at 1 their text repeats itself less. That of a model with random weights (`--model`) never does, which is the worst.
 """
 
@@ -53,7 +53,7 @@ async def run(bench: Bench) -> Report:
 
 SCENARIO = Scenario(
     name="speculation",
-    summary="what guessing tokens from what the text said before brings",
+    summary="gain of drafting tokens from earlier text (prompt lookup)",
     run=run,
     defaults=Options(clients=(1, 4), prompt_tokens=(64,), max_tokens=256, duration_s=10.0, repeat=5),
     takes=OWN | {"clients", "prompt_tokens", "max_tokens", "duration_s"},

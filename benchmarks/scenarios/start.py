@@ -1,7 +1,7 @@
 """From the start of the process until turns can run.
 
 The question is how long a restart keeps people waiting. The first start of each side is not counted: it brings the
-model file into the page cache. A peer takes part when ``--peer-command NAME=COMMAND`` tells how to start it; it is
+model file into the page cache. A peer takes part when ``--peer-command NAME=COMMAND`` gives its start command; it is
 ready when its ``/health`` answers with 200.
 """
 
@@ -43,7 +43,7 @@ async def run(bench: Bench) -> Report:
     peers = bench.options.peers or ()
     for peer in peers:
         if peer.command is None:
-            raise refused("peer_command", f"nothing tells how {peer.name} is started", hint="Give NAME=COMMAND.")
+            raise refused("peer_command", f"the start command of {peer.name} is unknown", hint="Give NAME=COMMAND.")
     bench.progress.expect((1 + bench.repeat) * bench.n_sides)
     ours, _ = await _start_ours(bench, settings)
     sides = [Side(ours, None)]

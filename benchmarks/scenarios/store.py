@@ -104,7 +104,7 @@ async def run(bench: Bench) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class _Load:
-    """What is asked of daemons with these settings."""
+    """Measurements of daemons with these settings."""
 
     settings: DaemonSettings
     job: Callable[..., ClosedLoop]

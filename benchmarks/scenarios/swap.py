@@ -192,7 +192,7 @@ class _Rounds:
         return asked_s, done_s, engine.ready_s - engine.started_s
 
     async def _unload(self) -> None:
-        """Free the model that has answered so far, and go on with the other."""
+        """Free the model used so far, and continue with the other."""
         await self._operator.send(op="unload_model", name=self._answering)
         while (frame := await self._operator.receive()).op != "engine" or frame.state != "asleep":
             if frame.op == "error":
@@ -201,7 +201,7 @@ class _Rounds:
 
 
 class _Streams:
-    """Turns that have just begun; ``flowing`` when each has said enough, or is over."""
+    """Turns that have just started; ``flowing`` when each has generated enough, or has ended."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -30,7 +30,7 @@ _FULL: Final = 0.5
 
 
 class SoakClient:
-    """Does what its acts say, and counts what it meets with; an error costs it its session, and it goes on."""
+    """Performs its acts and counts the results; an error costs it its session, and it continues."""
 
     def __init__(self, spec: TargetSpec, prompts: Prompts, tally: Tally, *, n_ctx: int, first_seed: int) -> None:
         self._spec = spec
@@ -144,7 +144,7 @@ class SoakClient:
         """Come back to the session in the middle of a turn.
 
         Raises:
-            InferenceCenterError: With the daemon's code when it refuses, ``internal`` when events were lost for good.
+            InferenceCenterError: With the daemon's code when it refuses, ``internal`` when events were lost.
         """
         answer = await self._here.ask(
             op="resume_session", session_id=self._session_id, epoch=self._epoch, last_seq=shown.seq

@@ -47,7 +47,7 @@ class Tally:
         self.errors[(kind, code)] += 1
 
     def unexplained(self) -> Counter[tuple[Kind, str]]:
-        """Return the errors that are nobody's fault but the daemon's."""
+        """Return the errors that only the daemon can have caused."""
         return Counter({met: count for met, count in self.errors.items() if met not in EXPECTED})
 
     def turn(self, kind: Kind, turn: Shown, *, transcript: str) -> None:

@@ -81,7 +81,7 @@ async def test_a_closed_loop_keeps_each_client_busy(daemon: RunningDaemon, gener
 
 
 async def test_rounds_start_together(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """Nobody begins a round before everybody has ended the one before it."""
+    """A round starts only after all clients have ended the previous one."""
     rounds = (Round(30, 4), Round(50, 8))
     job = Rounds(target=daemon.spec, clients=3, rounds=rounds, continues=False, first_seed=1)
     found = await generator.do(job, Turns)
@@ -261,7 +261,7 @@ async def test_a_failed_turn_fails_the_job(daemon: RunningDaemon, generator: Loa
     assert len(found.clients) == 1
 
 
-async def test_an_address_where_nobody_listens_is_reported(generator: LoadGenerator) -> None:
+async def test_a_closed_port_is_reported(generator: LoadGenerator) -> None:
     """The generator's error arrives as it is."""
     nobody = TargetSpec("nobody", "inferencecenter", f"ws://127.0.0.1:{free_port()}/", token="t")
     with pytest.raises(InferenceCenterError) as failed:

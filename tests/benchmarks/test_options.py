@@ -89,7 +89,7 @@ def test_peers() -> None:
     ],
 )
 def test_what_is_no_peer_is_refused(peers: list[str], tokens: list[str], commands: list[str]) -> None:
-    """No pair, no address, named twice, or a token or command for nobody."""
+    """No pair, no address, named twice, or a token or command for an unknown peer."""
     with pytest.raises(InferenceCenterError, match="--peer"):
         parse_peers(peers, tokens=tokens, commands=commands)
 

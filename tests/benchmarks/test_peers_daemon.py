@@ -150,7 +150,7 @@ async def test_a_wrong_token_is_refused(echo: Daemon) -> None:
 
 
 async def test_an_address_without_a_daemon_is_unreachable() -> None:
-    """Nobody listens there."""
+    """Nothing listens there."""
     target = make_target(TargetSpec("ours", "inferencecenter", f"ws://127.0.0.1:{free_port()}/", None))
 
     with pytest.raises(InferenceCenterError) as refused:

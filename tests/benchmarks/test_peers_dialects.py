@@ -99,7 +99,7 @@ async def test_facts(daemon: Daemon, way: Way) -> None:
 
 @pytest.mark.parametrize("way", DIALECTS)
 async def test_an_address_without_a_daemon_is_unreachable(way: Way) -> None:
-    """Nobody listens there."""
+    """Nothing listens there."""
     nobody = TargetSpec("ours", "inferencecenter", f"ws://127.0.0.1:{free_port()}/", "t")
     with pytest.raises(InferenceCenterError) as refused:
         async with make_target(way(nobody)).session():

@@ -51,7 +51,7 @@ async def test_what_is_no_address_is_refused(url: str) -> None:
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
-async def test_an_address_where_nobody_listens_is_unreachable() -> None:
+async def test_a_closed_port_is_unreachable() -> None:
     """The probe and the target report it alike."""
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(InferenceCenterError) as probed:

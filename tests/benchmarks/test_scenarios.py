@@ -131,7 +131,7 @@ def test_interference_parts_the_streams_delays_at_the_newcomer() -> None:
 
 
 def test_interference_wants_streams_that_outlast_the_newcomers_wait() -> None:
-    """A pause whose end nobody saw would be left out."""
+    """A pause without an observed end would be omitted."""
     with pytest.raises(InferenceCenterError, match="--max-tokens: a stream ended"):
         interference.read(measured([turn(0, 1, 2, 9)], [turn(0, 1, 2, 12)], [turn(4, 9, 11)]))
 
@@ -193,7 +193,7 @@ def test_speakers_are_drawn_by_a_seed() -> None:
 
 
 def test_parking_compares_both_ways_of_the_same_work() -> None:
-    """In groups 8 tokens in 4 and 6 seconds, at once in 5 and 7; the reading before is nobody's."""
+    """In groups 8 tokens in 4 and 6 seconds, at once in 5 and 7; the reading before counts for neither."""
     first = [turn(0, 3), turn(10, 11, 12), turn(20, 21, 24), turn(30, 31, 37), turn(40, 41, 43, cached=80)]
     second = [turn(3, 6), turn(12, 13, 14), turn(20, 22, 25), turn(30, 33, 34), turn(43, 44, 46, cached=80)]
     found = parking.read(measured(first, second))
@@ -251,7 +251,7 @@ def test_idle_is_scaled_to_a_minute() -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_scenario_takes_what_it_has_defaults_for(name: str) -> None:
-    """A default that cannot be changed is a setting nobody finds; the gateway is about the echo backend alone."""
+    """A default that cannot be changed is a hidden setting; the gateway is about the echo backend alone."""
     scenario = SCENARIOS[name]
 
     fixed = {"backend"} if name == "gateway" else set()

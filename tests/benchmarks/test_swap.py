@@ -38,7 +38,7 @@ def test_pauses_belong_to_the_swap_if_some_part_lies_in_it() -> None:
     assert found.meanwhile_ms() == [1500, 500, 4000, 4000]
 
 
-def test_a_swap_that_nobody_notices() -> None:
+def test_a_swap_without_visible_effect() -> None:
     """All turns are whole; the times are those of the swap and of its engine."""
     found = values(swap.Swaps((change(shown(0, 8, 9, 11, 14)), change(shown(0, 8, 9, 11, 14))), max_tokens=4))
 

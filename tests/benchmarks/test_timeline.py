@@ -88,7 +88,7 @@ def test_gaps_that_touch_a_window_count_whole() -> None:
 
 
 def test_a_span_is_from_the_first_request_to_the_last_end() -> None:
-    """Whoever they belong to."""
+    """Regardless of their turn."""
     assert timeline.span([turn(1, 2, 3), turn(0.5, 2.5), turn(2, 9)]) == Window(0.5, 9)
 
 
@@ -105,7 +105,7 @@ def test_turns_that_alternate_are_a_quantum_apart() -> None:
 
 
 def test_a_spread_is_among_those_who_are_there() -> None:
-    """Nobody is apart from who has not come or has ended; a piece counts for the tokens it holds."""
+    """Turns that have not started or have ended do not count; a piece counts as its tokens."""
     assert timeline.spread_tokens([turn(0, 1, 2, 3)]) == 0
     assert timeline.spread_tokens([turn(0, 1, 2, 3), turn(4, 5, 6)]) == 0
     # At 1.5 the second comes, at 2 the first has 6 of 9 tokens.

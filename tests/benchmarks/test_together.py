@@ -48,7 +48,7 @@ async def test_one_failure_ends_the_others() -> None:
 
 
 async def test_a_defect_stays_a_group() -> None:
-    """It is nobody's answer."""
+    """It matches no request."""
     with pytest.raises(BaseExceptionGroup) as failed:
         await together([_forget()])
 

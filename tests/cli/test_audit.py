@@ -87,7 +87,7 @@ def test_in_a_pipe_a_line_is_a_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_table_shows_claims_as_text() -> None:
-    """What somebody claimed to be is shown as it is, whatever it looks like."""
+    """A claimed name is shown literally, whatever it contains."""
     line = AuditLine(
         at=0.0,
         last_at=0.0,

@@ -140,7 +140,7 @@ async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
 async def test_a_wrong_command_ends_a_script(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start, line: str, told: str
 ) -> None:
-    """In a pipe nobody can mend it: the error is told and exits with the table's code."""
+    """In a pipe it cannot be corrected: the error is printed and the program exits with the table's code."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

@@ -154,7 +154,7 @@ def test_news_wait_where_they_would_be_in_the_way() -> None:
     assert WARM_LINE in written.getvalue()
 
 
-def test_whoever_chose_a_model_hears_of_that_one() -> None:
+def test_only_the_chosen_models_engine_is_reported() -> None:
     """Another default is nothing to them, nor is the engine of a third; their own model's engine is."""
     view, written = _terminal(model="phi")
     view.begin()

@@ -112,7 +112,7 @@ async def test_what_the_daemon_refuses(cli: Cli, scripted: Start, command: str, 
 
 
 async def test_a_daemon_that_goes_away_while_it_loads(cli: Cli, scripted: Start) -> None:
-    """Nobody knows whether it was done."""
+    """Its outcome is unknown."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

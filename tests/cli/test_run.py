@@ -231,7 +231,7 @@ def test_a_signal_ends_the_answer(state_dir: Path, number: signal.Signals, code:
 
 
 @pytest.mark.slow
-def test_nobody_reads(state_dir: Path) -> None:
+def test_a_closed_output_pipe_ends_the_program(state_dir: Path) -> None:
     """A pipe whose reader has enough ends the answer, as it ends other programs."""
     process = started(state_dir)
     assert process.stdout is not None

@@ -128,7 +128,7 @@ def test_without_the_page_no_link_is_shown(cli: Cli, served: list[Settings], mon
     ],
 )
 def test_a_link_leads_somewhere(address: str, link: str) -> None:
-    """Nobody can open all addresses at once."""
+    """The wildcard address cannot be opened in a browser."""
     assert web_link(address, "t") == link
 
 

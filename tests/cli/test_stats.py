@@ -177,7 +177,7 @@ async def test_heat_is_shown_at_once(scripted: Start) -> None:
 
 
 async def test_an_administrator_sees_clients(scripted: Start) -> None:
-    """They are asked for every ten seconds, as the daemon writes down who asks; nobody else is let do it."""
+    """They are requested every ten seconds, as the daemon audits it; other accounts may not list them."""
 
     async def daemon(peer: Peer) -> None:
         await peer.say(**HELLO)

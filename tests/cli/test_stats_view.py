@@ -143,7 +143,7 @@ def test_a_screen_does_not_jump_when_there_is_something_to_say() -> None:
 
 
 def test_an_account_that_may_not_see_everything() -> None:
-    """Has the readings that are for everybody."""
+    """Has the readings available to every account."""
     text = shown(glance(status={"sessions": {"sessions": 1, "busy": 0, "max_sessions": 4, "storage": "ok"}}))
     assert "14 open" in text
     assert "memory" not in text

@@ -108,7 +108,7 @@ def test_list_shows_everything_but_secrets(cli: Cli) -> None:
 
 
 def test_revoke_makes_a_token_useless(cli: Cli, state_dir: Path) -> None:
-    """The token lets nobody in afterwards, and the list says so; without a daemon nobody is told."""
+    """The token is invalid afterwards, and the list shows it; without a daemon there is no notification."""
     made = _json(cli, "create", "ada")
     assert _json(cli, "revoke", made["token_id"]) == {
         "token_id": made["token_id"],

@@ -129,7 +129,7 @@ async def test_a_running_event_loop_does_not_matter(start: Starts) -> None:
 
 
 def test_another_thread_may_abort(start: Starts) -> None:
-    """Whoever reads the turn goes on to its end."""
+    """The reader of the turn continues to its end."""
     with BlockingClient(start(echo), "ic_a_b") as client, client.session() as session:
         turn = session.infer("on and on …")
         heard = []
@@ -158,7 +158,7 @@ def test_ctrl_c_ends_the_wait_and_the_turn(start: Starts) -> None:
         assert str(session.ask("next")) == "next "
 
 
-def test_nobody_is_left_waiting_for_a_client_that_is_closed(start: Starts) -> None:
+def test_closing_the_client_fails_all_waiting_threads(start: Starts) -> None:
     """Whatever thread closes it, those that wait are told."""
     client = BlockingClient(start(echo), "ic_a_b")
     client.open()

@@ -46,7 +46,7 @@ async def test_the_models_there_are(scripted: Start) -> None:
 
 
 async def test_a_model_is_loaded(scripted: Start) -> None:
-    """Whoever wants to know hears how far it is; the call returns with the last word on its own swap."""
+    """The callback receives the progress; the call returns with the last event of its own swap."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -85,7 +85,7 @@ async def test_a_model_that_cannot_be_loaded(scripted: Start) -> None:
 
 
 async def test_a_socket_that_is_lost_while_a_model_is_loaded(scripted: Start) -> None:
-    """Nobody knows how that ends, and it is not asked for again; what only reads is."""
+    """Its outcome is unknown, and it is not repeated; a read is."""
 
     async def cut(peer: Peer) -> None:
         await peer.welcome()

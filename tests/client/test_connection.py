@@ -85,7 +85,7 @@ async def test_half_a_credential_is_refused_before_it_is_sent(scripted: Start, c
             pass
 
 
-async def test_nobody_listening_is_daemon_unreachable() -> None:
+async def test_a_closed_port_is_daemon_unreachable() -> None:
     """A refused connection names the address and what to do."""
     with pytest.raises(InferenceCenterError, match=r"ws://127\.0\.0\.1:1/") as caught:
         async with Client("ws://127.0.0.1:1/", token="ic_a_b"):

@@ -192,7 +192,7 @@ def served(folder: Path, port: int) -> Iterator[None]:
 
 
 async def test_a_program_that_forgets_to_close_its_client_ends(daemon: Daemon) -> None:
-    """The thread of the client without asyncio keeps nobody."""
+    """The thread of the blocking client does not keep a program from exiting."""
     program = (
         "import os\nfrom inferencecenter.client.blocking import Client\n"
         "client = Client(os.environ['INFERENCECENTER_URL'], os.environ['INFERENCECENTER_TOKEN'])\n"

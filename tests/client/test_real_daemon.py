@@ -56,7 +56,7 @@ def box(tmp_path: Path) -> Iterator[Box]:
 
 
 class Wire:
-    """A TCP connection between clients and a daemon that somebody stumbles over."""
+    """A TCP connection between clients and a daemon that can be cut."""
 
     def __init__(self, port: int) -> None:
         self._port = port

@@ -208,7 +208,7 @@ async def test_a_question_that_was_never_acknowledged_is_sent_again(scripted: St
     assert time.slept == [0.2, pytest.approx(0.9)]
 
 
-async def test_a_session_that_is_gone_is_told_to_whoever_waits(scripted: Start) -> None:
+async def test_a_lost_session_fails_its_waiting_readers(scripted: Start) -> None:
     """``session_not_found`` reaches the turn of that session; others go on."""
 
     async def before(peer: Peer) -> None:
@@ -351,7 +351,7 @@ async def test_an_abort_in_a_gap_is_remembered(scripted: Start) -> None:
 
 
 async def test_an_abort_that_was_sent_into_a_dying_socket_is_sent_again(scripted: Start) -> None:
-    """Until the turn's end came, nobody knows whether the daemon heard it."""
+    """Until the turn's end arrives, it is unknown whether the daemon received the abort."""
     aborts: list[Any] = []
 
     async def before(peer: Peer) -> None:
@@ -599,7 +599,7 @@ async def test_a_session_that_cannot_be_taken_up(scripted: Start) -> None:
 
 
 async def test_a_session_that_is_taken_over(scripted: Start) -> None:
-    """Whoever reads its turn is told; it is not resumed against the other connection, but can be used again."""
+    """The reader of its turn gets an error; it is not resumed against the other connection, but can be used again."""
     heard: list[Any] = []
 
     async def before(peer: Peer) -> None:
@@ -644,7 +644,7 @@ async def test_an_expired_session_is_told(scripted: Start) -> None:
 
 
 async def test_a_session_that_is_closed_elsewhere(scripted: Start) -> None:
-    """Whoever waits for its answer is told, it is not resumed any more, and the next turn is refused."""
+    """Its waiting readers get an error, it is no longer resumed, and the next turn is refused."""
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
@@ -698,7 +698,7 @@ async def test_a_daemon_that_says_nothing_more_is_noticed(scripted: Start, monke
 
 
 async def test_what_is_too_large_is_not_sent(scripted: Start) -> None:
-    """The daemon would close the socket on everybody: ``message_too_large`` before that, and the client goes on."""
+    """The daemon would close the shared socket: ``message_too_large`` before that, and the client stays usable."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -714,7 +714,7 @@ async def test_what_is_too_large_is_not_sent(scripted: Start) -> None:
         assert len(await _collect(session)) == 2
 
 
-async def test_what_the_daemon_tells_everybody(scripted: Start) -> None:
+async def test_broadcasts_reach_the_notice_callback(scripted: Start) -> None:
     """Changes of the engine reach the callback."""
 
     async def daemon(peer: Peer) -> None:
@@ -728,7 +728,7 @@ async def test_what_the_daemon_tells_everybody(scripted: Start) -> None:
     assert notices[0] == EngineChanged(state="restarting", detail="it died")
 
 
-async def test_closing_the_client_leaves_nobody_waiting(scripted: Start) -> None:
+async def test_closing_the_client_fails_everything_that_waits(scripted: Start) -> None:
     """A turn that another task reads ends with the client."""
 
     async def daemon(peer: Peer) -> None:

@@ -61,7 +61,7 @@ def test_a_wait_beyond_the_limit_is_not_begun() -> None:
 
 
 def test_only_a_connection_that_held_counts() -> None:
-    """A daemon that lets everybody in and drops them at once is not asked five times a second."""
+    """A daemon that accepts and at once drops connections is not contacted five times a second."""
     waits = backoff(BackoffPolicy(give_up_after_s=50.0))
     for _ in range(4):
         waits.next_wait_s(now=0.0)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Clock:
-    """Time that passes only while somebody sleeps."""
+    """A clock that advances only during sleeps."""
 
     now: float = 100.0
     slept: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ async def _refuse_loading(peer: Peer, op: str, **fields: Any) -> dict[str, Any]:
 
 
 async def test_a_session_is_asked_for_until_its_model_is_loaded(scripted: Start, clock: Clock) -> None:
-    """As often as the daemon says, or every second; whoever wants to know hears of it."""
+    """At the interval given by the daemon, or every second; the callback is called."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -113,7 +113,7 @@ async def test_only_loading_is_waited_for(clock: Clock) -> None:
 
 
 async def test_another_default_and_heat_are_news(scripted: Start) -> None:
-    """They go to whoever listens, and the model that answers is known from then on."""
+    """They reach the callback, and the current model is known from then on."""
     news = [
         ModelChanged(model="phi", n_ctx=2048),
         Thermal(state="warm", temp=81.0, action="half of the slots"),

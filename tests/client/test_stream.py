@@ -243,7 +243,7 @@ def test_a_daemon_that_forgot_the_key_is_not_believed() -> None:
         list(stream.take(queued("t2", request_id="c2")))
 
 
-def test_somebody_elses_turn_is_not_taken_for_the_answer() -> None:
+def test_another_clients_turn_is_not_taken_for_the_answer() -> None:
     """A turn that runs when an unacknowledged question comes back may be another's: the daemon says whose it is."""
     stream = asking()
     list(stream.take(lost(turn_id="theirs", content="Theirs")))

@@ -213,7 +213,7 @@ async def test_a_turn_that_was_never_read_was_never_asked(scripted: Start) -> No
 
 
 async def test_the_end_of_a_session_ends_the_waiting_for_its_turns(scripted: Start) -> None:
-    """Closed under a turn that is being read, it raises there, and nobody waits for an end that does not come."""
+    """Closed under a turn that is being read, it raises there, and nothing waits for an end that never arrives."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -232,7 +232,7 @@ async def test_the_end_of_a_session_ends_the_waiting_for_its_turns(scripted: Sta
 
 
 async def test_a_session_that_is_gone_at_its_end_is_gone(scripted: Start) -> None:
-    """Somebody has deleted it meanwhile: leaving its block raises nothing."""
+    """It was deleted meanwhile: leaving its block raises nothing."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -299,7 +299,7 @@ async def test_without_retries_it_is_raised(
 
 
 async def test_a_model_that_is_not_loaded_is_waited_for(scripted: Start) -> None:
-    """Without a retry being counted; whoever wants to know hears of it."""
+    """Without a retry being counted; the callback is called."""
 
     async def sleep(_seconds: float) -> None:
         pass
@@ -410,7 +410,7 @@ async def test_a_client_that_is_not_open_says_so() -> None:
 
 
 async def test_a_daemons_fault_is_one(scripted: Start) -> None:
-    """An error that nobody can mend by asking differently has a class of its own."""
+    """An error that no other request can avoid has its own class."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

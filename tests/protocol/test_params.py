@@ -424,8 +424,8 @@ def test_values_without_effect_are_named(raw: dict[str, Any], silenced: set[str]
     assert len(warnings) == len(silenced)
 
 
-def test_only_what_somebody_chose_is_warned_of() -> None:
-    """A caller may leave out the levels nobody wrote by hand, such as a model file's."""
+def test_only_chosen_parameters_are_warned_of() -> None:
+    """A caller may leave out levels that no user chose, such as a model file's."""
     params = parse_params({"temperature": 0, "top_k": 20})
     assert cross_check(params, given={"temperature"}) == ()
     assert len(cross_check(params, given={"temperature", "top_k"})) == 1

@@ -34,7 +34,7 @@ WRONG = {
 
 @pytest.mark.parametrize("value", [GOOD, f"00-{TRACE}-{SPAN}-00", f"01-{TRACE}-{SPAN}-ff", f"cc-{TRACE}-{SPAN}-01-new"])
 def test_a_right_one_is_taken_as_it_is(value: str) -> None:
-    """Also with flags nobody knows yet, and of a later version that has more at its end."""
+    """Also with unknown flags, and of a later version with additional fields."""
     assert check_traceparent(value) == value
     assert read_traceparent(f"  {value} ") == value
 

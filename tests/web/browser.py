@@ -1,4 +1,4 @@
-"""Somebody with a browser: what they do on the web page, and what must never happen while they do it."""
+"""A user of the web page in a browser: actions, and faults that must never occur."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MARKS: Final = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 def find_browser() -> str:
-    """Return the path of Chromium; the test is skipped where there is none and nobody named one."""
+    """Return the path of Chromium; the test is skipped where there is none and none is configured."""
     named = os.environ.get(BROWSER_VARIABLE)
     if named:
         return named
@@ -74,7 +74,7 @@ class Visit:
     Attributes:
         page: The tab.
         origin: Where the page comes from, and all that it may ask.
-        faults: What the console was told, errors that nobody caught, and requests that went elsewhere.
+        faults: Console errors, uncaught exceptions, and requests to other hosts.
         expected: A pattern of faults that are no surprise in this test.
     """
 
@@ -94,7 +94,7 @@ class Visit:
         surprises = [each for each in self.faults if not (self.expected and re.search(self.expected, each))]
         assert not surprises, surprises
 
-    # What there is on the page, as somebody would name it.
+    # Elements of the page, by their visible names.
 
     @property
     def token(self) -> Locator:
@@ -130,7 +130,7 @@ class Visit:
         assert found, self.page.url
         return found[1]
 
-    # What somebody does.
+    # Actions of the user.
 
     async def go(self, fragment: str = "") -> None:
         """Open the page, or another view of it."""

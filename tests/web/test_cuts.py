@@ -98,7 +98,7 @@ async def test_a_browser_that_knows_it_is_offline(browser: Browser, echo: Daemon
         await expect(visit.answers.first).to_contain_text("4 bottles")
         await visit.page.context.set_offline(True)
         wire.cut()
-        await expect(visit.page.get_by_text("Trying again in")).to_be_visible()
+        await expect(visit.page.get_by_text("Retrying in")).to_be_visible()
         await visit.page.context.set_offline(False)
         await whole(await visit.answered())
 
@@ -115,7 +115,7 @@ async def test_a_question_that_is_asked_into_the_dark(browser: Browser, echo: Da
         await expect(visit.answers.nth(1)).to_contain_text("Waiting for the connection")
         wire.plug_in()
         with suppress(TooLateError):  # it may be gone: the page has tried by itself
-            await visit.button("Try now").click(timeout=1000)
+            await visit.button("Retry now").click(timeout=1000)
         assert await said(await visit.answered(count=2)) == "Meanwhile."
         async with talk(echo) as client:
             told = await client.ask(op="get_session", session_id=visit.session_id())

@@ -138,7 +138,7 @@ async def test_the_plan_by_device(browser: Browser, daemon: Daemon) -> None:
         assert weights / whole == pytest.approx(3 / 8, abs=0.03)
         table = visit.page.get_by_role("table", name="Memory by device")
         row = table.get_by_role("row", name="NVIDIA GeForce RTX 3070")
-        for words in ("14 of 29 layers", "4.79 GiB planned", "5 GiB taken, 4 % more", "3 GiB", "300 MiB", "2.21 GiB"):
+        for words in ("14 of 29 layers", "4.79 GiB planned", "5 GiB used, 4 % more", "3 GiB", "300 MiB", "2.21 GiB"):
             await expect(row).to_contain_text(words)
         await expect(table.get_by_role("row", name=re.compile("Main memory"))).to_contain_text("30.9 GiB")
         why = visit.page.get_by_text("all layers and the output matrix fit")
@@ -175,7 +175,7 @@ async def test_who_is_connected(browser: Browser, daemon: Daemon) -> None:
 
 
 async def test_of_a_real_daemon(browser: Browser, daemon: Daemon) -> None:
-    """An administrator sees why all is on the processor, and who is there; a user sees the model, and neither."""
+    """An administrator sees why everything is on the CPU, and who is there; a user sees the model, and neither."""
     made = await asyncio.to_thread(command_line, daemon, "token", "create", "onlooker")
     async with visiting(browser, origin_of(daemon)) as visit:
         await visit.sign_in(made["token"])
@@ -186,7 +186,7 @@ async def test_of_a_real_daemon(browser: Browser, daemon: Daemon) -> None:
             await expect(visit.page.get_by_role("heading", name=title)).to_have_count(0)
         async with signed_in(browser, daemon) as other:
             await other.button("Dashboard").click()
-            await expect(other.page.get_by_text("Everything is on the processor: ")).to_be_visible()
+            await expect(other.page.get_by_text("Everything is on the CPU: ")).to_be_visible()
             await other.button("Disconnect onlooker").click()
             await other.button("Disconnect", inside=other.page.get_by_role("dialog")).click()
             await expect(other.page.get_by_text("onlooker was disconnected: 1 connection closed.")).to_be_visible()

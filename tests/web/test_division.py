@@ -32,7 +32,7 @@ def test_the_parts_of_a_device_are_all_of_it() -> None:
 
 @pytest.mark.parametrize(
     ("used", "words"),
-    [(5144, "5.02 GiB taken, 5 % more"), (4908, "4.79 GiB taken, as planned"), (4400, "4.30 GiB taken, 10 % less")],
+    [(5144, "5.02 GiB used, 5 % more"), (4908, "4.79 GiB used, as planned"), (4400, "4.30 GiB used, 10 % less")],
 )
 def test_what_was_taken(used: int, words: str) -> None:
     """Is compared with what was planned."""
@@ -51,9 +51,9 @@ def test_memory_of_which_nothing_is_told() -> None:
 def test_everything_on_the_processor() -> None:
     """Is said, with the plan's reason, or that it is set so; nothing is said where there is a GPU."""
     set_so = plan(reasons=[{"name": "n_gpu_layers", "value": "0 of 29", "why": "set", "explicit": True}])
-    words = "Everything is on the processor: "
+    words = "Everything is on the CPU: "
     assert divided(plan(), "processorInWords(input)") == f"{words}there is no GPU that llama.cpp can use."
-    assert divided(set_so, "processorInWords(input)") == f"{words}engine.n_gpu_layers is set so."
+    assert divided(set_so, "processorInWords(input)") == f"{words}set by engine.n_gpu_layers."
     assert divided(plan(device(0)), "processorInWords(input)") == ""
 
 
@@ -61,8 +61,8 @@ def test_everything_on_the_processor() -> None:
     ("values", "words"),
     [
         ({"state": "ready", "gpu_layers": 14}, ""),
-        ({"state": "asleep"}, "no engine runs"),
-        ({"state": "ready", "gpu_layers": 0}, "found no GPU that it could use"),
+        ({"state": "asleep"}, "No engine is running"),
+        ({"state": "ready", "gpu_layers": 0}, "found no usable GPU"),
         ({"state": "starting"}, ""),
     ],
 )

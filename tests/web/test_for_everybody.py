@@ -66,7 +66,9 @@ async def fits(visit: Visit) -> None:
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("device", DEVICES)
-async def test_nobody_is_shut_out(browser: Browser, echo: Daemon, device: str, theme: Literal["light", "dark"]) -> None:
+async def test_pages_meet_the_accessibility_rules(
+    browser: Browser, echo: Daemon, device: str, theme: Literal["light", "dark"]
+) -> None:
     """Nothing serious or critical for axe in any view, and all of it fits."""
     session = await furnish(echo)
     async with visiting(browser, origin_of(echo), color_scheme=theme, **DEVICES[device]) as visit:
@@ -143,7 +145,7 @@ async def test_an_answer_is_read_out(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_themes(browser: Browser, echo: Daemon) -> None:
-    """As the system has it, also when that changes, until somebody chooses; the choice outlives a reload."""
+    """As the system has it, also when that changes, until the user chooses; the choice survives a reload."""
     async with signed_in(browser, echo, color_scheme="dark") as visit:
         body = visit.page.locator("body")
         dark = await body.evaluate("(body) => getComputedStyle(body).backgroundColor")

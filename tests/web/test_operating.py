@@ -42,10 +42,10 @@ async def test_the_dashboard_moves(browser: Browser, daemon: Daemon) -> None:
         await client.until(lambda message: message["op"] == "end")
         await expect(slots).to_contain_text("0 of")
         assert await reading(visit, "Generated") > before
-        assert await reading(visit, "Tokens a second") > 0
+        assert await reading(visit, "Tokens per second") > 0
         await visit.button("As a table").click()
         table = visit.page.get_by_role("region", name="Readings as a table")
-        await expect(table.get_by_role("row", name=re.compile("^Tokens a second"))).to_contain_text(
+        await expect(table.get_by_role("row", name=re.compile("^Tokens per second"))).to_contain_text(
             re.compile(r"[1-9]")
         )
 

@@ -1,4 +1,4 @@
-"""Tests of how somebody gets in, and is shown the door, in a browser."""
+"""Tests of signing in and out in a browser."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_by_the_first_link(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_by_a_link_in_a_tab_that_has_the_page(browser: Browser, echo: Daemon) -> None:
-    """The token of a link is taken and wiped where only the end of the address changes, also from whoever is in."""
+    """The token of a link is taken and wiped where only the end of the address changes, also when signed in."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", "latecomer")
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.go("")
@@ -84,7 +84,7 @@ async def test_not_by_a_wrong_token(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_no_longer_by_a_revoked_token(browser: Browser, echo: Daemon) -> None:
-    """Whoever is in is put before the form, and told why."""
+    """A signed-in user is returned to the form, with the reason."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", "guest")
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.sign_in(made["token"])

@@ -20,7 +20,7 @@ pytestmark = MARKS
 
 
 async def test_lists_follow_each_other(browser: Browser, echo: Daemon) -> None:
-    """What begins, is called otherwise or ends in one tab does so in the list of the other, which asks nobody."""
+    """Creating, renaming and deleting in one tab updates the list of the other without a request."""
     async with signed_in(browser, echo) as one, signed_in(browser, echo) as two:
         await two.page.clock.install()
         await two.page.clock.pause_at(await two.page.evaluate("Date.now() + 1000"))
@@ -98,7 +98,7 @@ async def newer_after_a_cut(visit: Visit) -> WebSocketRoute:
     await visit.page.route_web_socket("**/ws", connect)
     await visit.page.reload()
     await expect(visit.composer).to_be_visible()
-    await expect(visit.page.get_by_text("A newer version")).to_have_count(0)
+    await expect(visit.page.get_by_text("The server has been updated")).to_have_count(0)
     return routes[0]
 
 
@@ -108,9 +108,9 @@ async def test_a_newer_server_is_told(browser: Browser, echo: Daemon) -> None:
         socket = await newer_after_a_cut(visit)
         await visit.composer.fill("Half a question")
         await socket.close(code=1012, reason="")
-        await expect(visit.page.get_by_text("A newer version is running.")).to_be_visible()
+        await expect(visit.page.get_by_text("The server has been updated.")).to_be_visible()
         await visit.button("Reload").click()
-        await expect(visit.page.get_by_text("A newer version is running.")).to_have_count(0)
+        await expect(visit.page.get_by_text("The server has been updated.")).to_have_count(0)
         await expect(visit.composer).to_have_value("Half a question")
 
 

@@ -1,4 +1,4 @@
-"""A wire between a browser and a daemon that somebody pulls out."""
+"""A proxy between a browser and a daemon whose connections can be cut."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Wire:
             end.transport.abort()
 
     async def tried(self, times: int) -> None:
-        """Wait until somebody tried so often in vain."""
+        """Wait until this many attempts have failed."""
         async with self._tried:
             await self._tried.wait_for(lambda: self.tries >= times)
 

@@ -1,4 +1,4 @@
-"""Documentation that is generated from the code, so that it cannot say anything else, and what the web page knows.
+"""Documentation that is generated from the code, so that it cannot diverge, and the data for the web page.
 
 ``documents`` returns every generated file; ``inferencecenter docs`` writes them, ``docs --check`` compares.
 """

@@ -50,7 +50,7 @@ def module() -> str:
 
 
 def type_of(schema: Mapping[str, Any]) -> str:
-    """Return the type that a JSON Schema describes, as far as TypeScript has words for it."""
+    """Return the TypeScript type for a JSON Schema, as far as TypeScript can express it."""
     if "anyOf" in schema:
         return " | ".join(dict.fromkeys(type_of(option) for option in schema["anyOf"]))
     if "$ref" in schema:
@@ -121,9 +121,7 @@ def _params() -> str:
 
 def _error_codes() -> str:
     codes = (json.dumps(row.code.value) for row in ERRORS.values() if row.on_wire)
-    return "\n".join(
-        [_comment("What an `error` event may say is wrong."), f"export type ErrorCode = {' | '.join(codes)};"]
-    )
+    return "\n".join([_comment("Codes of `error` events."), f"export type ErrorCode = {' | '.join(codes)};"])
 
 
 def _by_op(name: str, suffix: str, kinds: Iterable[type[BaseModel]], meaning: str) -> str:

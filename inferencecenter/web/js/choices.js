@@ -1,5 +1,5 @@
 // @ts-check
-/** What a person chose for a conversation: system prompt, model, parameters, the form of answers. */
+/** The user's choices for a conversation: system prompt, model, parameters, the form of answers. */
 
 import { forgetAll, keep, kept } from "./storage.js";
 import { WireError } from "./wire/errors.js";
@@ -10,7 +10,7 @@ import { WireError } from "./wire/errors.js";
  */
 
 /**
- * Returns what was chosen for a session, or for the next one that is opened.
+ * Returns the choices for a session, or for the next new one.
  *
  * @param {string | null} id
  * @returns {Choices}
@@ -32,7 +32,7 @@ export function dropChoices(id) {
   keep(choicesKey(id), undefined);
 }
 
-/** Forgets what was chosen, for whoever comes next. */
+/** Deletes all choices, at sign-out. */
 export function dropAllChoices() {
   forgetAll("choices");
 }
@@ -43,11 +43,11 @@ function choicesKey(id) {
 }
 
 /**
- * Returns the fields of `infer` that say what was chosen.
+ * Returns the fields of `infer` for these choices.
  *
  * @param {Choices} chosen
  * @returns {object}
- * @throws {WireError} The JSON schema is no JSON.
+ * @throws {WireError} The JSON schema is not valid JSON.
  */
 export function turnFields({ params, form }) {
   const fields = Object.keys(params).length > 0 ? { params } : {};
@@ -60,7 +60,7 @@ function schemaOf(text) {
   try {
     return JSON.parse(text);
   } catch (error) {
-    const message = `The JSON schema is no JSON: ${/** @type {Error} */ (error).message}`;
-    throw new WireError({ code: "invalid_request", message, hint: "It is in the settings of the conversation." });
+    const message = `The JSON schema is not valid JSON: ${/** @type {Error} */ (error).message}`;
+    throw new WireError({ code: "invalid_request", message, hint: "Correct it in the conversation's settings." });
   }
 }

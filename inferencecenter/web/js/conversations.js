@@ -1,5 +1,5 @@
 // @ts-check
-/** The conversations that this page has before it: which one is shown, and what is done in them. */
+/** The conversations that this page has opened: which one is shown, and operations on them. */
 
 import { batch, signal } from "../vendor/signals-core.js";
 import { choicesOf, dropChoices, keepChoices, turnFields } from "./choices.js";
@@ -17,7 +17,7 @@ export const current = signal(/** @type {Session | null} */ (null));
 
 /** @type {Map<string, Session>} */
 const open = new Map();
-/** @type {Map<string, Record<string, unknown>>}  What held last for a new session of a model, by the model's name. */
+/** @type {Map<string, Record<string, unknown>>}  The latest default parameters of a new session, by model name. */
 const defaults = new Map();
 
 link.subscribe((made) => {
@@ -29,7 +29,7 @@ link.subscribe((made) => {
   made.state.subscribe((state) => follow(made, state));
 });
 
-/** Sees to what may have changed while nobody looked: the list of sessions, and the one that is shown. */
+/** Refreshes what may have changed while the page was hidden: the list of sessions, and the shown one. */
 export function lookAgain() {
   const there = link.peek();
   if (document.hidden || there?.state.peek() !== "open") return;
@@ -44,14 +44,14 @@ export function newChat() {
   show(new Session(there, null));
 }
 
-/** Shows an empty conversation in place of one that is gone, with what was typed there. */
+/** Shows an empty conversation in place of a deleted one, keeping its draft. */
 export function newChatInstead() {
   moveDraft(current.peek()?.id.peek() ?? null, null);
   newChat();
 }
 
 /**
- * Shows a session, after reading it if that was not done yet.
+ * Shows a session, reading it first if necessary.
  *
  * @param {string} id
  */
@@ -65,7 +65,7 @@ export function openSession(id) {
 }
 
 /**
- * Asks in the conversation that is shown; returns whether what was chosen for it allows that.
+ * Sends a message in the shown conversation; returns whether its settings are valid.
  *
  * @param {string} text
  */
@@ -82,7 +82,7 @@ export function ask(text) {
   return true;
 }
 
-/** Ends the answer that is being given in the conversation that is shown; returns whether there was one. */
+/** Aborts the running answer of the shown conversation; returns whether there was one. */
 export function stopStreaming() {
   const session = current.peek();
   if (view.peek() !== "chat" || !session?.live.peek()) return false;
@@ -91,7 +91,7 @@ export function stopStreaming() {
 }
 
 /**
- * Asks messages in a session, with what was chosen for it.
+ * Sends messages in a session, with its choices.
  *
  * @param {Session} session
  * @param {readonly import("./wire/transcript.js").ChatMessage[]} asked
@@ -111,10 +111,10 @@ export async function askAgain(session, asked) {
 }
 
 /**
- * Opens a session that begins as another does, and shows it.
+ * Forks a session, and shows the copy.
  *
  * @param {Session} session
- * @param {string} turn  Id of the last turn to take over.
+ * @param {string} turn  Id of the last turn to copy.
  */
 export async function fork(session, turn) {
   const id = session.id.peek();
@@ -129,7 +129,7 @@ export async function fork(session, turn) {
 }
 
 /**
- * Deletes a session for good.
+ * Deletes a session permanently.
  *
  * @param {string} id
  */
@@ -141,16 +141,16 @@ export async function remove(id) {
       if (asWireError(error).code !== "session_not_found") throw error;
     }
     forget(id);
-    // Others are told that it is gone; who deleted it knows.
+    // The event tells other pages; this one requested it.
     if (current.peek()?.id.peek() === id) newChat();
   });
 }
 
 /**
- * Returns what holds for turns of a session that choose nothing else, as far as it is known.
+ * Returns the effective defaults of a session's turns, as far as known.
  *
  * @param {Session} session
- * @param {string} model  The one that was chosen for a session that is not opened yet; empty for the default.
+ * @param {string} model  The chosen model of a session that does not exist yet; empty for the default.
  * @returns {Record<string, unknown> | undefined}
  */
 export function effectiveParams(session, model) {
@@ -162,7 +162,7 @@ async function refresh(there) {
   if (!(await readList(there))) return;
   const session = current.peek();
   const id = session?.id.peek();
-  // It ended while there was no connection that could have told it.
+  // It ended while the connection was lost.
   if (id && !sessions.peek()?.some((each) => each.session_id === id)) session?.end();
 }
 
@@ -178,8 +178,8 @@ function follow(made, state) {
   }
   refresh(made);
   for (const [id, session] of open) {
-    // What nobody looks at and nothing happens in is read again when it is opened.
-    // A page in the background takes no session away from one that is looked at, unless it waits for an answer.
+    // A hidden, idle session is read again when it is opened.
+    // A page in the background does not take a session from a visible page, unless it waits for an answer.
     if (session.live.peek() || (session === current.peek() && !document.hidden)) session.resume();
     else if (session !== current.peek()) open.delete(id);
   }
@@ -223,13 +223,13 @@ function adopt(session, id, title, chosen) {
   defaults.set(session.model.peek(), session.params.peek() ?? {});
 }
 
-/** @param {string} id  It is no more. */
+/** @param {string} id  Of a session that no longer exists. */
 function forget(id) {
   dropChoices(id);
   strike(id);
   open.get(id)?.end();
   open.delete(id);
-  // One that is shown says so, and keeps what was typed.
+  // A shown one displays that, and keeps its draft.
   if (current.peek()?.id.peek() !== id) keepDraft(id, "");
 }
 

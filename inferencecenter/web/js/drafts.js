@@ -1,12 +1,12 @@
 // @ts-check
-/** What is typed and not sent yet, by conversation: it outlives a reload of its tab, and nothing else. */
+/** Unsent text by conversation; survives a reload of the tab. */
 
 import { forgetAllHere, keepHere, keptHere } from "./storage.js";
 
 /**
- * Returns what is typed in a conversation.
+ * Returns the draft of a conversation.
  *
- * @param {string | null} id  Null for one that is not begun.
+ * @param {string | null} id  Null for a new one.
  */
 export function draftOf(id) {
   return keptHere(nameOf(id)) ?? "";
@@ -14,14 +14,14 @@ export function draftOf(id) {
 
 /**
  * @param {string | null} id
- * @param {string} text  Empty to forget it.
+ * @param {string} text  Empty to delete it.
  */
 export function keepDraft(id, text) {
   keepHere(nameOf(id), text || null);
 }
 
 /**
- * Has what is typed in one conversation be typed in another.
+ * Moves the draft of one conversation to another.
  *
  * @param {string | null} from
  * @param {string | null} to
@@ -32,7 +32,7 @@ export function moveDraft(from, to) {
   if (text) keepDraft(to, text);
 }
 
-/** Forgets all of them, for whoever comes next. */
+/** Deletes all drafts, at sign-out. */
 export function dropAllDrafts() {
   forgetAllHere("draft");
 }

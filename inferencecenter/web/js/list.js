@@ -1,5 +1,5 @@
 // @ts-check
-/** The list of the client's conversations, as far as this page knows it: other tabs and devices change it, too. */
+/** The list of the client's conversations as known to this page; other tabs and devices change it, too. */
 
 import { signal } from "../vendor/signals-core.js";
 import { attempt } from "./state.js";
@@ -7,13 +7,13 @@ import { asWireError } from "./wire/errors.js";
 
 /** @typedef {import("./wire/types.js").SessionSummary} Summary */
 
-/** The client's sessions, the one used last first; null until they were read. */
+/** The client's sessions, most recently used first; null until read. */
 export const sessions = signal(/** @type {readonly Summary[] | null} */ (null));
 
 const LIST_LIMIT = 1000;
 
 /**
- * Reads the list anew; returns whether that was possible.
+ * Reads the list again; returns whether that succeeded.
  *
  * @param {import("./wire/link.js").Link} there
  */
@@ -32,8 +32,8 @@ export async function readList(there) {
     sessions.value = latestFirst(found);
     return true;
   } catch (error) {
-    // The next time the list is looked at, or the connection is back, it is read again.
-    console.info("the list of sessions was not read:", asWireError(error).message);
+    // It is read again when the list is shown next, or the connection is restored.
+    console.info("cannot read the list of sessions:", asWireError(error).message);
     return false;
   }
 }
@@ -59,7 +59,7 @@ export function titleOfSession(id) {
 }
 
 /**
- * Takes note of what a session is called; one that was not in the list has just begun.
+ * Records the title of a session; one that is not in the list is new.
  *
  * @param {string} id
  * @param {Record<string, string>} metadata
@@ -79,12 +79,12 @@ export function enlist(id, metadata, model = "") {
   }
 }
 
-/** @param {string} id  It was used just now. */
+/** @param {string} id  Of a session that was just used. */
 export function touch(id) {
   change(id, { last_used_at: Date.now() / 1000 });
 }
 
-/** @param {string} id  It is no more. */
+/** @param {string} id  Of a session that no longer exists. */
 export function strike(id) {
   if (summaryOf(id)) sessions.value = (sessions.peek() ?? []).filter((each) => each.session_id !== id);
 }

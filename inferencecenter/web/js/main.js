@@ -1,5 +1,5 @@
 // @ts-check
-/** Where the page begins. */
+/** Entry point of the page. */
 
 import { lookAgain, newChat, stopStreaming } from "./conversations.js";
 import { followAddress, goToAddress } from "./routing.js";
@@ -10,7 +10,7 @@ import { html, render, useEffect } from "./ui.js";
 import { Connecting, SignIn } from "./views/signin.js";
 import { Shell } from "./views/shell.js";
 
-/** Nobody is told which conversations answer elsewhere, and of new ones without a title. */
+/** The list is polled: the daemon does not announce turns of other pages, nor new sessions without a title. */
 const LOOK_EVERY_MS = 60_000;
 
 /** Signed in or not. */
@@ -39,7 +39,7 @@ function shortcuts(event) {
 /**
  * Signs in with the token of a first-run link; it may be opened in a tab that has the page already.
  *
- * @param {Event} [moved]  No address for anybody else.
+ * @param {Event} [moved]  Navigation event, absent at the start.
  */
 function followLink(moved) {
   const token = takeTokenFromAddress();

@@ -1,5 +1,5 @@
 // @ts-check
-/** The address: `#/` is an empty conversation, `#/c/<id>` one that is known, `#/dashboard` and `#/models` the others. */
+/** Routing: `#/` is an empty conversation, `#/c/<id>` an existing one, `#/dashboard` and `#/models` the other views. */
 
 import { effect } from "../vendor/signals-core.js";
 import { current, newChat, openSession } from "./conversations.js";
@@ -9,7 +9,7 @@ import { view } from "./state.js";
 /** @typedef {import("./state.js").View} View */
 
 /**
- * Returns what an address shows.
+ * Returns the view of an address.
  *
  * @param {string} hash
  * @returns {{view: View, session: string | null}}
@@ -21,7 +21,7 @@ export function placeOf(hash) {
 }
 
 /**
- * Returns the address of what is shown.
+ * Returns the address of a view.
  *
  * @param {View} shown
  * @param {string | null} session
@@ -31,7 +31,7 @@ export function addressOf(shown, session) {
   return session === null ? "#/" : `#/c/${encodeURIComponent(session)}`;
 }
 
-/** Shows what the address says. */
+/** Shows the view of the current address. */
 export function goToAddress() {
   const place = placeOf(location.hash);
   if (place.session !== null) openSession(place.session);
@@ -39,7 +39,7 @@ export function goToAddress() {
   view.value = place.view;
 }
 
-/** Has the address say what is shown, and the other way round; returns what ends that. */
+/** Synchronizes address and view in both directions; returns the function that stops it. */
 export function followAddress() {
   /** @type {unknown} */
   let shown = null;
@@ -49,7 +49,7 @@ export function followAddress() {
     const address = addressOf(view.value, session.id.value);
     document.title = view.value === "chat" ? `${titleOfSession(session.id.value)} · InferenceCenter` : "InferenceCenter";
     if (address === (location.hash || "#/")) shown = session;
-    // A draft that becomes a session stays the same place.
+    // A draft that becomes a session replaces its history entry.
     else if (shown === session && (location.hash || "#/") === "#/") history.replaceState(null, "", address);
     else history.pushState(null, "", address);
     shown = session;

@@ -1,5 +1,5 @@
 // @ts-check
-/** What all views share: the connection, who is signed in, what is shown, and what the daemon tells everybody. */
+/** State shared by all views: connection, account, current view, and the daemon's broadcasts. */
 
 import { batch, effect, signal } from "../vendor/signals-core.js";
 import { dropAllChoices } from "./choices.js";
@@ -18,23 +18,23 @@ import { connect } from "./wire/link.js";
 
 /** @type {import("../vendor/signals-core.js").Signal<Link | null>} */
 export const link = signal(null);
-/** `auth_success`, or null before. */
+/** `auth_success`, or null before it. */
 export const account = signal(/** @type {import("./wire/types.js").AuthSuccessEvent | null} */ (null));
 /** `hello` of the last socket. */
 export const hello = signal(/** @type {import("./wire/types.js").HelloEvent | null} */ (null));
-/** Whether another version answers now than the one that this page came from. */
+/** Whether the daemon's version differs from the one that served this page. */
 export const outdated = signal(false);
 export const view = signal(/** @type {View} */ ("chat"));
 export const preferences = signal(kept("preferences", /** @type {Preferences} */ ({ theme: "system" })));
 /** The last events that were sent to all sockets, by op: `engine`, `thermal`, `storage`, `going_away`, `model_changed`. */
 export const notices = signal(/** @type {Readonly<Partial<Notices>>} */ ({}));
-/** Why nobody is signed in, where there is something to say. */
+/** Why sign-in failed; empty if it did not. */
 export const signInError = signal("");
-/** What could not be done, to be shown until it is dismissed. */
+/** The last error, shown until it is dismissed. */
 export const failure = signal(/** @type {import("./wire/errors.js").WireError | null} */ (null));
 
 const NOTICES = new Set(["engine", "thermal", "storage", "going_away", "model_changed"]);
-const ANOTHER_TOKEN = "Whoever runs the server makes another with: inferencecenter token create NAME";
+const ANOTHER_TOKEN = "The operator of the server can create another with: inferencecenter token create NAME";
 
 /** @type {string | null} */
 let ownVersion = null;
@@ -42,7 +42,7 @@ let ownVersion = null;
 effect(() => keep("preferences", preferences.value));
 
 /**
- * Connects with a token; whether it is right shows in `account` or `signInError`.
+ * Connects with a token; the result is in `account` or `signInError`.
  *
  * @param {string} token
  */
@@ -68,7 +68,7 @@ export function signIn(token) {
   });
 }
 
-/** Forgets the token, all that came with it, and what was written for it. */
+/** Deletes the token, and all state and drafts that belong to it. */
 export function signOut(why = "") {
   keepToken(null);
   dropAllChoices();
@@ -83,7 +83,7 @@ export function signOut(why = "") {
 }
 
 /**
- * Runs what may be refused, and shows why it was.
+ * Runs an operation, and shows its error.
  *
  * @param {(link: Link) => Promise<unknown>} what
  */
@@ -97,7 +97,7 @@ export async function attempt(what) {
   }
 }
 
-/** The daemon's WebSocket, below whatever path a proxy serves this page at. */
+/** The daemon's WebSocket, below the path at which a proxy serves this page. */
 function socketUrl() {
   const url = new URL("ws", document.baseURI);
   url.protocol = url.protocol === "https:" ? "wss:" : "ws:";
@@ -113,12 +113,12 @@ function greet(event) {
 
 /** @param {WireEvent} event */
 function notice(event) {
-  // With a model's name it is about another one than everybody's, which the list of models tells.
+  // An event with a model's name is not about the default model; the list of models shows it.
   const elsewhere = event.op === "engine" && event.model !== undefined;
   if (NOTICES.has(event.op) && !elsewhere) notices.value = { ...notices.peek(), [event.op]: event };
 }
 
-/** @param {Link} made  Its token was not accepted. */
+/** @param {Link} made  The link whose token was not accepted. */
 function deniedWords(made) {
   const what = made.everOpen
     ? "This token is not accepted any more: it was revoked, or it has expired."
@@ -126,7 +126,7 @@ function deniedWords(made) {
   return `${what} ${ANOTHER_TOKEN}`;
 }
 
-/** @param {string} words  As the daemon tells them, in the middle of a sentence. */
+/** @param {string} words  A sentence of the daemon without initial capital. */
 function sentence(words) {
   return words ? words.charAt(0).toUpperCase() + words.slice(1) : "The server did not accept the sign-in.";
 }

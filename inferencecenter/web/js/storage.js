@@ -1,11 +1,11 @@
 // @ts-check
-/** What the browser keeps: preferences for good, the token and what is typed until the tab is closed. Without storage nothing is kept. */
+/** Browser storage: preferences persist, token and drafts last until the tab is closed. Optional. */
 
 const PREFIX = "inferencecenter.";
 const TOKEN = "token";
 
 /**
- * Returns what is kept under a name, or `otherwise`.
+ * Returns the stored value of a name, or `otherwise`.
  *
  * @template T
  * @param {string} name
@@ -23,24 +23,24 @@ export function kept(name, otherwise) {
 
 /**
  * @param {string} name
- * @param {unknown} value  Undefined forgets it.
+ * @param {unknown} value  Undefined deletes it.
  */
 export function keep(name, value) {
   try {
     if (value === undefined) localStorage.removeItem(PREFIX + name);
     else localStorage.setItem(PREFIX + name, JSON.stringify(value));
   } catch {
-    // Storage is full or forbidden: it holds for this page then.
+    // Storage is full or disabled: the value lasts for this page only.
   }
 }
 
-/** @param {string} name  All is forgotten whose name begins so. */
+/** @param {string} name  Prefix of the names to delete. */
 export function forgetAll(name) {
   forgetFrom(() => localStorage, name);
 }
 
 /**
- * Returns what this tab keeps under a name.
+ * Returns this tab's stored value of a name.
  *
  * @param {string} name
  */
@@ -53,21 +53,21 @@ export function keptHere(name) {
 }
 
 /**
- * Keeps a text for this tab.
+ * Stores a text for this tab.
  *
  * @param {string} name
- * @param {string | null} text  Null forgets it.
+ * @param {string | null} text  Null deletes it.
  */
 export function keepHere(name, text) {
   try {
     if (text === null) sessionStorage.removeItem(PREFIX + name);
     else sessionStorage.setItem(PREFIX + name, text);
   } catch {
-    // It holds for this page then.
+    // The value lasts for this page only.
   }
 }
 
-/** @param {string} name  All that this tab keeps is forgotten whose name begins so. */
+/** @param {string} name  Prefix of this tab's names to delete. */
 export function forgetAllHere(name) {
   forgetFrom(() => sessionStorage, name);
 }
@@ -77,13 +77,13 @@ export function keptToken() {
   return keptHere(TOKEN);
 }
 
-/** @param {string | null} token  Null forgets it. */
+/** @param {string | null} token  Null deletes it. */
 export function keepToken(token) {
   keepHere(TOKEN, token);
 }
 
 /**
- * Returns the token that the first-run link carries in its fragment, and wipes it from the address and the history.
+ * Returns the token in the fragment of the first-run link, and removes it from the address and the history.
  *
  * @returns {string | null}
  */
@@ -95,7 +95,7 @@ export function takeTokenFromAddress() {
 }
 
 /**
- * @param {() => Storage} storage  Throws where there is none.
+ * @param {() => Storage} storage  Throws if unavailable.
  * @param {string} name
  */
 function forgetFrom(storage, name) {

@@ -1,10 +1,10 @@
 // @ts-check
-/** Dark or light, as chosen or as the system has it. */
+/** Dark or light theme, as chosen or as set by the system. */
 
 import { effect } from "../vendor/signals-core.js";
 import { preferences } from "./state.js";
 
-/** Has the page follow the preference and the system from now on. */
+/** Applies the preference and follows the system's setting. */
 export function followTheme() {
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const show = () => {

@@ -1,5 +1,5 @@
 // @ts-check
-/** What views are made of: preact with htm in place of JSX, and signals that views follow by reading them. */
+/** UI primitives: preact with htm in place of JSX, and signals to which views subscribe by reading. */
 
 export { Fragment } from "../vendor/preact.js";
 export { html, render } from "../vendor/htm-preact.js";

@@ -8,7 +8,7 @@ import { html, useEffect, useId, useRef, useState } from "../ui.js";
  * @typedef {object} Line
  * @property {import("./history.js").Column} column
  * @property {string} label
- * @property {boolean} [stepped]  The value holds until the next one.
+ * @property {boolean} [stepped]  The value is constant until the next reading.
  */
 
 /**
@@ -16,13 +16,13 @@ import { html, useEffect, useId, useRef, useState } from "../ui.js";
  * @property {string} title
  * @property {readonly Line[]} lines  Drawn in the colours `--chart-1`, `--chart-2`, …
  * @property {(value: number | null | undefined) => string} show
- * @property {number | null} [ceiling]  The axis goes up to it at least.
- * @property {number[]} [steps]  Between two lines of the grid; any round number without.
+ * @property {number | null} [ceiling]  Minimum upper end of the axis.
+ * @property {number[]} [steps]  Allowed grid spacings; any round number by default.
  */
 
 const HEIGHT_PX = 132;
 const AXIS_PX = 52;
-/** The least that is shown, so that the first readings are no dots. */
+/** Minimum range of the axis, so that the first readings are not isolated dots. */
 const LEAST_S = 60;
 const SYNC = uPlot.sync("board");
 
@@ -31,7 +31,7 @@ const SYNC = uPlot.sync("board");
  * @param {ChartOptions} props.options
  * @param {import("./history.js").History} props.history
  * @param {number} props.version  Changes with the history.
- * @param {number} props.windowS  Seconds that are shown.
+ * @param {number} props.windowS  Visible range in seconds.
  */
 export function Chart({ options, history, version, windowS }) {
   const id = useId();
@@ -168,10 +168,10 @@ function clockTimes(times) {
 }
 
 /**
- * Calls `listener` when colours may have changed.
+ * Calls `listener` when colours may have changed (theme).
  *
  * @param {() => void} listener
- * @returns {() => void} Ends that.
+ * @returns {() => void} Unsubscribes.
  */
 function onTheme(listener) {
   const dark = matchMedia("(prefers-color-scheme: dark)");

@@ -1,12 +1,12 @@
 // @ts-check
-/** Which charts there are. Pure. */
+/** Definitions of the charts. Pure. */
 
 import { count, degrees, duration, memory, short } from "./format.js";
 import { hasGpu } from "./gpu.js";
 
 /** @typedef {import("./chart.js").ChartOptions} ChartOptions */
 
-/** For what is counted. */
+/** For counts. */
 const WHOLE_STEPS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000];
 const MS_STEPS = [0, 1, 2, 3, 4, 5, 6]
   .flatMap((power) => [1, 2, 2.5, 5].map((step) => step * 10 ** power))
@@ -15,7 +15,7 @@ const MIB_STEPS = Array.from({ length: 20 }, (_, power) => 2 ** power);
 const HOT_C = 90;
 
 /**
- * Returns the charts that have something to show.
+ * Returns the charts that have data.
  *
  * @param {import("../wire/types.js").MetricsEvent | null} metrics
  * @returns {ChartOptions[]}
@@ -23,7 +23,7 @@ const HOT_C = 90;
 export function chartsOf(metrics) {
   /** @type {ChartOptions[]} */
   const charts = [
-    { title: "Tokens a second", show: short, lines: [{ column: "tokensPerS", label: "all turns" }] },
+    { title: "Tokens per second", show: short, lines: [{ column: "tokensPerS", label: "all turns" }] },
     {
       title: "Time to first token",
       show: duration,
@@ -60,7 +60,7 @@ export function chartsOf(metrics) {
 }
 
 /**
- * Returns steps of which some number is the ceiling, and above it round ones.
+ * Returns grid spacings that divide the ceiling, followed by round ones.
  *
  * @param {number} ceiling
  */

@@ -1,5 +1,5 @@
 // @ts-check
-/** Who is connected, for those who may see it, and the way to disconnect them. */
+/** The connected clients, for accounts that may list them, and their disconnection. */
 
 import { html, useState } from "../ui.js";
 import { Confirm } from "../views/dialog.js";
@@ -10,7 +10,7 @@ import { Panel, Unanswered } from "./panels.js";
 
 /** @typedef {import("../wire/types.js").ConnectedClient} Client */
 
-// The daemon notes in its audit log who asks.
+// Each request is recorded in the daemon's audit log, so it is rare.
 const EVERY_MS = 20_000;
 const NUMBERS = /** @type {const} */ ([
   ["connections", "Connections"],
@@ -20,7 +20,7 @@ const NUMBERS = /** @type {const} */ ([
   ["tokens_today", "Tokens today"],
 ]);
 
-/** @param {{link: import("../wire/link.js").Link, active: boolean, own: string}} props  `own` is who is signed in. */
+/** @param {{link: import("../wire/link.js").Link, active: boolean, own: string}} props  `own` is the signed-in account. */
 export function Clients({ link, active, own }) {
   const [times, setTimes] = useState(0);
   const [chosen, setChosen] = useState(/** @type {Client | null} */ (null));
@@ -80,15 +80,15 @@ function Row({ client, own, active, onDisconnect }) {
 }
 
 /**
- * Returns what comes of disconnecting a client. Pure.
+ * Returns the consequences of disconnecting a client, as text. Pure.
  *
  * @param {Client} client
- * @param {string} own  Who is signed in.
+ * @param {string} own  The signed-in account.
  */
 function warningOf(client, own) {
   return [
     client.client_id === own ? "This is your own account, and this page will be signed out. " : "",
-    `${inWords(client.connections)} will be closed. Sessions go on without them, and the client may come back: `,
+    `${inWords(client.connections)} will be closed. Its sessions continue, and the client may reconnect: `,
     "revoke its tokens to keep it out.",
   ].join("");
 }

@@ -1,5 +1,5 @@
 // @ts-check
-/** How a plan divides memory: the parts of each bar, and what is to be said with it. Pure. */
+/** How a plan divides memory: the parts of each bar, and notes. Pure. */
 
 import { bytes, count } from "./format.js";
 
@@ -11,9 +11,9 @@ import { bytes, count } from "./format.js";
  * @typedef {object} Place
  * @property {string} id
  * @property {string} name
- * @property {string[]} notes  What is to be said beside its name.
+ * @property {string[]} notes  Notes shown beside its name.
  * @property {Part[]} parts
- * @property {boolean} short  Whether it has less than is needed.
+ * @property {boolean} short  Whether its memory is insufficient.
  */
 
 /** @type {Readonly<Record<PartName, string>>} */
@@ -22,14 +22,14 @@ export const PART_NAMES = {
   kv: "KV",
   buffers: "Buffers",
   driver: "Driver",
-  others: "In use by others",
+  others: "Used by other processes",
   free: "Free",
 };
 const NOT_RUNNING = new Set(["asleep", "stopped", "failed"]);
 const SAME_PERCENT = 1;
 
 /**
- * Returns the places that a model is in: GPUs in their order, then main memory.
+ * Returns the devices that hold a model: GPUs in their order, then main memory.
  *
  * @param {EnginePlan} plan
  * @returns {Place[]}
@@ -39,7 +39,7 @@ export function placesOf(plan) {
 }
 
 /**
- * Returns what a plan sets beside what the engine tells of itself.
+ * Returns facts of a plan that complement the engine's readings.
  *
  * @param {EnginePlan} plan
  * @returns {[string, string][]} Labels and values.
@@ -48,7 +48,7 @@ export function settingsOf(plan) {
   const { devices, kv_type_k: keys, kv_type_v: values } = plan;
   return [
     ["Slots", count(plan.slots)],
-    ["Type of KV", keys === values ? keys : `${keys} keys, ${values} values`],
+    ["KV cache type", keys === values ? keys : `${keys} keys, ${values} values`],
     ["Batch", `${count(plan.n_batch)} tokens, ${count(plan.n_ubatch)} at once`],
     ["Flash attention", plan.flash_attention ? "on" : "off"],
     ["GPUs", gpusInWords(devices.length, plan.split_mode)],
@@ -56,37 +56,37 @@ export function settingsOf(plan) {
 }
 
 /**
- * Returns that a plan is not what runs now, where that is so.
+ * Returns a note that the plan does not describe the current state, if so.
  *
  * @param {EnginePlan} plan
- * @param {Record<string, any>} values  What `status` tells of the model.
+ * @param {Record<string, any>} values  The `status` readings of the model.
  */
 export function caveatOf(plan, values) {
   if (NOT_RUNNING.has(values.state)) {
-    return "This is how it was at the last start. Now no engine runs, and nothing of it is taken.";
+    return "This is the plan of the last start. No engine is running, so none of this memory is in use.";
   }
   if (plan.n_gpu_layers > 0 && values.state === "ready" && values.gpu_layers === 0) {
-    return "The engine found no GPU that it could use, and runs on the processor; the daemon's log says why.";
+    return "The engine found no usable GPU and runs on the CPU; see the daemon's log for the reason.";
   }
   return "";
 }
 
 /**
- * Returns that everything is on the processor and why, where that is so.
+ * Returns a note that everything is on the CPU, and why, if so.
  *
  * @param {EnginePlan} plan
  */
 export function processorInWords(plan) {
   if (plan.devices.length) return "";
   const reason = plan.reasons.find((each) => each.name === "n_gpu_layers");
-  if (!reason) return "Everything is on the processor.";
-  const why = reason.explicit ? "engine.n_gpu_layers is set so" : reason.why;
-  return `Everything is on the processor: ${why}.`;
+  if (!reason) return "Everything is on the CPU.";
+  const why = reason.explicit ? "set by engine.n_gpu_layers" : reason.why;
+  return `Everything is on the CPU: ${why}.`;
 }
 
 /**
  * @param {PlannedDevice} device
- * @param {number} layers  All that the model has.
+ * @param {number} layers  Number of layers of the model.
  * @returns {Place}
  */
 function ofDevice(device, layers) {
@@ -131,12 +131,12 @@ function partsOf(sizes) {
 
 /**
  * @param {number} took  Bytes.
- * @param {number} needed  Bytes that were planned.
+ * @param {number} needed  Planned bytes.
  */
 function tookInWords(took, needed) {
   const off = Math.round((100 * (took - needed)) / Math.max(1, needed));
-  if (Math.abs(off) < SAME_PERCENT) return `${bytes(took)} taken, as planned`;
-  return `${bytes(took)} taken, ${Math.abs(off)} % ${off > 0 ? "more" : "less"}`;
+  if (Math.abs(off) < SAME_PERCENT) return `${bytes(took)} used, as planned`;
+  return `${bytes(took)} used, ${Math.abs(off)} % ${off > 0 ? "more" : "less"}`;
 }
 
 /**

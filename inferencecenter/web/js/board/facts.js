@@ -1,5 +1,5 @@
 // @ts-check
-/** What `status` tells, in words. Pure. */
+/** Formats the readings of `status`. Pure. */
 
 import { NOTHING, bytes, count, duration, magnitude, percent, short } from "./format.js";
 
@@ -17,8 +17,8 @@ const KNOWN = {
   architecture: ["Architecture", String],
   parameters: ["Parameters", magnitude],
   model_bytes: ["Weights", bytes],
-  n_ctx: ["Context of a session", tokens],
-  n_ctx_train: ["Context in training", tokens],
+  n_ctx: ["Context per session", tokens],
+  n_ctx_train: ["Training context", tokens],
   n_vocab: ["Vocabulary", tokens],
   gpu_layers: [
     "Layers on the GPU",
@@ -31,7 +31,7 @@ const KNOWN = {
   load_fraction: ["Loaded", percent],
   running: ["Turns running", count],
   waiting: ["Turns waiting", count],
-  unfinished: ["Your turns under way", count],
+  unfinished: ["Your unfinished turns", count],
   slots: ["Slots", count],
   pressure: ["Pressure", words],
   memory_used_bytes: [
@@ -41,7 +41,7 @@ const KNOWN = {
   engine_rss_bytes: ["Engine process", bytes],
   parked_sessions: ["Parked sessions", count],
   parked_bytes: ["Parked KV", bytes],
-  parked_ram_bytes: ["Parked KV in memory", bytes],
+  parked_ram_bytes: ["Parked KV cache in memory", bytes],
   tokens: ["Tokens in your sessions", count],
   messages: ["Messages in your sessions", count],
   last_tps: ["Last turn", (value) => `${short(value)} tokens/s`],
@@ -50,16 +50,16 @@ const KNOWN = {
   total_tokens_generated: ["Generated since the start", tokens],
   restarts: ["Engine restarts", count],
   sessions: ["Sessions", count],
-  max_sessions: ["Sessions at most", count],
-  busy: ["Of those, answering", count],
+  max_sessions: ["Maximum sessions", count],
+  busy: ["Of those, generating", count],
   connections: ["Connections", count],
   storage: ["Storage", words],
 };
-/** Told by the fact before them, or elsewhere. */
+/** Included in the preceding fact, or shown elsewhere. */
 const ELSEWHERE = new Set(["state", "layers", "memory_limit_bytes"]);
 
 /**
- * Returns the readings of a `status` event that say something, in its order.
+ * Returns the displayable readings of a `status` event, in its order.
  *
  * @param {Record<string, any> | null | undefined} values
  * @returns {Fact[]}
@@ -88,17 +88,17 @@ const STATES = {
   backoff: ["Restarting", "busy"],
   draining: ["Finishing its turns", "busy"],
   suspending: ["Going to sleep", "calm"],
-  asleep: ["Asleep until the next question", "calm"],
+  asleep: ["Asleep until the next message", "calm"],
   stopped: ["Stopped", "bad"],
   failed: ["Failed", "bad"],
 };
 
 /**
- * Returns an engine's state in words, and how good that is.
+ * Returns an engine's state as text, and its mood.
  *
- * @param {string | null | undefined} state  As `metrics` tells it.
+ * @param {string | null | undefined} state  As reported by `metrics`.
  * @returns {[string, Mood]}
  */
 export function stateInWords(state) {
-  return STATES[state ?? ""] ?? [state ?? "Not known yet", "calm"];
+  return STATES[state ?? ""] ?? [state ?? "Unknown", "calm"];
 }

@@ -1,5 +1,5 @@
 // @ts-check
-/** Metrics for as long as somebody looks at them. */
+/** Metrics, subscribed to while they are displayed. */
 
 import { signal, useEffect, useState } from "../ui.js";
 import { asWireError } from "../wire/errors.js";
@@ -7,11 +7,11 @@ import { History } from "./history.js";
 
 /** @typedef {import("../wire/link.js").Link} Link */
 /** @typedef {import("../wire/types.js").Requests} Requests */
-/** @typedef {{answer: any, fault: string}} Told  The direct reply, null before the first; why there is none. */
+/** @typedef {{answer: any, fault: string}} Told  The direct reply, null before the first; the error if there is none. */
 
 const EVERY_MS = 1000;
 
-/** What one daemon told of itself while it was looked at. */
+/** What a daemon has reported while it was displayed. */
 export class Feed {
   /** @param {Link} link */
   constructor(link) {
@@ -19,9 +19,9 @@ export class Feed {
     this.history = new History();
     /** The last `metrics` event. */
     this.latest = signal(/** @type {import("../wire/types.js").MetricsEvent | null} */ (null));
-    /** The last `thermal` event, told only when it changes. */
+    /** The last `thermal` event, which is sent only on changes. */
     this.thermal = signal(/** @type {import("../wire/types.js").ThermalEvent | null} */ (null));
-    /** Why nothing comes, in words. */
+    /** Why there are no readings, as text. */
     this.fault = signal("");
     link.on("thermal", (event) => {
       this.thermal.value = event;
@@ -29,7 +29,7 @@ export class Feed {
   }
 
   /**
-   * Has readings come every second for as long as a component wants them.
+   * Subscribes to readings every second while a component is mounted.
    *
    * @param {boolean} active
    */
@@ -38,9 +38,9 @@ export class Feed {
   }
 
   /**
-   * Has readings come every second.
+   * Subscribes to readings every second.
    *
-   * @returns {() => void} Ends that.
+   * @returns {() => void} Unsubscribes.
    */
   follow() {
     const off = this._link.on("metrics", (event) => {
@@ -67,7 +67,7 @@ export class Feed {
 const feeds = new WeakMap();
 
 /**
- * Returns a link's feed, which keeps its history while nobody looks.
+ * Returns a link's feed, which keeps its history while it is not displayed.
  *
  * @param {Link} link
  * @returns {Feed}
@@ -79,7 +79,7 @@ export function feedOf(link) {
 }
 
 /**
- * Tells whether the page is looked at and its link is open, so that asking is of use.
+ * Returns whether the page is visible and its link open, so that requests are useful.
  *
  * @param {Link} link
  * @returns {boolean}
@@ -95,7 +95,7 @@ export function useActive(link) {
 }
 
 /**
- * Asks something every few seconds, and returns the last answer.
+ * Sends a request every few seconds, and returns the last reply.
  *
  * @template {keyof Requests} Op
  * @param {Link} link
@@ -103,8 +103,8 @@ export function useActive(link) {
  * @param {Op} question.op
  * @param {Omit<Requests[Op], "op" | "id">} [question.fields]
  * @param {number} question.everyMs
- * @param {boolean} question.active  Nothing is asked otherwise.
- * @param {number} [question.times]  When it changes, that is asked at once.
+ * @param {boolean} question.active  Whether to send requests.
+ * @param {number} [question.times]  A change triggers a request at once.
  * @returns {Told}
  */
 export function useAnswer(link, { op, fields, everyMs, active, times = 0 }) {

@@ -1,7 +1,7 @@
 // @ts-check
-/** Numbers as people read them. Pure. */
+/** Formats numbers for display. Pure. */
 
-/** What stands where nothing is known. */
+/** Placeholder for an unknown value. */
 export const NOTHING = "–";
 
 const KIB = 1024;
@@ -11,7 +11,7 @@ const HOUR_S = 3600;
 const DAY_S = 86_400;
 
 /**
- * Returns a count, in groups of three digits.
+ * Returns a count with thousands separators.
  *
  * @param {number | null | undefined} value
  */
@@ -20,7 +20,7 @@ export function count(value) {
 }
 
 /**
- * Returns a number with as many decimals as matter: 0.42, 4.2, 42.
+ * Returns a number with significant decimals only: 0.42, 4.2, 42.
  *
  * @param {number | null | undefined} value
  */
@@ -90,7 +90,7 @@ export function degrees(celsius) {
 }
 
 /**
- * Returns a part of a whole.
+ * Returns a fraction as a percentage.
  *
  * @param {number} fraction  From 0 to 1.
  */

@@ -1,7 +1,7 @@
 // @ts-check
-/** What the charts draw: readings of the last minutes, column by column. Pure, no clock. */
+/** Data of the charts: readings of the last minutes, by column. Pure, no clock. */
 
-/** Seconds that are kept. */
+/** Retention in seconds. */
 export const KEPT_S = 900;
 /** Readings further apart than this are not joined by a line. */
 const GAP_S = 5;
@@ -29,7 +29,7 @@ const READ = {
 /** @type {readonly Column[]} */
 const COLUMNS = /** @type {Column[]} */ (Object.keys(READ));
 
-/** Readings in the order of their time; what is older than `KEPT_S` is dropped. */
+/** Readings in chronological order; those older than `KEPT_S` are dropped. */
 export class History {
   constructor() {
     /** Unix seconds. @type {number[]} */
@@ -44,8 +44,8 @@ export class History {
   }
 
   /**
-   * Adds the readings of a `metrics` event; one that is not later than the last is passed over. When the daemon's clock
-   * is put back, it begins anew.
+   * Adds the readings of a `metrics` event; one that is not later than the last is ignored. When the daemon's clock is
+   * set back, the history is cleared.
    *
    * @param {Metrics} metrics
    */
@@ -61,7 +61,7 @@ export class History {
   }
 
   /**
-   * Returns how a column went in the last `windowS` seconds.
+   * Returns statistics of a column over the last `windowS` seconds.
    *
    * @param {Column} column
    * @param {number} windowS
@@ -80,7 +80,7 @@ export class History {
     };
   }
 
-  /** @param {number} n  So many of the oldest. */
+  /** @param {number} n  Number of oldest readings to drop. */
   _drop(n) {
     this.times.splice(0, n);
     for (const column of COLUMNS) this.columns[column].splice(0, n);

@@ -1,5 +1,5 @@
 // @ts-check
-/** Parts of the dashboard that are text: facts, and readings as a table. */
+/** Text panels of the dashboard: facts, and readings as a table. */
 
 import { html, useId } from "../ui.js";
 import { factsOf } from "./facts.js";
@@ -18,7 +18,7 @@ export function Panel({ title, aside, children }) {
 }
 
 /**
- * What `status` tells of one side of the daemon.
+ * The readings of one part of the daemon.
  *
  * @param {{title: string, told: import("./feed.js").Told}} props
  */
@@ -31,17 +31,17 @@ export function Facts({ title, told }) {
 }
 
 /**
- * What stands where an answer would: why there is none, or that it is awaited.
+ * A placeholder for a reply: its error, or that it is pending.
  *
- * @param {{told: import("./feed.js").Told, nothing: boolean}} props  `nothing`: there is nothing to show otherwise.
+ * @param {{told: import("./feed.js").Told, nothing: boolean}} props  `nothing`: there is no other content.
  */
 export function Unanswered({ told, nothing }) {
   if (told.fault) return html`<p class="problem">${told.fault}</p>`;
-  return nothing && html`<p class="hint">${told.answer ? "Nothing to tell." : "Asking…"}</p>`;
+  return nothing && html`<p class="hint">${told.answer ? "No data." : "Loading…"}</p>`;
 }
 
 /**
- * Labels and values, beside each other in columns where the panel is `wide`.
+ * Labels and values side by side, in columns if the panel is `wide`.
  *
  * @param {{facts: readonly import("./facts.js").Fact[], wide?: boolean}} props
  */
@@ -52,7 +52,7 @@ export function FactList({ facts, wide = false }) {
 }
 
 /**
- * What the charts show, for those who do not see them.
+ * The charts' data as a table, for accessibility.
  *
  * @param {object} props
  * @param {readonly import("./chart.js").ChartOptions[]} props.charts

@@ -1,5 +1,5 @@
 // @ts-check
-/** The model, and where its parts are: GPU by GPU, as bars, as a table for those who see none, and why. */
+/** The model and its placement: per device, as bars, as a table for accessibility, and the reasons. */
 
 import { html } from "../ui.js";
 import { PART_NAMES, caveatOf, placesOf, processorInWords, settingsOf } from "./division.js";
@@ -14,7 +14,7 @@ import { FactList, Panel, Unanswered } from "./panels.js";
 const PARTS = ["weights", "kv", "buffers", "driver", "others", "free"];
 
 /**
- * What `status` tells of the model; to operators also how it was planned.
+ * The `status` of the model, for operators including its plan.
  *
  * @param {{told: import("./feed.js").Told}} props
  */

@@ -1,5 +1,5 @@
 // @ts-check
-/** The models there are, and what is done to them. */
+/** The available models, and operations on them. */
 
 import { signal } from "../ui.js";
 import { asWireError } from "../wire/errors.js";
@@ -12,17 +12,17 @@ export class Shelf {
   /** @param {Link} link */
   constructor(link) {
     this._link = link;
-    /** As `models` lists them; null before the first answer. */
+    /** As listed by `models`; null before the first reply. */
     this.models = signal(/** @type {readonly import("../wire/types.js").ModelSummary[] | null} */ (null));
-    /** The swap that was asked for here and goes on. */
+    /** The pending swap that this page requested. */
     this.swap = signal(/** @type {Swap | null} */ (null));
-    /** What was done last, or why it could not be. */
+    /** Result of the last operation. */
     this.said = signal({ words: "", hint: "", failed: false });
     const changes = /** @type {const} */ (["model_changed", "model_unloaded", "engine"]);
     for (const op of changes) link.on(op, () => void this.refresh());
   }
 
-  /** Reads the list anew. */
+  /** Reads the list again. */
   async refresh() {
     try {
       this.models.value = (await this._link.request("list_models")).models;
@@ -32,7 +32,7 @@ export class Shelf {
   }
 
   /**
-   * Has a model loaded and answer from then on.
+   * Loads a model and makes it the default.
    *
    * @param {string} name
    */
@@ -43,7 +43,7 @@ export class Shelf {
     try {
       const last = await this._link.request("load_model", { name }, { isInterim: (event) => this._goesOn(event) });
       if (last.phase === "failed") this._say(`${name} could not be loaded: ${last.detail}`, { failed: true });
-      else this._say(`${name} answers from now on.`);
+      else this._say(`${name} is now the default model.`);
     } catch (error) {
       this._failed(error);
     }
@@ -52,14 +52,14 @@ export class Shelf {
   }
 
   /**
-   * Has a model's memory freed.
+   * Frees a model's memory.
    *
    * @param {string} name
    */
   async unload(name) {
     try {
       await this._link.request("unload_model", { name });
-      this._say(`${name} leaves the memory when its turns have ended.`);
+      this._say(`${name} is unloaded once its turns have ended.`);
     } catch (error) {
       this._failed(error);
     }
@@ -92,7 +92,7 @@ export class Shelf {
 const shelves = new WeakMap();
 
 /**
- * Returns a link's models, with the swap that goes on while nobody looks.
+ * Returns a link's models, with the swap that continues while they are not displayed.
  *
  * @param {Link} link
  * @returns {Shelf}

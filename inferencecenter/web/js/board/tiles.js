@@ -1,5 +1,5 @@
 // @ts-check
-/** The numbers that matter most, side by side. */
+/** The main numbers, side by side. */
 
 import { html } from "../ui.js";
 import { count, degrees, duration, memory, short } from "./format.js";
@@ -13,15 +13,15 @@ export function Tiles({ metrics }) {
   const work = metrics?.inference;
   const gpu = metrics?.gpu;
   const waiting = work?.queue_depth ?? null;
-  const parked = work?.parked_mb ? `sessions; ${memory(work.parked_mb)} of KV` : "sessions";
+  const parked = work?.parked_mb ? `sessions; ${memory(work.parked_mb)} of KV cache` : "sessions";
   return html`<dl class="tiles" style=${{ "--columns": hasGpu(gpu) ? COLUMNS_WITH_GPU : COLUMNS }}>
-    <${Tile} label="Tokens a second" value=${short(work?.tokens_per_s)} note="mean of 10 s" />
+    <${Tile} label="Tokens per second" value=${short(work?.tokens_per_s)} note="mean of 10 s" />
     <${Tile} label="Time to first token" value=${duration(work?.last_ttft_ms)} note="the last turn" />
     <${Tile} label="Slots in use" value=${count(work?.slots_used)} of=${work ? `of ${count(work.slots)}` : ""} />
     <${Tile} label="Waiting" value=${count(waiting)} note="turns in the queue" mood=${waiting ? "busy" : ""} />
     <${Tile} label="Sessions" value=${count(work?.total_sessions)} note="open" />
     <${Tile} label="Parked" value=${count(work?.parked_sessions)} note=${parked} />
-    <${Tile} label="Generated" value=${count(work?.total_tokens_generated)} note="tokens since the start" />
+    <${Tile} label="Generated" value=${count(work?.total_tokens_generated)} note="tokens since start" />
     <${Tile} label="Engine memory" value=${memory(metrics?.engine.rss_mb)} note=${restarts(metrics?.engine.restarts)} />
     ${hasGpu(gpu) &&
     html`

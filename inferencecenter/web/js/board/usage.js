@@ -1,5 +1,5 @@
 // @ts-check
-/** What one used by day, and what one's token may still use. */
+/** The user's usage by day, and the remaining quota of the token. */
 
 import { html } from "../ui.js";
 import { count, duration } from "./format.js";
@@ -9,7 +9,7 @@ import { Panel } from "./panels.js";
 /** @typedef {{label: string, used: number, limit: number | null, note: string}} Allowance */
 
 /**
- * Returns what limits say of now. Pure.
+ * Returns the current use of each limit. Pure.
  *
  * @param {import("../wire/types.js").UsageLeft} left
  * @param {Partial<import("../wire/types.js").ClientLimits>} limits
@@ -18,20 +18,20 @@ import { Panel } from "./panels.js";
 export function allowancesOf(left, limits) {
   const { tokens_per_day: day, tokens_per_minute: tokens, requests_per_minute: requests } = limits;
   const { concurrent_turns: turns } = limits;
-  const anew = `starts anew in ${duration(left.day_ends_in_ms)}`;
+  const anew = `resets in ${duration(left.day_ends_in_ms)}`;
   const all = [
     { label: "Tokens today", used: left.tokens_today, limit: day ?? null, note: anew },
-    { label: "Turns under way", used: left.turns, limit: turns ?? null, note: "" },
+    { label: "Unfinished turns", used: left.turns, limit: turns ?? null, note: "" },
   ];
   if (tokens) all.push(ofMinute("Tokens this minute", tokens, left.minute_tokens_left));
-  if (requests) all.push(ofMinute("Questions this minute", requests, left.requests_left));
+  if (requests) all.push(ofMinute("Turns this minute", requests, left.requests_left));
   return all;
 }
 
 /**
  * @param {string} label
  * @param {number} limit
- * @param {number | undefined} rest  What is left of it.
+ * @param {number | undefined} rest  The remainder.
  * @returns {Allowance}
  */
 function ofMinute(label, limit, rest) {

@@ -1,22 +1,22 @@
 // @ts-check
-/** Parameters as text: what stands in a field, what it means, and what is wrong with it. Pure. */
+/** Parameters as text: formatting, parsing and validation. Pure. */
 
 /** @typedef {import("../wire/params.js").ParamSpec} Parameter */
-/** @typedef {{value?: unknown, fault?: string}} Reading  Neither: the default is meant. */
+/** @typedef {{value?: unknown, fault?: string}} Reading  Neither: the default. */
 
-/** What a field shows where nothing is chosen and the default is no value. */
+/** Placeholder of a field without a value or default. */
 const WITHOUT = new Map([
   ["seed", "random"],
   ["max_tokens", "no limit"],
   ["max_time_ms", "no limit"],
 ]);
-/** A range no wider than this can be chosen from with a slider. */
+/** Maximum range for a slider. */
 const SLIDER_SPAN = 20;
 const FINE_SPAN = 2;
 const MAX_BIAS = 100;
 
 /**
- * Returns the steps of a parameter's slider, or null if it has none.
+ * Returns the steps of a parameter's slider, or null for none.
  *
  * @param {Parameter} parameter
  * @returns {{min: number, max: number, step: number} | null}
@@ -28,7 +28,7 @@ export function sliderOf({ kind, minimum, maximum }) {
 }
 
 /**
- * Returns a parameter's name for people.
+ * Returns a parameter's display name.
  *
  * @param {Parameter} parameter
  */
@@ -38,7 +38,7 @@ export function labelOf({ name }) {
 }
 
 /**
- * Returns the text that stands for a value in a field.
+ * Returns a value as text for its field.
  *
  * @param {Parameter} parameter
  * @param {unknown} value
@@ -54,7 +54,7 @@ export function textOf(parameter, value) {
 }
 
 /**
- * Returns what holds where nothing is chosen, in words.
+ * Returns the default as text.
  *
  * @param {Parameter} parameter
  * @param {unknown} value
@@ -68,7 +68,7 @@ export function defaultText(parameter, value) {
 }
 
 /**
- * Returns what the text in a field means.
+ * Parses the text in a field.
  *
  * @param {Parameter} parameter
  * @param {string} text
@@ -81,7 +81,7 @@ export function readingOf(parameter, text) {
 }
 
 /**
- * Tells whether a search finds a parameter.
+ * Returns whether a search matches a parameter.
  *
  * @param {Parameter} parameter
  * @param {string} search
@@ -92,7 +92,7 @@ export function isFound({ name, aliases, description }, search) {
 }
 
 /**
- * Tells whether an error of the daemon is about a parameter.
+ * Returns whether an error of the daemon is about a parameter.
  *
  * @param {Parameter} parameter
  * @param {string | undefined} field  As the error names it, like `params.top_k`.
@@ -115,8 +115,7 @@ function number(parameter, text) {
 }
 
 /**
- * Tells whether a value lies between a range and the one value outside it that has a meaning, as 0 of "from 1 to 9, or
- * -1".
+ * Returns whether a value lies between a range and the special value outside it, such as 0 for "from 1 to 9, or -1".
  *
  * @param {Parameter} parameter
  * @param {number} value
@@ -152,7 +151,7 @@ function pairs(parameter, text) {
     const match = /^\s*(\d{1,10})\s*[:=]\s*(false|[-+]?\d+(?:\.\d+)?)\s*$/.exec(line);
     const bias = match && (match[2] === "false" ? false : Number(match[2]));
     if (!match || bias === null || Math.abs(Number(bias)) > MAX_BIAS || match[1] in value) {
-      const form = "write one “token id: bias” a line, each token once, each bias false or from -100 to 100";
+      const form = "write one “token id: bias” per line, each token once, each bias false or from -100 to 100";
       return { fault: `“${line.trim()}” is not understood: ${form}.` };
     }
     value[match[1]] = bias;
@@ -161,7 +160,7 @@ function pairs(parameter, text) {
 }
 
 /**
- * Returns how many entries there may be and how long each; what is not said is left to the daemon.
+ * Returns the maximum number and length of entries; other limits are left to the daemon.
  *
  * @param {Parameter} parameter
  * @returns {[number, number]}
@@ -190,7 +189,7 @@ function asList(value) {
 }
 
 /**
- * Returns a line with its escapes: patterns have escapes of their own and stand as they are.
+ * Returns a line with escapes; patterns have escapes of their own and are unchanged.
  *
  * @param {Parameter} parameter
  * @param {string} text

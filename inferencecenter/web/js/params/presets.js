@@ -1,15 +1,15 @@
 // @ts-check
-/** Ways to sample with a name. Pure. */
+/** Named sampling presets. Pure. */
 
 /** @typedef {Record<string, unknown>} Params */
 
 /** @type {readonly {name: string, about: string, params: Readonly<Params>}[]} */
 export const PRESETS = [
-  { name: "Precise", about: "Stays with what is likely", params: { temperature: 0.2, top_p: 0.9, top_k: 20 } },
-  { name: "Balanced", about: "As the model and the server recommend", params: {} },
+  { name: "Precise", about: "Prefers probable tokens", params: { temperature: 0.2, top_p: 0.9, top_k: 20 } },
+  { name: "Balanced", about: "Defaults of the model and the server", params: {} },
   {
     name: "Creative",
-    about: "Lets the unlikely in, but not the absurd",
+    about: "Allows less probable tokens",
     params: { temperature: 1.2, top_p: 1, top_k: 0, min_p: 0.08 },
   },
 ];
@@ -17,7 +17,7 @@ export const PRESETS = [
 const TOUCHED = new Set(PRESETS.flatMap(({ params }) => Object.keys(params)));
 
 /**
- * Returns parameters with a preset in place of what presets are about; the others stay.
+ * Returns parameters with those of a preset applied; others are kept.
  *
  * @param {Params} params
  * @param {Readonly<Params>} preset
@@ -29,7 +29,7 @@ export function withPreset(params, preset) {
 }
 
 /**
- * Tells whether parameters are those of a preset, in what presets are about.
+ * Returns whether the parameters equal a preset in those that presets set.
  *
  * @param {Params} params
  * @param {Readonly<Params>} preset

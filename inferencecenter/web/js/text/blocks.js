@@ -1,18 +1,18 @@
 // @ts-check
-/** Blocks of an answer as nodes. */
+/** Renders the blocks of an answer to DOM nodes. */
 
 import { copy } from "./clipboard.js";
 import { begin } from "./slices.js";
 
 const COPIED_MS = 1500;
-/** Code is coloured so much at a time, to the end of the line; ... */
+/** Characters highlighted at a time, up to the end of the line; ... */
 const CHUNK_LEAST = 600;
-/** ... a line may be long. */
+/** ... bounded for long lines. */
 const CHUNK_MOST = 2000;
 
-/** A block of code with its language and a button that copies it. */
+/** A code block with its language and a copy button. */
 export class CodeBlock {
-  /** @param {string} info  What stands behind the fence. */
+  /** @param {string} info  The info string of the fence. */
   constructor(info) {
     const named = info.trim().split(/\s+/)[0] ?? "";
     const head = element("div", "code-head");
@@ -39,9 +39,9 @@ export class CodeBlock {
   }
 
   /**
-   * Has the block say something; the colours are left to `painting`.
+   * Updates the text; highlighting is left to `painting`.
    *
-   * @param {string} text  All of it.
+   * @param {string} text  The complete text so far.
    */
   say(text) {
     if (text.startsWith(this.text)) {
@@ -57,7 +57,7 @@ export class CodeBlock {
   }
 
   /**
-   * Colours what is not coloured yet, a part at a time.
+   * Highlights the remaining text, a part at a time.
    *
    * @returns {Generator<void>}
    */
@@ -85,7 +85,7 @@ export class CodeBlock {
 let colours = null;
 
 /**
- * Calls back when there are colours for a language, which are fetched when there is code to show.
+ * Calls back when the highlighter of a language is loaded, which happens on demand.
  *
  * @param {string} named
  * @param {() => void} then
@@ -95,12 +95,12 @@ async function withColours(named, then) {
     colours ??= await import("./highlight.js");
     colours.withLanguage(colours.languageOf(named), then);
   } catch (error) {
-    console.info("code is shown without colours:", error);
+    console.info("code is not highlighted:", error);
   }
 }
 
 /**
- * Returns how much of a text is coloured for good, 0 while its first part may grow.
+ * Returns the length of the text whose highlighting is final, 0 while its first part may grow.
  *
  * @param {string} text
  */
@@ -111,7 +111,7 @@ function chunkOf(text) {
 }
 
 /**
- * Gives code blocks and tables in what was rendered their frames.
+ * Wraps the code blocks and tables of rendered content in their frames.
  *
  * @param {DocumentFragment} fragment
  */

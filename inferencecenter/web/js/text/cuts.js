@@ -1,21 +1,21 @@
 // @ts-check
 /**
- * Where long blocks may be divided, so that their beginnings need not be read again while they grow. Pure.
+ * Cut points of long blocks, so that their beginnings need not be parsed again while they grow. Pure.
  *
- * A cut depends on what is before it and a little behind it alone: the same text is cut at the same places however it
- * came.
+ * A cut depends only on the text before it and a little after it: the same text is cut at the same points regardless of
+ * the pieces in which it arrived.
  */
 
-/** Paragraphs are cut in the middle: from here on where nothing is open that a later letter could close, ... */
+/** Paragraphs are cut in the middle: from this length on where no inline element is open, ... */
 const PARAGRAPH_LEAST = 1000;
-/** ... and here if there is no such place. */
+/** ... and at this length if there is no such point. */
 const PARAGRAPH_MOST = 2000;
 const BLOCK_LEAST = 1500;
 
-/** Stands before the rest of a paragraph, which may begin as a list does. It is not shown. */
+/** Precedes the rest of a paragraph, which may start like a list. It is not shown. */
 export const INSIDE = "\u200b ";
 
-/** What may begin or end something; within words, `_` does not. */
+/** Characters that may start or end inline elements; within words, `_` does not. */
 const DELIMITER = /[*`[\]<~]|\b_|_\b/;
 const PAUSE = /[^\s] (?=[\p{L}\p{N}])|[。！？，、；：](?=[\p{L}\p{N}])/gu;
 const FENCE = /^ {0,3}(?:`{3,}|~{3,})[^\n]*\n/;
@@ -23,14 +23,14 @@ const FENCE = /^ {0,3}(?:`{3,}|~{3,})[^\n]*\n/;
 /**
  * @typedef {object} Cut
  * @property {number} at  In the token's `raw`.
- * @property {string} prefix  What has to stand before the rest, so that it is read as more of the same.
+ * @property {string} prefix  Text to prepend to the rest, so that it is parsed as a continuation.
  */
 
 /**
- * Returns where a block may be divided, null while it is short or where it may not.
+ * Returns a cut point of a block, null while it is short or has none.
  *
  * @param {any} token
- * @param {(text: string) => any[]} inline  Reads what is within a paragraph.
+ * @param {(text: string) => any[]} inline  Parses the inline content of a paragraph.
  * @returns {Cut | null}
  */
 export function cutOf(token, inline) {
@@ -55,7 +55,7 @@ function inParagraph(token, inline) {
 }
 
 /**
- * Returns a place between two words at which everything is closed, 0 if there is none.
+ * Returns a point between two words at which no inline element is open, 0 if there is none.
  *
  * @param {any[]} tokens
  */
@@ -92,7 +92,7 @@ function pauseAt(text) {
 }
 
 /**
- * The last two items may change: what follows may turn out to belong to them.
+ * The last two items may change: subsequent text may belong to them.
  *
  * @param {any} token
  * @returns {Cut | null}
@@ -147,7 +147,7 @@ function betweenBlocks(token) {
 }
 
 /**
- * Returns where the line after the one at `from` begins; the end if there is none.
+ * Returns the start of the line after the one at `from`; the end if there is none.
  *
  * @param {string} text
  * @param {number} from

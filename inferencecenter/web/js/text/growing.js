@@ -1,13 +1,13 @@
 // @ts-check
-/** A block of an answer, which is only added to where that will do. */
+/** A growing block of an answer, updated by appending where possible. */
 
 import { CodeBlock } from "./blocks.js";
 import { rendered, renderedInline } from "./rendered.js";
 
-/** So many items or rows are rendered at once. */
+/** Items or rows rendered per step. */
 const GROUP = 8;
 
-/** A block that still grows. */
+/** A block that may still grow. */
 export class Block {
   /** @param {HTMLElement} place */
   constructor(place) {
@@ -23,11 +23,11 @@ export class Block {
     /** @type {Node | null} */
     this._lastKept = null;
     this._keptRows = 0;
-    /** Whether something here will not be shown again. */
+    /** Whether some content here will be removed. */
     this.kept = false;
   }
 
-  /** Leaves what is shown as it is; all else is added behind it. */
+  /** Freezes the current content; later content is appended after it. */
   keep() {
     const within = this._within();
     this.kept = true;
@@ -73,11 +73,10 @@ export class Block {
   }
 
   /**
-   * Shows the items of a list or the rows of a table that are not shown yet, a few with each step. Returns whether it
-   * could.
+   * Shows the new items of a list or rows of a table, a few per step. Returns whether that was possible.
    *
    * @param {import("./reader.js").Piece} piece
-   * @param {boolean} again  Whether those that did not change may stay.
+   * @param {boolean} again  Whether unchanged ones may be kept.
    * @returns {Generator<void, boolean>}
    */
   *_showingRows({ token, inline, continues }, again) {
@@ -117,7 +116,7 @@ export class Block {
     this._rows = [keyOf(rows[0])];
   }
 
-  /** @param {any} token  More of what there is. */
+  /** @param {any} token  A continuation of the current content. */
   _showMore(token) {
     this._trim();
     const isText = token.type === "paragraph" || token.type === "heading";
@@ -125,20 +124,20 @@ export class Block {
     this._within().append(...(isText ? made : (containerIn(made) ?? made)).childNodes);
   }
 
-  /** Takes away what is not kept. */
+  /** Removes content that is not kept. */
   _trim() {
     const within = this._within();
     while (within.lastChild && within.lastChild !== this._lastKept) within.lastChild.remove();
   }
 
-  /** Where things are added. */
+  /** Insertion point of new content. */
   _within() {
     return containerIn(this.element) ?? this.element;
   }
 }
 
 /**
- * Returns what holds the parts of a block that is one element: a paragraph, a list, a quote, or the body of a table.
+ * Returns the container of the parts of a single-element block: a paragraph, a list, a quote, or the body of a table.
  *
  * @param {ParentNode} parent
  */
@@ -148,7 +147,7 @@ function containerIn(parent) {
 }
 
 /**
- * Returns the first element, unless something is said behind it; what a tag that is not closed leaves there is empty.
+ * Returns the first element, unless text follows it; the empty remainder of an unclosed tag is ignored.
  *
  * @param {ParentNode} parent
  */
@@ -158,7 +157,7 @@ function onlyIn(parent) {
 }
 
 /**
- * Returns what has to stay the same for a block to be only added to.
+ * Returns the key that must be unchanged for a block to be appended to.
  *
  * @param {any} token
  */
@@ -184,7 +183,7 @@ function withRows(token, rows) {
 }
 
 /**
- * Returns what tells whether an item of a list or a row of a table is as it was.
+ * Returns the key that identifies unchanged list items and table rows.
  *
  * @param {any} row
  * @returns {string}
@@ -194,7 +193,7 @@ function keyOf(row) {
 }
 
 /**
- * Returns rows in groups that are rendered together. One with tags is by itself: what it does not close goes no further.
+ * Returns groups of rows that are rendered together. A row with HTML tags is a group of its own.
  *
  * @param {number[]} indices
  * @param {string[]} keys

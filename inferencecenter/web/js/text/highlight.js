@@ -1,5 +1,5 @@
 // @ts-check
-/** Colours for code. The highlighter and its languages are loaded when there is code to show. */
+/** Syntax highlighting. The highlighter and its languages are loaded on demand. */
 
 const VENDOR = "../../vendor/highlight/";
 const LANGUAGES = new Set([
@@ -14,7 +14,7 @@ const ALIASES = {
   rs: "rust", sh: "bash", shell: "bash", svg: "xml", toml: "ini", ts: "typescript", tsx: "typescript", yml: "yaml",
   zsh: "bash",
 };
-/** The highlighter begins with languages only; this is one that goes on within another. */
+/** A language whose grammar continues within another; the highlighter starts with languages only. */
 const REST = "rest";
 
 /** @type {any} */
@@ -23,9 +23,9 @@ let core = null;
 const loading = new Map();
 
 /**
- * Returns the name under which a language is known, "" for one that is not.
+ * Returns the canonical name of a language, "" for an unknown one.
  *
- * @param {string} language  As models write it behind a fence.
+ * @param {string} language  The info string of a fence.
  */
 export function languageOf(language) {
   const name = language.trim().toLowerCase();
@@ -34,11 +34,11 @@ export function languageOf(language) {
 }
 
 /**
- * Returns code with its colours, and where the highlighter stands behind it; null while the language is not here.
+ * Returns highlighted code and the highlighter's state after it; null while the language is not loaded.
  *
  * @param {string} code
- * @param {string} language  As `languageOf` tells; `withLanguage` has it come.
- * @param {any} top  Where the highlighter stood behind the lines before, null at the beginning.
+ * @param {string} language  A name of `languageOf`; `withLanguage` loads it.
+ * @param {any} top  State of the highlighter after the preceding lines, null at the start.
  * @returns {{fragment: DocumentFragment, top: any} | null}
  */
 export function painted(code, language, top) {
@@ -51,7 +51,7 @@ export function painted(code, language, top) {
 }
 
 /**
- * Calls back when a language is here.
+ * Calls back when a language is loaded.
  *
  * @param {string} language
  * @param {() => void} then
@@ -80,7 +80,7 @@ function scopesOf(top) {
 /** @type {string[]} */
 let opening = [];
 
-/** Makes nodes of what the highlighter finds. Its own writer makes HTML, which would have to be sanitized: that takes longer. */
+/** Builds nodes from the highlighter's tokens. Sanitizing its HTML output would be slower. */
 class Painter {
   constructor() {
     this.fragment = document.createDocumentFragment();
@@ -132,7 +132,7 @@ class Painter {
 
 /**
  * @param {string} language
- * @returns {Promise<boolean>} Whether it is here.
+ * @returns {Promise<boolean>} Whether it is loaded.
  */
 function load(language) {
   const under = loading.get(language) ?? fetched(language);
@@ -148,7 +148,7 @@ async function fetched(language) {
     core.registerLanguage(language, (await import(`${VENDOR}${language}.js`)).default);
     return true;
   } catch (error) {
-    console.info("code is shown without colours:", error);
+    console.info("code is not highlighted:", error);
     loading.delete(language);
     return false;
   }

@@ -1,9 +1,9 @@
 // @ts-check
 /**
- * Markdown as nodes, also while it is being written.
+ * Renders Markdown to nodes incrementally.
  *
- * Blocks that can no longer change are rendered once and left alone; only the last one is rendered again, or the part
- * of it behind its last cut. Of lists and tables it is the items and rows that changed, and code only grows.
+ * Blocks that can no longer change are rendered once; only the last one is rendered again, or its part after the last
+ * cut. Of lists and tables only the changed items and rows are rendered, and code is appended to.
  */
 
 import { Block } from "./growing.js";
@@ -14,9 +14,9 @@ import { begin, beginLater, cancel } from "./slices.js";
 const LONG = 2000;
 const DEFINITION = /^ {0,3}\[[^\]]+\]:/m;
 
-/** One text in one element, which says by `aria-busy` while more of it is to be shown. */
+/** A text in an element, whose `aria-busy` is set while more of it is to be shown. */
 export class MarkdownView {
-  /** @param {HTMLElement} root  An empty element, which is only changed here from now on. */
+  /** @param {HTMLElement} root  An empty element, owned by this object. */
   constructor(root) {
     this._root = root;
     this._place = root;
@@ -30,22 +30,22 @@ export class MarkdownView {
   }
 
   /**
-   * Shows a text, at once or in the next frames; one that begins as the one before is only added to.
+   * Shows a text, at once or over the next frames; one that extends the previous text is appended.
    *
    * @param {string} text
-   * @param {{done: boolean}} options  Whether nothing will be added.
+   * @param {{done: boolean}} options  Whether the text is complete.
    */
   update(text, { done }) {
     this._wanted = { text: text.includes("\r") ? text.replace(/\r\n?/g, "\n") : text, done };
     if (this._work) return;
     this._work = this._working();
     this._root.ariaBusy = "true";
-    // Where so much comes at once, or an end, a view has just changed, which is work enough.
+    // A long or final text usually coincides with a change of view, so rendering starts in the next frame.
     const isMuch = text.length - (done ? 0 : this._shown.length) > LONG;
     (isMuch ? beginLater : begin)(this._work);
   }
 
-  /** Makes no change any more. */
+  /** Stops all updates. */
   end() {
     if (this._work) cancel(this._work);
   }
@@ -61,14 +61,14 @@ export class MarkdownView {
   }
 
   /**
-   * Shows a text, a little more with each step.
+   * Shows a text, a part per step.
    *
-   * @param {string} text  Its lines end with line feeds.
+   * @param {string} text  With line feeds only.
    * @param {boolean} done
    * @returns {Generator<void>}
    */
   *showing(text, done) {
-    // What is defined at the end may be meant at the beginning.
+    // Link definitions at the end may be used at the start.
     const links = done && DEFINITION.test(text) ? yield* definedIn(options, text) : {};
     if (Object.keys(links).length > 0 || !text.startsWith(this._shown)) this._restart(links);
     this._shown = text;
@@ -105,7 +105,7 @@ export class MarkdownView {
   }
 
   /**
-   * What is shown stays until all is here that takes its place.
+   * The old content is kept until its replacement is complete.
    *
    * @param {Record<string, any>} links
    */
@@ -116,7 +116,7 @@ export class MarkdownView {
   }
 }
 
-/** Some of each, so that the first answer does not wait for all that is compiled when it is first used. */
+/** Samples of all block types, rendered in advance to compile the code before the first answer. */
 const SAMPLES = [
   "a\nb", "- a\n- b", "# a", "`a` **b** _c_ ~~d~~ <b>", "> a", "| a |\n| - |\n| b |", "```\na\n```",
   "[Go](https://example.org) **on** and `on`, ".repeat(80),

@@ -1,26 +1,26 @@
 // @ts-check
-/** Markdown read a block at a time, while it is being written. */
+/** Parses Markdown block by block while it grows. */
 
 import { Lexer } from "../../vendor/marked.js";
 import { INSIDE, cutOf } from "./cuts.js";
 
-/** So much of a text that is here already is read at once. */
+/** Characters of an available text that are parsed at a time. */
 const WINDOW = 4000;
 
 /**
  * @typedef {object} Piece
- * @property {any} token  A block, or as much of it as is between two cuts; `inline` has to read it before it is rendered.
+ * @property {any} token  A block, or its part between two cuts; `inline` must parse it before rendering.
  * @property {(token: any) => void} inline
- * @property {boolean} settled  Whether nothing will change it any more; else it comes again.
- * @property {boolean} continues  Whether it is more of the piece before, which was cut.
- * @property {boolean} cut  Whether more of it follows.
+ * @property {boolean} settled  Whether it is final; otherwise it is yielded again.
+ * @property {boolean} continues  Whether it continues the previous piece after a cut.
+ * @property {boolean} cut  Whether its continuation follows.
  */
 
-/** One text from its beginning to its end. */
+/** Parser state of one text. */
 export class Reader {
   /**
    * @param {any} options  Of the lexer.
-   * @param {Record<string, any>} links  What is defined, if that is known.
+   * @param {Record<string, any>} links  Link definitions, if known.
    */
   constructor(options, links = {}) {
     this._options = options;
@@ -32,11 +32,11 @@ export class Reader {
   }
 
   /**
-   * Reads on; there is little work between two pieces. At the end come those that are not settled.
+   * Continues parsing, with little work between two pieces. Pieces that are not final come last.
    *
-   * @param {string} text  Begins as the one before.
-   * @param {boolean} done  Whether nothing will be added.
-   * @returns {Generator<Piece | null, void>}  Null where there is nothing to show for the work.
+   * @param {string} text  Extends the previous text.
+   * @param {boolean} done  Whether the text is complete.
+   * @returns {Generator<Piece | null, void>}  Null for work without a result.
    */
   *read(text, done) {
     let window = WINDOW;
@@ -54,7 +54,7 @@ export class Reader {
    * @param {string} part
    * @param {boolean} isEnd
    * @param {boolean} done
-   * @returns {Generator<Piece, boolean>}  Whether a block was cut: what follows is to be read from there.
+   * @returns {Generator<Piece, boolean>}  Whether a block was cut: parsing continues there.
    */
   *_readPart(part, isEnd, done) {
     const source = this._prefix + part;
@@ -65,7 +65,7 @@ export class Reader {
     let at = 0;
     for (const [index, token] of tokens.entries()) {
       const continues = index === 0 && isMore(within, token);
-      // Where a block begins in the text cannot always be told; without that nothing is settled.
+      // The position of a block in the text is not always known; then nothing is final.
       const known = at >= 0 && isAt(source, token.raw, at);
       const cut = known ? this._cut(token, inlineOf) : null;
       if (cut) {
@@ -127,7 +127,7 @@ export class Reader {
 }
 
 /**
- * Reads a whole text for what it defines.
+ * Parses a whole text for its link definitions.
  *
  * @param {any} options  Of the lexer.
  * @param {string} text
@@ -140,7 +140,7 @@ export function* definedIn(options, text) {
 }
 
 /**
- * Tells whether this is what stands there, but for the space behind it, which the lexer may have changed.
+ * Returns whether the text matches, except for trailing space, which the lexer may have changed.
  *
  * @param {string} source
  * @param {string} raw

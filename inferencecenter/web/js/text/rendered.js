@@ -1,13 +1,13 @@
 // @ts-check
-/** What was read as nodes. */
+/** Renders parsed Markdown to nodes. */
 
 import { Marked, Parser } from "../../vendor/marked.js";
 import { dress } from "./blocks.js";
 import { mayLink, sanitized, withBareTags } from "./sanitizer.js";
 
 /**
- * Shows no images, leads nowhere but to other sites, and leaves the page its first headings. What is `false` is rendered
- * as usual.
+ * Overrides of the renderer: no images, links to other sites only, and no h1 or h2, which belong to the page. `false`
+ * means the default.
  *
  * @type {import("../../vendor/marked.js").RendererObject}
  */
@@ -30,12 +30,12 @@ const renderer = {
     return checked ? "☑ " : "☐ ";
   },
 };
-/** What the lexer has to know. */
+/** Options of the lexer. */
 export const options = /** @type {any} */ (new Marked({ gfm: true, renderer }).defaults);
 const parser = new Parser(options);
 
 /**
- * Returns the nodes of blocks.
+ * Renders blocks.
  *
  * @param {any[]} tokens
  */
@@ -46,7 +46,7 @@ export function rendered(tokens) {
 }
 
 /**
- * Returns the nodes of what is within a paragraph.
+ * Renders inline content.
  *
  * @param {any[]} tokens
  */

@@ -1,5 +1,5 @@
 // @ts-check
-/** The only way from HTML text to nodes. What models and highlighters write is untrusted. */
+/** The only conversion from HTML text to nodes. Output of models and highlighters is untrusted. */
 
 import DOMPurify from "../../vendor/dompurify.js";
 
@@ -11,7 +11,7 @@ const TAGS = [
 const HARMLESS = ["align", "class", "colspan", "dir", "lang", "open", "rowspan", "start", "title"];
 const CLASSES = /^(language-[\w+#.-]{1,32}|(hljs-[\w-]{1,32}( [\w-]{1,32}_{0,2})*))$/;
 const ADDRESSES = /^(?:https?:\/\/|mailto:)/i;
-/** Where something begins that is no tag without attributes. */
+/** The start of anything but a tag without attributes. */
 const NO_BARE_TAG = new RegExp(`<(?!/?(?:${TAGS.join("|")})\\s*/?>)`, "gi");
 
 const purify = DOMPurify(window);
@@ -27,8 +27,8 @@ purify.addHook("afterSanitizeAttributes", (node) => {
 });
 
 /**
- * Returns what is harmless of an HTML text: text and its form, no images, no ids, no styles, no scripts, and links only
- * to other sites and to mail, which open in a tab of their own.
+ * Returns the harmless parts of an HTML text: text and formatting, no images, ids, styles or scripts, and links only to
+ * other sites and to mail, which open in a new tab.
  *
  * @param {string} text
  * @returns {DocumentFragment}
@@ -37,7 +37,7 @@ export function sanitized(text) {
   const found = purify.sanitize(text, {
     ALLOWED_TAGS: TAGS,
     ALLOWED_ATTR: [...HARMLESS, "href"],
-    // Addresses are looked for in every attribute but these.
+    // All attributes but these may contain URLs.
     ADD_URI_SAFE_ATTR: HARMLESS,
     ALLOWED_URI_REGEXP: ADDRESSES,
     ALLOW_ARIA_ATTR: false,
@@ -51,8 +51,8 @@ export function sanitized(text) {
 }
 
 /**
- * Returns HTML of which only tags without attributes are left; all others are shown as they are written. The browser
- * complains of scripts and styles even where they are only looked at, and what is left out may be what was asked for.
+ * Returns HTML with only the tags without attributes; others are escaped. Browsers report scripts and styles even when
+ * they are only parsed, and dropping them could drop what the user asked for.
  *
  * @param {string} html
  */
@@ -61,7 +61,7 @@ export function withBareTags(html) {
 }
 
 /**
- * Tells whether a link may lead there.
+ * Returns whether a link target is allowed.
  *
  * @param {string} address
  */

@@ -1,13 +1,13 @@
 // @ts-check
-/** Work that takes longer than a frame has, done a slice in each frame. What was begun last comes first. */
+/** Time-sliced work, one slice per frame; the latest work has priority. */
 
 const BUDGET_MS = 6;
-/** After a slice that took long all rest for so many times as long, so that other things have their turn. */
+/** After a long slice, all work pauses for this multiple of its duration. */
 const REST_FACTOR = 3;
 const REST_FROM_MS = 12;
 const MAX_REST_MS = 200;
 
-/** @typedef {Iterator<void>} Work  Each step takes a small part of a slice. */
+/** @typedef {Iterator<void>} Work  Each step is much shorter than a slice. */
 
 /** @type {Work[]} */
 const begun = [];
@@ -15,8 +15,8 @@ let waits = false;
 let restUntil = 0;
 
 /**
- * Begins at once where this frame has had no slice, and goes on in the next ones. A hidden page has no frames: its work
- * is done when it is seen again.
+ * Starts at once if this frame has had no slice, and continues in the next ones. A hidden page has no frames: its work
+ * resumes when it is visible again.
  *
  * @param {Work} work
  */
@@ -26,7 +26,7 @@ export function begin(work) {
 }
 
 /**
- * Begins in the next frame: this one has enough to do.
+ * Starts in the next frame, as this one is busy.
  *
  * @param {Work} work
  */
@@ -35,7 +35,7 @@ export function beginLater(work) {
   if (!waits) wait();
 }
 
-/** @param {Work} work  Makes no step any more. */
+/** @param {Work} work  Work to cancel. */
 export function cancel(work) {
   const at = begun.indexOf(work);
   if (at >= 0) begun.splice(at, 1);
@@ -58,7 +58,7 @@ function slice() {
   restUntil = took > REST_FROM_MS ? from + took + Math.min(MAX_REST_MS, took * REST_FACTOR) : 0;
 }
 
-/** @param {Work} work  It is gone if it throws. */
+/** @param {Work} work  Removed if it throws. */
 function step(work) {
   const at = begun.length;
   if (!work.next().done) begun.splice(at, 0, work);

@@ -5,7 +5,7 @@ import { phaseWords } from "./outcome.js";
 const EVERY_MS = 2500;
 
 /**
- * Reads an answer to those who do not see it: in whole sentences, and not more often than one can follow.
+ * Announces an answer to screen readers, in whole sentences and at a limited rate.
  *
  * @param {{session: import("../wire/session.js").Session}} props
  */
@@ -33,7 +33,7 @@ export function Announcer({ session }) {
 }
 
 /**
- * Returns where the last whole sentence or line ends.
+ * Returns the end of the last whole sentence or line.
  *
  * @param {string} text
  * @param {number} from

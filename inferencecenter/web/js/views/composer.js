@@ -5,7 +5,7 @@ import { draftOf, keepDraft, moveDraft } from "../drafts.js";
 import { Icon } from "./icons.js";
 
 /**
- * Where one writes.
+ * The message input.
  *
  * @param {{session: import("../wire/session.js").Session}} props
  */
@@ -25,7 +25,7 @@ export function Composer({ session }) {
     if (matchMedia("(hover: hover)").matches) ref.current?.focus();
   }, [session]);
   useEffect(() => {
-    // What is typed while the session is being opened is typed in it.
+    // Text typed while the session is being created belongs to it.
     if (before.current !== id) moveDraft(before.current, id);
     before.current = id;
   }, [id]);
@@ -47,7 +47,7 @@ export function Composer({ session }) {
   return html`
     <form class="composer" onSubmit=${submit}>
       <textarea id="composer" ref=${ref} rows="1" aria-label="Message" placeholder="Ask something" value=${text}
-        disabled=${blocked} enterkeyhint="send" title="Enter sends, Shift+Enter begins a line, Esc stops the answer"
+        disabled=${blocked} enterkeyhint="send" title="Enter sends, Shift+Enter starts a new line, Esc stops the answer"
         onInput=${(/** @type {any} */ event) => write(event.target.value)} onKeyDown=${keys}></textarea>
       ${running
         ? html`<button type="submit" class="send" aria-label="Stop" title="Stop (Esc)"><${Icon} name="stop" /></button>`
@@ -58,7 +58,7 @@ export function Composer({ session }) {
   `;
 }
 
-/** @param {HTMLTextAreaElement | null} area  Gets as high as what is written in it; its style says how high at most. */
+/** @param {HTMLTextAreaElement | null} area  Resized to its content; the style sets the maximum. */
 function grow(area) {
   if (!area) return;
   area.style.height = "auto";

@@ -17,13 +17,13 @@ import { followEnd } from "./scrolling.js";
 const settings = () => import("./settings.js");
 const SUGGESTIONS = ["Explain how a hash table works.", "Write a haiku about rain.", "Count from 1 to 20."];
 
-// How numbers are written here is found out when one is written first: that takes as long as a frame has.
+// The first call of a number format takes as long as a frame, so it is made in advance.
 addEventListener("load", () => beginLater([1000].map((number) => void number.toLocaleString()).values()), { once: true });
 
 /**
  * One conversation.
  *
- * @param {{session: Session, opener: any}} props  `opener` opens the list where it is not beside this.
+ * @param {{session: Session, opener: any}} props  `opener` opens the list on narrow screens.
  */
 export function Conversation({ session, opener }) {
   const [choosing, setChoosing] = useState(false);
@@ -39,7 +39,7 @@ export function Conversation({ session, opener }) {
     if (live) follower.current?.toEnd();
   }, [live]);
   const title = useRef("");
-  // One that is gone is in no list, and still has its name here.
+  // A deleted session is not in the list, but still has a title here.
   if (session.state.value !== "gone" || !title.current) title.current = titleOfSession(session.id.value);
   return html`
     <main class="conversation">
@@ -79,7 +79,7 @@ function Facts({ session }) {
   return html`
     <p class="conversation-facts">
       ${model && html`<span>${model}</span>`}
-      ${tokens !== null && html`<span title="Tokens that the next question builds on">${tokens.toLocaleString()} tokens</span>`}
+      ${tokens !== null && html`<span title="Tokens in the context before the next message">${tokens.toLocaleString()} tokens</span>`}
     </p>
   `;
 }
@@ -91,7 +91,7 @@ function Turns({ session }) {
   const connected = link.value?.state.value === "open";
   if (!session.known.value && session.state.value !== "gone") return html`<p class="empty hint">Loading…</p>`;
   if (turns.length === 0 && !live) return html`<${Empty} session=${session} />`;
-  // One list: what was running keeps its nodes when it has ended.
+  // One list: a running turn keeps its nodes when it ends.
   const shown = turns.map((turn, index) => ({ key: turn.key, turn, doing: doingWith(session, index) }));
   const all = live ? [...shown, { key: live.key, live, doing: {} }] : shown;
   return html`<div class="turns">
@@ -112,7 +112,7 @@ function Empty({ session }) {
   `;
 }
 
-/** @param {{session: Session}} props  Says why one cannot write, and what to do about it. */
+/** @param {{session: Session}} props  Explains why input is disabled, and offers the remedy. */
 function Standing({ session }) {
   const error = session.error.value;
   if (session.state.value === "detached") {
@@ -135,7 +135,7 @@ function Standing({ session }) {
 }
 
 /**
- * Returns what may be done with a turn now.
+ * Returns the actions available for a turn.
  *
  * @param {Session} session
  * @param {number} index
@@ -159,7 +159,7 @@ function doingWith(session, index) {
 }
 
 /**
- * Returns the messages that say what tools gave.
+ * Returns the messages that carry tool results.
  *
  * @param {readonly import("../wire/transcript.js").ToolCall[]} calls
  * @param {readonly string[]} contents  One for each.

@@ -1,5 +1,5 @@
 // @ts-check
-/** How the daemon is, live: tiles, charts, the plan, facts, who is connected, and one's own usage. */
+/** The live dashboard: tiles, charts, the plan, facts, connected clients, and the user's own usage. */
 
 import { Chart } from "../board/chart.js";
 import { chartsOf } from "../board/charts.js";
@@ -32,7 +32,7 @@ const SIDES = /** @type {const} */ ([
   ["sessions", "Sessions"],
 ]);
 
-/** The dashboard; without a connection nothing. */
+/** The dashboard; empty without a connection. */
 export function Dashboard() {
   const there = link.value;
   return there && html`<${Board} link=${there} />`;

@@ -2,7 +2,7 @@
 import { html, useEffect, useRef } from "../ui.js";
 
 /**
- * A question that has to be answered first.
+ * A modal confirmation dialog.
  *
  * @param {{title: string, text: string, action: string, onConfirm: () => void, onClose: () => void}} props
  */

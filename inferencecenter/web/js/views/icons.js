@@ -27,7 +27,7 @@ const PATHS = {
 };
 
 /**
- * A drawing beside or in place of words; it says nothing itself.
+ * A decorative icon beside or in place of text.
  *
  * @param {{name: string}} props
  */

@@ -3,9 +3,9 @@ import { html, useEffect, useState } from "../ui.js";
 import { ReloadOffer } from "./notices.js";
 
 /**
- * A view whose code is fetched when it is first shown.
+ * A view whose code is loaded when it is first shown.
  *
- * @param {{load: () => Promise<any>, name: string, [prop: string]: any}} props  `name` is the export; others go to it.
+ * @param {{load: () => Promise<any>, name: string, [prop: string]: any}} props  `name` is the export; other props are passed to it.
  */
 export function Lazy({ load, name, ...props }) {
   const [found, setFound] = useState(/** @type {{view?: any, failed?: boolean}} */ ({}));
@@ -15,6 +15,6 @@ export function Lazy({ load, name, ...props }) {
       () => setFound({ failed: true }),
     );
   }, [name]);
-  if (found.failed) return html`<${ReloadOffer} words="This part of the page could not be loaded: a newer version may be running." />`;
+  if (found.failed) return html`<${ReloadOffer} words="This part of the page could not be loaded; the server may have been updated." />`;
   return found.view ? html`<${found.view} ...${props} />` : html`<p class="quiet">Loading…</p>`;
 }

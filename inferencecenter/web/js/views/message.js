@@ -12,18 +12,18 @@ import { Outcome, Progress } from "./outcome.js";
  * @typedef {import("../wire/transcript.js").Turn} Turn
  * @typedef {import("../wire/live.js").Live} Live
  *
- * @typedef {object} Doing  What may be done with a turn; what is absent may not.
- * @property {(text: string) => void} [edit]  Asks something else in its place.
- * @property {() => void} [again]  Asks the same again.
+ * @typedef {object} Doing  Actions available for a turn; absent ones are not.
+ * @property {(text: string) => void} [edit]  Replaces the message.
+ * @property {() => void} [again]  Generates the answer again.
  * @property {() => void} [fork]
- * @property {(contents: readonly string[]) => void} [results]  Says what the tools gave that it asked for.
+ * @property {(contents: readonly string[]) => void} [results]  Sends the results of its tool calls.
  */
 
 const COPIED_MS = 1500;
 const results = () => import("./results.js");
 
 /**
- * A question with its answer, whole or as far as it has come.
+ * A message with its answer, complete or in progress.
  *
  * @param {{turn?: Turn, live?: Live, connected: boolean, doing: Doing}} props
  */
@@ -49,7 +49,7 @@ function Asked({ message, edit }) {
     return html`<${Reply} answer=${{ content, reasoning, toolCalls }} connected=${true} doing=${{}} />`;
   }
   if (message.role === "tool") {
-    return html`<details class="tool"><summary><${Icon} name="tool" /> Result of a tool</summary><pre tabindex="0">${message.content}</pre></details>`;
+    return html`<details class="tool"><summary><${Icon} name="tool" /> Tool result</summary><pre tabindex="0">${message.content}</pre></details>`;
   }
   if (editing && edit) {
     const save = (/** @type {string} */ text) => {
@@ -79,7 +79,7 @@ function Reply({ answer, live, ending, connected, doing }) {
       ${content && html`<${Markdown} text=${content} done=${!live} />`}
       ${answer?.toolCalls.map((call) => html`<${Call} key=${call.call_id} call=${call} done=${!live} />`)}
       ${doing.results && html`<${Lazy} load=${results} name="ToolResults" calls=${answer?.toolCalls} onSend=${doing.results} />`}
-      ${live && live.shifted > 0 && html`<p class="aside">The context was full: the oldest ${live.shifted} turns are no longer read.</p>`}
+      ${live && live.shifted > 0 && html`<p class="aside">The context was full: the oldest ${live.shifted} turns were removed from it.</p>`}
       ${live && html`<${Progress} live=${live} connected=${connected} />`}
       ${ending?.error && html`<${Problem} error=${ending.error} again=${doing.again} />`}
       ${!live &&
@@ -132,7 +132,7 @@ function Problem({ error, again }) {
   return html`
     <div class="notice" data-mood="bad" role="alert">
       <span><strong>${error.message}</strong> ${error.hint} ${error.field && html`<span class="notice-detail">Field: <code>${error.field}</code></span>`}</span>
-      ${again && html`<button type="button" class="button small" onClick=${again}>Ask again</button>`}
+      ${again && html`<button type="button" class="button small" onClick=${again}>Try again</button>`}
     </div>
   `;
 }

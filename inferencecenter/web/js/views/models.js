@@ -1,5 +1,5 @@
 // @ts-check
-/** Which models there are; operators choose the one that answers, and free memory. */
+/** The available models; operators choose the default and free memory. */
 
 import { useActive } from "../board/feed.js";
 import { count, magnitude, memory, percent } from "../board/format.js";
@@ -23,11 +23,11 @@ const STATES = {
 /** @type {Readonly<Record<string, string>>} */
 const PHASES = {
   asked: "Asking…",
-  draining: "Waiting for the turns of another model, whose memory is needed",
+  draining: "Waiting for the turns of another model whose memory is needed",
   loading: "Loading",
 };
 
-/** The list of models; without a connection nothing. */
+/** The list of models; empty without a connection. */
 export function Models() {
   const there = link.value;
   return there && html`<${List} link=${there} />`;
@@ -51,14 +51,14 @@ function List({ link: there }) {
     <header class="board-head">
       <h1>Models</h1>
       <p class="hint">
-        ${may ? "" : "Operators choose which model answers. "}A question to a model that is not loaded loads it.
+        ${may ? "" : "Operators choose the default model. "}A message to a model that is not loaded loads it.
       </p>
     </header>
     <div class="board-said" role="status">
       ${words && html`<p class=${failed ? "problem" : "board-note"}>${words} ${hint}</p>`}
     </div>
     ${models === null && html`<p class="hint">Asking…</p>`}
-    ${models?.length === 0 && html`<p class="hint">There is no model that you may use.</p>`}
+    ${models?.length === 0 && html`<p class="hint">No models are available to you.</p>`}
     <ul class="models">
       ${models?.map((model) => html`<${Model} key=${model.name} model=${model} shelf=${shelf} may=${may && active} />`)}
     </ul>

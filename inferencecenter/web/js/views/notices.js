@@ -1,5 +1,5 @@
 // @ts-check
-/** What concerns all sessions: the connection, the engine, heat, storage, a daemon that stops. */
+/** Notices for all sessions: connection, engine, temperature, storage, shutdown. */
 
 import { html, useEffect, useState } from "../ui.js";
 import { failure, link, notices, outdated } from "../state.js";
@@ -7,19 +7,19 @@ import { Icon } from "./icons.js";
 
 /** @type {Readonly<Record<string, string>>} */
 const ENGINE = {
-  starting: "The model is being loaded. Answers begin when it is there.",
-  restarting: "The engine stopped and is started again. Answers go on by themselves.",
-  failed: "The engine does not run.",
+  starting: "The model is being loaded. Answers start when it is ready.",
+  restarting: "The engine stopped and is restarting. Answers continue automatically.",
+  failed: "The engine is not running.",
 };
 
-/** All there are now. */
+/** All current notices. */
 export function Notices() {
   const { engine, thermal, storage, going_away: going } = notices.value;
   const broken = engine?.state === "failed";
   return html`
     <div class="notices" role="status">
       <${Connection} />
-      ${outdated.value && html`<${ReloadOffer} words="A newer version is running." />`}
+      ${outdated.value && html`<${ReloadOffer} words="The server has been updated." />`}
       ${engine && ENGINE[engine.state] &&
       html`<p class="notice" data-mood=${broken ? "bad" : "warn"}>
         ${ENGINE[engine.state]} ${engine.detail && html`<span class="notice-detail">${engine.detail}</span>`}
@@ -42,7 +42,7 @@ export function Notices() {
 }
 
 /**
- * Offers to load the page again: its files have gone with the version of the server that they came from.
+ * Offers to reload the page: the files of its version are no longer served.
  *
  * @param {{words: string}} props  Why.
  */
@@ -55,23 +55,23 @@ export function ReloadOffer({ words }) {
   `;
 }
 
-/** Says when there is no connection, why, and when the next attempt is. */
+/** Shows the lost connection, the reason, and the time of the next attempt. */
 function Connection() {
   const there = link.value;
   const state = there?.state.value;
   const seconds = useCountdown(there?.retryAt.value ?? null);
   if (!there || state === "open" || state === "closed" || state === "refused") return null;
-  const when = seconds > 0 ? `Trying again in ${seconds} s.` : "Connecting…";
+  const when = seconds > 0 ? `Retrying in ${seconds} s.` : "Connecting…";
   return html`
     <p class="notice" data-mood="warn">
       <span>${there.reason.value || "Not connected."} <span aria-live="off">${state === "waiting" ? when : "Connecting…"}</span></span>
       ${state === "waiting" &&
-      html`<button type="button" class="button small" onClick=${() => there.retryNow()}>Try now</button>`}
+      html`<button type="button" class="button small" onClick=${() => there.retryNow()}>Retry now</button>`}
     </p>
   `;
 }
 
-/** What could not be done, until it is dismissed. */
+/** The last error, until it is dismissed. */
 export function Failure() {
   const error = failure.value;
   if (!error) return null;
@@ -89,9 +89,9 @@ export function Failure() {
 }
 
 /**
- * Returns the seconds until a time, every second anew.
+ * Returns the seconds until a time, updated every second.
  *
- * @param {number | null} at  As Date.now() tells.
+ * @param {number | null} at  In milliseconds, as Date.now().
  */
 function useCountdown(at) {
   const [now, setNow] = useState(Date.now());

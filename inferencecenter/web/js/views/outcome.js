@@ -1,17 +1,17 @@
 // @ts-check
-/** What stands under an answer: how it ended, what it took; and above it while it comes, how far it is. */
+/** The line below an answer: end reason and statistics, or its progress. */
 
 import { html } from "../ui.js";
 
 /** @type {Readonly<Record<string, string>>} */
 const REASONS = {
   aborted: "Stopped",
-  length: "Reached the limit of tokens",
+  length: "Reached the token limit",
   context_full: "The context is full",
-  time: "Reached the limit of time",
+  time: "Reached the time limit",
   repetition: "Repeated itself",
   quota_exceeded: "The token's quota for today is used up",
-  tool_calls: "Asked for tools",
+  tool_calls: "Called tools",
 };
 
 /**
@@ -29,7 +29,7 @@ export function Outcome({ ending }) {
 }
 
 /**
- * Returns what a turn took, in short and in full.
+ * Returns the statistics of a turn, each in short and in full.
  *
  * @param {import("../wire/transcript.js").Ending} ending
  * @returns {[string, string][]}
@@ -54,13 +54,13 @@ export function Progress({ live, connected }) {
   return html`
     <div class="progress-line">
       ${words && html`<span class="pulse" aria-hidden="true"></span><span>${words}</span>`}
-      ${part !== null && html`<progress aria-label="Reading the prompt" max="1" value=${part}></progress>`}
+      ${part !== null && html`<progress aria-label="Processing the prompt" max="1" value=${part}></progress>`}
     </div>
   `;
 }
 
 /**
- * Returns what is going on, "" while the answer itself shows it.
+ * Returns the phase as text, "" while the answer itself shows it.
  *
  * @param {import("../wire/live.js").Live} live
  */
@@ -71,15 +71,15 @@ export function phaseWords(live) {
     const wait = live.etaMs === null ? "" : `, about ${seconds(live.etaMs)}`;
     return `In the queue: ${live.position} ahead${wait}`;
   }
-  if (live.phase === "reading") return `Reading ${live.progress?.total ?? ""} tokens…`;
+  if (live.phase === "reading") return `Processing ${live.progress?.total ?? ""} tokens…`;
   if (live.phase === "thinking") return "Thinking…";
-  if (live.phase === "calling") return "Asking for a tool…";
+  if (live.phase === "calling") return "Calling a tool…";
   return live.phase === "writing" ? "" : "Starting…";
 }
 
 /** @param {import("../wire/transcript.js").Usage} usage */
 function promptWords(usage) {
-  return `${usage.completion_tokens} generated; ${usage.prompt_tokens} read, ${usage.cached_tokens} of them from the cache`;
+  return `${usage.completion_tokens} generated; ${usage.prompt_tokens} prompt tokens, ${usage.cached_tokens} of them cached`;
 }
 
 /** @param {number} ms */

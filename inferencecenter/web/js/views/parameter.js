@@ -1,5 +1,5 @@
 // @ts-check
-/** One parameter: its field, what is wrong with it, what it is about. */
+/** One parameter: field, validation message, description. */
 
 import { defaultText, labelOf, readingOf, sliderOf, textOf } from "../params/fields.js";
 import { html, useId, useState } from "../ui.js";
@@ -9,16 +9,16 @@ import { html, useId, useState } from "../ui.js";
 /**
  * @typedef {object} RowProps
  * @property {Parameter} parameter
- * @property {unknown} value  Undefined where the default holds.
- * @property {unknown} otherwise  What holds then.
- * @property {string} refusal  Why the daemon did not take the value.
- * @property {(value: unknown) => void} onValue  Told undefined for the default, and while what is typed is wrong.
+ * @property {unknown} value  Undefined for the default.
+ * @property {unknown} otherwise  The default.
+ * @property {string} refusal  Why the daemon refused the value.
+ * @property {(value: unknown) => void} onValue  Called with undefined for the default, and while the input is invalid.
  */
 
 /** @param {RowProps} props */
 export function ParameterRow({ parameter, value, otherwise, refusal, onValue }) {
   const id = useId();
-  // What is typed, for as long as it cannot be told from the value: "0.", or what is wrong.
+  // The input, while it does not follow from the value: "0.", or invalid text.
   const [draft, setDraft] = useState(/** @type {string | null} */ (null));
   const [told, setTold] = useState(false);
   const fault = draft === null ? undefined : readingOf(parameter, draft).fault;
@@ -33,13 +33,13 @@ export function ParameterRow({ parameter, value, otherwise, refusal, onValue }) 
     setDraft(text);
     onValue(readingOf(parameter, text).value);
   };
-  /** @param {any} event  Its button goes away, and the focus with it. */
+  /** @param {any} event  Its button disappears, so the focus has to move. */
   const reset = (event) => {
     event.currentTarget.closest(".parameter").querySelector(':is(input, textarea):not([tabindex="-1"])')?.focus();
     choose(undefined);
   };
   const changed = value !== undefined || fault !== undefined;
-  const message = fault ? `${fault} Until then it is not sent.` : refusal;
+  const message = fault ? `${fault} It is not sent until corrected.` : refusal;
   const describedBy = [message && `${id}-fault`, told && `${id}-about`].filter(Boolean).join(" ") || undefined;
   const field = {
     id, label, parameter, value, otherwise, describedBy, choose, type,
@@ -73,10 +73,10 @@ function About({ parameter, otherwise }) {
       ${parameter.allowed.charAt(0).toUpperCase() + parameter.allowed.slice(1)}.
       Default: <span class="parameter-default">${defaultText(parameter, otherwise)}</span>.
     </p>
-    ${parameter.name === "stop_regex" && html`<p>One a line.</p>`}
+    ${parameter.name === "stop_regex" && html`<p>One per line.</p>`}
     ${parameter.kind === "texts" &&
     parameter.name !== "stop_regex" &&
-    html`<p>One a line; <code>\\n</code> is a line break, <code>\\t</code> a tab, <code>\\\\</code> a backslash.</p>`}
+    html`<p>One per line; <code>\\n</code> is a line break, <code>\\t</code> a tab, <code>\\\\</code> a backslash.</p>`}
     <p>In the API ${names.map((name, at) => html`${at > 0 && ", or "}<code>${name}</code>`)}.</p>`;
 }
 

@@ -1,5 +1,5 @@
 // @ts-check
-/** All parameters of a turn, to be looked through, changed, and set back. */
+/** All parameters of a turn: search, edit, reset. */
 
 import { isFound, isMeant } from "../params/fields.js";
 import { PRESETS, isPreset, withPreset } from "../params/presets.js";
@@ -13,14 +13,14 @@ const GROUPS = new Map(Object.entries({ stopping: "Length and stopping", samplin
 
 /**
  * @param {object} props
- * @param {Params} props.params  Those that were chosen. Give the component another `key` for another conversation.
- * @param {(params: Params) => void} props.onChange  Told all that are chosen now; what is wrong is not among them.
- * @param {Params} [props.defaults]  What holds where nothing is chosen, if it is another than llama.cpp's own.
- * @param {{field?: string, message: string} | null} [props.error]  What the daemon refused.
+ * @param {Params} props.params  The chosen ones. Use another `key` for another conversation.
+ * @param {(params: Params) => void} props.onChange  Called with all valid chosen parameters.
+ * @param {Params} [props.defaults]  Defaults that differ from llama.cpp's.
+ * @param {{field?: string, message: string} | null} [props.error]  Refusal by the daemon.
  */
 export function Parameters({ params, onChange, defaults = {}, error = null }) {
   const [search, setSearch] = useState("");
-  // Rows hold what is typed; a change from elsewhere has to begin them anew.
+  // Rows hold their input; an external change resets them.
   const [round, setRound] = useState(0);
   const nChanged = Object.keys(params).length;
   const found = PARAMS.filter((parameter) => isFound(parameter, search));
@@ -38,7 +38,7 @@ export function Parameters({ params, onChange, defaults = {}, error = null }) {
         Reset all${nChanged > 0 && ` (${nChanged})`}
       </button>
     </div>
-    ${!found.length && html`<p class="hint" role="status">No parameter is called or does “${search}”.</p>`}
+    ${!found.length && html`<p class="hint" role="status">No parameter matches “${search}”.</p>`}
     <${Fragment} key=${round}>
       ${[...GROUPS].map(([group, title]) => {
         const rows = found.filter((parameter) => parameter.group === group);

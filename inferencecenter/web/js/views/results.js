@@ -1,12 +1,12 @@
 // @ts-check
-/** The results of tools that an answer asked for, written by hand. */
+/** Manual entry of the results of tool calls. */
 
 import { html, useId, useState } from "../ui.js";
 
 /**
  * @param {object} props
  * @param {readonly import("../wire/transcript.js").ToolCall[]} props.calls
- * @param {(contents: readonly string[]) => void} props.onSend  Told the result of each call.
+ * @param {(contents: readonly string[]) => void} props.onSend  Called with the result of each call.
  */
 export function ToolResults({ calls, onSend }) {
   const id = useId();
@@ -24,13 +24,13 @@ export function ToolResults({ calls, onSend }) {
         ({ call_id, name }, at) => html`<div class="setting" key=${call_id}>
           <label for=${`${id}-${at}`}>Result of <code>${name}</code>${many && `, call ${at + 1} of ${calls.length}`}</label>
           <textarea id=${`${id}-${at}`} class="code" rows="2" spellcheck=${false} value=${texts[at]}
-            placeholder="What the tool gave, as text or JSON"
+            placeholder="Result of the tool, as text or JSON"
             onInput=${(/** @type {any} */ event) => write(at, event.target.value)}></textarea>
         </div>`,
       )}
       <div class="results-foot">
         <button type="submit" class="button primary" disabled=${!ready}>${many ? "Send results" : "Send result"}</button>
-        <span class="hint">The model goes on with ${many ? "them" : "it"}.</span>
+        <span class="hint">The model continues with ${many ? "them" : "it"}.</span>
       </div>
     </form>
   `;

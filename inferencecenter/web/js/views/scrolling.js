@@ -1,12 +1,12 @@
 // @ts-check
 
-/** So near to the end counts as there. */
+/** Distance from the end that counts as being at the end. */
 const NEAR_PX = 48;
 
 /**
- * Keeps an element scrolled to its end while its content grows, until somebody scrolls up.
+ * Keeps an element scrolled to its end while its content grows, until the user scrolls up.
  *
- * @param {HTMLElement} scroller  Its only child is what grows.
+ * @param {HTMLElement} scroller  Its only child is the growing content.
  * @param {(atEnd: boolean) => void} onChange
  */
 export function followEnd(scroller, onChange) {
@@ -23,7 +23,7 @@ export function followEnd(scroller, onChange) {
     scroller.scrollTop = scroller.scrollHeight;
   };
   const scrolled = () => {
-    // What grows or shrinks scrolls too; only a person scrolls up while there is more below.
+    // Resizing scrolls, too; only a user scrolls up while there is more below.
     const up = scroller.scrollTop < lastTop - 1;
     lastTop = scroller.scrollTop;
     if (atEnd()) set(true);

@@ -17,7 +17,7 @@ const FORMS = /** @type {const} */ ([
 ]);
 
 /**
- * What holds for the questions of a conversation.
+ * Settings of a conversation.
  *
  * @param {{session: import("../wire/session.js").Session, onClose: () => void}} props
  */
@@ -118,6 +118,6 @@ function jsonProblem(text) {
     JSON.parse(text);
     return "";
   } catch (error) {
-    return `This is no JSON: ${/** @type {Error} */ (error).message}`;
+    return `This is not valid JSON: ${/** @type {Error} */ (error).message}`;
   }
 }

@@ -11,7 +11,7 @@ import { Sidebar } from "./sidebar.js";
 const dashboard = () => import("./dashboard.js");
 const models = () => import("./models.js");
 
-/** The page of somebody who is signed in. */
+/** The page of a signed-in user. */
 export function Shell() {
   const [listed, setListed] = useState(false);
   const close = () => setListed(false);

@@ -14,9 +14,9 @@ const THEMES = /** @type {const} */ (["system", "light", "dark"]);
 const THEME_ICONS = { system: "system", light: "sun", dark: "moon" };
 
 /**
- * Conversations, other views, and who is signed in.
+ * Conversations, other views, and the account.
  *
- * @param {{open: boolean, onClose: () => void}} props  Whether it is shown where there is no room for it beside the rest.
+ * @param {{open: boolean, onClose: () => void}} props  Whether it is open on narrow screens.
  */
 export function Sidebar({ open, onClose }) {
   const [filter, setFilter] = useState("");
@@ -44,7 +44,7 @@ export function Sidebar({ open, onClose }) {
       <div class="sidebar-list" onKeyDown=${moveFocus}>
         ${list === null && html`<p class="hint">Loading…</p>`}
         ${list?.length === 0 && html`<p class="hint">Conversations appear here.</p>`}
-        ${wanted && found.length === 0 && html`<p class="hint">None is called that.</p>`}
+        ${wanted && found.length === 0 && html`<p class="hint">No matches.</p>`}
         ${byAge(found, Date.now()).map(
           ([age, group]) => html`
             <${Fragment} key=${age}>
@@ -98,7 +98,7 @@ function Item({ summary, onClose }) {
           onClick=${() => setDoing("deleting")}><${Icon} name="trash" /></button>
       </span>
       ${doing === "deleting" &&
-      html`<${Confirm} title="Delete this conversation?" text=${`“${title}” will be gone for good.`} action="Delete"
+      html`<${Confirm} title="Delete this conversation?" text=${`“${title}” will be deleted permanently.`} action="Delete"
         onConfirm=${() => remove(id)} onClose=${done} />`}
     </li>
   `;
@@ -166,9 +166,9 @@ function titleOf(summary) {
 }
 
 /**
- * Returns conversations by how long ago they were used.
+ * Groups conversations by the time of their last use.
  *
- * @param {readonly Summary[]} list  The latest first.
+ * @param {readonly Summary[]} list  Most recent first.
  * @param {number} now  Milliseconds since 1970.
  * @returns {[string, Summary[]][]}
  */
@@ -194,7 +194,7 @@ function focusAll(input) {
   input.select();
 }
 
-/** @param {any} event  Up and down move through the list. */
+/** @param {any} event  Arrow keys move through the list. */
 function moveFocus(event) {
   const step = event.key === "ArrowDown" ? 1 : event.key === "ArrowUp" ? -1 : 0;
   if (!step || !event.target.classList.contains("item-open")) return;

@@ -3,13 +3,13 @@ import { html, useState } from "../ui.js";
 import { link, signIn, signInError } from "../state.js";
 import { Icon } from "./icons.js";
 
-/** Asks for a token. */
+/** The sign-in form. */
 export function SignIn() {
   const [token, setToken] = useState("");
   const [shown, setShown] = useState(false);
   const there = link.value;
   const state = there?.state.value;
-  const problem = signInError.value || (state === "waiting" ? `${there?.reason.value} Trying again…` : "");
+  const problem = signInError.value || (state === "waiting" ? `${there?.reason.value} Retrying…` : "");
   const submit = (/** @type {Event} */ event) => {
     event.preventDefault();
     if (token.trim()) signIn(token.trim());
@@ -34,14 +34,14 @@ export function SignIn() {
         </button>
         <p id="token-hint" class="hint">
           The server printed one when it first started, and keeps it in <code>admin.token</code> in its state directory.${" "}
-          ${!problem && html`<code>inferencecenter token create NAME</code> makes another.`} It stays in this tab only.
+          ${!problem && html`<code>inferencecenter token create NAME</code> creates one.`} It is kept in this tab only.
         </p>
       </form>
     </main>
   `;
 }
 
-/** Shown while a token that was kept is tried. */
+/** Shown while a stored token is being verified. */
 export function Connecting() {
   const there = link.value;
   const state = there?.state.value;

@@ -1,8 +1,8 @@
 // @ts-check
-/** What the daemon, or the way to it, refused. */
+/** Errors of the daemon or the connection. */
 
 /**
- * What to do on this page, by code, where the daemon's hint is for programs.
+ * Hints for this page by code, where the daemon's hint is for programs.
  *
  * @type {Readonly<Record<string, string>>}
  */
@@ -10,7 +10,7 @@ const HINTS = {
   session_limit: "Delete a conversation that is no longer needed from the list, then try again.",
 };
 
-/** An `error` event, or a failure that is told like one. */
+/** An `error` event, or a local failure in its form. */
 export class WireError extends Error {
   /**
    * @param {object} told
@@ -33,7 +33,7 @@ export class WireError extends Error {
 }
 
 /**
- * Returns that a request was cut off from its answer.
+ * Returns the error for a request whose reply was lost.
  *
  * @param {string} op
  */
@@ -41,13 +41,13 @@ export function outcomeUnknown(op) {
   return new WireError({
     code: "daemon_unreachable",
     message: `The connection was lost before ${op} was answered.`,
-    hint: "It may have been done or not: look before trying again.",
+    hint: "Its outcome is unknown: check before trying again.",
     retryable: true,
   });
 }
 
 /**
- * Returns an error as one of the wire, whatever it was.
+ * Returns any error as a WireError.
  *
  * @param {unknown} error
  * @returns {WireError}

@@ -1,9 +1,9 @@
 // @ts-check
 /**
- * The way to the daemon: one WebSocket after another, with requests by id in between.
+ * The connection to the daemon: successive WebSockets, with requests matched to replies by id.
  *
- * The token goes into an `auth` frame. As a subprotocol it would do as well, but a browser does not tell a page why an
- * upgrade was refused, and a wrong token has to be told from a daemon that is away.
+ * The token is sent in an `auth` frame, not as a subprotocol, because a browser does not tell a page why an upgrade was
+ * refused, and an invalid token must be distinguished from an unreachable daemon.
  */
 
 import { signal } from "../../vendor/signals-core.js";
@@ -23,15 +23,15 @@ const PROBE_WITHIN_MS = 4_000;
 const OPEN_WITHIN_MS = 15_000;
 const LAST_WORD_MS = 300;
 
-/** One daemon, reached over as many sockets as it takes; `connect` makes one. */
+/** A connection to one daemon over successive sockets; made by `connect`. */
 export class Link {
   /** @param {{url: string, token: string}} address */
   constructor({ url, token }) {
     /** @type {import("../../vendor/signals-core.js").Signal<LinkState>} */
     this.state = signal("connecting");
-    /** When the next attempt is made, as Date.now() tells; null unless the state is "waiting". */
+    /** Time of the next attempt, as Date.now(); null unless the state is "waiting". */
     this.retryAt = signal(/** @type {number | null} */ (null));
-    /** Why the last socket, or the attempt to open one, was lost. */
+    /** Why the last socket, or the attempt to open one, failed. */
     this.reason = signal("");
     /** Whether a socket was ever open. */
     this.everOpen = false;
@@ -43,7 +43,7 @@ export class Link {
     this._openedAt = 0;
     this._heardAt = 0;
     this._count = 0;
-    // Replayed events keep the ids of the frames they answered, which another page may have sent.
+    // Replayed events keep the ids of the frames they answered, possibly frames of another page.
     this._name = Math.random().toString(36).slice(2, 8);
     this._pending = new Pending();
     /** @type {Map<string, Set<(event: any) => void>>} */
@@ -57,12 +57,12 @@ export class Link {
   }
 
   /**
-   * Sends a request and resolves to its direct reply; while there is no socket, waits for one.
+   * Sends a request and resolves to its direct reply; waits while there is no socket.
    *
    * @template {keyof Requests} Op
    * @param {Op} op
    * @param {Omit<Requests[Op], "op" | "id">} [fields]
-   * @param {{isInterim?: (event: WireEvent) => boolean}} [options]  Replies of which `isInterim` is true are not the last.
+   * @param {{isInterim?: (event: WireEvent) => boolean}} [options]  `isInterim` recognizes events that precede the reply.
    * @returns {Promise<any>} Rejects with a WireError.
    */
   request(op, fields, { isInterim = () => false } = {}) {
@@ -78,11 +78,11 @@ export class Link {
   }
 
   /**
-   * Sends a frame if there is a socket; whoever sends it listens for what comes of it.
+   * Sends a frame if there is a socket; the caller handles its replies.
    *
    * @template {keyof Requests} Op
    * @param {Op} op
-   * @param {Omit<Requests[Op], "op">} [fields]  With an `id` of `nextId()`, if one is wanted.
+   * @param {Omit<Requests[Op], "op">} [fields]  With an `id` from `nextId()`, if needed.
    * @returns {boolean} Whether it was sent.
    */
   send(op, fields) {
@@ -90,7 +90,7 @@ export class Link {
   }
 
   /**
-   * Tells whether a frame of this page has that id.
+   * Returns whether an id belongs to a frame of this page.
    *
    * @param {string | undefined} id
    */
@@ -98,7 +98,7 @@ export class Link {
     return id !== undefined && id.startsWith(`${this._name}-`);
   }
 
-  /** Returns an id for a frame that no other has. */
+  /** Returns a unique id for a frame. */
   nextId() {
     this._count += 1;
     return `${this._name}-${this._count}`;
@@ -110,7 +110,7 @@ export class Link {
    * @template {keyof Events} Op
    * @param {Op} op
    * @param {(event: Events[Op]) => void} listener
-   * @returns {() => void} Ends that.
+   * @returns {() => void} Unsubscribes.
    */
   on(op, listener) {
     const listeners = this._listeners.get(op) ?? new Set();
@@ -123,7 +123,7 @@ export class Link {
     if (this.state.peek() === "waiting") this._open();
   }
 
-  /** Ends it for good. */
+  /** Closes the connection for good. */
   close() {
     this._end("closed", "");
   }
@@ -148,7 +148,7 @@ export class Link {
     socket.onclose = (event) => this._lost(event.code, event.reason);
   }
 
-  /** Leaves the socket there is, without waiting for it: a dead one may take minutes to say so. */
+  /** Abandons the socket without waiting for its close, which can take minutes on a dead connection. */
   _drop() {
     for (const timer of Object.values(this._timers)) clearTimeout(timer);
     const socket = this._socket;
@@ -179,7 +179,7 @@ export class Link {
     this._pending.answer(event);
   }
 
-  /** @param {WireEvent} event  What comes before the socket may be used. */
+  /** @param {WireEvent} event  An event before authentication completes. */
   _enter(event) {
     if (event.op === "hello") {
       this._send({ op: "auth", token: this._token, protocol: 1, id: this.nextId() });
@@ -203,7 +203,7 @@ export class Link {
       this._wait(event.retry_after_ms ?? 0, reason);
       return;
     }
-    // The right token at a bad time is answered alike, but then the daemon closes, and the close code says so.
+    // A valid token at a bad time gets the same reply, but then the daemon closes with a distinct code.
     clearTimeout(this._timers.deadline);
     this._timers.deadline = setTimeout(() => this._end("refused", reason), LAST_WORD_MS);
   }
@@ -250,7 +250,7 @@ export class Link {
     this._pending.end(() => this._unreachable());
   }
 
-  /** @param {number} withinMs  So long may it be silent before `pong`. */
+  /** @param {number} withinMs  Timeout for `pong`. */
   _ping(withinMs) {
     clearTimeout(this._timers.ping);
     clearTimeout(this._timers.deadline);
@@ -259,8 +259,8 @@ export class Link {
     this._timers.ping = setTimeout(() => this._ping(PONG_WITHIN_MS), PING_EVERY_MS);
   }
 
-  // What was on its way when the socket died arrives after `ping`, too: only silence since then tells.
-  /** @param {number} withinMs @param {number} since  When it was last heard of, or asked. */
+  // Data that was in flight when the socket died arrives after `ping`, too: only silence since then counts.
+  /** @param {number} withinMs @param {number} since  Time of the last data or `ping`. */
   _expect(withinMs, since) {
     this._timers.deadline = setTimeout(() => {
       if (this._heardAt <= since) this._lost(1006, "");
@@ -268,7 +268,7 @@ export class Link {
     }, withinMs - (Date.now() - since));
   }
 
-  /** The network is back or gone, or the page is looked at again: the socket may be dead without knowing it. */
+  /** The network state or visibility changed: the socket may be dead without a close event. */
   _woken() {
     if (document.visibilityState === "hidden") return;
     if (this.state.peek() === "waiting") this._open();
@@ -277,7 +277,7 @@ export class Link {
 }
 
 /**
- * Connects to a daemon and stays connected.
+ * Connects to a daemon, and reconnects as needed.
  *
  * @param {{url: string, token: string}} address  `url` is the WebSocket's.
  * @returns {Link}

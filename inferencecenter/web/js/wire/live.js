@@ -1,24 +1,24 @@
 // @ts-check
-/** The answer that is being given. Events change it at once; views hear of that once a frame. */
+/** The running turn. Events update it at once; views are notified once per frame. */
 
 import { signal } from "../../vendor/signals-core.js";
 
-/** Frames are not drawn while the page is hidden; its title and live region follow at this pace then. */
+/** A hidden page has no frames; its title and live region are updated at this interval. */
 const HIDDEN_EVERY_MS = 500;
 
 /**
  * @typedef {import("./types.js").QueuedEvent | import("./types.js").ProgressEvent
  *   | import("./types.js").ContextShiftedEvent | import("./types.js").TokenEvent | import("./types.js").ReasoningEvent
- *   | import("./types.js").ToolCallEvent} TurnEvent  Any but the last.
+ *   | import("./types.js").ToolCallEvent} TurnEvent  Any but `end`.
  */
 /** @typedef {"sending" | "loading" | "queued" | "reading" | "thinking" | "writing" | "calling"} Phase */
 
-/** A turn from its question to its end. */
+/** A turn from its request to its end. */
 export class Live {
   /**
    * @param {object} turn
    * @param {readonly import("./transcript.js").ChatMessage[]} turn.asked
-   * @param {object | null} turn.fields  Those of `infer` when this page asked; null when another did.
+   * @param {object | null} turn.fields  The fields of `infer` if this page sent it; null otherwise.
    * @param {string | null} turn.turnId
    */
   constructor({ asked, fields, turnId }) {
@@ -38,12 +38,12 @@ export class Live {
     this.shifted = 0;
     this.notice = "";
     this.stopping = false;
-    /** Rises whenever something changed; read it to follow. */
+    /** Incremented on each change; read it to subscribe. */
     this.version = signal(0);
     this._scheduled = false;
   }
 
-  /** Has views look again, soon. */
+  /** Notifies views, soon. */
   touch() {
     if (this._scheduled) return;
     this._scheduled = true;
@@ -56,7 +56,7 @@ export class Live {
   }
 
   /**
-   * Takes an event of the turn, other than its last.
+   * Applies an event of the turn other than its last.
    *
    * @param {TurnEvent} event
    */
@@ -77,7 +77,7 @@ export class Live {
   }
 
   /**
-   * Says what the daemon says of the turn, in place of what was known.
+   * Replaces the known state of the turn with the daemon's.
    *
    * @param {import("./types.js").SessionResumedEvent} resumed
    */
@@ -94,7 +94,7 @@ export class Live {
     return { content: this.content, reasoning: this.reasoning, toolCalls: this.toolCalls };
   }
 
-  /** @param {TurnEvent} event  With more of the answer. */
+  /** @param {TurnEvent} event  One that extends the answer. */
   _grow(event) {
     if (event.op === "token") {
       this.phase = "writing";
@@ -111,7 +111,7 @@ export class Live {
   }
 }
 
-/** Returns a key that no other turn has; `crypto.randomUUID` is not there on pages without TLS. */
+/** Returns a unique key for a turn; `crypto.randomUUID` is unavailable on pages without TLS. */
 function newKey() {
   return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }

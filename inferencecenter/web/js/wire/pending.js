@@ -1,5 +1,5 @@
 // @ts-check
-/** Requests that wait for their answers. */
+/** Requests in flight. */
 
 import { WireError } from "./errors.js";
 
@@ -8,13 +8,13 @@ import { WireError } from "./errors.js";
  *
  * @typedef {object} Request
  * @property {{op: string, id: string}} frame
- * @property {boolean} sent  Over the socket there is.
- * @property {(event: WireEvent) => boolean} isInterim  Whether a reply is not the last.
+ * @property {boolean} sent  On the current socket.
+ * @property {(event: WireEvent) => boolean} isInterim  Recognizes events that precede the reply.
  * @property {(event: any) => void} resolve
  * @property {(error: WireError) => void} reject
  */
 
-/** Asked twice, the second time changes nothing: these are sent again when their answer was lost with a socket. */
+/** Idempotent requests: they are sent again when their reply was lost with a socket. */
 const REPEATABLE = new Set([
   "hello", "ping", "get_session", "list_sessions", "list_models", "close_session", "set_metadata", "unload_model",
   "status", "metrics", "subscribe_metrics", "unsubscribe_metrics", "usage", "list_clients",
@@ -32,7 +32,7 @@ export class Pending {
   }
 
   /**
-   * Gives an event to whoever waits for it.
+   * Passes an event to the request that it answers.
    *
    * @param {WireEvent} event
    */
@@ -46,7 +46,7 @@ export class Pending {
   }
 
   /**
-   * Sends all that were not sent over this socket: some are, by those who saw that it is open.
+   * Sends all requests that were not sent on this socket; some were, as it was already open.
    *
    * @param {(frame: {op: string, id: string}) => boolean} send
    */
@@ -55,7 +55,7 @@ export class Pending {
   }
 
   /**
-   * Gives up what was sent and cannot be sent again: nobody knows whether it was done. The rest waits for a socket.
+   * Rejects requests that were sent and are not idempotent, as their outcome is unknown. The others wait for a socket.
    *
    * @param {(op: string) => WireError} why
    */

@@ -1,5 +1,5 @@
 // @ts-check
-/** How far a session's numbered history of events has arrived here. */
+/** Position in a session's numbered event history. */
 
 /** @typedef {import("./types.js").AnyEvent & {seq: number, session_id: string}} Numbered */
 
@@ -8,7 +8,7 @@ const TEXT = new Set(["token", "reasoning", "tool_call"]);
 
 export class Position {
   /**
-   * @param {string | null} epoch  Null when it is not known.
+   * @param {string | null} epoch  Null if unknown.
    * @param {number} [seq]  0 before the first event.
    */
   constructor(epoch, seq = 0) {
@@ -19,10 +19,10 @@ export class Position {
   }
 
   /**
-   * Counts an event, unless it was here before or events before it are missing.
+   * Records an event, unless it is a duplicate or events before it are missing.
    *
-   * A text may stand for several, of which it has the last number, so nothing is missing before one. Nor is there a gap
-   * to fill where the history was resumed already: what is not sent again was not for this page.
+   * A text event may have been coalesced from several and carries the last one's number, so it never indicates a gap.
+   * Nor does a gap directly after a resume: events that are not replayed were not meant for this page.
    *
    * @param {Numbered} event
    * @returns {"next" | "repeated" | "gap"}
@@ -36,7 +36,7 @@ export class Position {
   }
 
   /**
-   * Counts an event that is taken whatever its number, as the answer to a request.
+   * Records an event that is accepted whatever its number, such as a direct reply.
    *
    * @param {number} seq
    */
@@ -45,7 +45,7 @@ export class Position {
   }
 
   /**
-   * Goes on where the daemon goes on: at the same place, or after all that is lost.
+   * Continues at the daemon's position: the same one, or the end of a history that was lost in part.
    *
    * @param {import("./types.js").SessionResumedEvent} resumed
    */
@@ -55,7 +55,7 @@ export class Position {
     this._resumedAfter = this.seq;
   }
 
-  /** Returns the fields of `resume_session` that ask for what comes after. */
+  /** Returns the fields of `resume_session` for this position. */
   fields() {
     return this.epoch === null ? {} : { epoch: this.epoch, last_seq: this.seq };
   }

@@ -1,5 +1,5 @@
 // @ts-check
-/** A conversation as `session_resumed` tells it, where events were lost for good. */
+/** A conversation restored from `session_resumed` when events were lost. */
 
 import { Live } from "./live.js";
 import { divide, loose } from "./transcript.js";
@@ -10,16 +10,16 @@ import { divide, loose } from "./transcript.js";
  *
  * @typedef {object} Restored
  * @property {readonly Turn[]} turns
- * @property {Live | null} live  The turn that runs, or that is still to be asked.
- * @property {Live | null} lost  One that ran here and left no trace.
+ * @property {Live | null} live  The turn that runs, or is still to be sent.
+ * @property {Live | null} lost  A turn that ran here and no longer exists.
  */
 
 /**
- * Returns the conversation as it is, with what only this page knows of it.
+ * Returns the current conversation, including what only this page knows.
  *
- * @param {Resumed} resumed  Not `resumed`.
- * @param {readonly Turn[]} known  The turns before.
- * @param {Live | null} live  What ran, as far as this page knows.
+ * @param {Resumed} resumed  With `resumed` false.
+ * @param {readonly Turn[]} known  The previously known turns.
+ * @param {Live | null} live  The running turn as known to this page.
  * @returns {Restored}
  */
 export function restored(resumed, known, live) {
@@ -40,7 +40,7 @@ export function restored(resumed, known, live) {
  * @param {readonly import("./types.js").ChatMessage[]} asked
  */
 function running(resumed, turnId, live, asked) {
-  // One that was sent just before the cut may be the one that runs.
+  // A turn sent just before the connection was lost may be the running one.
   if (live?.turnId === null && live.asked.at(-1)?.content === asked.at(-1)?.content) live.turnId = turnId;
   const found = live !== null && live.turnId === turnId ? live : new Live({ asked, fields: null, turnId });
   found.replace(resumed);

@@ -1,5 +1,5 @@
 // @ts-check
-/** One conversation, from its first question on, across any number of sockets. */
+/** One conversation, across any number of sockets. */
 
 import { batch, signal } from "../../vendor/signals-core.js";
 import { WireError, asWireError } from "./errors.js";
@@ -16,37 +16,37 @@ import { before, question } from "./transcript.js";
  */
 
 /**
- * "draft" has not been asked anything and is not known to the daemon; "away" waits for a socket; of a "detached" one
- * another page has the events; "gone" is closed, expired, or was never there.
+ * "draft" has no turn and does not exist on the daemon; "away" waits for a socket; the events of a "detached" one go to
+ * another page; "gone" is closed, expired, or never existed.
  *
  * @typedef {"draft" | "opening" | "ready" | "away" | "detached" | "gone"} SessionState
  */
 
-/** What a daemon that has just started, or whose engine has, says to a turn. It passes. */
+/** Temporary refusals of a daemon or engine that has just started. */
 const PASSING = new Set(["model_loading", "engine_unavailable"]);
 const ASK_AGAIN_MS = 1000;
 
 export class Session {
   /**
    * @param {import("./link.js").Link} link
-   * @param {string | null} id  Null for one that is to be created with its first question.
+   * @param {string | null} id  Null for one that is created with its first turn.
    */
   constructor(link, id) {
     this.id = signal(id);
     this.state = signal(/** @type {SessionState} */ (id === null ? "draft" : "away"));
-    /** Why it is "gone", in words. */
+    /** Why it is "gone". */
     this.farewell = signal("");
     this._talk = new Talk();
     this.turns = this._talk.turns;
     this.live = this._talk.live;
     this.system = this._talk.system;
     this.contextTokens = this._talk.contextTokens;
-    /** What went wrong last, other than in a turn. */
+    /** The last error outside a turn. */
     this.error = signal(/** @type {WireError | null} */ (null));
     this.model = signal("");
-    /** What holds for turns that choose nothing else; null where the daemon was not asked. */
+    /** Effective default parameters of turns; null if unknown. */
     this.params = signal(/** @type {Record<string, unknown> | null} */ (null));
-    /** Whether everything there was to know is here. */
+    /** Whether the session has been read completely. */
     this.known = signal(id === null);
     this._link = link;
     this._position = new Position(null);
@@ -56,16 +56,16 @@ export class Session {
     this._retry = 0;
   }
 
-  /** Whether something else may be asked now. */
+  /** Whether a turn may be started now. */
   get idle() {
     return this.live.value === null && (this.state.value === "draft" || this.state.value === "ready");
   }
 
   /**
-   * Asks, after creating the session if it is a draft.
+   * Starts a turn, after creating the session if it is a draft.
    *
    * @param {readonly ChatMessage[]} asked
-   * @param {object} fields  Others of `infer`.
+   * @param {object} fields  Other fields of `infer`.
    * @param {() => Omit<Requests["create_session"], "op" | "id">} [creation]  Returns the fields of `create_session`.
    */
   async ask(asked, fields, creation = () => ({})) {
@@ -85,7 +85,7 @@ export class Session {
     this._infer();
   }
 
-  /** Ends the turn that runs, now or as soon as the daemon can be told. */
+  /** Aborts the running turn, now or as soon as the connection is restored. */
   stop() {
     const live = this.live.peek();
     if (!live) return;
@@ -96,7 +96,7 @@ export class Session {
   }
 
   /**
-   * Takes back the turn at `index` and all that came later; returns what it asked.
+   * Discards the turn at `index` and all later ones; returns its messages.
    *
    * @param {number} index
    * @returns {Promise<readonly ChatMessage[]>}
@@ -112,7 +112,7 @@ export class Session {
     return asked;
   }
 
-  /** Has the session's events come to this page, those first that it missed. */
+  /** Attaches the session to this page, replaying missed events. */
   async resume() {
     const id = this.id.peek();
     if (id === null || this.state.peek() === "opening" || this._link.state.peek() !== "open") return;
@@ -125,14 +125,14 @@ export class Session {
     }
   }
 
-  /** Takes note that the socket is lost: only what comes after `session_resumed` counts. */
+  /** Handles the loss of the socket: events are ignored until `session_resumed`. */
   cut() {
     clearTimeout(this._retry);
     this._missing = true;
     if (this.state.peek() === "ready" || this.state.peek() === "opening") this.state.value = "away";
   }
 
-  /** @param {string} [words]  Why it is no more. */
+  /** @param {string} [words]  Why it no longer exists. */
   end(words = "This conversation was deleted, or it expired.") {
     if (this.state.peek() === "gone") return;
     clearTimeout(this._retry);
@@ -142,19 +142,19 @@ export class Session {
     this.state.value = "gone";
   }
 
-  /** Asks what holds for turns that choose nothing else, and shows it in `params`. */
+  /** Reads the effective default parameters into `params`. */
   async readParams() {
     const id = this.id.peek();
     if (id === null || this.state.peek() === "gone") return;
     try {
       this.params.value = (await this._link.request("get_session", { session_id: id })).params;
     } catch (error) {
-      console.info("the parameters were not read:", asWireError(error).message);
+      console.info("cannot read the parameters:", asWireError(error).message);
     }
   }
 
   /**
-   * Takes an event that names this session.
+   * Handles an event that names this session.
    *
    * @param {WireEvent} event
    */
@@ -186,7 +186,7 @@ export class Session {
     });
   }
 
-  /** Sends the question, unless the daemon has it; it is sent again with the same key for as long as it may be lost. */
+  /** Sends the turn, unless the daemon has it; it is sent again with the same key while it may be lost. */
   async _infer() {
     const [live, id] = [this.live.peek(), this.id.peek()];
     if (!live?.fields || live.turnId !== null || id === null || this.state.peek() !== "ready") return;
@@ -199,7 +199,7 @@ export class Session {
 
   /**
    * @param {Live} live
-   * @param {WireError} error  Why its question was not taken.
+   * @param {WireError} error  Why the turn was refused.
    */
   _refused(live, error) {
     if (error.code === "daemon_unreachable" && this._link.state.peek() !== "closed") return; // it is sent again
@@ -221,7 +221,7 @@ export class Session {
   }
 
   /**
-   * Returns whether an event is new; if others are missing before it, has them sent.
+   * Returns whether an event is new; requests the replay of missing events before it.
    *
    * @param {Numbered} event
    */
@@ -229,7 +229,7 @@ export class Session {
     if (this._missing) return false;
     const arrival = this._position.admit(event);
     if (this._link.owns(event.id) && arrival !== "next") {
-      // The end of a turn that is asked for again has its old number.
+      // The end of a turn that is requested again has its old number.
       this._position.note(event.seq);
       return true;
     }
@@ -245,7 +245,7 @@ export class Session {
     else if ("turn_id" in event) this._hearTurn(event);
   }
 
-  /** @param {Numbered & {turn_id?: string}} event  Of some turn. */
+  /** @param {Numbered & {turn_id?: string}} event  An event of a turn. */
   _hearTurn(event) {
     const live = this.live.peek();
     if (live?.turnId === null && this._link.owns(event.id)) live.turnId = event.turn_id ?? null;
@@ -274,14 +274,14 @@ export class Session {
     this._talk.fail(live, error);
   }
 
-  /** Reads everything anew. */
+  /** Reads everything again. */
   _reload() {
     this._position = new Position(null);
     this.state.value = "away";
     this.resume();
   }
 
-  /** Another page has the events from now on; what is shown stays as it was. */
+  /** Another page receives the events from now on; the content stays visible. */
   _detached() {
     this._position = new Position(null);
     this._missing = true;
@@ -313,7 +313,7 @@ export class Session {
     this._settle();
   }
 
-  /** Asks what is still to be asked once all that was missed is here, and not earlier: it may be answered in there. */
+  /** Sends a pending turn only after all missed events have arrived: they may contain its answer. */
   _settle() {
     if (this._replayedAt === null || this._position.seq < this._replayedAt) return;
     this._replayedAt = null;

@@ -1,5 +1,5 @@
 // @ts-check
-/** What is said in a conversation: the turns that ended, and the one that runs. */
+/** The content of a conversation: the ended turns, and the running one. */
 
 import { batch, signal } from "../../vendor/signals-core.js";
 import { WireError } from "./errors.js";
@@ -19,7 +19,7 @@ export class Talk {
     this.contextTokens = signal(/** @type {number | null} */ (null));
   }
 
-  /** @param {Live} live  A turn that begins. */
+  /** @param {Live} live  A turn that starts. */
   begin(live) {
     this.turns.value = withoutFailed(this.turns.peek());
     this.live.value = live;
@@ -27,7 +27,7 @@ export class Talk {
 
   /**
    * @param {Live} live
-   * @param {Parameters<typeof endingOf>[0]} end  As much of it as is known.
+   * @param {Parameters<typeof endingOf>[0]} end  The known part of the end.
    */
   finish(live, end) {
     const said = live.content || live.reasoning || live.toolCalls.length > 0;
@@ -44,7 +44,7 @@ export class Talk {
     this._close({ key: live.key, turnId: null, asked: live.asked, answer, ending: failureOf(error) });
   }
 
-  /** @param {string} turnId  The last turn that is left, or `START`. */
+  /** @param {string} turnId  The last remaining turn, or `START`. */
   rewind(turnId) {
     this.turns.value = until(this.turns.peek(), turnId);
   }
@@ -59,7 +59,7 @@ export class Talk {
     if (lost) this.fail(lost, new WireError({ code: "turn_not_found", message: "The rest of this answer is lost." }));
   }
 
-  /** @param {Turn} turn  The one that runs, as it ended. */
+  /** @param {Turn} turn  The running turn, as it ended. */
   _close(turn) {
     batch(() => {
       this.turns.value = withTurn(this.turns.peek(), turn);

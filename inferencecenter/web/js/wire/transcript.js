@@ -1,5 +1,5 @@
 // @ts-check
-/** A conversation as turns: what was asked, what was answered, how it ended. Pure. */
+/** A conversation as turns: messages, answer, end. Pure. */
 
 /** @typedef {import("./types.js").ToolCall} ToolCall */
 /** @typedef {import("./types.js").ChatMessage} ChatMessage */
@@ -10,7 +10,7 @@
  * @typedef {object} Ending
  * @property {string} reason  `finish_reason`, or "error".
  * @property {Usage | null} usage
- * @property {import("./types.js").TurnStats | null} stats  Null where the turn ended while nobody listened.
+ * @property {import("./types.js").TurnStats | null} stats  Null if the turn ended while the page was disconnected.
  * @property {string} stop  The stop string that matched.
  * @property {readonly string[]} warnings
  * @property {import("./errors.js").WireError | null} error
@@ -18,14 +18,14 @@
 
 /**
  * @typedef {object} Turn
- * @property {string} key  Names it in lists.
- * @property {string | null} turnId  Null for one that the daemon does not know (any more).
- * @property {readonly ChatMessage[]} asked  All since the turn before.
+ * @property {string} key  Key in lists.
+ * @property {string | null} turnId  Null for one unknown to the daemon.
+ * @property {readonly ChatMessage[]} asked  All messages since the previous turn.
  * @property {Answer | null} answer
- * @property {Ending | null} ending  Null for messages that nobody asked an answer for.
+ * @property {Ending | null} ending  Null for messages without a requested answer.
  */
 
-/** Goes back to before the first turn. */
+/** The position before the first turn. */
 export const START = "start";
 
 /**
@@ -38,7 +38,7 @@ export function systemOf(transcript) {
 }
 
 /**
- * Divides a transcript into turns; what follows the last of them is left over, as the question that is being answered.
+ * Divides a transcript into turns; the remaining messages belong to the running turn.
  *
  * @param {readonly ChatMessage[]} transcript
  * @param {readonly import("./types.js").TranscriptTurn[]} ended
@@ -66,7 +66,7 @@ export function divide(transcript, ended) {
 }
 
 /**
- * Returns how a turn ended, as far as it is told.
+ * Returns how a turn ended, as far as known.
  *
  * @param {{finish_reason: string, usage?: Usage, stats?: import("./types.js").TurnStats, stop?: string,
  *   warnings?: string[]}} end  `end`, or a turn of a transcript.
@@ -77,7 +77,7 @@ export function endingOf({ finish_reason: reason, usage, stats, stop = "", warni
 }
 
 /**
- * Returns that a turn failed.
+ * Returns the ending of a failed turn.
  *
  * @param {import("./errors.js").WireError} error
  * @returns {Ending}
@@ -87,7 +87,7 @@ export function failureOf(error) {
 }
 
 /**
- * Returns the turns with another one behind them, which may take the place of what was known of it.
+ * Returns the turns with another one appended or replaced.
  *
  * @param {readonly Turn[]} turns
  * @param {Turn} turn
@@ -107,7 +107,7 @@ export function until(turns, turnId) {
 }
 
 /**
- * Returns the turns without those that failed, of which the daemon keeps nothing.
+ * Returns the turns without failed ones, which the daemon does not keep.
  *
  * @param {readonly Turn[]} turns
  */
@@ -116,7 +116,7 @@ export function withoutFailed(turns) {
 }
 
 /**
- * Returns how many tokens the next question builds on, as the last answer tells.
+ * Returns the number of tokens in the context before the next message, as reported by the last answer.
  *
  * @param {readonly Turn[]} turns
  */
@@ -126,7 +126,7 @@ export function tokensOf(turns) {
 }
 
 /**
- * Returns messages that belong to no turn as one.
+ * Returns messages that belong to no turn as a turn.
  *
  * @param {readonly ChatMessage[]} messages
  * @param {string} key
@@ -137,7 +137,7 @@ export function loose(messages, key) {
 }
 
 /**
- * Returns the turn to go back to so that the one at `index` is gone, `null` where that cannot be told.
+ * Returns the turn to rewind to so that the one at `index` is discarded, `null` if unknown.
  *
  * @param {readonly Turn[]} turns
  * @param {number} index
@@ -149,7 +149,7 @@ export function before(turns, index) {
 }
 
 /**
- * Returns what a message says, as an answer.
+ * Returns a message as an answer.
  *
  * @param {ChatMessage} message
  * @returns {Answer}
@@ -159,7 +159,7 @@ export function answerOf(message) {
 }
 
 /**
- * Returns the fields of `infer` that ask this.
+ * Returns the fields of `infer` for these messages.
  *
  * @param {readonly ChatMessage[]} asked
  */
@@ -168,7 +168,7 @@ export function question(asked) {
 }
 
 /**
- * Returns a title made of the first words of a text.
+ * Returns a title from the first words of a text.
  *
  * @param {string} text
  */
