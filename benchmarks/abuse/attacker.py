@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MAX_FRAME_BYTES: Final = 2**26
 _HTTP_TIMEOUT_S: Final = 60.0
 _KEY: Final = base64.b64encode(bytes(16)).decode()
-_UPGRADED: Final = "101"
+_UPGRADED: Final = b"HTTP/1.1 101"
 _read_frame: Final = msgspec.json.Decoder(Frame).decode
 
 
@@ -44,7 +44,7 @@ class Attacker:
         self._open = AsyncExitStack()
         self._socket: ClientConnection | None = None
         self._ids = itertools.count(1)
-        self._unauthenticated: deque[asyncio.WriteTransport] = deque()
+        self._unauthenticated: deque[asyncio.StreamWriter] = deque()
         self.outcomes: Counter[str] = Counter()
         self.numbers = itertools.count(1)
 
@@ -54,7 +54,7 @@ class Attacker:
     async def __aexit__(self, *_: object) -> None:
         await self._open.aclose()
         for socket in self._unauthenticated:
-            socket.abort()
+            socket.transport.abort()
 
     async def send(self, **request: Any) -> str:
         """Send a frame without waiting for its answer, and return its id.
@@ -133,13 +133,14 @@ class Attacker:
         except (OSError, asyncio.IncompleteReadError) as refusal:
             self.outcomes[type(refusal).__name__] += 1
             return
-        self.outcomes[status := head[9:12].decode()] += 1
-        if status == _UPGRADED:
-            self._unauthenticated.append(writer.transport)
+        if head.startswith(_UPGRADED):
+            self.outcomes["upgraded"] += 1
+            self._unauthenticated.append(writer)
         else:
+            self.outcomes[head[9:12].decode()] += 1
             writer.transport.abort()
         while len(self._unauthenticated) > keep:
-            self._unauthenticated.popleft().abort()
+            self._unauthenticated.popleft().transport.abort()
 
     async def get(self, path: str) -> None:
         """Fetch a page without a token, on a connection of its own."""

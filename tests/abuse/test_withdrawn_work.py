@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.abuse.acts import ACTS
+from inferencecenter.auth.rate_limits import FREE_REFUSALS
 from tests.abuse.conftest import attack
 from tests.e2e.harness import Daemon, command_line, run_daemon, talk
 
@@ -36,7 +37,7 @@ async def test_a_first_schema_waits_for_no_withdrawn_work(daemon: Daemon, name: 
     assert name in {act.name for act in ACTS}
     token = await asyncio.to_thread(lambda: command_line(daemon, "token", "create", f"noisy-{len(name)}")["token"])
     outcomes = await attack(daemon, token, name, 100, at_once=True)
-    assert sum(outcomes.values()) >= 100
+    assert sum(outcomes.values()) > 2 * FREE_REFUSALS, "the attack ended before its refusals were paced"
     async with talk(daemon) as client:
         session_id = await client.create()
         await client.send(op="infer", session_id=session_id, prompt="What is 2 + 3?", json_schema=SCHEMA)
