@@ -52,7 +52,7 @@ class Measured(Generic[A]):
     """One run of a job on one side.
 
     ``before`` and ``after`` are the usage of our daemon's processes, ``vram_bytes`` what is in use on the GPU after the
-    run by anybody; ``None`` where that is unknown.
+    run by any program; ``None`` where that is unknown.
     """
 
     answer: A

@@ -188,7 +188,7 @@ class RequestTurns:
 
         Raises:
             InferenceCenterError: The request was ended, or its reader is too slow.
-            ClientDisconnectedError: Nobody listens.
+            ClientDisconnectedError: The client has disconnected.
         """
         clock, keepalive_s = asyncio.get_running_loop().time, self._context.settings.sse_keepalive_s
         quiet_until = clock() + keepalive_s
