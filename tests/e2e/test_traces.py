@@ -118,7 +118,7 @@ async def test_a_turn_that_the_daemon_leaves_unfinished(tmp_path: Path, demo_mod
         with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
             async with talk(daemon) as conversation:
                 session_id = await conversation.create()
-                params = ENDLESS | {"max_tokens": 400}
+                params = ENDLESS | {"max_tokens": 2000}  # so that it is stopped before its end
                 await conversation.send(
                     op="infer", session_id=session_id, prompt="Count.", params=params, traceparent=OF_TURN
                 )

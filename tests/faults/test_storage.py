@@ -365,7 +365,7 @@ async def test_a_page_of_the_file_is_damaged(apart: Site) -> None:
     await only_reads(apart, [safe])
     salvaged = await asyncio.to_thread(command, apart, "session", "salvage")
     assert salvaged.returncode == 0, salvaged.stderr
-    assert "2 sessions are whole, 0 cut, 0 lost." in salvaged.stdout, "only tokens were on that page"
+    assert "2 sessions are complete, 0 truncated, 0 lost." in salvaged.stdout, "only tokens were on that page"
     apart.start()
     async with talk(apart.daemon) as client:
         for witness, n_turns in ((safe, len(SENTENCES)), (struck, 1)):

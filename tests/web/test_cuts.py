@@ -133,10 +133,10 @@ async def test_an_engine_that_is_killed(browser: Browser, tmp_path: Path, demo_m
             await visit.ask("Count from 1 to 100.")
             await expect(visit.answers.first).to_contain_text("3, 4")
             os.kill(daemon.engine_pid(), signal.SIGKILL)
-            await expect(visit.page.get_by_text("is started again")).to_be_visible()
+            await expect(visit.page.get_by_text("is restarting")).to_be_visible()
             answer = await visit.answered()
             await expect(answer).to_contain_text("400 tokens")
-            await expect(visit.page.get_by_text("is started again")).to_have_count(0)
+            await expect(visit.page.get_by_text("is restarting")).to_have_count(0)
             async with talk(daemon) as client:
                 told = await client.ask(op="get_session", session_id=session)
             assert bare(await said(answer)) == bare(told["transcript"][-1]["content"])
