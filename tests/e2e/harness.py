@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http
 import json
 import os
 import secrets
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -273,10 +275,21 @@ class Talk:
         return text, end
 
 
+async def _upgrade(url: str) -> ClientConnection:
+    """Connect, and try again when it is told to: sockets that do not authenticate share a rate with its address."""
+    while True:
+        try:
+            return await connect(url, max_size=2**22)
+        except InvalidStatus as refusal:
+            if refusal.response.status_code != http.HTTPStatus.TOO_MANY_REQUESTS:
+                raise
+            await asyncio.sleep(int(refusal.response.headers["Retry-After"]))
+
+
 @contextlib.asynccontextmanager
 async def talk(daemon: Daemon) -> AsyncIterator[Talk]:
     """A v1 socket, authenticated with the admin token."""
-    async with connect(daemon.url, max_size=2**22) as websocket:
+    async with await _upgrade(daemon.url) as websocket:
         conversation = Talk(websocket)
         reply = await conversation.ask(op="auth", token=daemon.admin_token, protocol=1)
         assert reply["op"] == "auth_success", reply
