@@ -86,7 +86,6 @@ def calls_grammar(
 
     Nothing follows the calls. Without ``several`` there is at most one.
 
-
     Raises:
         InferenceCenterError: ``invalid_grammar`` for tools that are too long, ``invalid_request`` for schemas that are
             nested too deep, and see ``ToolCallFormat.rules``.

@@ -52,7 +52,6 @@ class StructuredOutputParser:
     White space around calls and reasoning is dropped. Text that starts like a call but names no offered tool is text;
     once a call is started, whatever stands in the place of its arguments is its arguments.
 
-
     Args:
         begun: The start of the answer that the prompt already contains, such as the opening reasoning tag.
         thinking: The reasoning tags, if the model reasons.

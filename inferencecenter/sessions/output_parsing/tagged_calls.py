@@ -40,7 +40,6 @@ class SchemaDefinitions:
 
     Each definition is searched for references once, however many parameters refer to it.
 
-
     Args:
         schema: The schema of the tool's arguments, within the limit of ``check_depth``.
     """

@@ -177,7 +177,6 @@ def plan_context_shift(
     A turn is dropped as a whole: a user message and everything up to the next one. The leading messages of the view,
     the current question and its answer are kept. If too little room would be freed, nothing is dropped.
 
-
     Args:
         history: The history before the turn.
         prompt: The prompt that does not fit.

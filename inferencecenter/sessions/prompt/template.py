@@ -59,7 +59,6 @@ class ConversationRenderer(Protocol):
 
         The model may call ``tools``; ``thinking`` turns reasoning on or off, ``None`` leaves it to the template.
 
-
         Raises:
             InferenceCenterError: ``invalid_request`` if the template rejects the conversation, ``internal`` if it
                 fails.
