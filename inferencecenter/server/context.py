@@ -80,8 +80,8 @@ class ServedModels(Protocol):
     def describe(self) -> tuple[ModelSummary, ...]:
         """Return all models."""
 
-    def swap(self, name: str, tell: Callable[[events.Swap], None]) -> None:
-        """Load a model and make it the default; ``tell`` receives the progress."""
+    def swap(self, name: str, on_progress: Callable[[events.Swap], None]) -> None:
+        """Load a model and make it the default; ``on_progress`` receives the progress."""
 
     def unload(self, name: str) -> None:
         """Free a model's memory once its turns have ended."""

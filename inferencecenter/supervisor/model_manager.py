@@ -302,8 +302,8 @@ class ModelManager:
             if status.state is EngineState.READY and status.model is not None:
                 supervisor.send(limit_for(status.model.slots))
 
-    def swap(self, name: str, tell: Callable[[Swap], None]) -> None:
-        """Load a model and make it the default; ``tell`` is called with the progress.
+    def swap(self, name: str, on_progress: Callable[[Swap], None]) -> None:
+        """Load a model and make it the default; ``on_progress`` is called with the progress.
 
         Raises:
             InferenceCenterError: ``model_not_found``, or ``model_loading`` during another swap.
@@ -313,7 +313,7 @@ class ModelManager:
             raise InferenceCenterError(
                 ErrorCode.MODEL_LOADING, "another model is being loaded", retry_after_ms=1000, field="name"
             )
-        self._tasks.spawn(self._swap(name, tell), name="swap")
+        self._tasks.spawn(self._swap(name, on_progress), name="swap")
 
     def unload(self, name: str) -> None:
         """Unload a model when its turns have ended.
@@ -331,13 +331,13 @@ class ModelManager:
 
     # Changes, one at a time.
 
-    async def _swap(self, name: str, tell: Callable[[Swap], None]) -> None:
+    async def _swap(self, name: str, on_progress: Callable[[Swap], None]) -> None:
         async with self._changing:
-            await self._make_default(name, tell)
+            await self._make_default(name, on_progress)
 
-    async def _make_default(self, name: str, tell: Callable[[Swap], None]) -> None:
+    async def _make_default(self, name: str, on_progress: Callable[[Swap], None]) -> None:
         try:
-            failure = await self._try_default(name, tell)
+            failure = await self._try_default(name, on_progress)
         except Exception as error:  # noqa: BLE001 - a swap ends and is reported, whatever the new model raises
             failure = error.message if isinstance(error, InferenceCenterError) else reason_of(error)
         if failure is not None:
@@ -347,14 +347,14 @@ class ModelManager:
                 # Answers that have begun wait until the model is requested again.
                 if (model := self._models.get(name)) is not None and not model.supervisor.has_turns:
                     self._forget(model)
-            tell(Swap(model=name, phase="failed", detail=failure))
+            on_progress(Swap(model=name, phase="failed", detail=failure))
             return
-        tell(Swap(model=name, phase="done", done=1.0))
+        on_progress(Swap(model=name, phase="done", done=1.0))
         if (loaded := self._get(name).supervisor.status.model) is not None:
             for listener in self._swap_listeners:
                 listener(loaded)
 
-    async def _try_default(self, name: str, tell: Callable[[Swap], None]) -> str | None:
+    async def _try_default(self, name: str, on_progress: Callable[[Swap], None]) -> str | None:
         """Load a model and make it the default; return why that failed."""
         model = self._get(name)
         if model.supervisor.status.state is EngineState.FAILED:
@@ -363,7 +363,7 @@ class ModelManager:
         # Turns that wait for the old model go to the new one: they would only request the memory back.
         old.supervisor.pause(paused=old is not model)
         try:
-            failure = await self._load(model, tell)
+            failure = await self._load(model, on_progress)
             if failure is None:
                 self._default = name
                 _log.info("model_changed", model=name, before=old.name)
@@ -373,7 +373,7 @@ class ModelManager:
         finally:
             old.supervisor.pause(paused=False)
 
-    async def _load(self, model: ManagedModel, tell: Callable[[Swap], None]) -> str | None:
+    async def _load(self, model: ManagedModel, on_progress: Callable[[Swap], None]) -> str | None:
         """Wait until a model is ready; return why it will not be."""
         told: Swap | None = None
         loads_before = model.supervisor.loads
@@ -388,7 +388,7 @@ class ModelManager:
             phase = "draining" if self._model_cache.waits(model) else "loading"
             now = Swap(model=model.name, phase=phase, done=round(status.load_fraction, 2))
             if now != told:
-                tell(now)
+                on_progress(now)
                 told = now
             await self._news.wait()
 

@@ -90,20 +90,20 @@ def wide(n_parameters: int, n_chars: int) -> dict[str, Any]:
 
 @pytest.mark.slow
 @settings(max_examples=250, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-@given(given_parameters=parameters(), several=st.booleans(), required=st.booleans())
-@example(given_parameters=wide(1000, 300_000), several=True, required=False)
+@given(given_parameters=parameters(), parallel=st.booleans(), required=st.booleans())
+@example(given_parameters=wide(1000, 300_000), parallel=True, required=False)
 @example(
     given_parameters={"properties": {"a": {"$ref": "#/$defs/a"}}, "$defs": {"a": {"$ref": "#/$defs/a"}}},
-    several=True,
+    parallel=True,
     required=True,
 )
 @example(
     given_parameters={"properties": {"k" * 90_000: {"type": "string", "enum": ["v"] * 3000}}},
-    several=True,
+    parallel=True,
     required=True,
 )
 def test_any_schema_makes_a_grammar_of_bounded_size(
-    given_parameters: dict[str, Any], several: bool, required: bool
+    given_parameters: dict[str, Any], parallel: bool, required: bool
 ) -> None:
     """Whatever the schema refers to, the grammar is no longer than it may be, or the tools are refused by name."""
     tools = [Tool(name="f", parameters=given_parameters), Tool(name="g")]
@@ -111,7 +111,9 @@ def test_any_schema_makes_a_grammar_of_bounded_size(
         call_format = speaking_model(name).capabilities.call_format
         assert call_format is not None
         start = AnswerStart(control=frozenset(CONTROL))
-        made = outcome(partial(calls_grammar, call_format, tools, start=start, required=required, several=several))
+        made = outcome(
+            partial(calls_grammar, call_format, tools, start=start, required=required, parallel_calls=parallel)
+        )
         if isinstance(made, InferenceCenterError):
             assert (made.code in EXPECTED, made.field) == (True, "tools")
         else:

@@ -34,12 +34,12 @@ class ToolCallFormat(Protocol):
         """The text that begins a call anywhere in the answer."""
 
     @property
-    def opening(self) -> str:
+    def initial_trigger(self) -> str:
         """The text that begins a call at the start of the answer, empty if it is the trigger."""
 
     @property
-    def address(self) -> str:
-        """The text that precedes plain text in formats where a trigger precedes everything, else empty."""
+    def text_prefix(self) -> str:
+        """The text between a trigger and plain text in formats where a trigger precedes everything, else empty."""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -66,12 +66,12 @@ class ReasoningTags:
 class TemplateCapabilities:
     """How a model writes tool calls and reasoning; without a ``call_format`` it has no tools.
 
-    It may write ``several`` calls per answer. ``control`` are the delimiters that are control tokens, which the engine
-    emits as text only on request.
+    With ``parallel_calls`` an answer may contain several. ``control`` are the delimiters that are control tokens, which
+    the engine emits as text only on request.
     """
 
     call_format: ToolCallFormat | None = None
-    several: bool = True
+    parallel_calls: bool = True
     thinking: ReasoningTags | None = None
     control: frozenset[str] = frozenset()
 

@@ -46,7 +46,7 @@ class TemplateProbe(Protocol):
         """Return the text."""
 
 
-_ASKS: Final = ChatMessage(role="user", content="probe_question")
+_QUESTION: Final = ChatMessage(role="user", content="probe_question")
 _SYSTEM: Final = ChatMessage(role="system", content="probe_system")
 _TOOL: Final = Tool(
     name="probe_tool",
@@ -92,15 +92,17 @@ def detect(write: TemplateProbe, *, source: str, control: Collection[str]) -> tu
         source: The source of the template.
         control: The texts of the model's control tokens.
     """
-    supports_system = "probe_system" in write((_SYSTEM, _ASKS), (), TemplateForm())
+    supports_system = "probe_system" in write((_SYSTEM, _QUESTION), (), TemplateForm())
     found = _native(write, supports_system=supports_system)
-    form, call_format, several = found or (TemplateForm(supports_system=supports_system), FALLBACK, True)
+    form, call_format, parallel = found or (TemplateForm(supports_system=supports_system), FALLBACK, True)
     thinking = next((pair for pair in _THINKING if pair.closes in source or pair.closes in control), None)
     marks = {*call_format.markers, *((thinking.opens, thinking.closes) if thinking is not None else ())}
-    written = TemplateCapabilities(
-        call_format=call_format, several=several, thinking=thinking, control=frozenset(marks.intersection(control))
+    return form, TemplateCapabilities(
+        call_format=call_format,
+        parallel_calls=parallel,
+        thinking=thinking,
+        control=frozenset(marks.intersection(control)),
     )
-    return form, written
 
 
 def find_call_format(text: str) -> tuple[ToolCallFormat, bool] | None:
@@ -112,8 +114,8 @@ def find_call_format(text: str) -> tuple[ToolCallFormat, bool] | None:
 
 
 def _native(write: TemplateProbe, *, supports_system: bool) -> tuple[TemplateForm, ToolCallFormat, bool] | None:
-    """Return the form, the call format, and whether it allows several calls; ``None`` without native tools."""
-    if _TOOL.name not in write((_ASKS,), (_TOOL,), TemplateForm(native=True)):
+    """Return the form, the call format, and whether it allows parallel calls; ``None`` without native tools."""
+    if _TOOL.name not in write((_QUESTION,), (_TOOL,), TemplateForm(native=True)):
         return None
     for calls, short_ids, text_arguments in product((_CALLS, _CALLS[:1]), (False, True), (True, False)):
         form = TemplateForm(
@@ -131,7 +133,7 @@ def _conversation(calls: tuple[ToolCall, ...]) -> tuple[ChatMessage, ...]:
         ChatMessage(role="tool", content=f"probe_result_{number}", tool_call_id=call.call_id)
         for number, call in enumerate(calls, 1)
     )
-    return _ASKS, ChatMessage(role="assistant", content="", tool_calls=calls), *results
+    return _QUESTION, ChatMessage(role="assistant", content="", tool_calls=calls), *results
 
 
 def _in_tags(found: Mapping[str, str], *, array: bool = False) -> ToolCallFormat:

@@ -42,15 +42,15 @@ class AnswerStart:
     """What may precede the constrained part of an answer.
 
     With ``thinking`` the model may reason first; ``opened`` if the prompt already ends with the opening tag. If the
-    prompt ends with the call trigger, calls have ``begun`` and plain text needs an ``address``. ``control`` tokens are
-    matched as tokens, other delimiters as text.
+    prompt ends with the call trigger, calls have ``begun`` and plain text needs the ``text_prefix``. ``control`` tokens
+    are matched as tokens, other delimiters as text.
     """
 
     control: frozenset[str] = frozenset()
     thinking: ReasoningTags | None = None
     opened: bool = False
     begun: bool = False
-    address: str = ""
+    text_prefix: str = ""
 
 
 def form_grammar(request: Infer, start: AnswerStart) -> Grammar | None:
@@ -66,25 +66,25 @@ def form_grammar(request: Infer, start: AnswerStart) -> Grammar | None:
             f"the schema, expression or grammar has {len(form.text)} characters; {MAX_GRAMMAR_CHARS} are allowed",
             field="json_schema" if request.json_schema is not None else None,
         )
-    if form is None or (start.thinking is None and not start.address):
+    if form is None or (start.thinking is None and not start.text_prefix):
         return form
     lark = GrammarBuilder(start.control)
     if request.json_schema is not None:
         lark.schema("answer", request.json_schema)
     elif form.kind != "gbnf":
         lark.rule("answer", _expression(form))
-    answer = joined(lark.literal(start.address), "answer")
+    answer = joined(lark.literal(start.text_prefix), "answer")
     _add_start_rule(lark, start, after=joined(_BLANK, answer), plain=answer)
     # The engine converts GBNF to Lark and adds the rule.
     return Grammar("gbnf", form.text, frame=lark.text) if form.kind == "gbnf" else Grammar("lark", lark.text)
 
 
 def calls_grammar(
-    call_format: ToolCallFormat, tools: Sequence[Tool], *, start: AnswerStart, required: bool, several: bool
+    call_format: ToolCallFormat, tools: Sequence[Tool], *, start: AnswerStart, required: bool, parallel_calls: bool
 ) -> Grammar:
     """Return the grammar of an answer that may call tools, or must if ``required``.
 
-    Nothing follows the calls. Without ``several`` there is at most one.
+    Nothing follows the calls. Without ``parallel_calls`` there is at most one.
 
     Raises:
         InferenceCenterError: ``invalid_grammar`` for tools that are too long, ``invalid_request`` for schemas that are
@@ -94,18 +94,18 @@ def calls_grammar(
         check_depth(tool.parameters, field="tools")
     lark = GrammarBuilder(start.control, max_chars=MAX_CALLS_CHARS)
     rules = call_format.rules(tools, lark)
-    calls = lark.rule("calls", joined(rules.first, repeated(rules.next) if several else "", rules.end))
+    calls = lark.rule("calls", joined(rules.first, repeated(rules.next) if parallel_calls else "", rules.end))
     if required:
         called = joined("" if start.begun else _trigger(lark, call_format), calls)
         _add_start_rule(lark, start, after=joined(_BLANK, called), plain=called)
     else:
         lark.rule("TEXT", _text(call_format))
-        spoken = _text_or_calls(lark, call_format, calls, text="TEXT", start=start)
-        plain = spoken
+        text_or_calls = _text_or_calls(lark, call_format, calls, text="TEXT", start=start)
+        plain = text_or_calls
         if start.thinking is not None and start.thinking.opens not in start.control:
             lark.rule("FIRST", rf"TEXT & ~/(?s:\s*{escaped(start.thinking.opens)}.*)/")
             plain = _text_or_calls(lark, call_format, calls, text="FIRST", start=start)
-        _add_start_rule(lark, start, after=spoken, plain=plain)
+        _add_start_rule(lark, start, after=text_or_calls, plain=plain)
     return Grammar("lark", lark.text)
 
 
@@ -113,20 +113,20 @@ def no_calls_grammar(call_format: ToolCallFormat, *, start: AnswerStart) -> Gram
     """Return the grammar of an answer without tool calls."""
     lark = GrammarBuilder(start.control)
     text = _text(call_format)
-    if call_format.trigger not in start.control and not call_format.opening:
+    if call_format.trigger not in start.control and not call_format.initial_trigger:
         text += f" & ~/(?s:.*{escaped(call_format.trigger)}.*)/"
-    said = joined(lark.literal(start.address), lark.rule("TEXT", text))
-    _add_start_rule(lark, start, after=said, plain=said)
+    answer = joined(lark.literal(start.text_prefix), lark.rule("TEXT", text))
+    _add_start_rule(lark, start, after=answer, plain=answer)
     return Grammar("lark", lark.text)
 
 
 def _text(call_format: ToolCallFormat) -> str:
     """Return the expression of text that does not start like a call at the start of the answer."""
-    return rf"/\s*([^\s{escaped(call_format.opening)}](.|\n)*)?/" if call_format.opening else _ANYTHING
+    return rf"/\s*([^\s{escaped(call_format.initial_trigger)}](.|\n)*)?/" if call_format.initial_trigger else _ANYTHING
 
 
 def _trigger(lark: GrammarBuilder, call_format: ToolCallFormat) -> str:
-    if call_format.opening:
+    if call_format.initial_trigger:
         return optional(lark.literal(call_format.trigger)) if lark.is_control(call_format.trigger) else ""
     return lark.literal(call_format.trigger)
 
@@ -135,15 +135,15 @@ def _text_or_calls(
     lark: GrammarBuilder, call_format: ToolCallFormat, calls: str, *, text: str, start: AnswerStart
 ) -> str:
     """Return the expression of text optionally followed by calls; rule names derive from the terminal ``text``."""
-    said = lark.literal(start.address)
-    options = [joined(said, text)]
+    prefix = lark.literal(start.text_prefix)
+    options = [joined(prefix, text)]
     if lark.is_control(call_format.trigger):
-        options.append(joined(said, text, lark.literal(call_format.trigger), calls))
-    elif not call_format.opening:
+        options.append(joined(prefix, text, lark.literal(call_format.trigger), calls))
+    elif not call_format.initial_trigger:
         head = f"head_{text.lower()}"
         lark.rule(f"{head}[lazy]", f"{text} {lark.literal(call_format.trigger)}")
-        options.append(joined(said, head, calls))
-    if start.begun or call_format.opening:
+        options.append(joined(prefix, head, calls))
+    if start.begun or call_format.initial_trigger:
         options.append(calls)
     return either(*options)
 

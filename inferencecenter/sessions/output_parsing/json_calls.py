@@ -42,20 +42,17 @@ class JsonCalls:
     key: str = "arguments"
     array: bool = False
 
+    text_prefix = ""
+
     @property
     def trigger(self) -> str:
         """The text before calls."""
         return self.opens or _PYTHON_TAG
 
     @property
-    def opening(self) -> str:
+    def initial_trigger(self) -> str:
         """The brace of an object that is the whole answer."""
         return "" if self.opens else "{"
-
-    @property
-    def address(self) -> str:
-        """Empty: text needs no prefix."""
-        return ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -66,7 +63,7 @@ class JsonCalls:
         self, stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool], trigger: str
     ) -> Reading[bool]:
         """Parse the calls after a trigger."""
-        if trigger == self.opening:
+        if trigger == self.initial_trigger:
             called = yield from _read_members(stream, builder, tools=tools)
         else:
             called = yield from self._read_behind_mark(stream, builder, tools=tools)

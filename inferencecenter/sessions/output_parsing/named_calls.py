@@ -41,18 +41,15 @@ class NamedCalls:
     call_ids: bool = False
     recipients: bool = False
 
+    initial_trigger = ""
+
     @property
     def trigger(self) -> str:
         """The text before a name."""
         return self.opens
 
     @property
-    def opening(self) -> str:
-        """Empty: only the trigger begins a call."""
-        return ""
-
-    @property
-    def address(self) -> str:
+    def text_prefix(self) -> str:
         """The recipient ``all``, in formats with recipients."""
         return f"{_ALL_RECIPIENTS}{self.then}" if self.recipients else ""
 

@@ -136,8 +136,8 @@ def _read_text_and_calls(
     first = True
     while True:
         blank = yield from stream.read_blank()
-        opening = (fresh or first) and call_format.opening
-        trigger = (yield from stream.accept(call_format.trigger, opening)) if opening else ""
+        initial = (fresh or first) and call_format.initial_trigger
+        trigger = (yield from stream.accept(call_format.trigger, initial)) if initial else ""
         if not trigger:
             stream.push_back("" if fresh else blank)
             blank, trigger = yield from _read_until(stream, builder.add_text, call_format.trigger)
@@ -215,7 +215,7 @@ def output_spec(request: Infer, *, capabilities: TemplateCapabilities, prompt: s
         )
     begun = (
         call_format.trigger
-        if call_format is not None and call_format.address and prompt.endswith(call_format.trigger)
+        if call_format is not None and call_format.text_prefix and prompt.endswith(call_format.trigger)
         else ""
     )
     state = _reasoning_state(request, capabilities, prompt=prompt)
@@ -224,11 +224,11 @@ def output_spec(request: Infer, *, capabilities: TemplateCapabilities, prompt: s
         thinking=None if state == "not" else capabilities.thinking,
         opened=state == "already",
         begun=bool(begun),
-        address=call_format.address if call_format is not None and begun else "",
+        text_prefix=call_format.text_prefix if call_format is not None and begun else "",
     )
     opened = capabilities.thinking.opens if capabilities.thinking is not None and start.opened else ""
     calls = bool(request.tools) and request.tool_choice != "none"
-    parsed_format = call_format if calls or start.address else None
+    parsed_format = call_format if calls or start.text_prefix else None
     marks = (capabilities.thinking.opens, capabilities.thinking.closes) if capabilities.thinking is not None else ()
     return OutputSpec(
         grammar=form_grammar(request, start) or _calls(request, capabilities, start),
@@ -254,7 +254,7 @@ def _calls(request: Infer, capabilities: TemplateCapabilities, start: AnswerStar
         [tool for tool in tools if tool.name == choice.name] if isinstance(choice, NamedTool) else tools,
         start=start,
         required=named or choice == "required",
-        several=request.parallel_tool_calls and capabilities.several and not named,
+        parallel_calls=request.parallel_tool_calls and capabilities.parallel_calls and not named,
     )
 
 

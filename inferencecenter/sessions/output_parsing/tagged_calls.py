@@ -118,25 +118,10 @@ class TaggedCalls:
     closing tag.
     """
 
-    @property
-    def trigger(self) -> str:
-        """The outer tag."""
-        return _OPENS
-
-    @property
-    def opening(self) -> str:
-        """Empty: only the outer tag begins a call."""
-        return ""
-
-    @property
-    def address(self) -> str:
-        """Empty: text needs no prefix."""
-        return ""
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """The outer tags."""
-        return _OPENS, _CLOSES
+    trigger = _OPENS
+    initial_trigger = ""
+    text_prefix = ""
+    markers = (_OPENS, _CLOSES)
 
     def read(
         self, stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool], trigger: str

@@ -6,13 +6,13 @@ result arrives asynchronously. Renderings that need no template are done inline 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from inferencecenter.core.errors import InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from datetime import datetime
 
     from inferencecenter.ipc.messages import ModelInfo
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 class RenderInput:
     """A conversation to render at local time ``now``; ``thinking`` ``None`` leaves the choice to the template."""
 
-    messages: tuple[ChatMessage, ...]
+    messages: Sequence[ChatMessage]
     now: datetime
-    tools: tuple[Tool, ...] = ()
+    tools: Sequence[Tool] = ()
     thinking: bool | None = None
 
 
@@ -105,16 +105,8 @@ def render_prompt(renderer: ConversationRenderer, conversation: RenderInput) -> 
     Raises:
         InferenceCenterError: See ``ConversationRenderer.render``.
     """
-    rendering = _render(renderer, conversation, conversation.messages)
+    rendering = renderer.render(conversation)
     return RenderedPrompt(rendering, _system_end(renderer, conversation, rendering), renderer.capabilities)
-
-
-def _render(
-    renderer: ConversationRenderer, conversation: RenderInput, messages: tuple[ChatMessage, ...], *, asks: bool = True
-) -> RenderedText:
-    return renderer.render(
-        messages, now=conversation.now, asks=asks, tools=conversation.tools, thinking=conversation.thinking
-    )
 
 
 def _system_end(renderer: ConversationRenderer, conversation: RenderInput, rendering: RenderedText) -> int:
@@ -127,7 +119,7 @@ def _system_end(renderer: ConversationRenderer, conversation: RenderInput, rende
     if not messages or messages[0].role != "system" or len(messages) == 1:
         return 0
     try:
-        alone = _render(renderer, conversation, messages[:1], asks=False).text
+        alone = renderer.render(replace(conversation, messages=messages[:1]), add_generation_prompt=False).text
     except InferenceCenterError:
         return 0
     return len(alone) if rendering.text.startswith(alone) and rendering.begins_special(len(alone)) else 0

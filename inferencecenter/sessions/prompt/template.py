@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import ChatMessage, Tool
     from inferencecenter.sessions.output_parsing.call_format import TemplateCapabilities
     from inferencecenter.sessions.output_parsing.detection import TemplateForm
+    from inferencecenter.sessions.prompt.renderer import RenderInput
     from inferencecenter.sessions.prompt.template_frames import TemplateSource
 
 CHATML: Final = (
@@ -46,18 +47,8 @@ class ConversationRenderer(Protocol):
     capabilities: TemplateCapabilities
     """How the model writes tool calls and reasoning."""
 
-    def render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        now: datetime,
-        asks: bool = True,
-        tools: Sequence[Tool] = (),
-        thinking: bool | None = None,
-    ) -> RenderedText:
-        """Return the whole conversation as text; ``asks`` appends the generation prompt.
-
-        The model may call ``tools``; ``thinking`` turns reasoning on or off, ``None`` leaves it to the template.
+    def render(self, conversation: RenderInput, *, add_generation_prompt: bool = True) -> RenderedText:
+        """Return the whole conversation as text.
 
         Raises:
             InferenceCenterError: ``invalid_request`` if the template rejects the conversation, ``internal`` if it
@@ -72,31 +63,23 @@ class RawText:
     keeps_end = False
     capabilities = PLAIN
 
-    def render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        now: datetime,
-        asks: bool = True,
-        tools: Sequence[Tool] = (),
-        thinking: bool | None = None,
-    ) -> RenderedText:
+    def render(self, conversation: RenderInput, *, add_generation_prompt: bool = True) -> RenderedText:
         """Return the concatenated contents.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for tools and for ``thinking``: neither is supported.
         """
-        if tools:
+        if conversation.tools:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST, 'sessions with mode "raw" do not support tools', field="tools"
             )
-        if thinking is not None:
+        if conversation.thinking is not None:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
                 'sessions with mode "raw" do not support the choice of thinking',
                 field="thinking",
             )
-        return RenderedText("".join(message.content for message in messages), special=False)
+        return RenderedText("".join(message.content for message in conversation.messages), special=False)
 
 
 class ChatTemplate:
@@ -121,28 +104,21 @@ class ChatTemplate:
             raise _template_error(error) from error
         self._form, self.capabilities = detect(self._probe, source=source, control=model.special_tokens)
 
-    def render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        now: datetime,
-        asks: bool = True,
-        tools: Sequence[Tool] = (),
-        thinking: bool | None = None,
-    ) -> RenderedText:
-        """Return the rendered conversation, with the generation prompt if it ``asks``.
+    def render(self, conversation: RenderInput, *, add_generation_prompt: bool = True) -> RenderedText:
+        """Return the rendered conversation.
 
         Raises:
             InferenceCenterError: See ``ConversationRenderer``.
         """
+        messages, tools = conversation.messages, conversation.tools
         values = {
             **self._variables(messages, tools, self._form),
-            **self._thinking_variables(thinking),
-            "add_generation_prompt": asks,
+            **self._thinking_variables(conversation.thinking),
+            "add_generation_prompt": add_generation_prompt,
         }
         try:
             return RenderedText.of_marked(
-                self._sandbox.run(self._template, values, now=now), tokens=self._special.texts
+                self._sandbox.run(self._template, values, now=conversation.now), tokens=self._special.texts
             )
         except TemplateRefusalError as error:
             raise InferenceCenterError(

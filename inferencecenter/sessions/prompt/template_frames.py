@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.values import ChatMessage, Role, Tool, ToolCall
+from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities
 from inferencecenter.sessions.output_parsing.json_calls import JsonCalls
 from inferencecenter.sessions.output_parsing.named_calls import NamedCalls
@@ -17,6 +17,8 @@ from inferencecenter.sessions.prompt.renderer import RenderedPrompt, RenderInput
 from inferencecenter.sessions.prompt.special_tokens import RenderedText
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.sessions.output_parsing.call_format import ToolCallFormat
 
@@ -52,22 +54,12 @@ class LoadTemplate(msgspec.Struct, frozen=True, tag=True):
     memory_bytes: int
 
 
-class MessageRow(msgspec.Struct, frozen=True, array_like=True):
-    """A ``ChatMessage``; ``calls`` are the id, name and arguments of each call."""
-
-    role: Role
-    content: str
-    reasoning: str | None
-    calls: list[tuple[str, str, str]] | None
-    tool_call_id: str | None
-
-
 class RenderRequest(msgspec.Struct, frozen=True, tag=True):
-    """A ``RenderInput``; ``tools`` are the name, description and parameters of each tool."""
+    """A ``RenderInput``; ``now`` is in ISO 8601, which keeps the offset from UTC."""
 
-    messages: list[MessageRow]
+    messages: tuple[ChatMessage, ...]
     now: str
-    tools: list[tuple[str, str | None, dict[str, Any] | None]]
+    tools: tuple[Tool, ...]
     thinking: bool | None
 
 
@@ -76,7 +68,7 @@ class TemplateLoaded(msgspec.Struct, frozen=True, tag=True):
 
     call_format: str | None
     format_fields: dict[str, Any]
-    several: bool
+    parallel_calls: bool
     thinking: tuple[str, str] | None
     control: list[str]
 
@@ -106,9 +98,16 @@ class WorkerReply(msgspec.Struct, frozen=True):
     last: bool = False
 
 
-request_decoder: Final = msgspec.msgpack.Decoder(LoadTemplate | RenderRequest)
+def _model(kind: type[BaseModel], fields: dict[str, Any]) -> BaseModel:
+    """Return a message or a tool of a frame; it was validated before."""
+    if fields.get("tool_calls") is not None:
+        fields["tool_calls"] = tuple(ToolCall.model_construct(**call) for call in fields["tool_calls"])
+    return kind.model_construct(**fields)
+
+
+request_decoder: Final = msgspec.msgpack.Decoder(LoadTemplate | RenderRequest, dec_hook=_model)
 reply_decoder: Final = msgspec.msgpack.Decoder(WorkerReply)
-_encoder: Final = msgspec.msgpack.Encoder()
+_encoder: Final = msgspec.msgpack.Encoder(enc_hook=vars)
 
 
 def encode(message: LoadTemplate | RenderRequest | WorkerReply) -> bytes:
@@ -133,47 +132,13 @@ def encode(message: LoadTemplate | RenderRequest | WorkerReply) -> bytes:
 def request_of(conversation: RenderInput) -> RenderRequest:
     """Return a conversation as a frame."""
     return RenderRequest(
-        messages=[
-            MessageRow(
-                message.role,
-                message.content,
-                message.reasoning,
-                None
-                if message.tool_calls is None
-                else [(call.call_id, call.name, call.arguments) for call in message.tool_calls],
-                message.tool_call_id,
-            )
-            for message in conversation.messages
-        ],
-        now=conversation.now.isoformat(),
-        tools=[(tool.name, tool.description, tool.parameters) for tool in conversation.tools],
-        thinking=conversation.thinking,
+        tuple(conversation.messages), conversation.now.isoformat(), tuple(conversation.tools), conversation.thinking
     )
 
 
 def input_of(request: RenderRequest) -> RenderInput:
-    """Return the conversation of a frame; it was validated before."""
-    return RenderInput(
-        messages=tuple(map(_message, request.messages)),
-        now=datetime.fromisoformat(request.now),
-        tools=tuple(
-            Tool.model_construct(name=name, description=description, parameters=parameters)
-            for name, description, parameters in request.tools
-        ),
-        thinking=request.thinking,
-    )
-
-
-def _message(row: MessageRow) -> ChatMessage:
-    calls = None
-    if row.calls is not None:
-        calls = tuple(
-            ToolCall.model_construct(call_id=call_id, name=name, arguments=arguments)
-            for call_id, name, arguments in row.calls
-        )
-    return ChatMessage.model_construct(
-        role=row.role, content=row.content, reasoning=row.reasoning, tool_calls=calls, tool_call_id=row.tool_call_id
-    )
+    """Return the conversation of a frame."""
+    return RenderInput(request.messages, datetime.fromisoformat(request.now), request.tools, request.thinking)
 
 
 def loaded(capabilities: TemplateCapabilities) -> TemplateLoaded:
@@ -182,7 +147,7 @@ def loaded(capabilities: TemplateCapabilities) -> TemplateLoaded:
     return TemplateLoaded(
         call_format=None if call_format is None else type(call_format).__name__,
         format_fields={} if call_format is None else msgspec.to_builtins(call_format),
-        several=capabilities.several,
+        parallel_calls=capabilities.parallel_calls,
         thinking=None if thinking is None else (thinking.opens, thinking.closes),
         control=sorted(capabilities.control),
     )
@@ -200,7 +165,7 @@ def capabilities_of(reply: TemplateLoaded) -> TemplateCapabilities:
         call_format=None
         if reply.call_format is None
         else msgspec.convert(reply.format_fields, _FORMATS[reply.call_format]),
-        several=reply.several,
+        parallel_calls=reply.parallel_calls,
         thinking=None if reply.thinking is None else ReasoningTags(*reply.thinking),
         control=frozenset(reply.control),
     )

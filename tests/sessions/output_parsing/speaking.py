@@ -10,6 +10,7 @@ from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.parser import OutputSpec, output_spec
 from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, ReasoningDelta, TextDelta, ToolCallStart
+from inferencecenter.sessions.prompt.renderer import RenderInput
 from inferencecenter.sessions.prompt.template import ChatTemplate
 from tests.sessions.conftest import make_model
 from tests.sessions.output_parsing import templates
@@ -86,9 +87,8 @@ def speech(name: str, *, control: tuple[str, ...] = CONTROL, **wants: Any) -> Ou
     """The output format of a model, with ``TOOLS`` by default."""
     request = Infer(op="infer", session_id="s", prompt="Hi", **({"tools": list(TOOLS)} | wants))
     template = model(name, control=control)
-    asked = template.render(
-        [ChatMessage(role="user", content="Hi")], now=NOW, tools=request.tools or (), thinking=request.thinking
-    )
+    messages = [ChatMessage(role="user", content="Hi")]
+    asked = template.render(RenderInput(messages, NOW, tools=request.tools or (), thinking=request.thinking))
     return output_spec(request, capabilities=template.capabilities, prompt=asked.text)
 
 

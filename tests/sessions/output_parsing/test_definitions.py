@@ -35,7 +35,7 @@ def tool(*, n_parameters: int, part: dict[str, Any], n_defs: int) -> Tool:
 
 def grammar_of(one: Tool) -> str:
     """The grammar of calls with tagged arguments."""
-    return calls_grammar(TaggedCalls(), [one], start=AnswerStart(), required=False, several=True).text
+    return calls_grammar(TaggedCalls(), [one], start=AnswerStart(), required=False, parallel_calls=True).text
 
 
 @given(st.dictionaries(st.sampled_from(_NAMES), st.lists(st.sampled_from(_NAMES))), st.lists(st.sampled_from(_NAMES)))
@@ -94,7 +94,7 @@ def test_a_long_key_with_many_choices_is_spelled_once() -> None:
         name="paint",
         parameters={"properties": {"k" * 50_000: {"type": "string", "enum": [str(n) for n in range(999)]}}},
     )
-    grammar = calls_grammar(TaggedCalls(), [choice], start=AnswerStart(), required=False, several=True)
+    grammar = calls_grammar(TaggedCalls(), [choice], start=AnswerStart(), required=False, parallel_calls=True)
     assert len(grammar.text) < 150_000
 
 

@@ -15,6 +15,7 @@ from inferencecenter.sessions.output_parsing.json_calls import JsonCalls
 from inferencecenter.sessions.output_parsing.named_calls import NamedCalls
 from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, ToolCallStart
 from inferencecenter.sessions.output_parsing.tagged_calls import TaggedCalls
+from inferencecenter.sessions.prompt.renderer import RenderInput
 from inferencecenter.sessions.prompt.template import ChatTemplate
 from tests.sessions.conftest import make_model
 from tests.sessions.output_parsing.speaking import (
@@ -60,7 +61,7 @@ NATIVE = [name for name, call_format in STYLES.items() if call_format is not FAL
 def test_a_template_shows_how_calls_are_written(name: str) -> None:
     """The rendering of a known conversation determines the format; an unknown one uses the fallback."""
     assert model(name).capabilities.call_format == STYLES[name]
-    assert model(name).capabilities.several is (name != "LLAMA31")
+    assert model(name).capabilities.parallel_calls is (name != "LLAMA31")
 
 
 def test_a_template_shows_whether_its_model_thinks() -> None:
@@ -75,7 +76,7 @@ def test_a_template_shows_whether_its_model_thinks() -> None:
 @pytest.mark.parametrize("name", NATIVE)
 def test_calls_and_results_are_written_natively(name: str) -> None:
     """The history contains the native call, the result, and the tools with their schemas."""
-    text = model(name).render(CONVERSATION, now=NOW, tools=TOOLS).text
+    text = model(name).render(RenderInput(CONVERSATION, now=NOW, tools=TOOLS)).text
     if name not in ("MISTRAL3", "MISTRAL11"):  # they write ids of their own into calls
         assert ANSWERS[name] in text
     assert "sunny" in text
@@ -85,8 +86,8 @@ def test_calls_and_results_are_written_natively(name: str) -> None:
 @pytest.mark.parametrize("name", ["DEMO", "QWEN25", "LLAMA31", "FUNCTIONARY31", "FUNCTIONARY32", "QWEN_CODER"])
 def test_the_next_prompt_begins_with_the_answer_as_it_was_given(name: str) -> None:
     """A call in the history has the exact text that the grammar produced, so its KV cache is reused."""
-    asked = model(name).render(CONVERSATION[:1], now=NOW, tools=TOOLS).text
-    assert model(name).render(CONVERSATION, now=NOW, tools=TOOLS).text.startswith(asked + ANSWERS[name])
+    asked = model(name).render(RenderInput(CONVERSATION[:1], now=NOW, tools=TOOLS)).text
+    assert model(name).render(RenderInput(CONVERSATION, now=NOW, tools=TOOLS)).text.startswith(asked + ANSWERS[name])
 
 
 @pytest.mark.parametrize("name", ["DEMO", "QWEN3", "HERMES", "FUNCTIONARY31", "FUNCTIONARY32"])
@@ -95,7 +96,7 @@ def test_arguments_stay_as_the_model_wrote_them(name: str) -> None:
     odd = '{"city":  "Osl\\u006f",\n"days": 1e0}'
     call = ToolCall(call_id="c", name="get_weather", arguments=odd)
     messages = (CONVERSATION[0], ChatMessage(role="assistant", content="", tool_calls=(call,)))
-    assert odd in model(name).render(messages, now=NOW).text
+    assert odd in model(name).render(RenderInput(messages, now=NOW)).text
 
 
 def test_a_template_that_wants_objects_gets_them() -> None:
@@ -104,7 +105,7 @@ def test_a_template_that_wants_objects_gets_them() -> None:
     def rendered(arguments: str) -> str:
         call = ToolCall(call_id="c1", name="get_weather", arguments=arguments)
         messages = (CONVERSATION[0], ChatMessage(role="assistant", content="", tool_calls=(call,)))
-        return model("QWEN25").render(messages, now=NOW).text
+        return model("QWEN25").render(RenderInput(messages, now=NOW)).text
 
     assert '"arguments": {"a": [1, "é"]}}' in rendered('{"a":[1,"é"]}')
     assert '"arguments": {}}' in rendered(" ")
@@ -116,21 +117,21 @@ def test_a_template_that_wants_objects_gets_them() -> None:
 
 def test_ids_have_the_form_that_a_template_wants() -> None:
     """Mistral requires nine letters and digits: equal for a call and its result, distinct between calls."""
-    text = model("MISTRAL3").render(CONVERSATION, now=NOW).text
+    text = model("MISTRAL3").render(RenderInput(CONVERSATION, now=NOW)).text
     called = text.split('"id": "')[1][:9]
     assert called.isalnum()
     assert f'"call_id": "{called}"' in text
     other = CALLS[0].model_copy(update={"call_id": "call_z"})
     changed = (CONVERSATION[0], ChatMessage(role="assistant", content="", tool_calls=(other,)))
-    assert called not in model("MISTRAL3").render(changed, now=NOW).text
-    assert "call_a" in model("MISTRAL11").render(CONVERSATION, now=NOW).text
+    assert called not in model("MISTRAL3").render(RenderInput(changed, now=NOW)).text
+    assert "call_a" in model("MISTRAL11").render(RenderInput(CONVERSATION, now=NOW)).text
 
 
 def test_a_result_of_no_call_is_the_callers_fault() -> None:
     """A template error about an unmatched result is a client error."""
     messages = (*CONVERSATION[:2], ChatMessage(role="tool", content="sunny"))
     with pytest.raises(InferenceCenterError, match="cannot write these messages") as caught:
-        model("MISTRAL11").render(messages, now=NOW)
+        model("MISTRAL11").render(RenderInput(messages, now=NOW))
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "messages")
 
 
@@ -138,7 +139,7 @@ def test_two_calls_for_a_model_of_one_are_the_callers_fault() -> None:
     """The template's own message reaches the client."""
     messages = (CONVERSATION[0], ChatMessage(role="assistant", content="", tool_calls=CALLS))
     with pytest.raises(InferenceCenterError, match="single tool-calls") as caught:
-        model("LLAMA31").render(messages, now=NOW)
+        model("LLAMA31").render(RenderInput(messages, now=NOW))
     assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
@@ -149,18 +150,18 @@ def test_thoughts_are_read_again_where_the_template_wants_them() -> None:
         ChatMessage(role="assistant", content="", reasoning="I need a tool.", tool_calls=CALLS[:1]),
         CONVERSATION[2],
     )
-    assert "<think>\nI need a tool.\n</think>" in model("QWEN3").render(messages, now=NOW).text
+    assert "<think>\nI need a tool.\n</think>" in model("QWEN3").render(RenderInput(messages, now=NOW)).text
     later = (*messages, ChatMessage(role="assistant", content="Sunny."), ChatMessage(role="user", content="Thanks"))
-    assert "I need a tool." not in model("QWEN3").render(later, now=NOW).text
+    assert "I need a tool." not in model("QWEN3").render(RenderInput(later, now=NOW)).text
 
 
 def test_thinking_is_chosen_where_the_template_lets_one() -> None:
     """Disabled reasoning is closed in the prompt; a template without the switch refuses the field."""
     asked = CONVERSATION[:1]
-    assert model("QWEN3").render(asked, now=NOW, thinking=False).text.endswith("<think>\n\n</think>\n\n")
-    assert model("QWEN3").render(asked, now=NOW, thinking=True).text.endswith("assistant\n")
+    assert model("QWEN3").render(RenderInput(asked, now=NOW, thinking=False)).text.endswith("<think>\n\n</think>\n\n")
+    assert model("QWEN3").render(RenderInput(asked, now=NOW, thinking=True)).text.endswith("assistant\n")
     with pytest.raises(InferenceCenterError) as caught:
-        model("HERMES").render(asked, now=NOW, thinking=False)
+        model("HERMES").render(RenderInput(asked, now=NOW, thinking=False))
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "thinking")
 
 
@@ -179,8 +180,8 @@ def test_nothing_of_tools_becomes_a_special_token(name: str) -> None:
         ChatMessage(role="assistant", content="", reasoning=evil, tool_calls=(call,)),
         ChatMessage(role="tool", content=evil, tool_call_id="call_<s>"),
     )
-    whole = model(name).render(messages, now=NOW, tools=[tool])
-    tame = model(name).render(CONVERSATION, now=NOW, tools=[WEATHER])
+    whole = model(name).render(RenderInput(messages, now=NOW, tools=[tool]))
+    tame = model(name).render(RenderInput(CONVERSATION, now=NOW, tools=[WEATHER]))
 
     def specials(pieces: object) -> int:
         return sum(piece.text.count(text) for piece in pieces if piece.special for text in CONTROL)  # type: ignore[attr-defined]
@@ -191,12 +192,13 @@ def test_nothing_of_tools_becomes_a_special_token(name: str) -> None:
 
 def test_a_template_without_tools_gets_them_in_our_words() -> None:
     """Tools go into the system prompt or before the first question; results become user messages."""
-    prompt = model("R1").render((ChatMessage(role="system", content="Be kind."), *CONVERSATION), now=NOW, tools=TOOLS)
+    messages = (ChatMessage(role="system", content="Be kind."), *CONVERSATION)
+    prompt = model("R1").render(RenderInput(messages, now=NOW, tools=TOOLS))
     assert prompt.text.startswith("<s>Be kind.\n\nYou can have these functions called")
     assert '{"name": "get_weather", "description": "The weather now.", "parameters": {"type"' in prompt.text
     assert ANSWERS["GEMMA"] in prompt.text
     assert "<|User|><tool_response>\nsunny\n</tool_response>" in prompt.text
-    gemma = model("GEMMA").render(CONVERSATION, now=NOW, tools=TOOLS).text
+    gemma = model("GEMMA").render(RenderInput(CONVERSATION, now=NOW, tools=TOOLS)).text
     assert gemma.startswith("<s><start_of_turn>user\nYou can have these functions called")
     assert "How is the weather?" in gemma
 
@@ -210,7 +212,7 @@ def test_results_in_plain_text_keep_roles_taking_turns() -> None:
         ChatMessage(role="tool", content="noon", tool_call_id="call_b"),
         ChatMessage(role="user", content="Well?"),
     )
-    text = model("GEMMA").render(messages, now=NOW, tools=TOOLS).text
+    text = model("GEMMA").render(RenderInput(messages, now=NOW, tools=TOOLS)).text
     assert text.count("<start_of_turn>user") == 2
     assert "sunny\n</tool_response>\n<tool_response>\nnoon\n</tool_response>\nWell?<end_of_turn>" in text
     assert "Let me see.\n<tool_call>" in text
@@ -231,7 +233,7 @@ def test_the_bundled_model_calls_tools_natively(demo_model_path: Path) -> None:
     )
     schema = {"type": "function", "function": tool.model_dump()}
     system, asked = Message("system", tools_prompt([schema])), Message("user", "What is the weather in Paris?")
-    prompt = model("DEMO").render([ChatMessage(role="user", content=asked.content)], now=NOW, tools=[tool])
+    prompt = model("DEMO").render(RenderInput([ChatMessage(role="user", content=asked.content)], now=NOW, tools=[tool]))
     assert prompt.text == render([system, asked], add_generation_prompt=True)
     with GreedyModel(demo_model_path, threads=2) as greedy:
         answer = greedy.answer([system, asked])

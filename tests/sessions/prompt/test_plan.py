@@ -84,7 +84,7 @@ def test_the_tokens_always_spell_the_rendering(turns: list[tuple[str, str]]) -> 
     for question, answer in turns:
         prompt, history = run(history, question, answer)
         spelled = "".join("<|im_end|>" if token == 0 else chr(token) for token in unpack_tokens(prompt.tokens))
-        whole = CHATML.render(prompt.messages, now=NOW).text
+        whole = CHATML.render(RenderInput(prompt.messages, now=NOW)).text
         if "\0" not in whole:
             assert spelled + text_of(prompt) == whole
         assert history.tokens.startswith(prompt.tokens)

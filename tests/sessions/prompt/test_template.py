@@ -9,6 +9,7 @@ import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.prompt.renderer import RenderInput
 from inferencecenter.sessions.prompt.template import ChatTemplate, RawText
 from tests.sessions.conftest import make_model
 
@@ -21,7 +22,7 @@ TALK = (ChatMessage(role="system", content="Be kind."), ChatMessage(role="user",
 
 def render(source: str, *messages: ChatMessage, **config: Any) -> RenderedText:
     """The conversation as rendered by a model with this template."""
-    return ChatTemplate(make_model(chat_template=source, **config)).render(messages or TALK, now=NOW)
+    return ChatTemplate(make_model(chat_template=source, **config)).render(RenderInput(messages or TALK, now=NOW))
 
 
 def test_a_model_without_a_template_gets_chatml() -> None:
@@ -70,6 +71,6 @@ def test_contents_that_spell_special_tokens_stay_text() -> None:
 
 def test_raw_text_is_all_contents_and_knows_no_special_tokens() -> None:
     """Nothing is added between messages and nothing in them is special."""
-    rendering = RawText().render(TALK, now=NOW)
+    rendering = RawText().render(RenderInput(TALK, now=NOW))
     assert rendering.text == "Be kind.Hi"
     assert [piece.special for piece in rendering.pieces()] == [False]
