@@ -28,7 +28,7 @@ from inferencecenter.api.app import api_routes, create_app
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.auth.bootstrap import ensure_admin
-from inferencecenter.auth.quotas import Allowances
+from inferencecenter.auth.quotas import AccessQuotas
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import Gpu
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
     from inferencecenter.models.registry import ModelSpec, Registry
     from inferencecenter.protocol.params import Params
     from inferencecenter.server.context import UsageReader
-    from inferencecenter.sessions.client import Allowance
+    from inferencecenter.sessions.client import Quota
     from inferencecenter.sessions.observability import Totals, TurnObserver
     from inferencecenter.sessions.store.archive import UsageLine
     from inferencecenter.sessions.store.recorder import PurgeKind
@@ -293,14 +293,14 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     memory = MemoryPressureMonitor(
         engines=lambda: models.supervisors, measure=reader(settings.memory, settings.gpu), metrics=metrics
     )
-    allowances = Allowances(accounts, defaults=settings.limits, clock=time.time, monotonic=time.monotonic)
+    quotas = AccessQuotas(accounts, defaults=settings.limits, clock=time.time, monotonic=time.monotonic)
     sessions = _sessions(
         settings,
         prepared,
         models,
         observer=metrics,
         admit=memory.admit,
-        allowance_of=allowances.of,
+        quota_of=quotas.of,
     )
     reporter = _reporter(settings, models, gpu, totals=sessions.totals)
     context = ServerContext.create(
@@ -308,7 +308,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         models=models,
         sessions=sessions,
         accounts=accounts,
-        allowances=allowances,
+        quotas=quotas,
         gpu=gpu,
         metrics=metrics,
         pressure=lambda: memory.pressure,
@@ -360,7 +360,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         if store is not None:
             running.push_async_callback(store.close)
             store.watch(context.storage_changed)
-            _restore(settings, store, accounts=accounts, allowances=allowances, sessions=sessions)
+            _restore(settings, store, accounts=accounts, quotas=quotas, sessions=sessions)
         control = ControlSocket(
             settings.state_dir, tokens_changed=context.tokens_changed, purge=purge, reload=reload.run
         )
@@ -399,10 +399,10 @@ async def _listen(listener: Listener, sockets: list[socket.socket]) -> None:
 
 
 def _restore(
-    settings: Settings, store: SessionStore, *, accounts: Accounts, allowances: Allowances, sessions: SessionManager
+    settings: Settings, store: SessionStore, *, accounts: Accounts, quotas: AccessQuotas, sessions: SessionManager
 ) -> None:
     """Restore what earlier daemons stored."""
-    allowances.restore_usage(used_today(settings))
+    quotas.restore_usage(used_today(settings))
     sessions.restore(store.load(), clean=store.was_clean, retention_days=accounts.retentions())
 
 
@@ -418,7 +418,7 @@ def _sessions(  # noqa: PLR0913 - keyword-only
     *,
     observer: TurnObserver,
     admit: Callable[[], None],
-    allowance_of: Callable[[str, str], Allowance],
+    quota_of: Callable[[str, str], Quota],
 ) -> SessionManager:
     return SessionManager(
         engines=engines,
@@ -438,7 +438,7 @@ def _sessions(  # noqa: PLR0913 - keyword-only
         observer=observer,
         tracer=prepared.traces,
         admit=admit,
-        allowance_of=allowance_of,
+        quota_of=quota_of,
     )
 
 

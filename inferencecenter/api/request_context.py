@@ -146,7 +146,7 @@ async def admit(
         raise InferenceCenterError(
             ErrorCode.FORBIDDEN, f"this requires the scope {scope}", hint="Use a token of a client that has it."
         )
-    context.allowances.admit(account)
+    context.quotas.admit(account)
     if asgi.get("method") != "POST":  # what is posted is a turn, which has limits of its own
         context.operations.charge(account.client_id)
     return Caller(

@@ -21,8 +21,8 @@ SWEEP_FROM: Final = 1000
 """Number of tokens below which none is dropped."""
 
 
-class TokenAllowance:
-    """Usage and limits of one token; implements ``sessions.allowance.Allowance``.
+class AccessQuota:
+    """Usage and limits of one token; implements ``sessions.client.Quota``.
 
     Args:
         clock: Unix seconds.
@@ -155,8 +155,8 @@ class TokenAllowance:
         return self._day.at(self._clock() * 1000)
 
 
-class Allowances:
-    """The allowances of one daemon, by client and token id; an API key has the empty token id. On the event loop.
+class AccessQuotas:
+    """The quotas of one daemon, by client and token id; an API key has the empty token id. On the event loop.
 
     Args:
         accounts: Source of the limits of tokens and clients.
@@ -178,31 +178,31 @@ class Allowances:
         self._clock = clock
         self._monotonic = monotonic
         self._own: dict[tuple[str, str], AccessLimits] = {}
-        self._allowances: defaultdict[str, dict[str, TokenAllowance]] = defaultdict(dict)
+        self._quotas: defaultdict[str, dict[str, AccessQuota]] = defaultdict(dict)
         self._in_use: Callable[[], Collection[tuple[str, str]]] = tuple
         self._sweep_at = SWEEP_FROM
 
     def watch(self, in_use: Callable[[], Collection[tuple[str, str]]]) -> None:
-        """Keep the allowances that ``in_use`` returns: those of the clients and tokens of open sockets."""
+        """Keep the quotas that ``in_use`` returns: those of the clients and tokens of open sockets."""
         self._in_use = in_use
 
     def __len__(self) -> int:
         return len(self._own)
 
-    def of(self, client_id: str, token_id: str) -> TokenAllowance:
-        """Return an allowance, created from the accounts at the first use."""
+    def of(self, client_id: str, token_id: str) -> AccessQuota:
+        """Return a quota, created from the accounts at the first use."""
         known = self._known(client_id, token_id)
         return known or self._make(client_id, token_id, self._accounts.limits().get((client_id, token_id), NO_LIMITS))
 
-    def admit(self, account: Account) -> TokenAllowance:
-        """Return the allowance of a newly authenticated account, with that account's limits."""
+    def admit(self, account: Account) -> AccessQuota:
+        """Return the quota of a newly authenticated account, with that account's limits."""
         client_id, token_id = account.client_id, account.token_id or ""
-        allowance = self._known(client_id, token_id)
-        if allowance is None:
+        quota = self._known(client_id, token_id)
+        if quota is None:
             return self._make(client_id, token_id, account.limits)
-        allowance.admitted()
+        quota.admitted()
         self._set(client_id, token_id, account.limits)
-        return allowance
+        return quota
 
     def effective(self, own: AccessLimits) -> AccessLimits:
         """Return the effective limits of a token, given its own and its account's as ``own``."""
@@ -212,8 +212,8 @@ class Allowances:
         """Add today's usage from before this daemon was started, by client and token id."""
         own = self._accounts.limits()
         for key, n_tokens in used.items():
-            allowance = self._known(*key) or self._make(*key, own.get(key, NO_LIMITS))
-            allowance.restore_usage(n_tokens)
+            quota = self._known(*key) or self._make(*key, own.get(key, NO_LIMITS))
+            quota.restore_usage(n_tokens)
 
     def reload(self, defaults: AccessLimits | None = None) -> None:
         """Reread the limits from the accounts, and apply other defaults if given; usage is kept.
@@ -225,45 +225,45 @@ class Allowances:
         """
         own = self._accounts.limits()
         self._defaults = self._defaults if defaults is None else defaults
-        for client_id, allowances in self._allowances.items():
-            for token_id in allowances:
+        for client_id, quotas in self._quotas.items():
+            for token_id in quotas:
                 self._set(client_id, token_id, own.get((client_id, token_id), self._own[client_id, token_id]))
 
     def used_today(self, client_id: str) -> int:
         """Return the tokens used by all tokens of a client since midnight UTC."""
         return sum(each.used_today for each in self._of_client(client_id))
 
-    def _known(self, client_id: str, token_id: str) -> TokenAllowance | None:
-        return self._allowances.get(client_id, {}).get(token_id)
+    def _known(self, client_id: str, token_id: str) -> AccessQuota | None:
+        return self._quotas.get(client_id, {}).get(token_id)
 
-    def _make(self, client_id: str, token_id: str, own: AccessLimits) -> TokenAllowance:
+    def _make(self, client_id: str, token_id: str, own: AccessLimits) -> AccessQuota:
         if len(self._own) >= self._sweep_at:
             self._forget_unused()
-        made = TokenAllowance(clock=self._clock, monotonic=self._monotonic)
-        self._allowances[client_id][token_id] = made
+        made = AccessQuota(clock=self._clock, monotonic=self._monotonic)
+        self._quotas[client_id][token_id] = made
         self._set(client_id, token_id, own)
         return made
 
     def _forget_unused(self) -> None:
-        """Drop unused allowances, as an external service may know any number of clients and tokens.
+        """Drop unused quotas, as an external service may know any number of clients and tokens.
 
         Runs when their number has doubled since the last run, so the amortized cost per token is constant.
         """
         in_use = frozenset(self._in_use())
         for client_id, token_id in [key for key in self._own if key not in in_use]:
-            allowances = self._allowances[client_id]
-            if allowances[token_id].is_unused:
-                del allowances[token_id], self._own[client_id, token_id]
-                if not allowances:
-                    del self._allowances[client_id]
+            quotas = self._quotas[client_id]
+            if quotas[token_id].is_unused:
+                del quotas[token_id], self._own[client_id, token_id]
+                if not quotas:
+                    del self._quotas[client_id]
         self._sweep_at = max(SWEEP_FROM, 2 * len(self._own))
 
-    def _of_client(self, client_id: str) -> Iterable[TokenAllowance]:
-        return self._allowances.get(client_id, {}).values()
+    def _of_client(self, client_id: str) -> Iterable[AccessQuota]:
+        return self._quotas.get(client_id, {}).values()
 
     def _set(self, client_id: str, token_id: str, own: AccessLimits) -> None:
         self._own[client_id, token_id] = own
-        self._allowances[client_id][token_id].limits = self.effective(own)
+        self._quotas[client_id][token_id].limits = self.effective(own)
 
 
 def _refuse(reason: str, retry_after_ms: int | None) -> None:

@@ -93,14 +93,14 @@ class EngineTurn(Protocol):
     def on_engine_event(self, event: TurnEvent) -> None:
         """Handle an event; the last is ``Finished``, ``Failed``, ``Cancelled`` or, if it may shift, ``ContextFull``."""
 
-    def delayed(self, seconds: float) -> None:
-        """Record that the turn waits at least this long, because other models occupy the memory."""
+    def on_delay(self, seconds: float) -> None:
+        """Handle a delay of at least this long, because other models occupy the memory."""
 
-    def interrupted(self) -> None:
-        """Record that its engine was lost: it waits until it is submitted to another."""
+    def on_engine_lost(self) -> None:
+        """Handle the loss of its engine: the turn waits until it is submitted to another."""
 
-    def recalled(self) -> None:
-        """Record that no engine has it and that it must be submitted to its session's current engine."""
+    def resubmit(self) -> None:
+        """Submit the turn, which no engine has any more, to its session's current engine."""
 
 
 class EnginePort(Protocol):
@@ -115,7 +115,7 @@ class EnginePort(Protocol):
 
         Its ``on_engine_event`` is called on the event loop with each event, the last being exactly one ``Finished``,
         ``Failed``, ``Cancelled`` or, for a turn that may shift, ``ContextFull``. The turn waits while no engine is
-        ready; when an engine is lost, its turns are ``interrupted`` and resume on the next. Only a turn that crashes
+        ready; when an engine is lost, its turns get ``on_engine_lost`` and resume on the next. Only a turn that crashes
         engines by itself receives ``Failed`` with ``engine_crashed``. A turn that overflowed may be submitted again.
 
         Raises:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.auth.accounts import Accounts
     from inferencecenter.auth.authentication import ExternalAuthProvider
-    from inferencecenter.auth.quotas import Allowances
+    from inferencecenter.auth.quotas import AccessQuotas
     from inferencecenter.config.limits import AccessLimits
     from inferencecenter.config.settings import ServerSettings
     from inferencecenter.hardware.nvml import Gpu, Gpus
@@ -110,7 +110,7 @@ class ServerContext:
     gpus: GpuCache
     metrics: DaemonMetrics
     pressure: Callable[[], Pressure]
-    allowances: Allowances
+    quotas: AccessQuotas
     operations: OperationRateLimiter
     refusal_backoffs: RefusalBackoffs
     read_usage: UsageReader
@@ -135,7 +135,7 @@ class ServerContext:
         models: ServedModels,
         sessions: SessionManager,
         accounts: Accounts,
-        allowances: Allowances,
+        quotas: AccessQuotas,
         gpu: Gpu,
         metrics: DaemonMetrics,
         stop: Callable[[], None],
@@ -157,14 +157,14 @@ class ServerContext:
             gpus=GpuCache(gpus),
             metrics=metrics,
             pressure=pressure,
-            allowances=allowances,
+            quotas=quotas,
             operations=OperationRateLimiter(settings.operations_per_minute, monotonic=monotonic),
             refusal_backoffs=RefusalBackoffs(),
             read_usage=read_usage,
             stop=stop,
             authenticator=Authenticator(
                 accounts,
-                limits_of=allowances.effective,
+                limits_of=quotas.effective,
                 others=others,
                 attempts_per_minute=settings.login_attempts_per_minute,
                 clock=monotonic,
@@ -188,7 +188,7 @@ class ServerContext:
             started_s=monotonic(),
             last_engine_events={},
         )
-        allowances.watch(context.hub.tokens_in_use)
+        quotas.watch(context.hub.tokens_in_use)
         models.subscribe_models(context.engine_changed)
         models.subscribe_swaps(context.model_changed)
         sessions.subscribe(context.hub.notify_client)
@@ -221,7 +221,7 @@ class ServerContext:
         try:
             living = self.authenticator.valid_tokens()
             max_sessions = self.authenticator.max_sessions()
-            self.allowances.reload()
+            self.quotas.reload()
         except InferenceCenterError as error:
             _log.error("tokens_unreadable", error=error.message, hint=error.hint)
             return
@@ -237,7 +237,7 @@ class ServerContext:
         Raises:
             InferenceCenterError: ``storage_unavailable``.
         """
-        self.allowances.reload(defaults)
+        self.quotas.reload(defaults)
         self.hub.close_disallowed(self.limits_of)
 
     def models_for(self, client: Principal) -> tuple[ModelSummary, ...]:
@@ -250,7 +250,7 @@ class ServerContext:
 
     def limits_of(self, client_id: str, token_id: str) -> AccessLimits:
         """Return the current limits of a client's token; an API key has the empty token id."""
-        return self.allowances.of(client_id, token_id).limits
+        return self.quotas.of(client_id, token_id).limits
 
     async def drain(self, *, at_once: bool = False) -> None:
         """Announce the shutdown to clients and let their turns finish, within the time that the settings allow.

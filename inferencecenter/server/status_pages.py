@@ -135,7 +135,7 @@ class MetricsPage:
         engines = context.models.statuses
         metrics.sessions.set(context.sessions.totals().total_sessions)
         metrics.storage_failing.set(context.sessions.fault is not None)
-        metrics.records_set_aside.value = context.sessions.n_set_aside
+        metrics.records_set_aside.value = context.sessions.n_skipped
         show_task_failures(metrics)
         show_engines(metrics.engines, engines)
         show_processes(metrics.machine, engines)

@@ -74,7 +74,7 @@ class ReplaySink(EventSink, Protocol):
         """Send events, possibly many and large, at the speed of the client; never blocks, never raises."""
 
 
-class Allowance(Protocol):
+class Quota(Protocol):
     """Rate limits and quota of one access token, or of a client with a key. Called on the event loop."""
 
     @property
@@ -101,8 +101,8 @@ class Allowance(Protocol):
         """Count a turn as ended."""
 
 
-class UnlimitedAllowance:
-    """The allowance without limits."""
+class UnlimitedQuota:
+    """The quota without limits."""
 
     limits = NO_LIMITS
 
@@ -123,11 +123,11 @@ class UnlimitedAllowance:
         """Do nothing."""
 
 
-UNLIMITED: Final = UnlimitedAllowance()
+UNLIMITED: Final = UnlimitedQuota()
 
 
-def unlimited_allowance(_client_id: str, _token_id: str) -> Allowance:
-    """Return the allowance of any client where no limits are set."""
+def unlimited_quota(_client_id: str, _token_id: str) -> Quota:
+    """Return the quota of any client where no limits are set."""
     return UNLIMITED
 
 

@@ -265,10 +265,10 @@ class Journal(Protocol):
         """Number of pending records and held-back calls."""
 
     @property
-    def n_set_aside(self) -> int:
+    def n_skipped(self) -> int:
         """Records that were skipped because an internal error prevented writing them."""
 
-    def lacks(self, session_id: str) -> bool:
+    def is_incomplete(self, session_id: str) -> bool:
         """Return whether a record of this session was skipped."""
 
     def of_client(self, client_id: str) -> Journal:
@@ -293,9 +293,9 @@ class NullJournal:
 
     fault: StorageFault | None = None
     n_pending: int = 0
-    n_set_aside: int = 0
+    n_skipped: int = 0
 
-    def lacks(self, session_id: str) -> bool:
+    def is_incomplete(self, session_id: str) -> bool:
         """Return ``False``."""
         return False
 

@@ -27,7 +27,7 @@ from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import merge, parse_params
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.client import bound_max_tokens, check_model, unlimited_allowance
+from inferencecenter.sessions.client import bound_max_tokens, check_model, unlimited_quota
 from inferencecenter.sessions.event_log import SessionNotifier
 from inferencecenter.sessions.history import History, TurnLog
 from inferencecenter.sessions.journal import EpochChanged, NullJournal, ResumeLimiter, SessionDeleted, check_writable
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import CreateSession
     from inferencecenter.protocol.values import Mode, OnFull
-    from inferencecenter.sessions.client import Allowance, EventSink, Principal, ReplaySink
+    from inferencecenter.sessions.client import EventSink, Principal, Quota, ReplaySink
     from inferencecenter.sessions.event_log import SessionEventHandler
     from inferencecenter.sessions.history import HistoryLimits
     from inferencecenter.sessions.journal import Journal, StorageFault, StoredSession
@@ -108,7 +108,7 @@ class SessionManager:
         observer: Notified of each turn that ended.
         tracer: Traces turns; ``None`` for no traces.
         admit: Raises while no new turn may start; running turns continue.
-        allowance_of: Returns the rate limits and quotas by client and token.
+        quota_of: Returns the rate limits and quotas by client and token.
         clock: Unix seconds.
         monotonic: Monotonic seconds.
         local_time: Local time for chat templates.
@@ -139,7 +139,7 @@ class SessionManager:
         observer: TurnObserver | None = None,
         tracer: Tracer | None = None,
         admit: Callable[[], None] = _admit,
-        allowance_of: Callable[[str, str], Allowance] = unlimited_allowance,
+        quota_of: Callable[[str, str], Quota] = unlimited_quota,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
         local_time: Callable[[], datetime] = _local_time,
@@ -171,7 +171,7 @@ class SessionManager:
             local_time=local_time,
             call_later=call_later,
             admit=admit,
-            allowance_of=allowance_of,
+            quota_of=quota_of,
             new_id=self._new_id,
             new_seed=lambda: int.from_bytes(random_bytes(4), "little") >> 1,
             meter=self._metrics.meter,
@@ -195,9 +195,9 @@ class SessionManager:
         return self._journal.fault
 
     @property
-    def n_set_aside(self) -> int:
+    def n_skipped(self) -> int:
         """Records that were skipped because an internal error prevented writing them."""
-        return self._journal.n_set_aside
+        return self._journal.n_skipped
 
     def journal_for(self, request: Request, client_id: str) -> Journal:
         """Return the journal that has to release the reply to a client's ``request``.
@@ -505,7 +505,7 @@ def new_session_config(
     """
     serving = services.models.resolve(request.model)
     overlay = parse_params(request.params or {})
-    limits = services.allowance_of(client.client_id, client.token_id).limits
+    limits = services.quota_of(client.client_id, client.token_id).limits
     check_model(serving.name, limits)
     bound_max_tokens(overlay, limits, session=overlay, chosen=())
     priority = client.allow_priority(request.priority, otherwise=client.priority)
@@ -540,7 +540,7 @@ def fork_session_config(client: Principal, parent: SessionConfig, services: Sess
         InferenceCenterError: ``model_loading``, ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
     """
     serving = services.models.resolve(parent.chosen_model)
-    check_model(serving.name, services.allowance_of(client.client_id, client.token_id).limits)
+    check_model(serving.name, services.quota_of(client.client_id, client.token_id).limits)
     n_ctx = serving.model(client.client_id).n_ctx
     return replace(
         parent,

@@ -226,13 +226,13 @@ class TurnSpan(Protocol):
     def wanted(self) -> bool:
         """Whether the turn is traced; if not, the engine need not measure its stages."""
 
-    def describe(self, figures: SpanAttributes) -> None:
+    def set_attributes(self, figures: SpanAttributes) -> None:
         """Set the attributes of the request."""
 
-    def spent(self, stages: Iterable[TraceStage]) -> None:
+    def add_stages(self, stages: Iterable[TraceStage]) -> None:
         """Add the stages measured by the engine."""
 
-    def note(self, event: str, figures: SpanAttributes) -> None:
+    def add_event(self, event: str, figures: SpanAttributes) -> None:
         """Add an event at the current time."""
 
     def end(self, figures: SpanAttributes, *, error: str | None) -> None:
@@ -255,13 +255,13 @@ class NullTracer:
         """Return itself."""
         return self
 
-    def describe(self, figures: SpanAttributes) -> None:
+    def set_attributes(self, figures: SpanAttributes) -> None:
         """Do nothing."""
 
-    def spent(self, stages: Iterable[TraceStage]) -> None:
+    def add_stages(self, stages: Iterable[TraceStage]) -> None:
         """Do nothing."""
 
-    def note(self, event: str, figures: SpanAttributes) -> None:
+    def add_event(self, event: str, figures: SpanAttributes) -> None:
         """Do nothing."""
 
     def end(self, figures: SpanAttributes, *, error: str | None) -> None:
@@ -291,9 +291,9 @@ def trace_turn(tracer: Tracer, config: SessionConfig, spec: TurnSpec, *, restore
         "inferencecenter.client": config.client_id,
         "inferencecenter.priority": spec.rank,
     }
-    trace.describe({name: value for name, value in attributes.items() if value is not None})
+    trace.set_attributes({name: value for name, value in attributes.items() if value is not None})
     if restored_tokens:
-        trace.note("continued", {"inferencecenter.tokens": restored_tokens})
+        trace.add_event("continued", {"inferencecenter.tokens": restored_tokens})
     return trace
 
 

@@ -474,7 +474,7 @@ class LiveSession:
 
     def turn_ended(self, turn: Turn, history: History, outcome: TurnOutcome) -> None:
         """Commit the history with the turn that ended, and publish its ``end``."""
-        if self.journal.lacks(self.config.session_id):
+        if self.journal.is_incomplete(self.config.session_id):
             outcome = replace(outcome, warnings=(*outcome.warnings, _INCOMPLETE_WARNING))
         end = self._events.end(turn, outcome)
         self._end_turn()

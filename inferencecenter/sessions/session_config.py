@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.values import Mode, OnDisconnect, OnFull, Priority
-    from inferencecenter.sessions.client import Allowance, EventSink
+    from inferencecenter.sessions.client import EventSink, Quota
     from inferencecenter.sessions.journal import Journal
     from inferencecenter.sessions.model_router import ModelRouter, ServedModel
     from inferencecenter.sessions.observability import ActiveTurnCount, TextQuota, TokenMeter, Tracer, TurnRecord
@@ -31,7 +31,7 @@ class ScheduledCall(Protocol):
 class SessionServices:
     """The services of the daemon that a session uses. ``clock`` is Unix seconds, ``monotonic`` monotonic seconds.
 
-    ``call_later`` schedules a call after some seconds; ``admit`` raises while no new turn may start. ``allowance_of``
+    ``call_later`` schedules a call after some seconds; ``admit`` raises while no new turn may start. ``quota_of``
     returns the limits of a client and token. A session buffers ``replay_bytes`` of events, and for ``detached_turn_s``
     while its turn runs without a subscriber. A stateless session expires after ``stateless_ttl_s``. ``sink_changed`` is
     called with a session's id, its old and its new subscriber.
@@ -44,7 +44,7 @@ class SessionServices:
     local_time: Callable[[], datetime]
     call_later: Callable[[float, Callable[[], None]], ScheduledCall]
     admit: Callable[[], None]
-    allowance_of: Callable[[str, str], Allowance]
+    quota_of: Callable[[str, str], Quota]
     new_id: Callable[[str], str]
     new_seed: Callable[[], int]
     meter: TokenMeter

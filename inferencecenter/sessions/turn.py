@@ -174,13 +174,13 @@ class Turn:
         """
         self._state = TURN.next(self._state, change)
 
-    def set_prompt(self, prompt: Prompt, spec: TurnSpec, *, written: TemplateCapabilities) -> None:
-        """Set the prompt to submit and its spec; ``written`` determines how the output is parsed.
+    def set_prompt(self, prompt: Prompt, spec: TurnSpec, *, capabilities: TemplateCapabilities) -> None:
+        """Set the prompt to submit and its spec; ``capabilities`` of the template determine how output is parsed.
 
         Raises:
             InferenceCenterError: See ``output_spec``.
         """
-        self.output_spec = output_spec(spec.request, capabilities=written, prompt=prompt.text)
+        self.output_spec = output_spec(spec.request, capabilities=capabilities, prompt=prompt.text)
         self.spec, self.prompt = spec, prompt
         self.assembler = assembler_for(
             self.output_spec, self.assembler, turn_id=self.turn_id, text=self._text, n_tokens=self.n_tokens
@@ -196,7 +196,7 @@ class Turn:
         self._leave_queue(now)
         self._held_back = ""
         self._prompt_tokens = event.tokens
-        self.trace.spent(event.stages)
+        self.trace.add_stages(event.stages)
         if self._prompt_counted:
             return 0
         n_tokens = len(event.tokens) // TOKEN_BYTES
@@ -209,16 +209,16 @@ class Turn:
         """Return to the queue with a shorter prompt."""
         self._wait_again(TurnChange.SHIFT, now=now)
         self._prompt_counted = False
-        self.trace.note("shifted", {"inferencecenter.tokens": event.n_tokens})
+        self.trace.add_event("shifted", {"inferencecenter.tokens": event.n_tokens})
         if event.end is not None:
-            self.trace.spent(event.end.stages)
+            self.trace.add_stages(event.end.stages)
             self._held_back = event.text
             self._preempted += event.end.preempted
 
     def interrupt(self, *, now: float) -> None:
         """Return to the queue after the loss of the engine."""
         self._wait_again(TurnChange.INTERRUPT, now=now)
-        self.trace.note("interrupted", {"inferencecenter.tokens": self.n_tokens})
+        self.trace.add_event("interrupted", {"inferencecenter.tokens": self.n_tokens})
 
     def recall(self, *, now: float) -> None:
         """Return to the queue to be submitted to another engine."""

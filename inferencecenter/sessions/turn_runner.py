@@ -124,7 +124,7 @@ class TurnRunner:
         self._rendering: _Rendering | None = None
         self._is_counted = False
         self._has_ended = False
-        self._allowance = services.allowance_of(config.client_id, turn.spec.token_id)
+        self._quota = services.quota_of(config.client_id, turn.spec.token_id)
         # Set when the turn is submitted.
         self._serving: ServedModel | None = None
         turn.trace = trace_turn(services.tracer, config, turn.spec, restored_tokens=turn.n_tokens)
@@ -200,24 +200,24 @@ class TurnRunner:
             case _:
                 _log.warning("engine_event_misplaced", engine_event=type(event).__name__, turn=turn.turn_id)
 
-    def delayed(self, seconds: float) -> None:
+    def on_delay(self, seconds: float) -> None:
         """Publish the minimum delay until the turn's model can be loaded."""
         if self.turn.state is TurnState.QUEUED:
             self._contain(lambda: self._events.publish_transient(self._events.queued(self.turn, eta_ms=1000 * seconds)))
 
-    def interrupted(self) -> None:
+    def on_engine_lost(self) -> None:
         """Return to the queue after the loss of the engine."""
         if not self.turn.state.is_terminal:
             self._contain(lambda: self.turn.interrupt(now=self._services.monotonic()))
 
-    def recalled(self) -> None:
+    def resubmit(self) -> None:
         """Submit the turn again, to the engine that serves its model now, and publish its position."""
         self._contain(self._recall)
 
     def _recall(self) -> None:
         if not self.turn.state.is_terminal:
             self.turn.recall(now=self._services.monotonic())
-            self.resubmit()
+            self._submit_again()
         if not self.turn.state.is_terminal:
             self._publish_queued(request_id=None)
 
@@ -227,9 +227,9 @@ class TurnRunner:
         """Submit a new turn; it is not published yet.
 
         Raises:
-            InferenceCenterError: See ``prepare`` and ``Allowance.check_turn``, or the error of the engine.
+            InferenceCenterError: See ``prepare`` and ``Quota.check_turn``, or the error of the engine.
         """
-        self._allowance.check_turn()
+        self._quota.check_turn()
         self._serving = self._choose_model()
         try:
             self.prepare(_noop)  # also while no engine is running
@@ -237,7 +237,7 @@ class TurnRunner:
         except InferenceCenterError:
             self._cancel_rendering()
             raise
-        self._allowance.begin_turn()
+        self._quota.begin_turn()
         self._is_counted = True
 
     def send_queued(self, *, request_id: str | None) -> None:
@@ -250,11 +250,11 @@ class TurnRunner:
 
     def recover(self) -> None:
         """Resubmit a turn left pending by an earlier daemon."""
-        self._allowance.resume_turn(self.turn.n_tokens)
+        self._quota.resume_turn(self.turn.n_tokens)
         self._is_counted = True
-        self._contain(self.resubmit)
+        self._contain(self._submit_again)
 
-    def resubmit(self) -> None:
+    def _submit_again(self) -> None:
         """Submit the turn again; if the engine refuses it, the partial answer is kept."""
         try:
             self._serving = self._choose_model()
@@ -319,7 +319,7 @@ class TurnRunner:
         if isinstance(result, InferenceCenterError):
             raise result
         prompt = prompt_of(rendering.history, rendering.plan, result, implied_bos=rendering.implied_bos)
-        self.turn.set_prompt(prompt, rendering.spec, written=result.capabilities)
+        self.turn.set_prompt(prompt, rendering.spec, capabilities=result.capabilities)
         self._history = rendering.history
         self._rendering = None
         if rendering.spec != rendering.requested_spec:
@@ -348,7 +348,7 @@ class TurnRunner:
             return self._services.models.resolve(name or None)
         serving = self._services.models.resolve(self._config.chosen_model)
         if serving.name != name:
-            check_model(serving.name, self._allowance.limits)
+            check_model(serving.name, self._quota.limits)
         return serving
 
     # Progress and end.
@@ -376,7 +376,7 @@ class TurnRunner:
 
     def _count_tokens(self, n_tokens: int) -> None:
         """Count used tokens; the last token of the daily quota ends the turn."""
-        if n_tokens and not self._allowance.use(n_tokens) and self.turn.forced_finish is None:
+        if n_tokens and not self._quota.use(n_tokens) and self.turn.forced_finish is None:
             self.turn.out_of_quota = True
             self._model.engine.abort(self.turn_id)
 
@@ -437,7 +437,7 @@ class TurnRunner:
 
     def _finish(self, end: Finished) -> None:
         self._flush()
-        self.turn.trace.spent(end.stages)
+        self.turn.trace.add_stages(end.stages)
         self._complete(self._final_history(end), self.turn.finished_outcome(end, now=self._services.monotonic()))
 
     def _end_early(self, finish: str, *warnings: str) -> None:
@@ -460,7 +460,7 @@ class TurnRunner:
         else:
             turn.change(TurnChange.FAIL)
             outcome = turn.failed_outcome(failure, now=self._services.monotonic())
-            turn.trace.spent(failure.stages)
+            turn.trace.add_stages(failure.stages)
             end_trace(turn, outcome, failed=True)
             self._release()
             self._listener.turn_failed(turn, failure, outcome)
@@ -477,7 +477,7 @@ class TurnRunner:
         self._cancel_rendering()
         if self._is_counted:
             self._is_counted = False
-            self._allowance.end_turn()
+            self._quota.end_turn()
 
     # Containment of internal errors.
 

@@ -86,7 +86,7 @@ def new_turn_spec(
             ``engine_unavailable``, ``model_not_found`` or ``forbidden``.
     """
     serving = services.models.resolve(config.chosen_model)
-    limits = services.allowance_of(config.client_id, options.token_id).limits
+    limits = services.quota_of(config.client_id, options.token_id).limits
     check_model(serving.name, limits)
     serving.model(config.client_id)
     model_fingerprint = serving.fingerprint()

@@ -513,4 +513,4 @@ def _runs_alike(spec: ModelSpec, other: ModelSpec | None) -> bool:
 def _resubmit(model: ManagedModel, *, begun: bool = False) -> None:
     """Submit the waiting turns of a model to the one that should run them now."""
     for turn in model.supervisor.recall(begun=begun):
-        turn.recalled()
+        turn.resubmit()

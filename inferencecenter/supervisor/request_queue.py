@@ -238,7 +238,7 @@ class RequestQueue:
         for turn_id in list(self._waiting):
             turn = self._turns[turn_id]
             try:
-                turn.delayed(seconds)
+                turn.on_delay(seconds)
             # The same border as in ``_notify``.
             except Exception:  # noqa: BLE001
                 _log.exception("turn_listener_failed", turn=turn_id)
@@ -451,7 +451,7 @@ def _notify(turn: EngineTurn, event: TurnEvent) -> None:
 
 def _interrupt(turn: EngineTurn) -> None:
     try:
-        turn.interrupted()
+        turn.on_engine_lost()
     # The same border as in ``_notify``.
     except Exception:  # noqa: BLE001
         _log.exception("turn_listener_failed", turn=turn.turn_id)

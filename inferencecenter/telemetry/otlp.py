@@ -131,11 +131,11 @@ class OtlpTurnTrace:
         self._epoch_ns = epoch_ns
         self._monotonic = monotonic
 
-    def describe(self, figures: Figures) -> None:
+    def set_attributes(self, figures: Figures) -> None:
         """Set attributes of the request."""
         self._span.set_attributes(figures)
 
-    def spent(self, stages: Iterable[SpanStage]) -> None:
+    def add_stages(self, stages: Iterable[SpanStage]) -> None:
         """Add a span for each stage of the engine."""
         for stage in stages:
             span = self._engine.start_span(
@@ -145,7 +145,7 @@ class OtlpTurnTrace:
                 span.set_attribute("inferencecenter.tokens", stage.tokens)
             span.end(self._at(stage.ended_s))
 
-    def note(self, event: str, figures: Figures) -> None:
+    def add_event(self, event: str, figures: Figures) -> None:
         """Add an event to the turn's span."""
         self._span.add_event(event, figures, self._at(self._monotonic()))
 
@@ -160,7 +160,7 @@ class OtlpTurnTrace:
     def suspend(self) -> None:
         """End the trace, if it has not ended: the next daemon continues the turn."""
         if self._span.is_recording():
-            self.note("suspended", {})
+            self.add_event("suspended", {})
             self._span.end(self._at(self._monotonic()))
 
     def _at(self, second: float) -> int:

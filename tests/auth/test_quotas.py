@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from inferencecenter.auth.account import Account
 from inferencecenter.auth.accounts import Accounts
-from inferencecenter.auth.quotas import BUSY_RETRY_MS, SWEEP_FROM, Allowances, TokenAllowance
+from inferencecenter.auth.quotas import BUSY_RETRY_MS, SWEEP_FROM, AccessQuota, AccessQuotas
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
@@ -43,32 +43,32 @@ class Time:
         self.passed_s += wait_ms / 1000
 
 
-def allowance(time: Time, **limits: Any) -> TokenAllowance:
-    """An allowance with these limits."""
-    made = TokenAllowance(clock=time.unix, monotonic=time.monotonic)
+def quota(time: Time, **limits: Any) -> AccessQuota:
+    """A quota with these limits."""
+    made = AccessQuota(clock=time.unix, monotonic=time.monotonic)
     made.limits = AccessLimits(**limits)
     return made
 
 
-def refused(allowance: TokenAllowance) -> InferenceCenterError:
+def refused(quota: AccessQuota) -> InferenceCenterError:
     """Return why there may be no turn now."""
     with pytest.raises(InferenceCenterError) as caught:
-        allowance.check_turn()
+        quota.check_turn()
     return caught.value
 
 
-def turn(allowance: TokenAllowance, n_tokens: int = 0) -> bool:
+def turn(quota: AccessQuota, n_tokens: int = 0) -> bool:
     """Run a turn; return whether any of today's tokens are left."""
-    allowance.check_turn()
-    allowance.begin_turn()
-    left = allowance.use(n_tokens)
-    allowance.end_turn()
+    quota.check_turn()
+    quota.begin_turn()
+    left = quota.use(n_tokens)
+    quota.end_turn()
     return left
 
 
 def test_without_limits_nothing_is_refused() -> None:
     """What is used is counted all the same."""
-    free = allowance(Time())
+    free = quota(Time())
     for _ in range(1000):
         assert turn(free, 1000)
     assert free.used_today == 1_000_000
@@ -78,7 +78,7 @@ def test_without_limits_nothing_is_refused() -> None:
 def test_requests_a_minute() -> None:
     """The third of two is refused until the first is a minute ago, to the millisecond that it was told."""
     time = Time()
-    limited = allowance(time, requests_per_minute=2)
+    limited = quota(time, requests_per_minute=2)
     turn(limited)
     time.wait_ms(20_000)
     turn(limited)
@@ -94,7 +94,7 @@ def test_requests_a_minute() -> None:
 def test_tokens_a_minute() -> None:
     """A turn may take more than is left; the next one waits until that is regained."""
     time = Time()
-    limited = allowance(time, tokens_per_minute=60)
+    limited = quota(time, tokens_per_minute=60)
     assert turn(limited, 90)
     assert limited.minute_tokens_left == -30
     error = refused(limited)
@@ -108,7 +108,7 @@ def test_tokens_a_minute() -> None:
 def test_tokens_a_day() -> None:
     """The turn that uses the last is told so; the next is refused until midnight in UTC, which is said."""
     time = Time()
-    limited = allowance(time, tokens_per_day=100)
+    limited = quota(time, tokens_per_day=100)
     assert turn(limited, 99)
     assert not turn(limited, 1)
     error = refused(limited)
@@ -124,7 +124,7 @@ def test_tokens_a_day() -> None:
 def test_a_turn_over_midnight_is_of_both_days() -> None:
     """What it generates after midnight counts for the new day only."""
     time = Time()
-    limited = allowance(time, tokens_per_day=100)
+    limited = quota(time, tokens_per_day=100)
     limited.begin_turn()
     assert limited.use(99)
     time.wait_ms(DAY_S // 2 * 1000)
@@ -134,7 +134,7 @@ def test_a_turn_over_midnight_is_of_both_days() -> None:
 
 def test_turns_at_once() -> None:
     """One more is refused until one ends; when that is nobody knows."""
-    limited = allowance(Time(), concurrent_turns=2)
+    limited = quota(Time(), concurrent_turns=2)
     limited.begin_turn()
     limited.begin_turn()
     error = refused(limited)
@@ -145,7 +145,7 @@ def test_turns_at_once() -> None:
 
 def test_a_turn_of_an_earlier_daemon_takes_its_place() -> None:
     """It is no new request, it counts among those that run, and what it had said counts for today."""
-    limited = allowance(Time(), concurrent_turns=1, requests_per_minute=1, tokens_per_day=100)
+    limited = quota(Time(), concurrent_turns=1, requests_per_minute=1, tokens_per_day=100)
     limited.resume_turn(40)
     assert (limited.running, limited.requests_left, limited.day_tokens_left) == (1, 1, 60)
     assert refused(limited).code is ErrorCode.RATE_LIMITED
@@ -157,7 +157,7 @@ def test_a_turn_of_an_earlier_daemon_takes_its_place() -> None:
 def test_a_day_is_overdrawn_by_one_turn_at_most(limit: int, turns: list[tuple[int, int]]) -> None:
     """Turns one after the other, whenever they come: they are refused from the one on that reached the limit."""
     time, by_day = Time(), dict[int, list[int]]()
-    limited = allowance(time, tokens_per_day=limit)
+    limited = quota(time, tokens_per_day=limit)
     for wait_ms, n_tokens in turns:
         time.wait_ms(wait_ms)
         used = by_day.setdefault(int(time.unix() // DAY_S), [])
@@ -182,87 +182,87 @@ def accounts(tmp_path: Path) -> Iterator[Accounts]:
 
 
 @pytest.fixture
-def allowances(accounts: Accounts) -> Allowances:
-    """Allowances where 7 turns at once are the default."""
+def quotas(accounts: Accounts) -> AccessQuotas:
+    """Quotas where 7 turns at once are the default."""
     time = Time()
-    return Allowances(accounts, defaults=AccessLimits(concurrent_turns=7), clock=time.unix, monotonic=time.monotonic)
+    return AccessQuotas(accounts, defaults=AccessLimits(concurrent_turns=7), clock=time.unix, monotonic=time.monotonic)
 
 
-def test_a_token_overrides_its_account_and_that_the_daemon(accounts: Accounts, allowances: Allowances) -> None:
+def test_a_token_overrides_its_account_and_that_the_daemon(accounts: Accounts, quotas: AccessQuotas) -> None:
     """Field by field; a limit that a token has taken away is gone, whatever stands below."""
     own = AccessLimits(tokens_per_day=10, requests_per_minute=None)
     new = accounts.create_token("ada", limits=own)
     account = accounts.verify_token(new.token)
     assert account is not None
-    limits = allowances.admit(account).limits
+    limits = quotas.admit(account).limits
     assert (limits.tokens_per_day, limits.requests_per_minute, limits.concurrent_turns) == (10, None, 7)
 
 
-def test_tokens_of_a_client_are_counted_each(accounts: Accounts, allowances: Allowances) -> None:
+def test_tokens_of_a_client_are_counted_each(accounts: Accounts, quotas: AccessQuotas) -> None:
     """What one has used is not taken from another; the client's sum is known."""
     ids = [accounts.create_token("ada").token_id for _ in range(2)]
-    allowances.of("ada", ids[0]).use(600)
-    allowances.of("ada", ids[1]).use(500)
-    assert allowances.of("ada", ids[0]).day_tokens_left == 400
-    assert allowances.used_today("ada") == 1100
-    assert allowances.used_today("nobody") == 0
+    quotas.of("ada", ids[0]).use(600)
+    quotas.of("ada", ids[1]).use(500)
+    assert quotas.of("ada", ids[0]).day_tokens_left == 400
+    assert quotas.used_today("ada") == 1100
+    assert quotas.used_today("nobody") == 0
 
 
-def test_changes_hold_at_once_and_what_was_used_stays(accounts: Accounts, allowances: Allowances) -> None:
+def test_changes_hold_at_once_and_what_was_used_stays(accounts: Accounts, quotas: AccessQuotas) -> None:
     """A token's own limits, the account's, and the daemon's."""
     token_id = accounts.create_token("ada").token_id
-    allowance = allowances.of("ada", token_id)
-    allowance.use(300)
+    quota = quotas.of("ada", token_id)
+    quota.use(300)
     accounts.limit_token(token_id, AccessLimits(tokens_per_day=200))
     accounts.limit_client("ada", AccessLimits(max_tokens=50))
-    allowances.reload(AccessLimits(concurrent_turns=1))
-    assert allowances.of("ada", token_id) is allowance
-    assert allowance.limits == AccessLimits(tokens_per_day=200, max_tokens=50, concurrent_turns=1)
+    quotas.reload(AccessLimits(concurrent_turns=1))
+    assert quotas.of("ada", token_id) is quota
+    assert quota.limits == AccessLimits(tokens_per_day=200, max_tokens=50, concurrent_turns=1)
     with pytest.raises(InferenceCenterError, match="300 tokens today"):
-        allowance.check_turn()
+        quota.check_turn()
 
 
-def test_clients_that_are_not_in_the_file_keep_their_limits(allowances: Allowances) -> None:
+def test_clients_that_are_not_in_the_file_keep_their_limits(quotas: AccessQuotas) -> None:
     """What another program said of them holds until they come again."""
     guest = Account("guest", 1, "normal", frozenset({Scope.USER}), limits=AccessLimits(max_tokens=5))
-    allowance = allowances.admit(guest)
-    allowances.reload()
-    assert allowance.limits.max_tokens == 5
-    assert allowances.admit(Account("guest", 1, "normal", frozenset({Scope.USER}))) is allowance
-    assert allowance.limits.max_tokens is None
+    quota = quotas.admit(guest)
+    quotas.reload()
+    assert quota.limits.max_tokens == 5
+    assert quotas.admit(Account("guest", 1, "normal", frozenset({Scope.USER}))) is quota
+    assert quota.limits.max_tokens is None
 
 
-def test_what_was_used_before_counts(accounts: Accounts, allowances: Allowances) -> None:
+def test_what_was_used_before_counts(accounts: Accounts, quotas: AccessQuotas) -> None:
     """By client and token, also of a client that no account knows."""
     token_id = accounts.create_token("ada").token_id
-    allowances.restore_usage({("ada", token_id): 990, ("guest", ""): 5})
-    assert allowances.of("ada", token_id).day_tokens_left == 10
-    assert allowances.used_today("guest") == 5
+    quotas.restore_usage({("ada", token_id): 990, ("guest", ""): 5})
+    assert quotas.of("ada", token_id).day_tokens_left == 10
+    assert quotas.used_today("guest") == 5
 
 
 def test_tokens_that_nobody_uses_are_forgotten(accounts: Accounts) -> None:
     """Of any number that another program knows, those stay that a socket shows, that run, or that today has seen."""
     time = Time()
-    allowances = Allowances(accounts, clock=time.unix, monotonic=time.monotonic)
+    quotas = AccessQuotas(accounts, clock=time.unix, monotonic=time.monotonic)
     kept = {name: guest(name) for name in ("connected", "running", "used")}
-    allowances.watch(lambda: [("connected", "t")])
+    quotas.watch(lambda: [("connected", "t")])
     for account in kept.values():
-        allowances.admit(account)
-    allowances.of("running", "t").begin_turn()
-    allowances.of("used", "t").use(5)
+        quotas.admit(account)
+    quotas.of("running", "t").begin_turn()
+    quotas.of("used", "t").use(5)
     for n in range(5 * SWEEP_FROM):
         time.wait_ms(1_000)
-        allowances.admit(guest(f"guest-{n}"))
-        assert len(allowances) <= 2 * SWEEP_FROM
-    assert {name: allowances.of(name, "t").limits.max_tokens for name in kept} == dict.fromkeys(kept, 5)
-    assert allowances.used_today("used") == 5
+        quotas.admit(guest(f"guest-{n}"))
+        assert len(quotas) <= 2 * SWEEP_FROM
+    assert {name: quotas.of(name, "t").limits.max_tokens for name in kept} == dict.fromkeys(kept, 5)
+    assert quotas.used_today("used") == 5
     time.wait_ms(DAY_S * 1_000)
-    allowances.of("running", "t").end_turn()
+    quotas.of("running", "t").end_turn()
     for n in range(5 * SWEEP_FROM):
         time.wait_ms(1_000)
-        allowances.admit(guest(f"other-{n}"))
-    assert allowances.of("used", "t").limits.max_tokens is None
-    assert allowances.of("connected", "t").limits.max_tokens == 5
+        quotas.admit(guest(f"other-{n}"))
+    assert quotas.of("used", "t").limits.max_tokens is None
+    assert quotas.of("connected", "t").limits.max_tokens == 5
 
 
 def guest(name: str) -> Account:

@@ -18,7 +18,7 @@ from inferencecenter.api.app import api_routes, create_app
 from inferencecenter.auth.account import Account, StaticClient
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.clients_file import load_clients
-from inferencecenter.auth.quotas import Allowances
+from inferencecenter.auth.quotas import AccessQuotas
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.config.settings import ServerSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -230,11 +230,11 @@ class StubJournal:
 
     fault: StorageFault | None = None
     n_pending: int = 0
-    n_set_aside: int = 0
+    n_skipped: int = 0
     holding: bool = False
     held: list[Callable[[], None]] = field(default_factory=list)
 
-    def lacks(self, session_id: str) -> bool:
+    def is_incomplete(self, session_id: str) -> bool:
         """Nothing is left out."""
         return False
 
@@ -341,7 +341,7 @@ async def running_server(
     accounts.ensure_client("ada", max_sessions=8, priority="normal")
     new = accounts.create_token("ada", name="test")
     engine, gpu, metrics = StubEngine(), StubGpu(), DaemonMetrics()
-    allowances = Allowances(accounts, defaults=limits, clock=time.time, monotonic=time.monotonic)
+    quotas = AccessQuotas(accounts, defaults=limits, clock=time.time, monotonic=time.monotonic)
 
     def stop() -> None:
         listener.stop()
@@ -358,10 +358,10 @@ async def running_server(
             default_ttl_s=None,
             journal=journal,
             observer=metrics,
-            allowance_of=allowances.of,
+            quota_of=quotas.of,
         ),
         accounts=accounts,
-        allowances=allowances,
+        quotas=quotas,
         gpu=gpu,
         metrics=metrics,
         stop=stop,
@@ -465,7 +465,7 @@ def stub_context() -> ServerContext:
             default_ttl_s=None,
         ),
         accounts=accounts,
-        allowances=Allowances(accounts, clock=time.time, monotonic=time.monotonic),
+        quotas=AccessQuotas(accounts, clock=time.time, monotonic=time.monotonic),
         gpu=StubGpu(),
         metrics=DaemonMetrics(),
         stop=lambda: None,

@@ -29,7 +29,7 @@ from inferencecenter.models.registry import not_registered
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.client import Principal, UnlimitedAllowance
+from inferencecenter.sessions.client import Principal, UnlimitedQuota
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.prompt.renderer import InlineRenderer
 from inferencecenter.sessions.prompt.template import ChatTemplate
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.port import EnginePort, EngineTurn
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.client import Allowance
+    from inferencecenter.sessions.client import Quota
     from inferencecenter.sessions.journal import Journal, Record, StorageFault
     from inferencecenter.sessions.observability import Tracer, TurnRecord
     from inferencecenter.sessions.prompt.renderer import PromptRenderers
@@ -127,7 +127,7 @@ class FakeEngine(CharacterTokens):
         """Lose the engine: all turns are interrupted."""
         self.status = replace(self.status, state=EngineState.BACKOFF)
         for turn in self.turns.values():
-            turn.interrupted()
+            turn.on_engine_lost()
 
     def ready(self, model: ModelInfo | None = None) -> None:
         """Start an engine and submit all waiting turns to it."""
@@ -157,7 +157,7 @@ class FakeEngine(CharacterTokens):
         for turn_id, turn in tuple(self.turns.items()):
             if begun or not turn.n_tokens:
                 del self.turns[turn_id]
-                turn.recalled()
+                turn.resubmit()
 
     def abort(self, turn_id: str) -> None:
         """Record the abort."""
@@ -329,9 +329,9 @@ class FakeJournal:
     holding: bool = False
     fault: StorageFault | None = None
     n_pending: int = 0
-    n_set_aside: int = 0
+    n_skipped: int = 0
 
-    def lacks(self, session_id: str) -> bool:
+    def is_incomplete(self, session_id: str) -> bool:
         """Return ``False``: no record is lost."""
         return False
 
@@ -374,7 +374,7 @@ class FakeTimer:
         self.cancelled = True
 
 
-class FakeAllowance(UnlimitedAllowance):
+class FakeQuota(UnlimitedQuota):
     """Counts nothing and only applies the limits."""
 
     def __init__(self, limits: AccessLimits) -> None:
@@ -404,7 +404,7 @@ class World:
     max_client_mib: int = 256
     shared_prompts: tuple[str, ...] = ()
     limits: AccessLimits = NO_LIMITS
-    allowance_of: Callable[[str, str], Allowance] | None = None
+    quota_of: Callable[[str, str], Quota] | None = None
     drawn: int = 0
     wall: Callable[[], float] | None = None
     refusal: InferenceCenterError | None = None
@@ -433,7 +433,7 @@ class World:
             observer=self,
             tracer=self.tracer,
             admit=self._admit,
-            allowance_of=self.allowance_of or (lambda _client_id, _token_id: FakeAllowance(self.limits)),
+            quota_of=self.quota_of or (lambda _client_id, _token_id: FakeQuota(self.limits)),
             clock=self.wall or (lambda: self.now),
             monotonic=lambda: self.now,
             local_time=lambda: datetime.fromtimestamp(self.now, tz=UTC),

@@ -103,7 +103,7 @@ class Oracle(CharacterTokens):
         self.status = replace(self.status, state=EngineState.BACKOFF)
         lost, self.running = self.running, {}
         for turn_id, running in lost.items():
-            running.turn.interrupted()
+            running.turn.on_engine_lost()
             if turn_id in self.aborted:
                 running.turn.on_engine_event(Cancelled(turn_id))
             else:

@@ -306,7 +306,7 @@ def test_the_null_journal_waits_for_nothing() -> None:
 def test_a_skipped_record_is_warned_of(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of each turn, because a restart would show it."""
     names = [world.create() for _ in range(2)]
-    monkeypatch.setattr(journal(world), "lacks", lambda session_id: session_id == names[0])
+    monkeypatch.setattr(journal(world), "is_incomplete", lambda session_id: session_id == names[0])
     warnings = []
     for name in names:
         world.turn(name, "Hi", "Hello")

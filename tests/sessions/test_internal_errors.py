@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from inferencecenter.config.limits import NO_LIMITS
 from inferencecenter.protocol import events
 from inferencecenter.sessions import turn_runner
-from inferencecenter.sessions.client import UnlimitedAllowance
+from inferencecenter.sessions.client import UnlimitedQuota
 from inferencecenter.sessions.event_log import EventLog, Subscription
 from inferencecenter.sessions.history import TurnLog
 from inferencecenter.sessions.journal import StoredSession, TurnEnded
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class Running(UnlimitedAllowance):
+class Running(UnlimitedQuota):
     """Counts the running turns."""
 
     limits = NO_LIMITS
@@ -68,7 +68,7 @@ def broken_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after
         (Turn, "extend"),
         (Turn, "finished_outcome"),
         (TurnLog, "record_end"),
-        (UnlimitedAllowance, "use"),
+        (UnlimitedQuota, "use"),
         (turn_runner, "end_trace"),
         (turn_runner, "after_turn"),
     ],
@@ -77,8 +77,8 @@ def test_an_internal_error_ends_only_its_turn(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool
 ) -> None:
     """The client receives one end, the session is idle, and the next turn runs."""
-    allowance = Running()
-    world = World(allowance_of=lambda _client, _token: allowance)
+    quota = Running()
+    world = World(quota_of=lambda _client, _token: quota)
     session_id = world.create()
     raised = broken_once(monkeypatch, owner, name, after=after)
     with capture_logs() as logs:
@@ -88,7 +88,7 @@ def test_an_internal_error_ends_only_its_turn(
             world.engine.answer("Hello")
     assert raised
     assert "turn_broken" in [line["event"] for line in logs]
-    assert (world.get(session_id).state, allowance.running) == ("idle", 0)
+    assert (world.get(session_id).state, quota.running) == ("idle", 0)
     told = [event for event in world.sink.events if isinstance(event, events.End | events.Error)]
     assert [event.turn_id for event in told if isinstance(event, events.Error)] in ([turn_id], [])
     assert isinstance(told[-1], events.Error)

@@ -270,14 +270,14 @@ def test_a_delayed_load_is_published(world: World) -> None:
     waiting(world)
     n_events = len(world.sink.events)
     (turn,) = world.engine.turns.values()
-    turn.delayed(12.5)
+    turn.on_delay(12.5)
     (queued,) = world.sink.events[n_events:]
     assert isinstance(queued, events.Queued)
     assert (queued.turn_id, queued.eta_ms, queued.id) == (turn.turn_id, 12_500, None)
     world.engine.ready()
     world.engine.start()
     n_events = len(world.sink.events)
-    turn.delayed(12.5)
+    turn.on_delay(12.5)
     assert world.sink.events[n_events:] == []
 
 
@@ -390,7 +390,7 @@ def test_an_ended_turn_is_not_recalled(world: World, toy: FakeEngine, large: Fak
     turn = toy.turns[toy.last.turn_id]
     toy.answer("Hello")
     world.engines.default = "large"
-    turn.recalled()
+    turn.resubmit()
     assert (world.sink.last.op, large.submitted) == ("end", [])
 
 

@@ -26,7 +26,7 @@ class Recallable(Oracle):
             if not turn.n_tokens:
                 self.waiting.pop(turn_id, None)
                 self.running.pop(turn_id, None)
-                turn.recalled()
+                turn.resubmit()
 
 
 class Conversation:

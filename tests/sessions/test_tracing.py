@@ -39,15 +39,15 @@ class RecordingTrace:
     events: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     ends: list[str | None] = field(default_factory=list)
 
-    def describe(self, figures: SpanAttributes) -> None:
+    def set_attributes(self, figures: SpanAttributes) -> None:
         """Record the attributes."""
         self.figures |= figures
 
-    def spent(self, stages: Iterable[TraceStage]) -> None:
+    def add_stages(self, stages: Iterable[TraceStage]) -> None:
         """Record the stages."""
         self.stages += stages
 
-    def note(self, event: str, figures: SpanAttributes) -> None:
+    def add_event(self, event: str, figures: SpanAttributes) -> None:
         """Record the event."""
         self.events.append((event, dict(figures)))
 
@@ -230,9 +230,9 @@ def test_without_a_tracer_nothing_is_traced(world: World) -> None:
     assert not world.engine.last.traced
     untraced = NullTracer()
     assert untraced.begin(PARENT) is untraced
-    untraced.describe({})
-    untraced.spent((QUEUE,))
-    untraced.note("lost", {})
+    untraced.set_attributes({})
+    untraced.add_stages((QUEUE,))
+    untraced.add_event("lost", {})
     untraced.end({}, error=None)
     assert vars(untraced) == {}
 

@@ -104,17 +104,17 @@ class Heard:
         if isinstance(event, Terminal):
             self.ended.set()
 
-    def delayed(self, seconds: float) -> None:
+    def on_delay(self, seconds: float) -> None:
         """Keep how long."""
         self.delays_s.append(seconds)
         self.was_delayed.set()
 
-    def interrupted(self) -> None:
+    def on_engine_lost(self) -> None:
         """Count it, and wait for the next word."""
         self.interruptions += 1
         self.spoke.clear()
 
-    def recalled(self) -> None:
+    def resubmit(self) -> None:
         """Count it; who recalls a turn says what becomes of it."""
         self.recalls += 1
 

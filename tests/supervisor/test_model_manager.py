@@ -57,9 +57,9 @@ class Turn(Heard):
 
     models: ModelManager | None = None
 
-    def recalled(self) -> None:
+    def resubmit(self) -> None:
         """Submit it to the model of now."""
-        super().recalled()
+        super().resubmit()
         assert self.models is not None
         self.models.engine(self.models.default).submit(self)
 

@@ -273,8 +273,8 @@ def test_turns_of_an_engine_that_is_gone_are_told_one_in_a_turn_of_the_loop(*, g
             super().on_engine_event(event)
             told.append(self.turn_id)
 
-        def interrupted(self) -> None:
-            super().interrupted()
+        def on_engine_lost(self) -> None:
+            super().on_engine_lost()
             told.append(self.turn_id)
 
     table = make_turns(soon)
@@ -628,7 +628,7 @@ def test_a_turn_that_fails_to_take_note_harms_nobody() -> None:
     """Neither of an interruption nor of its end."""
 
     class Broken(Heard):
-        def interrupted(self) -> None:
+        def on_engine_lost(self) -> None:
             raise RuntimeError
 
         def on_engine_event(self, event: TurnEvent) -> None:

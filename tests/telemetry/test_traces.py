@@ -92,8 +92,8 @@ def test_a_turn_is_one_tree_over_both_processes() -> None:
     """The engine's stages hang under the turn, from when to when the engine says, and are another service's."""
     world = bench()
     trace = world.traces.begin(None)
-    trace.describe({"gen_ai.request.model": "demo"})
-    trace.spent((Spent("queue", 100.5, 101.0), Spent("prefill", 101.0, 102.25, 40)))
+    trace.set_attributes({"gen_ai.request.model": "demo"})
+    trace.add_stages((Spent("queue", 100.5, 101.0), Spent("prefill", 101.0, 102.25, 40)))
     world.clock.second = 105.0
     trace.end({"gen_ai.usage.output_tokens": 7}, error=None)
     spans = world.spans
@@ -125,7 +125,7 @@ def test_a_client_may_have_the_turn_in_its_trace() -> None:
     """Its span is the turn's parent, whatever our share of turns is."""
     world = bench(ratio=0.0)
     trace = world.traces.begin(SAMPLED)
-    trace.spent((Spent("queue", 100.0, 101.0),))
+    trace.add_stages((Spent("queue", 100.0, 101.0),))
     trace.end({}, error=None)
     turn = world.spans["turn"]
     assert turn.parent is not None
@@ -139,9 +139,9 @@ def test_what_is_not_sampled_is_not_wanted(ratio: float, parent: str | None) -> 
     world = bench(ratio)
     trace = world.traces.begin(parent)
     assert not trace.wanted
-    trace.describe({"a": 1})
-    trace.spent(())
-    trace.note("lost", {})
+    trace.set_attributes({"a": 1})
+    trace.add_stages(())
+    trace.add_event("lost", {})
     trace.end({}, error="internal")
     assert world.kept.get_finished_spans() == ()
 
@@ -166,7 +166,7 @@ def test_what_happens_on_the_way_is_an_event() -> None:
     world = bench()
     trace = world.traces.begin(None)
     world.clock.second = 102.0
-    trace.note("engine_lost", {"inferencecenter.tokens": 3})
+    trace.add_event("engine_lost", {"inferencecenter.tokens": 3})
     trace.end({}, error=None)
     (event,) = world.spans["turn"].events
     assert (event.name, event.timestamp) == ("engine_lost", EPOCH_NS + 102 * 10**9)
@@ -179,7 +179,7 @@ def test_a_wall_clock_that_jumps_tears_no_trace() -> None:
     trace = world.traces.begin(None)
     world.clock.jump_ns = -3600 * 10**9
     world.clock.second = 103.0
-    trace.spent((Spent("decode", 101.0, 102.0),))
+    trace.add_stages((Spent("decode", 101.0, 102.0),))
     trace.end({}, error=None)
     turn, decode = world.spans["turn"], world.spans["decode"]
     times = [turn.start_time, decode.start_time, decode.end_time, turn.end_time]
@@ -302,7 +302,7 @@ def test_a_collector_gets_the_tree(path: str) -> None:
         assert made is not None
         trace = made.begin(SAMPLED)
         now = time.monotonic()
-        trace.spent((Spent("decode", now, now + 0.5, 3),))
+        trace.add_stages((Spent("decode", now, now + 0.5, 3),))
         trace.end({"gen_ai.response.finish_reasons": ("stop",)}, error=None)
         made.close()
         spans = {span.name: span for span in collector.wait(lambda spans: len(spans) == 2)}

@@ -71,14 +71,14 @@ def _days(read: UsageReader, whose: str, since: str) -> tuple[UsageDay, ...]:
 
 def _left(connection: Connection) -> UsageLeft:
     context, client = connection.context, connection.client
-    allowance = context.allowances.of(client.client_id, client.token_id)
+    quota = context.quotas.of(client.client_id, client.token_id)
     return UsageLeft(
-        tokens_today=allowance.used_today,
-        day_ends_in_ms=max(0, allowance.day_ends_ms - round(context.clock() * 1000)),
-        turns=allowance.running,
-        requests_left=allowance.requests_left,
-        minute_tokens_left=allowance.minute_tokens_left,
-        day_tokens_left=allowance.day_tokens_left,
+        tokens_today=quota.used_today,
+        day_ends_in_ms=max(0, quota.day_ends_ms - round(context.clock() * 1000)),
+        turns=quota.running,
+        requests_left=quota.requests_left,
+        minute_tokens_left=quota.minute_tokens_left,
+        day_tokens_left=quota.day_tokens_left,
     )
 
 
@@ -99,7 +99,7 @@ def _described(context: ServerContext, client_id: str, sockets: Sequence[ClientS
         addresses=len({each.address for each in sockets}),
         sessions=sessions,
         busy=busy,
-        tokens_today=context.allowances.used_today(client_id),
+        tokens_today=context.quotas.used_today(client_id),
     )
 
 

@@ -125,7 +125,7 @@ class Connection:
     @property
     def limits(self) -> AccessLimits:
         """Limits of the client's token; only once authenticated."""
-        return self.context.allowances.of(self.client.client_id, self.client.token_id).limits
+        return self.context.quotas.of(self.client.client_id, self.client.token_id).limits
 
     def enable_v1(self) -> None:
         """Send this socket all ops and fields from now on."""
@@ -171,7 +171,7 @@ class Connection:
         self._move(ConnectionEvent.AUTHENTICATE)
         self._account = account
         self._client = client_of(account)
-        self.context.allowances.admit(account)
+        self.context.quotas.admit(account)
         self._disarm()
         if account.expires_at is not None:
             self._arm(account.expires_at - self.context.clock(), EXPIRED)

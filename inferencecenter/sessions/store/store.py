@@ -61,7 +61,7 @@ class SessionStore:
         self._is_scheduled = False
         self._is_writing = False
         self._incomplete: set[str] = set()
-        self.n_set_aside = 0
+        self.n_skipped = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._fault_listener: tuple[asyncio.AbstractEventLoop, Callable[[StorageFault | None], None]] | None = None
         self._writer: StoreWriter | None = None
@@ -142,7 +142,7 @@ class SessionStore:
         """Number of queued records and callbacks that belong to no client."""
         return self.n_pending_of("")
 
-    def lacks(self, session_id: str) -> bool:
+    def is_incomplete(self, session_id: str) -> bool:
         """Return whether a record of this session was left out."""
         return session_id in self._incomplete
 
@@ -215,8 +215,8 @@ class SessionStore:
                 loop.call_soon_threadsafe(lambda: listener(self.fault))
 
     def _run_callbacks(self, batch: WriteBatch) -> None:
-        self.n_set_aside += len(batch.set_aside)
-        self._incomplete.update(name for name in batch.set_aside if name is not None)
+        self.n_skipped += len(batch.skipped)
+        self._incomplete.update(name for name in batch.skipped if name is not None)
         # While closing, nothing is held: pending deletions finish before the file is closed.
         self._queue.requeue_callbacks(batch, batch.unswept if self._writer is not None else ())
         for _, callback in batch.callbacks:
@@ -246,11 +246,11 @@ class _ClientJournal:
         return self._store.n_pending_of(self._client_id)
 
     @property
-    def n_set_aside(self) -> int:
-        return self._store.n_set_aside
+    def n_skipped(self) -> int:
+        return self._store.n_skipped
 
-    def lacks(self, session_id: str) -> bool:
-        return self._store.lacks(session_id)
+    def is_incomplete(self, session_id: str) -> bool:
+        return self._store.is_incomplete(session_id)
 
     def of_client(self, client_id: str) -> Journal:
         return self._store.of_client(client_id)

@@ -109,7 +109,7 @@ ReleaseCallback: TypeAlias = Callable[[], None]
 class WriteBatch:
     """Entries that are written in one transaction, and the callbacks that follow, with their clients.
 
-    ``n_batches`` counts the batches merged into this one. ``set_aside`` are the sessions of records that were left
+    ``n_batches`` counts the batches merged into this one. ``skipped`` are the sessions of records that were left
     out, ``None`` for a record without one. ``counts`` are the entries completed and the callbacks, by client.
     ``is_written`` is set once the batch is committed to the opened file, wherever that is. ``unswept`` are the clients
     with detached rows that are still to be deleted.
@@ -121,7 +121,7 @@ class WriteBatch:
     n_batches: int = 1
     is_written: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-    set_aside: list[str | None] = field(default_factory=list)
+    skipped: list[str | None] = field(default_factory=list)
     unswept: frozenset[str] = frozenset()
 
     def add(self, other: WriteBatch) -> None:
@@ -286,7 +286,7 @@ class StoreWriter:
             except UnwritableError as refused:
                 session_id = session_of(refused.entry)
                 _log.error("record_unwritable", record=str(refused), session=session_id, exc_info=refused.__cause__)
-                batch.set_aside.append(session_id)
+                batch.skipped.append(session_id)
                 batch.entries = [entry for entry in batch.entries if entry is not refused.entry]
         batch.unswept = self._recorder.unswept
 

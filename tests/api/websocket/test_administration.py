@@ -61,7 +61,7 @@ async def test_ops_need_their_scopes(server: Running, op: str, scope: str) -> No
 
 async def test_clients_are_listed(server: Running) -> None:
     """Those with sockets: how many, from where, their sessions, those that answer, and what they used today."""
-    server.context.allowances.of("ada", server.token_id).use(70)
+    server.context.quotas.of("ada", server.token_id).use(70)
     async with (
         connect(server, "root", "user", "admin") as admin,
         server.v1() as one,
@@ -157,7 +157,7 @@ async def test_a_client_is_told_what_it_used(serve: Callable[..., AbstractAsyncC
     async with serve(read_usage=read) as server:
         server.accounts.limit_token(server.token_id, AccessLimits(tokens_per_day=100, requests_per_minute=3))
         server.context.tokens_changed()
-        server.context.allowances.of("ada", server.token_id).use(30)
+        server.context.quotas.of("ada", server.token_id).use(30)
         async with server.v1() as socket:
             await hear(socket)
             report = await ask(socket, op="usage", id="u", days=3)

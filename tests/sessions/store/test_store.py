@@ -239,7 +239,7 @@ async def test_a_record_that_cannot_be_written_takes_no_other_with_it(path: Path
         assert [(line["event"], line["record"], line["session"]) for line in logs] == [
             ("record_unwritable", "TokensAppended", "s_unknown")
         ]
-        assert (store.n_set_aside, store.lacks("s_unknown"), store.lacks("s_1")) == (1, True, False)
+        assert (store.n_skipped, store.is_incomplete("s_unknown"), store.is_incomplete("s_1")) == (1, True, False)
         assert store.fault is None
     pending_turn = (await kept_in(path))["s_1"].pending_turn
     assert pending_turn is not None

@@ -25,7 +25,7 @@ PHONE = Principal("ada", 4, "normal", frozenset({"user"}), token_id="aabb")
 
 @dataclass
 class Counter:
-    """An allowance that counts usage and has the limits of a test."""
+    """A quota that counts usage and has the limits of a test."""
 
     limits: AccessLimits = NO_LIMITS
     left: int = 10**9
@@ -59,9 +59,9 @@ class Counter:
 
 
 def counted(**config: Any) -> tuple[World, Counter]:
-    """Sessions of a client with an allowance for its phone; other tokens are unlimited."""
+    """Sessions of a client with a quota for its phone; other tokens are unlimited."""
     counter, other = Counter(**config), Counter()
-    world = World(client=PHONE, allowance_of=lambda _client, token: counter if token == "aabb" else other)
+    world = World(client=PHONE, quota_of=lambda _client, token: counter if token == "aabb" else other)
     return world, counter
 
 
