@@ -562,7 +562,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
 ) -> ManagedModel:
     engine = spec.engine
     planner = Planner(engine=engine, gpu=settings.gpu, calibration=calibration)
-    options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec), settings.kv)
+    options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec))
     if plan_now:
         options = planner.first(options)
     meter = StepMeter(metrics, model=spec.name)

@@ -12,6 +12,7 @@ from inferencecenter.config.params import parse_config_params
 from inferencecenter.config.settings import bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
+from inferencecenter.ipc.engine_options import KvCachePaths
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.models.registry import DEMO, ModelSpec, not_registered, read_registry
 from inferencecenter.protocol import requests
@@ -19,7 +20,7 @@ from inferencecenter.protocol.events import ContextShifted, End, Error, Progress
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
-from inferencecenter.supervisor.engine_options import KvCachePaths, engine_options, restart_policy
+from inferencecenter.supervisor.engine_options import engine_options, restart_policy
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.protocol.base import Event
 
-_NOWHERE: Final = KvCachePaths(ram_dir=Path(), ram_bytes=0, disk_dir=Path(), disk_bytes=0)
 _STOP_S: Final = 1.0
 _CLIENT: Final = Principal("shell", max_sessions=1, priority="interactive", scopes=frozenset({"user"}))
 _SETTLED: Final = (EngineState.READY, EngineState.FAILED)
@@ -241,7 +241,7 @@ def _supervisor(spec: ModelSpec, settings: Settings) -> Supervisor:
     alone = replace(spec, engine=engine)
     planner = Planner(engine=engine, gpu=settings.gpu, calibration=VramCalibration(settings.state_dir / PLAN_FILE))
     return Supervisor(
-        planner.first(engine_options(alone, _NOWHERE, settings.kv)),
+        planner.first(engine_options(alone, KvCachePaths())),
         policy=restart_policy(engine),
         max_queue=engine.max_queue,
         load_timeout_s=engine.load_timeout_s,

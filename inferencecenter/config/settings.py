@@ -17,9 +17,12 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from inferencecenter.config.limits import AccessLimits, Network
 from inferencecenter.config.sections import (
     AuthSettings,
+    EngineSettings,
     ExpandedPath,
     ExternalAuthSettings,
+    KvType,
     LogSettings,
+    LoraSettings,
     Section,
     TelemetrySettings,
 )
@@ -64,7 +67,6 @@ def bundled_model() -> Path:
 
 Origin = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9+.-]*://[^/]+$")]
 ModelName = Annotated[str, StringConstraints(pattern=MODEL_NAME)]
-KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
 class ServerSettings(Section):
@@ -245,164 +247,6 @@ class SessionSettings(Section):
     )
 
 
-class EngineSettings(Section):
-    """Engine processes, one for each loaded model; these settings apply to each of them."""
-
-    backend: Literal["llama", "echo"] = Field(
-        "llama", description="`llama` decodes with llama.cpp; `echo` repeats the prompt and needs no model."
-    )
-    slots: int = Field(
-        0,
-        ge=0,
-        le=256,
-        description="Sequences decoded in parallel, each with its own context; 0 is 8, or as many as fit into memory.",
-    )
-    n_ctx: int = Field(
-        0, ge=0, le=2**24, description="Tokens of context per slot; 0 is 4096, or what the model and memory allow."
-    )
-    n_gpu_layers: int = Field(
-        -1,
-        ge=-1,
-        le=10_000,
-        description="Layers on GPUs, counted from the last, the output matrix counting as one; -1 is as many as fit.",
-    )
-    n_threads: int = Field(
-        0,
-        ge=0,
-        le=1024,
-        description="Threads for decode; 0 is one per physical core, and a few if the whole model is on a GPU.",
-    )
-    n_threads_batch: int = Field(0, ge=0, le=1024, description="Threads for prefill; 0 is the same as for decode.")
-    n_batch: int = Field(
-        0, ge=0, le=2**20, description="Maximum number of tokens per decode call; 0 is 2048, or what fits."
-    )
-    n_ubatch: int = Field(
-        0,
-        ge=0,
-        le=2**20,
-        description="Maximum number of tokens computed at once within a decode call; 0 is 512, or what fits.",
-    )
-    kv_type_k: KvType | Literal["auto"] = Field(
-        "auto", description="Data type of the K cache; `auto` is f16, or a smaller type with `gpu.quantized_kv`."
-    )
-    kv_type_v: KvType | Literal["auto"] = Field(
-        "auto", description="Data type of the V cache, chosen likewise; a quantized type requires flash attention."
-    )
-    flash_attention: Literal["auto", "on", "off"] = Field(
-        "auto", description="Flash attention; `auto` is off if no layer is on a GPU and KV is not quantized."
-    )
-    use_mmap: bool = Field(True, description="Whether the model file is memory-mapped instead of read.")
-    use_mlock: bool = Field(False, description="Whether the model's memory is locked to prevent swapping.")
-    prefill_grid_tokens: int = Field(
-        64,
-        ge=1,
-        le=8192,
-        description="Prompts are split into chunks at multiples of this many tokens, regardless of the load.",
-    )
-    target_step_ms: int = Field(
-        150, ge=1, le=60_000, description="Target duration in milliseconds of a step that includes prefill."
-    )
-    worker_threads: int = Field(
-        0, ge=0, le=256, description="Threads for tokenization and sampling; 0 depends on the number of cores."
-    )
-    quantum_tokens: int = Field(
-        0,
-        ge=0,
-        le=1_000_000,
-        description="Tokens that a turn may generate before a waiting turn gets its slot; 0 depends on the cost "
-        "of swapping.",
-    )
-    ageing_s: float = Field(
-        30.0,
-        gt=0,
-        le=86_400,
-        description="Seconds of waiting after which a turn is treated as one of the next higher priority class.",
-    )
-    speculative: Literal["off", "lookup"] = Field(
-        "off",
-        description="`lookup` drafts tokens by prompt lookup, from earlier occurrences in the text: the same "
-        "output in fewer steps.",
-    )
-    draft_tokens: int = Field(8, ge=1, le=64, description="Maximum number of tokens drafted per turn and step.")
-    max_queue: int = Field(1000, ge=1, le=1_000_000, description="Maximum number of turns waiting for a slot.")
-    queue_timeout_s: float | None = Field(
-        None,
-        gt=0,
-        le=86_400,
-        description="Seconds of waiting for a slot after which a turn fails; if not set, turns wait without limit.",
-    )
-    queue_warning: int = Field(
-        100, ge=0, le=1_000_000, description="Number of waiting turns at which a warning is logged; 0 logs none."
-    )
-    load_timeout_s: float = Field(1800.0, gt=0, le=86_400, description="Seconds within which a model must be loaded.")
-    restart_backoff_min_s: float = Field(
-        0.5, gt=0, le=3600, description="Seconds before the first restart of a crashed engine."
-    )
-    restart_backoff_max_s: float = Field(30.0, gt=0, le=3600, description="Maximum number of seconds between restarts.")
-    hang_timeout_s: float = Field(
-        60.0, gt=0, le=3600, description="Seconds without progress after which a busy engine counts as hung."
-    )
-    sleep_after_s: float = Field(
-        1800.0,
-        ge=-1,
-        le=2_592_000,
-        description="Idle seconds after which the engine process ends, which frees its memory and the GPU, until "
-        "the next turn; -1 is never.",
-    )
-    max_resident: int = Field(
-        0, ge=0, le=64, description="Maximum number of models loaded at the same time; 0 is as many as fit into memory."
-    )
-    min_residency_s: float = Field(
-        30.0,
-        ge=0,
-        le=86_400,
-        description="Seconds for which a loaded model cannot be evicted for other clients' models; a load by an "
-        "operator does not wait.",
-    )
-    swap_patience_s: float = Field(
-        30.0,
-        ge=0,
-        le=86_400,
-        description="Seconds that the turns of a model have to finish when another model needs its memory; "
-        "unfinished turns resume when it is loaded again.",
-    )
-    max_restarts: int = Field(
-        5,
-        ge=0,
-        le=1000,
-        description="Restarts within `engine.restart_window_s` after which the engine is marked as failed.",
-    )
-    restart_window_s: float = Field(
-        600.0, gt=0, le=86_400, description="Window in seconds in which restarts are counted."
-    )
-    max_client_crashes: int = Field(
-        6,
-        ge=0,
-        le=1000,
-        description="Engine crashes that the turns of one client may cause within `engine.client_crash_window_s` "
-        "before its new turns are refused with `rate_limited`; 0 refuses none.",
-    )
-    client_crash_window_s: float = Field(
-        3600.0, gt=0, le=2_592_000, description="Seconds for which such a crash counts."
-    )
-    exit_when_failed: bool = Field(
-        False, description="Whether the daemon exits with status 1 when the engine is marked as failed."
-    )
-    echo_delay_ms: int = Field(
-        0, ge=0, le=60_000, description="Milliseconds that each decode of the echo backend takes."
-    )
-
-    @model_validator(mode="after")
-    def _ordered(self) -> EngineSettings:
-        if 0 < self.n_batch < self.n_ubatch:
-            raise ValueError(f"n_ubatch ({self.n_ubatch}) must not exceed n_batch ({self.n_batch})")
-        if self.restart_backoff_min_s > self.restart_backoff_max_s:
-            raise ValueError("restart_backoff_min_s must not exceed restart_backoff_max_s")
-        if -1 < self.sleep_after_s <= 0:
-            raise ValueError("sleep_after_s must be above 0, or -1 for never")
-        return self
-
-
 class GpuSettings(Section):
     """Placement of a model on GPUs and host; `inferencecenter doctor --plan MODEL` explains it."""
 
@@ -521,13 +365,6 @@ class MemorySettings(Section):
         description="Percent below the ceiling down to which KV is evicted, and at which turns start again at "
         "once; anywhere below the ceiling they start again after half a minute.",
     )
-
-
-class LoraSettings(Section):
-    """A LoRA adapter on top of a model."""
-
-    path: ExpandedPath = Field(description="GGUF file of the adapter.")
-    scale: float = Field(1.0, ge=-100, le=100, description="Weight of the adapter; 0 disables it.")
 
 
 class ModelSettings(Section):

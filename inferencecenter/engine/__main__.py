@@ -17,22 +17,21 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
+
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.engine.echo import EchoBackend
 from inferencecenter.engine.inbox import FrontDisconnected, Inbox, KvFetched, ReceivedCommand
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.kv_cache.store import KvStore, TierOptions
 from inferencecenter.engine.loop import EngineLoop
+from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel, FramingError
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, LogLine, Ready
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from concurrent.futures import Executor
-
     from inferencecenter.engine.backend import Backend
-    from inferencecenter.ipc.messages import EngineOptions
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 1.0
@@ -52,10 +51,13 @@ def main() -> int:
     configure = pipe.read()
     if not isinstance(configure, Configure):
         return os.EX_PROTOCOL
-    if os.getppid() != configure.options.parent_pid:  # the parent died before prctl took effect
-        return os.EX_UNAVAILABLE
     try:
-        return _serve(pipe, configure.options)
+        options = EngineOptions.model_validate_json(configure.options_json)
+        if os.getppid() != options.parent_pid:  # the parent died before prctl took effect
+            return os.EX_UNAVAILABLE
+        return _serve(pipe, options)
+    except ValidationError as error:
+        return _refuse(pipe, ErrorCode.INVALID_CONFIG, str(error))
     except ConnectionError:
         return os.EX_OK
 
@@ -66,25 +68,26 @@ def _serve(pipe: BlockingChannel, options: EngineOptions) -> int:
     # Without a page from the front, progress is counted in a private one.
     heartbeat = Heartbeat.create() if options.pulse_fd < 0 else Heartbeat.attach(options.pulse_fd)
     try:
-        adopt = adoption(options)
         backend = _load(pipe, options, heartbeat)
     except InferenceCenterError as error:
-        pipe.send(LoadFailed(error.code.value, error.message, error.hint or ""))
-        return error.spec.exit_code
+        return _refuse(pipe, error.code, error.message, hint=error.hint or "")
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 - a border: what is in a model file must not look like a crash
         traceback.print_exc()
-        code = ErrorCode.INVALID_MODEL_FILE
-        pipe.send(LoadFailed(code.value, f"{options.model_path or options.backend} cannot be loaded: {error!r}", ""))
-        return ERRORS[code].exit_code
+        message = f"{options.model_path or options.backend} cannot be loaded: {error!r}"
+        return _refuse(pipe, ErrorCode.INVALID_MODEL_FILE, message)
     with ExitStack() as held:
         held.callback(backend.close)
         disk_worker = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="kv"))
-        kv = open_kv(
-            backend,
-            options,
-            adopt=adopt,
+        kv = KvStore(
+            fingerprint=backend.fingerprint,
+            bytes_per_token=backend.kv_bytes_per_token,
+            ram=TierOptions(options.kv.ram_dir, options.kv.ram_bytes),
+            disk=TierOptions(options.kv.disk_dir, options.kv.disk_bytes),
+            client_share=options.kv.client_share,
+            adopt=RecoveryMode(options.kv_adopt),
+            can_truncate=backend.can_truncate,
             worker=disk_worker,
             on_fetched=lambda: inbox.put(KvFetched()),
             on_log=lambda level, text: pipe.send(LogLine(level, text, "engine")),
@@ -98,71 +101,29 @@ def _serve(pipe: BlockingChannel, options: EngineOptions) -> int:
     return os.EX_OK
 
 
-def adoption(options: EngineOptions) -> RecoveryMode:
-    """Return which parked KV of an earlier engine is recovered.
-
-    Raises:
-        InferenceCenterError: ``invalid_config`` for an unknown mode.
-    """
-    try:
-        return RecoveryMode(options.kv_adopt)
-    except ValueError:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_CONFIG,
-            f"kv_adopt is {options.kv_adopt!r}.",
-            hint=f"Choose {', '.join(RecoveryMode)}.",
-            field="kv_adopt",
-        ) from None
-
-
-def open_kv(  # noqa: PLR0913 - a store and what it is told, all by name
-    backend: Backend,
-    options: EngineOptions,
-    *,
-    adopt: RecoveryMode,
-    worker: Executor,
-    on_fetched: Callable[[], None],
-    on_log: Callable[[str, str], None],
-) -> KvStore:
-    """Return the store of parked KV for these options.
-
-    ``worker`` has one thread, on which ``on_fetched`` is called; ``on_log`` takes a level and a line.
-    """
-    return KvStore(
-        fingerprint=backend.fingerprint,
-        bytes_per_token=backend.kv_bytes_per_token,
-        ram=TierOptions(Path(options.kv_ram_dir), options.kv_ram_bytes),
-        disk=TierOptions(Path(options.kv_disk_dir), options.kv_disk_bytes),
-        client_share=options.kv_client_share,
-        adopt=adopt,
-        can_truncate=backend.can_truncate,
-        worker=worker,
-        on_fetched=on_fetched,
-        on_log=on_log,
-    )
+def _refuse(pipe: BlockingChannel, code: ErrorCode, message: str, *, hint: str = "") -> int:
+    """Send why the model cannot be loaded, and return the exit status."""
+    pipe.send(LoadFailed(code.value, message, hint))
+    return ERRORS[code].exit_code
 
 
 def _load(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -> Backend:
     pipe.send(Loading(0.0))
     if options.backend == "echo":
         return EchoBackend(options)
-    if options.backend == "llama":
-        # llama.cpp's crash handler would attach a debugger to the process, which takes longer than a restart.
-        os.environ["GGML_NO_BACKTRACE"] = "1"
-        from inferencecenter.engine.llama.backend import LlamaBackend  # noqa: PLC0415 - loads llama.cpp
-        from inferencecenter.engine.llama.devices import offloads  # noqa: PLC0415
+    # llama.cpp's crash handler would attach a debugger to the process, which takes longer than a restart.
+    os.environ["GGML_NO_BACKTRACE"] = "1"
+    from inferencecenter.engine.llama.backend import LlamaBackend  # noqa: PLC0415 - loads llama.cpp
+    from inferencecenter.engine.llama.devices import offloads  # noqa: PLC0415
 
-        def progressed(fraction: float) -> None:
-            heartbeat.tick()
-            pipe.send(Loading(fraction, offloads()))
+    def progressed(fraction: float) -> None:
+        heartbeat.tick()
+        pipe.send(Loading(fraction, offloads()))
 
-        return LlamaBackend.load(
-            options,
-            on_progress=progressed,
-            on_log=lambda level, text: pipe.send(LogLine(level, text, "llama.cpp")),
-        )
-    raise InferenceCenterError(
-        ErrorCode.INVALID_CONFIG, f"There is no backend {options.backend!r}.", hint="Choose llama or echo."
+    return LlamaBackend.load(
+        options,
+        on_progress=progressed,
+        on_log=lambda level, text: pipe.send(LogLine(level, text, "llama.cpp")),
     )
 
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.backend import Chunk
     from inferencecenter.engine.sampling.constraint import Constraint
-    from inferencecenter.ipc.messages import EngineOptions, PromptSegment
+    from inferencecenter.ipc.engine_options import EngineOptions
+    from inferencecenter.ipc.messages import PromptSegment
     from inferencecenter.protocol.params import Params
 
 MESSAGE_START = 256

@@ -36,7 +36,6 @@ from inferencecenter.engine.scheduler.plan import CopySlot, RestoreSlot
 from inferencecenter.engine.scheduler.policy import SchedulerLimits
 from inferencecenter.engine.scheduler.prefix_sharing import is_prefix_key
 from inferencecenter.engine.scheduler.scheduler import Scheduler
-from inferencecenter.engine.speculation import draft_tokens
 from inferencecenter.engine.tokenization import TokenizationStage, TokenizerService
 from inferencecenter.ipc.messages import (
     AbortTurn,
@@ -67,8 +66,9 @@ if TYPE_CHECKING:
     from inferencecenter.engine.scheduler.placement import CheckpointPlanner
     from inferencecenter.engine.scheduler.plan import ParkSlot, StepOutcome, StepPlan
     from inferencecenter.engine.tokenization import PendingSubmission
+    from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.heartbeat import Heartbeat
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, TurnEvent
+    from inferencecenter.ipc.messages import FromEngine, TurnEvent
 
 QUIET_S: Final = 0.2
 """Quiet time before slots are checkpointed: a copy is worthless once a fast client sends its next turn."""
@@ -166,6 +166,19 @@ def _source(move: RestoreSlot | CopySlot | None) -> str:
             return "neighbour"
         case RestoreSlot(key=key):
             return "prefix" if is_prefix_key(key) else "parked"
+
+
+def draft_tokens(options: EngineOptions, backend: Backend, *, on_log: Callable[[str, str], None]) -> int:
+    """Return how many tokens a turn may draft per step; 0 if disabled or if the model cannot truncate."""
+    if options.speculative != "lookup":
+        return 0
+    if not backend.can_truncate:
+        on_log(
+            "warning",
+            "speculative decoding is disabled: this model's KV cache cannot be truncated after a rejected draft",
+        )
+        return 0
+    return options.draft_tokens
 
 
 _BLOCKED_S = 1.0

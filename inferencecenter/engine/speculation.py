@@ -15,11 +15,9 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
-    from inferencecenter.engine.backend import Backend
     from inferencecenter.engine.scheduler.request import EngineRequest
-    from inferencecenter.ipc.messages import EngineOptions
 
 
 ROW_COST: Final = 0.25
@@ -39,19 +37,6 @@ _OLD: Final = 0.8
 _PROBE: Final = 1.02 * ROW_COST
 _FIRST_PAUSE_TOKENS: Final = 16
 _LONGEST_PAUSE_TOKENS: Final = 128
-
-
-def draft_tokens(options: EngineOptions, backend: Backend, *, on_log: Callable[[str, str], None]) -> int:
-    """Return how many tokens a turn may draft per step; 0 if disabled or if the model cannot truncate."""
-    if options.speculative != "lookup":
-        return 0
-    if not backend.can_truncate:
-        on_log(
-            "warning",
-            "speculative decoding is disabled: this model's KV cache cannot be truncated after a rejected draft",
-        )
-        return 0
-    return options.draft_tokens
 
 
 def most_drafts(draft_tokens: int) -> int:

@@ -202,70 +202,10 @@ class Adapter(msgspec.Struct, frozen=True, array_like=True):
     scale: float = 1.0
 
 
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine process's configuration.
-
-    ``backend`` is ``llama`` or ``echo``. The engine exits when the process ``parent_pid`` does. ``lora`` are adapters
-    on top of the model. ``n_ctx`` is tokens per slot, 0 for the model's own; ``n_gpu_layers`` of -1 means all; a thread
-    count of 0 means one per physical core. ``prefill_grid_tokens`` is the distance of the positions at which prompts
-    are cut, ``target_step_ms`` the target duration of a step with prefill. ``echo_delay_ms`` is the echo backend's time
-    per decode. With ``speculative`` of ``lookup`` instead of ``off`` a turn drafts up to ``draft_tokens`` tokens per
-    step.
-
-    ``quantum_tokens`` is what a turn may generate before a waiting turn may preempt it, 0 to derive it from the cost of
-    parking; a waiting turn rises a class every ``ageing_s`` and fails after ``queue_timeout_s`` (0 for never). KV is
-    parked in the directories ``kv_ram_dir`` and ``kv_disk_dir``, up to the given bytes in each, of which one client may
-    use the fraction ``kv_client_share``; a directory with a budget of 0 is not used. ``kv_adopt`` selects the files of
-    an earlier engine to recover: ``all``, ``durable`` or ``none``; the others are deleted.
-
-    ``pulse_fd`` is an inherited descriptor of the heartbeat page (``ipc.heartbeat``), -1 for none.
-    """
-
-    backend: str
-    parent_pid: int
-    model_path: str = ""
-    model_name: str = ""
-    lora: tuple[Adapter, ...] = ()
-    slots: int = 8
-    n_ctx: int = 0
-    n_gpu_layers: int = -1
-    n_threads: int = 0
-    n_threads_batch: int = 0
-    n_batch: int = 2048
-    n_ubatch: int = 512
-    kv_type_k: str = "f16"
-    kv_type_v: str = "f16"
-    flash_attention: str = "auto"
-    use_mmap: bool = True
-    use_mlock: bool = False
-    prefill_grid_tokens: int = 64
-    target_step_ms: int = 150
-    worker_threads: int = 2
-    echo_delay_ms: int = 0
-    devices: tuple[str, ...] = ()
-    split_mode: str = "layer"
-    main_gpu: int = 0
-    tensor_split: tuple[float, ...] = ()
-    cpu_tensors: tuple[str, ...] = ()
-    gpu_optional: bool = False
-    speculative: str = "off"
-    draft_tokens: int = 8
-    quantum_tokens: int = 0
-    ageing_s: float = 30.0
-    queue_timeout_s: float = 0.0
-    kv_ram_dir: str = ""
-    kv_ram_bytes: int = 0
-    kv_disk_dir: str = ""
-    kv_disk_bytes: int = 0
-    kv_client_share: float = 0.5
-    kv_adopt: str = "none"
-    pulse_fd: int = -1
-
-
 class Configure(msgspec.Struct, frozen=True, tag=True):
-    """The first frame to a new engine process: what to load and how."""
+    """The first frame to a new engine process: its ``EngineOptions`` as JSON."""
 
-    options: EngineOptions
+    options_json: bytes
 
 
 ToEngine: TypeAlias = (

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import structlog
 from pydantic import ValidationError
 
-from inferencecenter.config.settings import MODEL_NAME, EngineSettings, bundled_model
+from inferencecenter.config.sections import EngineSettings
+from inferencecenter.config.settings import MODEL_NAME, bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware.gguf import SHARD, read_gguf, read_summary
 
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
     from pathlib import Path
 
-    from inferencecenter.config.settings import LoraSettings, ModelEntry, Settings
+    from inferencecenter.config.sections import LoraSettings
+    from inferencecenter.config.settings import ModelEntry, Settings
 
 DEMO: Final = "demo"
 """Name of the bundled model, unless a registered model has it."""

@@ -6,21 +6,21 @@ import contextlib
 import hashlib
 import os
 import shutil
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from inferencecenter.hardware.placement import MIB
 from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
-from inferencecenter.ipc.messages import Adapter, EngineOptions
+from inferencecenter.ipc.engine_options import EngineOptions, KvCachePaths
 from inferencecenter.supervisor.restart_policy import RestartPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from inferencecenter.config.settings import EngineSettings, KvSettings
+    from inferencecenter.config.sections import EngineSettings
+    from inferencecenter.config.settings import KvSettings
     from inferencecenter.models.registry import ModelSpec
 
 _NAME_CHARS: Final = 12
@@ -29,18 +29,8 @@ _log = structlog.get_logger(__name__)
 _MAX_WORKER_THREADS: Final = 8
 
 
-@dataclass(frozen=True, slots=True)
-class KvCachePaths:
-    """A directory in memory and one on disk, both exclusive to this daemon; one with a size of 0 is not used."""
-
-    ram_dir: Path
-    ram_bytes: int
-    disk_dir: Path
-    disk_bytes: int
-
-
 def kv_cache_paths(settings: KvSettings, state_dir: Path, spec: ModelSpec) -> KvCachePaths:
-    """Return the KV cache paths of a model for the daemon with this ``state_dir``.
+    """Return the KV cache paths of a model, which only the daemon with this ``state_dir`` uses.
 
     The size in memory is clipped to what the file system has free, with a log line: a tmpfs may be small (64 MiB in
     most containers), and a page that does not fit kills the process that writes it.
@@ -48,9 +38,13 @@ def kv_cache_paths(settings: KvSettings, state_dir: Path, spec: ModelSpec) -> Kv
     name = cache_key(spec)
     ram_dir = _own(settings.ram_dir, state_dir) / name
     disk_dir = _own(settings.disk_dir or state_dir / "kv", state_dir) / name
-    if not settings.parking:
-        return KvCachePaths(ram_dir, 0, disk_dir, 0)
-    return KvCachePaths(ram_dir, _clipped(ram_dir, settings.ram_mib * MIB), disk_dir, settings.disk_mib * MIB)
+    return KvCachePaths(
+        ram_dir=ram_dir,
+        ram_bytes=_clipped(ram_dir, settings.ram_mib * MIB) if settings.parking else 0,
+        disk_dir=disk_dir,
+        disk_bytes=settings.disk_mib * MIB if settings.parking else 0,
+        client_share=settings.client_share,
+    )
 
 
 def cache_key(spec: ModelSpec) -> str:
@@ -100,41 +94,19 @@ def _size_bytes(directory: Path) -> int:
     return 0
 
 
-def engine_options(spec: ModelSpec, places: KvCachePaths, kv: KvSettings) -> EngineOptions:
+def engine_options(spec: ModelSpec, kv: KvCachePaths) -> EngineOptions:
     """Return an engine's options from the settings, with defaults for what is unset in case no plan can be made."""
     engine = spec.engine
+    resolved = {
+        "slots": engine.slots or USUAL_SLOTS,
+        "n_batch": engine.n_batch or max(USUAL_N_BATCH, engine.n_ubatch),
+        "n_ubatch": engine.n_ubatch or min(USUAL_N_UBATCH, engine.n_batch or USUAL_N_UBATCH),
+        "kv_type_k": "f16" if engine.kv_type_k == "auto" else engine.kv_type_k,
+        "kv_type_v": "f16" if engine.kv_type_v == "auto" else engine.kv_type_v,
+        "worker_threads": engine.worker_threads or min(len(os.sched_getaffinity(0)), _MAX_WORKER_THREADS),
+    }
     return EngineOptions(
-        backend=engine.backend,
-        parent_pid=os.getpid(),
-        model_path=str(spec.path),
-        model_name=spec.name,
-        lora=tuple(Adapter(str(each.path), each.scale) for each in spec.lora),
-        slots=engine.slots or USUAL_SLOTS,
-        n_ctx=engine.n_ctx,
-        n_gpu_layers=engine.n_gpu_layers,
-        n_threads=engine.n_threads,
-        n_threads_batch=engine.n_threads_batch,
-        n_batch=engine.n_batch or max(USUAL_N_BATCH, engine.n_ubatch),
-        n_ubatch=engine.n_ubatch or min(USUAL_N_UBATCH, engine.n_batch or USUAL_N_UBATCH),
-        kv_type_k="f16" if engine.kv_type_k == "auto" else engine.kv_type_k,
-        kv_type_v="f16" if engine.kv_type_v == "auto" else engine.kv_type_v,
-        flash_attention=engine.flash_attention,
-        use_mmap=engine.use_mmap,
-        use_mlock=engine.use_mlock,
-        prefill_grid_tokens=engine.prefill_grid_tokens,
-        target_step_ms=engine.target_step_ms,
-        worker_threads=engine.worker_threads or min(len(os.sched_getaffinity(0)), _MAX_WORKER_THREADS),
-        echo_delay_ms=engine.echo_delay_ms,
-        quantum_tokens=engine.quantum_tokens,
-        ageing_s=engine.ageing_s,
-        speculative=engine.speculative,
-        draft_tokens=engine.draft_tokens,
-        queue_timeout_s=engine.queue_timeout_s or 0.0,
-        kv_ram_dir=str(places.ram_dir),
-        kv_ram_bytes=places.ram_bytes,
-        kv_disk_dir=str(places.disk_dir),
-        kv_disk_bytes=places.disk_bytes,
-        kv_client_share=kv.client_share,
+        **(dict(engine) | resolved), model_path=str(spec.path), model_name=spec.name, lora=spec.lora, kv=kv
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import structlog
 
 from inferencecenter.supervisor.restart_policy import fewer_layers, lacks_memory
@@ -12,7 +11,8 @@ from inferencecenter.supervisor.restart_policy import fewer_layers, lacks_memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inferencecenter.ipc.messages import EngineOptions, LoadFailed, Loading, ModelInfo
+    from inferencecenter.ipc.engine_options import EngineOptions
+    from inferencecenter.ipc.messages import LoadFailed, Loading, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
 
 _SHOWN_STEPS: Final = 10
@@ -96,4 +96,4 @@ def with_fewer_layers(options: EngineOptions, known: ModelInfo | None) -> Engine
     """Return the options to try after a GPU ran out of memory, and log the change."""
     layers = fewer_layers(options.n_gpu_layers, known.n_layers if known else None)
     _log.warning("engine_uses_fewer_layers", n_gpu_layers=layers, before=options.n_gpu_layers)
-    return msgspec.structs.replace(options, n_gpu_layers=layers)
+    return options.replace(n_gpu_layers=layers)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input, reason_of
@@ -27,11 +26,13 @@ from inferencecenter.protocol.values import EnginePlan, PlannedDevice, PlannedHo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from inferencecenter.config.settings import EngineSettings, GpuSettings
+    from inferencecenter.config.sections import EngineSettings
+    from inferencecenter.config.settings import GpuSettings
     from inferencecenter.hardware.model_shape import ModelShape
     from inferencecenter.hardware.placement import Device, Host, PlacementPlan
     from inferencecenter.hardware.vram_calibration import VramCalibration
-    from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo
+    from inferencecenter.ipc.engine_options import EngineOptions
+    from inferencecenter.ipc.messages import BufferUse, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
 
 _log = structlog.get_logger(__name__)
@@ -218,7 +219,7 @@ class Planner:
             try:
                 with foreign_input(partial(_unplannable, options)):
                     shape = describe(read_gguf(Path(options.model_path)))
-                    self._model = with_adapters(shape, lora_bytes(Path(each.path) for each in options.lora))
+                    self._model = with_adapters(shape, lora_bytes(each.path for each in options.lora))
             except InferenceCenterError as error:
                 # llama.cpp may read what this parser does not; if it cannot either, the engine reports it.
                 _log.warning("plan_impossible", reason=error.message)
@@ -240,8 +241,7 @@ class Planner:
             # Layers are requested, and the engine reports that there is no GPU for them.
             return _with_setup(options, made)
         self._given_layers = made.n_gpu_layers
-        return msgspec.structs.replace(
-            _with_setup(options, made),
+        return _with_setup(options, made).replace(
             n_gpu_layers=made.n_gpu_layers,
             # Without a GPU the engine counts its cores itself.
             n_threads=made.n_threads if made.devices else options.n_threads,
@@ -313,17 +313,8 @@ def _worth(made: PlacementPlan) -> tuple[int, int, int]:
 
 
 def _with_setup(options: EngineOptions, made: PlacementPlan) -> EngineOptions:
-    setup = made.setup
-    return msgspec.structs.replace(
-        options,
-        slots=setup.slots,
-        n_ctx=setup.n_ctx,
-        n_batch=setup.n_batch,
-        n_ubatch=setup.n_ubatch,
-        kv_type_k=setup.kv_type_k,
-        kv_type_v=setup.kv_type_v,
-        flash_attention=options.flash_attention if setup.flash_attention else "off",
-    )
+    flash_attention = options.flash_attention if made.setup.flash_attention else "off"
+    return options.replace(**(asdict(made.setup) | {"flash_attention": flash_attention}))
 
 
 def _report(made: PlacementPlan) -> None:

@@ -14,7 +14,6 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 import structlog
 
 from inferencecenter.core.tasks import TaskGroup
@@ -26,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
-    from inferencecenter.ipc.messages import EngineOptions, FromEngine, LogLine, Suspended, ToEngine
+    from inferencecenter.ipc.engine_options import EngineOptions
+    from inferencecenter.ipc.messages import FromEngine, LogLine, Suspended, ToEngine
 
 # The lock ensures that the engine of a dead daemon is gone before the next one starts: the engine inherits a locked
 # file that its daemon then closes. So the lock is held exactly as long as the engine lives, whatever happens to the
@@ -198,7 +198,8 @@ class EngineProcess:
                 pass_fds=(theirs.fileno(), heartbeat.fd, *keep_open),
             )
             undone.pop_all()
-        channel.send(Configure(msgspec.structs.replace(options, parent_pid=os.getpid(), pulse_fd=heartbeat.fd)))
+        options = options.replace(parent_pid=os.getpid(), pulse_fd=heartbeat.fd)
+        channel.send(Configure(options.model_dump_json().encode()))
         return cls(process, channel, heartbeat)
 
     def send(self, message: ToEngine) -> None:
@@ -328,7 +329,7 @@ async def launch(
         EngineLockError: Another engine holds the lock and does not exit.
         OSError: The process cannot be started, or the lock cannot be opened.
     """
-    options = msgspec.structs.replace(options, kv_adopt="durable" if is_first else "all")
+    options = options.replace(kv_adopt="durable" if is_first else "all")
     if lock_path is None:
         return await EngineProcess.spawn(options, on_message=on_message, on_drain=on_drain)
     async with engine_lock(lock_path) as fd:

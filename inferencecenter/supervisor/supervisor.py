@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
     from pathlib import Path
 
+    from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import (
         EngineLimits,
-        EngineOptions,
         FromEngine,
         KvRamLimit,
         ModelInfo,

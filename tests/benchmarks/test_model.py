@@ -17,7 +17,8 @@ from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.llama.context import LlamaContext
 from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel
-from inferencecenter.ipc.messages import EngineOptions, PromptSegment
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import PromptSegment
 
 if TYPE_CHECKING:
     from pathlib import Path

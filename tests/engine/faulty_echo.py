@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inferencecenter.engine.backend import DecodeError
 from inferencecenter.engine.echo import EchoBackend
-from inferencecenter.ipc.messages import EngineOptions
+from inferencecenter.ipc.engine_options import EngineOptions
 
 
 class FaultyEcho(EchoBackend):

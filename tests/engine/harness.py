@@ -14,12 +14,12 @@ from inferencecenter.engine.echo import EchoBackend
 from inferencecenter.engine.inbox import FrontDisconnected, Inbox, KvFetched, ReceivedCommand
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.loop import EngineLoop
+from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel, encode, from_engine_decoder
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import (
     Configure,
     ContextFull,
-    EngineOptions,
     Failed,
     Finished,
     FromEngine,
@@ -192,7 +192,7 @@ class Engine:
             "prefill_grid_tokens": 64,
             "echo_delay_ms": 1,
         } | options
-        configured = EngineOptions(backend="echo", parent_pid=0, **settings)  # type: ignore[arg-type]
+        configured = EngineOptions(backend="echo", parent_pid=0, **settings)
         self.backend = SlowEcho(configured)
         self.front = Front(theirs)
         self._pipe = BlockingChannel(ours)

@@ -9,10 +9,9 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.heartbeat import Heartbeat
-from inferencecenter.ipc.messages import Configure, EngineOptions, LoadFailed, LogLine, Ready, Suspend, Suspended
+from inferencecenter.ipc.messages import Configure, LoadFailed, LogLine, Ready, Suspend, Suspended
 from tests.engine.harness import TIMEOUT_S, Front
 from tests.leftovers import leftovers
 
@@ -34,7 +33,7 @@ class Child:
         theirs.close()
         self.front = Front(ours)
         page = self.heartbeat.fd if heartbeat else -1
-        self.front.send(Configure(msgspec.structs.replace(options, pulse_fd=page)))
+        self.front.send(Configure(options.replace(pulse_fd=page).model_dump_json().encode()))
 
     @property
     def log(self) -> list[str]:
@@ -101,4 +100,4 @@ def demo_options(path: Path, **changes: object) -> EngineOptions:
         n_batch=64,
         n_ubatch=64,
     )
-    return msgspec.structs.replace(options, **changes)
+    return options.replace(**changes)

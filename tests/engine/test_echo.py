@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Backend, Chunk, DecodeError
 from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
-from inferencecenter.ipc.messages import EngineOptions, PromptSegment
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import PromptSegment
 from inferencecenter.protocol.params import Params
 
 

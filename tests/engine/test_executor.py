@@ -25,16 +25,8 @@ from inferencecenter.engine.scheduler.plan import (
     SwapSlots,
     TruncateSlot,
 )
-from inferencecenter.ipc.messages import (
-    EngineOptions,
-    Failed,
-    Finished,
-    Started,
-    TokenDelta,
-    TurnEvent,
-    pack_tokens,
-    unpack_tokens,
-)
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import Failed, Finished, Started, TokenDelta, TurnEvent, pack_tokens, unpack_tokens
 from inferencecenter.protocol.params import Params
 from tests.engine.parked import open_store
 

@@ -14,7 +14,8 @@ from inferencecenter.engine import grammar_cache as module
 from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
 from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.grammar_sandbox import GrammarSandbox
-from inferencecenter.ipc.messages import EngineOptions, Grammar
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import Grammar
 from tests.engine.forms import constraint_of
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.echo import MESSAGE_END, EchoBackend
 from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.grammar_sandbox import GrammarSandbox
-from inferencecenter.ipc.messages import EngineOptions, Grammar
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import Grammar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,7 +21,8 @@ from inferencecenter.engine.scheduler.plan import (
     SwapSlots,
     TruncateSlot,
 )
-from inferencecenter.ipc.messages import AbortTurn, EngineOptions, Failed, Loading, pack_tokens
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import AbortTurn, Failed, Loading, pack_tokens
 from tests.engine.harness import TIMEOUT_S, Engine, submit
 from tests.engine.process import child_of, demo_options, running
 
@@ -142,15 +143,4 @@ def test_an_engine_without_a_page_works() -> None:
     child.front.close()
     assert child.wait() == 0
     assert child.heartbeat.ticks == 0
-    child.heartbeat.close()
-
-
-@pytest.mark.parametrize("adopt", ["some", "", "True"])
-def test_an_unknown_adoption_is_refused(adopt: str) -> None:
-    """Before anything is loaded, with what may be chosen."""
-    child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid(), kv_adopt=adopt))
-    assert child.wait() == 78
-    child.front.read_until(lambda: len(child.front.frames) > 0)
-    assert child.front.frames[0].hint == "Choose none, durable, all."  # type: ignore[union-attr]
-    child.front.close()
     child.heartbeat.close()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from inferencecenter.ipc.engine_options import KvCachePaths
 from inferencecenter.ipc.messages import KvRamLimit, StepOutput, Submit
 from tests.engine.harness import Engine, Front, submit
 from tests.engine.process import demo_options, running
@@ -77,7 +78,11 @@ def test_turns_in_the_middle_of_their_answers_go_on(tmp_path: Path) -> None:
 def test_a_model_says_the_same(demo_model_path: Path, tmp_path: Path) -> None:
     """With real KV, in a real process, as if it had kept what it gave up."""
     options = demo_options(
-        demo_model_path, slots=1, n_ctx=512, kv_ram_dir=str(tmp_path), kv_ram_bytes=64 * MIB, prefill_grid_tokens=16
+        demo_model_path,
+        slots=1,
+        n_ctx=512,
+        kv=KvCachePaths(ram_dir=tmp_path, ram_bytes=64 * MIB),
+        prefill_grid_tokens=16,
     )
     said = {}
     for limit in (None, 0):

@@ -10,12 +10,14 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 
+from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import encode
 from inferencecenter.ipc.messages import (
     AbortTurn,
-    EngineOptions,
+    Configure,
     Failed,
     Finished,
     LoadFailed,
@@ -31,7 +33,7 @@ from inferencecenter.ipc.messages import (
     TokenDelta,
     unpack_tokens,
 )
-from tests.engine.harness import TIMEOUT_S, Engine, submit
+from tests.engine.harness import TIMEOUT_S, Engine, Front, StandingClock, submit
 from tests.engine.process import child_of
 
 if TYPE_CHECKING:
@@ -185,8 +187,8 @@ def test_a_refused_parameter_fails_the_turn(engine: Engine) -> None:
 
 
 def test_a_long_prompt_reports_its_progress() -> None:
-    """With one cell a step, each step but the last tells how far reading is."""
-    engine = Engine(prefill_grid_tokens=16, target_step_ms=0)
+    """Each step of one cell but the last tells how far reading is; where no time passes, no speed is learned."""
+    engine = Engine(prefill_grid_tokens=16, clock=StandingClock())
     engine.front.send(submit("t", "x" * 60, params=b'{"max_tokens":1}'))
     total = engine.front.finished("t").prompt_tokens
     done = [(event.done, event.total) for event in engine.front.events["t"] if isinstance(event, PrefillProgress)]
@@ -265,15 +267,22 @@ def test_the_process_ends_with_its_pipe_when_its_main_thread_is_stuck() -> None:
     assert process.wait(TIMEOUT_S) == 0
 
 
-def test_the_process_says_why_it_cannot_load() -> None:
-    """The failure carries code, message and hint, and the exit status is the error's."""
-    child = child_of(EngineOptions(backend="abacus", parent_pid=os.getpid()))
-    child.front.read_until(lambda: any(isinstance(frame, LoadFailed) for frame in child.front.frames))
-    assert child.front.frames[-1] == LoadFailed(
-        "invalid_config", "There is no backend 'abacus'.", "Choose llama or echo."
-    )
-    child.front.close()
-    assert child.wait() == 78
+@pytest.mark.parametrize("option", ["backend", "kv_adopt", "kv_type_k", "split_mode", "abacus"])
+def test_options_that_do_not_exist_are_refused(option: str) -> None:
+    """Before anything is loaded, with the option's name and the exit status of the error."""
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
+    process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+    theirs.close()
+    front = Front(ours)
+    front.send(Configure(msgspec.json.encode({"backend": "echo", "parent_pid": os.getpid(), option: "bead"})))
+    front.read_until(lambda: len(front.frames) > 0)
+    (refusal,) = front.frames
+    assert isinstance(refusal, LoadFailed)
+    assert refusal.code == "invalid_config"
+    assert option in refusal.message
+    front.close()
+    assert process.wait(TIMEOUT_S) == 78
 
 
 def test_an_orphan_does_not_start() -> None:

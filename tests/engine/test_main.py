@@ -9,7 +9,8 @@ import pytest
 
 from inferencecenter.engine import __main__ as main
 from inferencecenter.engine.inbox import FrontDisconnected, Inbox
-from inferencecenter.ipc.messages import EngineOptions, LoadFailed
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import LoadFailed
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import FromEngine

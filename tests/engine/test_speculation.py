@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.engine.echo import EchoBackend
+from inferencecenter.engine.loop import draft_tokens
 from inferencecenter.engine.speculation import (
     ROW_COST,
     Drafter,
     TokenIndex,
     allot,
     continuation,
-    draft_tokens,
     most_drafts,
 )
-from inferencecenter.ipc.messages import EngineOptions
+from inferencecenter.ipc.engine_options import EngineOptions
 
 few_tokens = st.lists(st.integers(0, 3), max_size=200)
 any_tokens = st.lists(st.integers(0, 2**31 - 1), max_size=60)

@@ -11,6 +11,7 @@ import pytest
 
 from inferencecenter.engine.kv_cache import disk
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
+from inferencecenter.ipc.engine_options import KvCachePaths
 from inferencecenter.ipc.messages import PrefillProgress, RetainSessions, StepOutput, Suspend, Suspended, pack_tokens
 from tests.engine.harness import Engine, Front, submit
 from tests.engine.process import demo_options, running
@@ -18,7 +19,7 @@ from tests.engine.process import demo_options, running
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from inferencecenter.ipc.messages import EngineOptions
+    from inferencecenter.ipc.engine_options import EngineOptions
 
 ENDLESS = b'{"ignore_eos":true}'
 MIB = 2**20
@@ -177,10 +178,7 @@ def long_options(path: Path, kv: Path, **changes: object) -> EngineOptions:
         "n_ctx": 1024,
         "n_batch": 512,
         "n_ubatch": 512,
-        "kv_ram_dir": str(kv / "ram"),
-        "kv_ram_bytes": 64 * MIB,
-        "kv_disk_dir": str(kv / "disk"),
-        "kv_disk_bytes": 64 * MIB,
+        "kv": KvCachePaths(ram_dir=kv / "ram", ram_bytes=64 * MIB, disk_dir=kv / "disk", disk_bytes=64 * MIB),
         "kv_adopt": "durable",
     } | changes
     return demo_options(path, **changes)
@@ -202,7 +200,7 @@ def test_a_long_session_is_not_read_again_in_the_next_process(
     assert expected.prompt_tokens > 950
     for path in (tmp_path / "ram").iterdir():
         path.unlink()
-    with running(msgspec.structs.replace(options, slots=slots)) as child:
+    with running(options.replace(slots=slots)) as child:
         child.front.send(RetainSessions(("s",)))
         child.front.send(submit("two", "Count to ten.", session="s", tokens=history, params=SHORT))
         end = child.front.finished("two")
@@ -221,7 +219,7 @@ def test_the_kv_of_another_model_is_dropped_with_one_line(demo_model_path: Path,
             child.front.send(submit(name, LONG, params=SHORT))
             child.front.finished(name)
         assert child.suspend() == 2
-    with running(msgspec.structs.replace(options, kv_type_k="q8_0")) as child:
+    with running(options.replace(kv_type_k="q8_0")) as child:
         child.front.send(submit("one", LONG, params=SHORT))
         assert child.front.finished("one").cached_tokens == 0
         (line,) = child.log
@@ -242,7 +240,7 @@ def test_what_is_taken_over_is_what_was_asked_for(demo_model_path: Path, tmp_pat
             child.front.send(turn)
             child.front.finished(turn.turn_id)
         child.process.kill()
-    with running(msgspec.structs.replace(options, kv_adopt=adopt)) as child:
+    with running(options.replace(kv_adopt=adopt)) as child:
         for turn in turns[:2]:
             child.front.send(turn)
         cached = [child.front.finished(turn.turn_id).cached_tokens > 0 for turn in turns[:2]]

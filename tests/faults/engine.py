@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inferencecenter.engine.backend import Chunk
+    from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.framing import BlockingChannel
     from inferencecenter.ipc.heartbeat import Heartbeat
-    from inferencecenter.ipc.messages import EngineOptions
 
 POISON: Final = "poison"
 _FLOOD_LINE: Final = "flood " * 2000

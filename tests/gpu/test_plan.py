@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from benchmarks.model import SHAPES, write_model
-from inferencecenter.config.settings import EngineSettings, GpuSettings
+from inferencecenter.config.sections import EngineSettings
+from inferencecenter.config.settings import GpuSettings
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.vram_calibration import VramCalibration
-from inferencecenter.ipc.messages import EngineOptions
+from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.supervisor.planning import Planner
 from tests.engine.process import Child
 

@@ -11,7 +11,6 @@ from inferencecenter.ipc.messages import (
     AbortTurn,
     Configure,
     EngineLimits,
-    EngineOptions,
     Failed,
     KvRamLimit,
     LogLine,
@@ -40,7 +39,7 @@ SUBMIT = Submit(
     params_json=b"{}",
 )
 TO_ENGINE: list[ToEngine] = [
-    Configure(EngineOptions(backend="echo", parent_pid=1)),
+    Configure(b"{}"),
     SUBMIT,
     AbortTurn("t"),
     ReleaseSession("s"),

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from inferencecenter.config.settings import LoraSettings, Settings, bundled_model
+from inferencecenter.config.sections import LoraSettings
+from inferencecenter.config.settings import Settings, bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models.registry import DAEMON_SETTINGS, DEMO, Registry, default_model, files_in, read_registry
 from tests.engine.llama.lora_files import write_adapter

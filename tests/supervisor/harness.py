@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import (
     Cancelled,
     ContextFull,
-    EngineOptions,
     Failed,
     Finished,
     PromptSegment,
@@ -154,7 +154,7 @@ class Watched:
     ) -> None:
         base = {"backend": "echo", "parent_pid": 0, "slots": 2}
         self.supervisor = Supervisor(
-            EngineOptions(**(base | options)),  # type: ignore[arg-type]
+            EngineOptions(**(base | options)),
             policy=RestartPolicy(min_s=backoff_s, max_s=2 * backoff_s, max_restarts=max_restarts),
             max_queue=max_queue,
             queue_warning=queue_warning,

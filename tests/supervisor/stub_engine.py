@@ -24,12 +24,12 @@ from pathlib import Path
 
 import msgspec
 
+from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import (
     AbortTurn,
     Configure,
-    EngineOptions,
     Finished,
     LoadFailed,
     Loading,
@@ -228,8 +228,9 @@ def _main() -> None:
             threading.Timer(1.0, os._exit, (0,)).start()
 
     threading.Thread(target=read, daemon=True).start()
-    if _load(pipe, configure.options):
-        _Engine(pipe, configure.options).run(inbox)
+    options = EngineOptions.model_validate_json(configure.options_json)
+    if _load(pipe, options):
+        _Engine(pipe, options).run(inbox)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import signal
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,7 +15,8 @@ from structlog.testing import capture_logs
 
 from inferencecenter.core import tasks
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Cancelled, EngineOptions, Failed
+from inferencecenter.ipc.engine_options import EngineOptions, KvCachePaths
+from inferencecenter.ipc.messages import Cancelled, Failed
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from inferencecenter.supervisor.demand import IdleTimer
@@ -161,11 +161,13 @@ async def test_its_sessions_are_parked_and_found_again(tmp_path: Path, clock: Lo
     live = {"one", "secret", "closed"}
     watched = await asleep(
         clock,
-        kv_ram_dir=str(tmp_path / "ram"),
-        kv_ram_bytes=2**20,
-        kv_disk_dir=str(tmp_path / "disk"),
-        kv_disk_bytes=2**20,
-        kv_client_share=1.0,
+        kv=KvCachePaths(
+            ram_dir=tmp_path / "ram",
+            ram_bytes=2**20,
+            disk_dir=tmp_path / "disk",
+            disk_bytes=2**20,
+            client_share=1.0,
+        ),
         slots=4,
         live_sessions=lambda: live,
     )
@@ -274,7 +276,7 @@ async def test_an_engine_that_cannot_load_any_more_is_tried_again(
     options = iter([{"model_name": "die"}])
 
     def plan_again(engine: EngineOptions) -> EngineOptions:
-        return msgspec.structs.replace(engine, **next(options, {}))
+        return engine.replace(**next(options, {}))
 
     watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=1, plan_again=plan_again)
     await tired(clock, watched)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.config.settings import EngineSettings, KvSettings, LoraSettings
+from inferencecenter.config.sections import EngineSettings, LoraSettings
+from inferencecenter.config.settings import KvSettings
 from inferencecenter.models.registry import ModelSpec
 from inferencecenter.supervisor.engine_options import kv_cache_paths, remove_ram_cache, remove_stale_caches
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from inferencecenter.ipc.messages import EngineOptions, LoadFailed, Loading
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import LoadFailed, Loading
 from inferencecenter.supervisor.engine_status import LoadProgress, with_fewer_layers
 from tests.supervisor.stub_engine import MODEL
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from inferencecenter.config.settings import EngineSettings
+from inferencecenter.config.sections import EngineSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import EngineLimits, EngineOptions, Failed, pack_tokens
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import EngineLimits, Failed, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.models.registry import ModelSpec, Registry
 from inferencecenter.supervisor import process
@@ -103,7 +104,7 @@ class Fleet:
             return await admit(model)
 
         supervisor = Supervisor(
-            EngineOptions(backend="stub", parent_pid=0, model_name=spec.name, slots=2),
+            EngineOptions(backend="echo", parent_pid=0, model_name=spec.name, slots=2),
             policy=RestartPolicy(min_s=0.01, max_s=0.02, max_restarts=1),
             max_queue=10,
             admit=may_load,

@@ -8,16 +8,17 @@ import signal
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
-import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from benchmarks.header import HEADERS, write_header
-from inferencecenter.config.settings import EngineSettings, GpuSettings
+from inferencecenter.config.sections import EngineSettings, LoraSettings
+from inferencecenter.config.settings import GpuSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.placement import MIB, Device, Host
 from inferencecenter.hardware.vram_calibration import VramCalibration
-from inferencecenter.ipc.messages import Adapter, BufferUse, EngineOptions
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import BufferUse
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.engine_status import with_fewer_layers
 from inferencecenter.supervisor.planning import Planner
@@ -79,10 +80,10 @@ def test_adapters_are_planned_for(tmp_path: Path, options: EngineOptions) -> Non
     heavy = tmp_path / "heavy.gguf"
     with heavy.open("wb") as file:
         file.truncate(GIB)
-    adapted = msgspec.structs.replace(options, lora=(Adapter(str(heavy)), Adapter(str(tmp_path / "none.gguf"))))
+    adapted = options.replace(lora=(LoraSettings(path=heavy), LoraSettings(path=tmp_path / "none.gguf")))
     plain = Machine().planner(tmp_path).first(options)
     assert Machine().planner(tmp_path).first(adapted).n_gpu_layers < plain.n_gpu_layers
-    missing = msgspec.structs.replace(options, lora=adapted.lora[1:])
+    missing = options.replace(lora=adapted.lora[1:])
     assert Machine().planner(tmp_path).first(missing).n_gpu_layers == plain.n_gpu_layers
 
 
@@ -113,24 +114,19 @@ def test_what_is_set_is_kept(tmp_path: Path, options: EngineOptions) -> None:
 
 def test_layers_that_are_set_without_a_gpu(tmp_path: Path, options: EngineOptions) -> None:
     """Are left to the engine, which says that there is none."""
-    planned = Machine(devices=()).planner(tmp_path, n_gpu_layers=5).first(replace_options(options, n_gpu_layers=5))
+    planned = Machine(devices=()).planner(tmp_path, n_gpu_layers=5).first(options.replace(n_gpu_layers=5))
     assert planned.n_gpu_layers == 5
-
-
-def replace_options(options: EngineOptions, **changes: Any) -> EngineOptions:
-    """Return the options with changes."""
-    return EngineOptions(**{name: getattr(options, name) for name in EngineOptions.__struct_fields__} | changes)
 
 
 def test_other_backends_and_files_are_left_alone(tmp_path: Path, options: EngineOptions) -> None:
     """A file that is not understood here may be by llama.cpp."""
     planner = Machine().planner(tmp_path)
-    echo = replace_options(options, backend="echo")
+    echo = options.replace(backend="echo")
     assert planner.first(echo) is echo
     assert planner.report is None
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF and more")
-    unknown = replace_options(options, model_path=str(broken))
+    unknown = options.replace(model_path=str(broken))
     with capture_logs() as logs:
         assert planner.first(unknown) is unknown
         assert planner.again(unknown) is unknown
@@ -313,7 +309,7 @@ async def test_each_ready_engine_is_compared_once(
 def test_without_a_plan_there_is_nothing_to_compare(tmp_path: Path, options: EngineOptions) -> None:
     """As with the echo backend."""
     planner = Machine().planner(tmp_path)
-    planner.first(replace_options(options, backend="echo"))
+    planner.first(options.replace(backend="echo"))
     with capture_logs() as logs:
         planner.compare(MODEL, pid=7)
     assert logs == []
@@ -354,7 +350,7 @@ async def test_every_engine_but_the_first_is_planned_again() -> None:
 
     def plan_again(options: EngineOptions) -> EngineOptions:
         given.append(options)
-        return msgspec.structs.replace(options, slots=options.slots + 1)
+        return options.replace(slots=options.slots + 1)
 
     options = EngineOptions(backend="echo", parent_pid=os.getpid(), slots=2)
     policy = RestartPolicy(min_s=0.01, max_s=0.01, max_restarts=5, window_s=60)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from structlog.testing import capture_logs
 
-from inferencecenter.ipc.messages import Configure, EngineOptions, FromEngine, Ready
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import Configure, FromEngine, Ready
 from inferencecenter.supervisor.process import EngineExit, EngineProcess
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ async def test_its_last_words_say_how_it_ended() -> None:
     """What the process writes outside the channel is logged, and the last line is part of the reason."""
     with capture_logs() as logs:
         process = await EngineProcess.spawn(OPTIONS, on_message=lambda _: None)
-        process.send(Configure(OPTIONS))
+        process.send(Configure(b"{}"))
         async with asyncio.timeout(60):
             ended = await process.gone()
     assert ended.detail.startswith("the engine ended with status ")

@@ -7,12 +7,12 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.messages import Cancelled, EngineOptions, Failed, Finished, TurnEvent
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import Cancelled, Failed, Finished, TurnEvent
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from tests.supervisor import stub_engine
@@ -59,7 +59,7 @@ async def test_a_killed_engine_costs_no_word() -> None:
     """
 
     def faster(options: EngineOptions) -> EngineOptions:
-        return msgspec.structs.replace(options, echo_delay_ms=1)
+        return options.replace(echo_delay_ms=1)
 
     watched = Watched(echo_delay_ms=1000, plan_again=faster)
     watched.supervisor.start()

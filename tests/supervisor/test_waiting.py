@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from structlog.testing import capture_logs
 
+from inferencecenter.ipc.engine_options import KvCachePaths
 from inferencecenter.ipc.messages import ContextFull, TokenDelta
 from inferencecenter.ipc.port import EngineState
 from tests.supervisor.harness import TIMEOUT_S, Watched, end_of
@@ -68,7 +69,7 @@ def wait_until_sealed(directory: Path, n_files: int) -> None:
 
 async def test_what_is_parked_outlives_the_engine_and_if_it_may_the_daemon(tmp_path: Path) -> None:
     """The next engine takes all of it over; the first engine of another daemon what may be on a disk."""
-    options = {"slots": 1, "kv_ram_dir": str(tmp_path), "kv_ram_bytes": 2**20}
+    options = {"slots": 1, "kv": KvCachePaths(ram_dir=tmp_path, ram_bytes=2**20)}
     watched = await ready(**options)
     for name in ("kept", "secret", "last"):
         assert await cached(watched, name, durable=name != "secret") == 0
@@ -91,7 +92,7 @@ async def test_what_is_parked_outlives_the_engine_and_if_it_may_the_daemon(tmp_p
 async def test_a_new_engine_keeps_what_belongs_to_live_sessions(tmp_path: Path) -> None:
     """Which these are is asked each time an engine is ready; what others left behind is forgotten."""
     live = {"open", "closed"}
-    options = {"slots": 1, "kv_ram_dir": str(tmp_path), "kv_ram_bytes": 2**20}
+    options = {"slots": 1, "kv": KvCachePaths(ram_dir=tmp_path, ram_bytes=2**20)}
     watched = await ready(**options, live_sessions=lambda: live)
     for name in ("open", "closed", "last"):
         await cached(watched, name)

@@ -19,9 +19,9 @@ from inferencecenter.hardware.gguf import read_gguf
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from inferencecenter.config.sections import LoraSettings
     from inferencecenter.engine.llama.log import LlamaLog
     from inferencecenter.hardware.gguf import GgufFile
-    from inferencecenter.ipc.messages import Adapter
 
 # ``ggml_type``: I8, I16, I32, I64 and F64, which matrix multiplication does not support.
 _NO_WEIGHTS: Final = range(24, 29)
@@ -43,7 +43,7 @@ class LoraAdapters:
         self._loaded = tuple(loaded)
 
     @classmethod
-    def load(cls, model: int, adapters: Sequence[Adapter], *, base: Path, log: LlamaLog) -> LoraAdapters:
+    def load(cls, model: int, adapters: Sequence[LoraSettings], *, base: Path, log: LlamaLog) -> LoraAdapters:
         """Load adapters for the ``llama_model`` at ``model`` from file ``base``, before contexts are created from it.
 
         Contexts reserve their graphs with room for all adapters loaded by then.
@@ -51,7 +51,7 @@ class LoraAdapters:
         Raises:
             InferenceCenterError: ``invalid_model_file``, with the adapter's path and the reason.
         """
-        return cls([_load(model, Path(each.path), each.scale, base=base, log=log) for each in adapters])
+        return cls([_load(model, each.path, each.scale, base=base, log=log) for each in adapters])
 
     def set_on(self, context: int) -> None:
         """Apply the adapters to the ``llama_context`` at ``context``; those of scale 0 have no effect."""

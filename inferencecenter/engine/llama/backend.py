@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.backend import Chunk, Sampled
     from inferencecenter.engine.sampling.constraint import Constraint
-    from inferencecenter.ipc.messages import BufferUse, EngineOptions, ModelInfo, PromptSegment
+    from inferencecenter.ipc.engine_options import EngineOptions
+    from inferencecenter.ipc.messages import BufferUse, ModelInfo, PromptSegment
     from inferencecenter.protocol.params import Params
 
 

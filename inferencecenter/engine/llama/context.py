@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.engine.llama.log import LlamaLog
     from inferencecenter.engine.llama.model import LlamaModel
-    from inferencecenter.ipc.messages import EngineOptions
+    from inferencecenter.ipc.engine_options import EngineOptions
 
 
 _INT32 = ctypes.POINTER(ctypes.c_int32)
@@ -388,21 +388,13 @@ def _context_params(options: EngineOptions, n_ctx: int, n_threads: int) -> lib.l
     params.n_outputs_max = options.slots + drafts
     params.n_threads = n_threads
     params.n_threads_batch = options.n_threads_batch or n_threads
-    params.type_k = _choice("kv_type_k", options.kv_type_k, _KV_TYPES)
-    params.type_v = _choice("kv_type_v", options.kv_type_v, _KV_TYPES)
-    params.flash_attn_type = _choice("flash_attention", options.flash_attention, _FLASH_ATTENTION)
+    params.type_k = _KV_TYPES[options.kv_type_k]
+    params.type_v = _KV_TYPES[options.kv_type_v]
+    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
     # Layers with a sliding window keep only the window; ``truncate`` detects when that is too little.
     params.swa_full = False
     params.no_perf = True
     return params
-
-
-def _choice(field: str, value: str, allowed: dict[str, int]) -> int:
-    if value not in allowed:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_CONFIG, f"{field} is {value!r}; allowed: {', '.join(allowed)}.", field=field
-        )
-    return allowed[value]
 
 
 def _refusal(options: EngineOptions, n_ctx: int, problems: tuple[str, ...]) -> InferenceCenterError:

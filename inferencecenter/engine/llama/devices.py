@@ -15,7 +15,7 @@ from inferencecenter.hardware.ggml import GgmlDevice
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inferencecenter.ipc.messages import EngineOptions
+    from inferencecenter.ipc.engine_options import EngineOptions
 
 # enum ggml_backend_dev_type: a GPU with memory of its own, and one that shares the host's.
 _GPU_TYPES: Final = (1, 2)
@@ -114,8 +114,8 @@ def present(options: EngineOptions, *, on_log: Callable[[str, str], None]) -> En
         if not options.gpu_optional:
             raise
         on_log("warning", f"runs without a GPU: {error.message}")
-        return msgspec.structs.replace(
-            options, devices=(), n_gpu_layers=0, split_mode="none", main_gpu=-1, tensor_split=(), cpu_tensors=()
+        return options.replace(
+            devices=(), n_gpu_layers=0, split_mode="none", main_gpu=-1, tensor_split=(), cpu_tensors=()
         )
     return options
 

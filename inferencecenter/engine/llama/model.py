@@ -18,13 +18,14 @@ from inferencecenter.engine.llama.devices import host_buffer_type, pointers
 from inferencecenter.engine.llama.model_file import check_model_file, load_refusal, unusable
 from inferencecenter.engine.llama.vocab import Vocabulary
 from inferencecenter.hardware.memory import available_memory_bytes
-from inferencecenter.ipc.messages import ModelInfo
+from inferencecenter.ipc.messages import Adapter, ModelInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.engine.llama.log import LlamaLog
-    from inferencecenter.ipc.messages import BufferUse, EngineOptions
+    from inferencecenter.ipc.engine_options import EngineOptions
+    from inferencecenter.ipc.messages import BufferUse
 
 N_CTX_DEFAULT_MAX = 4096
 
@@ -137,7 +138,7 @@ class LlamaModel:
             sampling_defaults_json=msgspec.json.encode(self._sampling_defaults()),
             library=f"llama.cpp {lib.llama_version().decode()} via llama-cpp-python {version('llama-cpp-python')}",
             memory=memory,
-            lora=options.lora,
+            lora=tuple(Adapter(str(each.path), each.scale) for each in options.lora),
             max_token_bytes=vocab.max_token_bytes,
         )
 
@@ -171,7 +172,7 @@ class ModelParams:
     """``llama_model_params`` with everything it points to.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` for an unknown split mode or GPU.
+        InferenceCenterError: ``invalid_config`` for an unknown GPU.
     """
 
     def __init__(self, options: EngineOptions, *, n_gpu_layers: int) -> None:
@@ -179,12 +180,6 @@ class ModelParams:
         struct.n_gpu_layers = n_gpu_layers
         struct.load_mode = _LOAD_MODES[options.use_mmap, options.use_mlock]
         struct.use_extra_bufts = may_repack(lib.llama_print_system_info().decode())
-        if options.split_mode not in _SPLIT_MODES:
-            raise InferenceCenterError(
-                ErrorCode.INVALID_CONFIG,
-                f"split_mode is {options.split_mode!r}; allowed: {', '.join(_SPLIT_MODES)}.",
-                field="split_mode",
-            )
         struct.split_mode = _SPLIT_MODES[options.split_mode]
         struct.main_gpu = options.main_gpu
         if options.devices:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from inferencecenter.engine.llama.model import LlamaModel
-    from inferencecenter.ipc.messages import EngineOptions
+    from inferencecenter.ipc.engine_options import EngineOptions
 
 
 # Two lengths of streamed parts: no known cache has more of them before anything else.

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as lib
@@ -15,7 +14,7 @@ from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.llama.context import LlamaContext
 from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel
-from inferencecenter.ipc.messages import EngineOptions
+from inferencecenter.ipc.engine_options import EngineOptions
 from tests.engine.llama.tiny_models import write_hybrid_model, write_recurrent_model, write_window_model
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ class Loaded:
     @contextmanager
     def with_slots(self, slots: int) -> Iterator[Loaded]:
         """Make another context of the same model, with another number of slots."""
-        options = msgspec.structs.replace(self.options, slots=slots)
+        options = self.options.replace(slots=slots)
         context = LlamaContext(self.model, options, n_threads=1, log=LlamaLog(lambda _level, _line: None))
         yield Loaded(self.model, context, options)
         context.close()

@@ -18,7 +18,7 @@ from llama_cpp import llama_cpp as lib
 
 from inferencecenter.engine.llama.backend import LlamaBackend
 from inferencecenter.engine.llama.devices import host_buffer_type
-from inferencecenter.ipc.messages import EngineOptions
+from inferencecenter.ipc.engine_options import EngineOptions
 
 MEMORY_BYTES: Final = 2**36
 _P, _SIZE, _TEXT, _BOOL = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_bool
@@ -222,7 +222,7 @@ def _backend(name: bytes, device: int) -> int:
 
 def main() -> None:
     """Load a model with counting GPUs, and write the memory that it took."""
-    options = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineOptions)
+    options = EngineOptions.model_validate_json(Path(sys.argv[1]).read_bytes())
     assert host_buffer_type(), "llama.cpp is loaded"
     register(int(sys.argv[2]))
     backend = LlamaBackend.load(options, on_progress=lambda _: None, on_log=lambda _level, _line: None)

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import pytest
 
+from inferencecenter.config.sections import LoraSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from inferencecenter.ipc.messages import EngineOptions
+    from inferencecenter.ipc.engine_options import EngineOptions
 
 PLAIN = "The capital of France is Paris."
 
@@ -39,8 +39,8 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def _adapted(options: EngineOptions, log: LlamaLog, *adapters: Adapter) -> Iterator[Loaded]:
-    options = msgspec.structs.replace(options, slots=2, lora=adapters)
+def _adapted(options: EngineOptions, log: LlamaLog, *adapters: LoraSettings) -> Iterator[Loaded]:
+    options = options.replace(slots=2, lora=adapters)
     model = LlamaModel.load(options, on_progress=lambda _fraction: None, log=log)
     context = LlamaContext(model, options, n_threads=1, log=log)
     yield Loaded(model, context, options)
@@ -63,7 +63,7 @@ def _answer(loaded: Loaded, slot: int = 0) -> str:
 def _refusal(options: EngineOptions, log: LlamaLog, path: Path) -> InferenceCenterError:
     with (
         pytest.raises(InferenceCenterError) as refusal,
-        _adapted(options, log, Adapter(str(path))),
+        _adapted(options, log, LoraSettings(path=path)),
     ):
         pass
     assert refusal.value.code is ErrorCode.INVALID_MODEL_FILE
@@ -79,7 +79,7 @@ def test_an_adapter_changes_the_answer_as_far_as_its_scale(
     """With 1 another city is the capital, with 0 all is as without, and what is between is neither."""
     logits = {}
     for scale in (0.0, 0.5, 1.0):
-        with _adapted(options, log, Adapter(str(adapter), scale)) as loaded:
+        with _adapted(options, log, LoraSettings(path=adapter, scale=scale)) as loaded:
             assert (_answer(loaded) == PLAIN) is (scale < 1)
             logits[scale] = loaded.feed(1, [loaded.model.vocab.bos])
     with _adapted(options, log) as loaded:
@@ -91,16 +91,19 @@ def test_an_adapter_changes_the_answer_as_far_as_its_scale(
 
 def test_adapters_add_up(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
     """Two that are opposites are as none, to the precision of sums."""
-    pair = (Adapter(str(adapter), 1.0), Adapter(str(adapter), -1.0))
+    pair = (LoraSettings(path=adapter, scale=1.0), LoraSettings(path=adapter, scale=-1.0))
     with _adapted(options, log, *pair) as both, _adapted(options, log) as plain:
         bos = [plain.model.vocab.bos]
         np.testing.assert_allclose(both.feed(1, bos), plain.feed(1, bos), atol=0.01)
-        assert both.model.info(both.options, n_threads=1).lora == pair
+        assert both.model.info(both.options, n_threads=1).lora == (
+            Adapter(str(adapter), 1.0),
+            Adapter(str(adapter), -1.0),
+        )
 
 
 def test_every_context_of_a_model_has_its_adapters(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
     """Also one that is made later, with other slots."""
-    with _adapted(options, log, Adapter(str(adapter))) as loaded, loaded.with_slots(1) as later:
+    with _adapted(options, log, LoraSettings(path=adapter)) as loaded, loaded.with_slots(1) as later:
         assert _answer(later) == _answer(loaded) != PLAIN
 
 
@@ -113,12 +116,12 @@ def test_saved_kv_belongs_to_an_adapter_and_its_scale(
     other = write_adapter(tmp_path / "other.gguf", tensors=random_tensors(seed=2))
     cases = {
         "plain": (),
-        "whole": (Adapter(str(adapter)),),
-        "half": (Adapter(str(adapter), 0.5),),
-        "other": (Adapter(str(other)),),
-        "both": (Adapter(str(adapter)), Adapter(str(other))),
-        "copy": (Adapter(str(copy)),),
-        "none": (Adapter(str(adapter), 0.0),),
+        "whole": (LoraSettings(path=adapter),),
+        "half": (LoraSettings(path=adapter, scale=0.5),),
+        "other": (LoraSettings(path=other),),
+        "both": (LoraSettings(path=adapter), LoraSettings(path=other)),
+        "copy": (LoraSettings(path=copy),),
+        "none": (LoraSettings(path=adapter, scale=0.0),),
     }
     digests = {}
     for name, adapters in cases.items():
@@ -133,7 +136,7 @@ def test_parked_kv_of_one_is_not_found_by_another(options: EngineOptions, adapte
     """An engine takes over what one with the same adapter parked, and deletes it where the adapter counts less."""
     found = []
     for scale in (1.0, 1.0, 0.5):
-        adapted = msgspec.structs.replace(options, slots=2, lora=(Adapter(str(adapter), scale),))
+        adapted = options.replace(slots=2, lora=(LoraSettings(path=adapter, scale=scale),))
         backend = LlamaBackend.load(adapted, on_progress=lambda _fraction: None, on_log=lambda _level, _line: None)
         tokens = backend.tokenize([PromptSegment("A long history.")], first=True)
         store = open_store(backend, tmp_path, adopt=RecoveryMode.ALL)
@@ -157,7 +160,7 @@ def test_parked_kv_of_one_is_not_found_by_another(options: EngineOptions, adapte
 def test_a_file_that_is_gone_before_its_digest_is_named(options: EngineOptions, log: LlamaLog, tmp_path: Path) -> None:
     """An adapter deleted since it was loaded is its own error."""
     path = write_adapter(tmp_path / "brief.gguf")
-    with _adapted(options, log, Adapter(str(path))) as loaded:
+    with _adapted(options, log, LoraSettings(path=path)) as loaded:
         path.unlink()
         with pytest.raises(InferenceCenterError, match=r"brief\.gguf cannot be read any more"):
             fingerprint(loaded.model, loaded.options)

@@ -7,14 +7,14 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Backend, Chunk
 from inferencecenter.engine.llama.backend import LlamaBackend
 from inferencecenter.hardware.host import physical_cores
-from inferencecenter.ipc.messages import EngineOptions, PromptSegment
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import PromptSegment
 from inferencecenter.protocol.params import Params
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def test_parking_through_the_seam(backend: LlamaBackend) -> None:
 
 def test_backends_of_one_model_share_a_fingerprint(backend: LlamaBackend, options: EngineOptions) -> None:
     """The number and length of the slots may differ; what one saved the other restores."""
-    other = _load(msgspec.structs.replace(options, slots=2, n_ctx=128))
+    other = _load(options.replace(slots=2, n_ctx=128))
     assert other.fingerprint == backend.fingerprint
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(5, 0, prompt, sample=False)])
@@ -257,7 +257,7 @@ def test_a_sampler_that_learns_draws_the_same_each_time(backend: LlamaBackend, m
 
 def test_close_frees_open_samplers_first(options: EngineOptions) -> None:
     """Closing with a live chain frees it too, after which it samples no more; closing it again does nothing."""
-    backend = _load(msgspec.structs.replace(options, slots=1))
+    backend = _load(options.replace(slots=1))
     sampler = backend.sampler(Params(), [])
     backend.decode([Chunk(0, 0, [5], sample=True)])
     sampler.sample(0)
@@ -272,15 +272,15 @@ def test_failed_load_leaves_nothing_behind(options: EngineOptions, tmp_path: Pat
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
     with pytest.raises(InferenceCenterError) as refusal:
-        _load(msgspec.structs.replace(options, model_path=str(broken)))
+        _load(options.replace(model_path=str(broken)))
     assert refusal.value.code is ErrorCode.INVALID_MODEL_FILE
     gc.collect()
-    _load(msgspec.structs.replace(options, slots=1)).close()
+    _load(options.replace(slots=1)).close()
 
 
 def test_n_batch_smaller_than_the_slots_still_decodes_them_all(options: EngineOptions) -> None:
     """Every slot gets its row in a step, however small the batch is set."""
-    small = msgspec.structs.replace(options, n_batch=2, n_ubatch=2)
+    small = options.replace(n_batch=2, n_ubatch=2)
     backend = _load(small)
     backend.decode([Chunk(slot, 0, [5, 6, 7], sample=True) for slot in range(8)])
     assert backend.sampler(Params(temperature=0), []).sample(7).token >= 0

@@ -6,7 +6,6 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from inferencecenter.engine.sampling.constraint import Constraint
-    from inferencecenter.ipc.messages import EngineOptions
+    from inferencecenter.ipc.engine_options import EngineOptions
 
 CHAINS: tuple[dict[str, Any], ...] = (
     {"temperature": 0},
@@ -53,7 +52,7 @@ CHAINS: tuple[dict[str, Any], ...] = (
 @pytest.fixture(scope="module")
 def backend(options: EngineOptions) -> Iterator[LlamaBackend]:
     """The demo model with eight slots, told that there will be drafts."""
-    lookup = msgspec.structs.replace(options, n_ctx=1024, speculative="lookup", draft_tokens=8)
+    lookup = options.replace(n_ctx=1024, speculative="lookup", draft_tokens=8)
     backend = LlamaBackend.load(lookup, on_progress=lambda _fraction: None, on_log=lambda _level, _line: None)
     yield backend
     backend.close()

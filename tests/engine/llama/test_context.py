@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import pytest
 from llama_cpp import llama_cpp as lib
@@ -12,7 +11,8 @@ from llama_cpp import llama_cpp as lib
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk, DecodeError
 from inferencecenter.engine.llama.context import LlamaContext
-from inferencecenter.ipc.messages import EngineOptions, PromptSegment
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import PromptSegment
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -316,7 +316,7 @@ def test_failed_save_empties_both_slots(demo: Loaded, monkeypatch: pytest.Monkey
 
 def test_a_context_of_one_token_warms_up(demo: Loaded, options: EngineOptions, log: LlamaLog) -> None:
     """However few tokens a slot is given, warming up stays within them."""
-    context = LlamaContext(demo.model, msgspec.structs.replace(options, slots=1, n_ctx=1), n_threads=1, log=log)
+    context = LlamaContext(demo.model, options.replace(slots=1, n_ctx=1), n_threads=1, log=log)
     assert context.warm_up(1) > 0
     assert context.warm_up(1, n_tokens=512) > 0
     assert context.length(0) == 0
@@ -327,7 +327,7 @@ def test_a_warm_up_at_full_batch_leaves_nothing(
     demo: Loaded, options: EngineOptions, log: LlamaLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One chunk as long as a batch, or a slot if that is shorter; then all slots are empty."""
-    context = LlamaContext(demo.model, msgspec.structs.replace(options, slots=2, n_ctx=256), n_threads=1, log=log)
+    context = LlamaContext(demo.model, options.replace(slots=2, n_ctx=256), n_threads=1, log=log)
     decoded: list[int] = []
     decode = context.decode
 
@@ -344,23 +344,9 @@ def test_a_warm_up_at_full_batch_leaves_nothing(
     context.close()
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [({"kv_type_k": "q9"}, "kv_type_k"), ({"kv_type_v": ""}, "kv_type_v"), ({"flash_attention": "yes"}, "flash_")],
-)
-def test_unknown_choices_are_refused(
-    demo: Loaded, options: EngineOptions, log: LlamaLog, change: dict[str, str], field: str
-) -> None:
-    """A KV type or flash attention mode that does not exist is refused with what does."""
-    with pytest.raises(InferenceCenterError, match="allowed: ") as refusal:
-        LlamaContext(demo.model, msgspec.structs.replace(options, **change), n_threads=1, log=log)
-    assert refusal.value.code is ErrorCode.INVALID_CONFIG
-    assert (refusal.value.field or "").startswith(field)
-
-
 def test_context_that_cannot_be_made_says_why(demo: Loaded, options: EngineOptions, log: LlamaLog) -> None:
     """A quantized V cache without flash attention is refused with llama.cpp's own reason."""
-    impossible = msgspec.structs.replace(options, kv_type_v="q8_0", flash_attention="off")
+    impossible = options.replace(kv_type_v="q8_0", flash_attention="off")
     with pytest.raises(InferenceCenterError, match="flash_attn") as refusal:
         LlamaContext(demo.model, impossible, n_threads=1, log=log)
     assert refusal.value.code is ErrorCode.INVALID_CONFIG

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.llama import devices
 from inferencecenter.hardware.ggml import GgmlDevice
-from inferencecenter.ipc.messages import EngineOptions
+from inferencecenter.ipc.engine_options import EngineOptions
 
 
 def test_a_build_without_a_gpu_offloads_nothing() -> None:
@@ -84,13 +83,13 @@ def test_a_gpu_that_need_not_be_there() -> None:
     )
     with pytest.raises(InferenceCenterError):
         devices.present(options, on_log=log)
-    found = devices.present(msgspec.structs.replace(options, gpu_optional=True), on_log=log)
+    found = devices.present(options.replace(gpu_optional=True), on_log=log)
     expected: dict[str, Any] = {"devices": (), "n_gpu_layers": 0, "main_gpu": -1, "tensor_split": (), "cpu_tensors": ()}
     assert {name: getattr(found, name) for name in expected} == expected
     ((level, line),) = lines
     assert level == "warning"
     assert "0000:03:00.0" in line
-    there = msgspec.structs.replace(options, devices=("CUDA1",))
+    there = options.replace(devices=("CUDA1",))
     assert devices.present(there, on_log=log) is there
 
 

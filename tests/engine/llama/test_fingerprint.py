@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 from llama_cpp import llama_cpp as lib
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.engine.llama.log import LlamaLog
-    from inferencecenter.ipc.messages import EngineOptions
+    from inferencecenter.ipc.engine_options import EngineOptions
     from tests.engine.llama.conftest import Loaded
 
 
@@ -27,9 +26,7 @@ def copied(demo: Loaded, log: LlamaLog, tmp_path: Path) -> Iterator[LlamaModel]:
     """The demo model, loaded from a copy elsewhere."""
     path = tmp_path / "elsewhere.gguf"
     shutil.copyfile(demo.model.path, path)
-    model = LlamaModel.load(
-        msgspec.structs.replace(demo.options, model_path=str(path)), on_progress=lambda _fraction: None, log=log
-    )
+    model = LlamaModel.load(demo.options.replace(model_path=str(path)), on_progress=lambda _fraction: None, log=log)
     yield model
     model.close()
 
@@ -37,7 +34,7 @@ def copied(demo: Loaded, log: LlamaLog, tmp_path: Path) -> Iterator[LlamaModel]:
 def test_path_slots_and_lengths_do_not_count(demo: Loaded, options: EngineOptions, copied: LlamaModel) -> None:
     """The same file elsewhere, run with other slots of another length, can go on with what was saved."""
     expected = fingerprint(demo.model, options)
-    other = msgspec.structs.replace(options, slots=3, n_ctx=128, n_batch=32, n_ubatch=32, n_threads=2)
+    other = options.replace(slots=3, n_ctx=128, n_batch=32, n_ubatch=32, n_threads=2)
     assert fingerprint(copied, other) == expected
     assert len(bytes.fromhex(expected)) == 32
 
@@ -47,7 +44,7 @@ def test_path_slots_and_lengths_do_not_count(demo: Loaded, options: EngineOption
 )
 def test_types_of_kv_count(demo: Loaded, options: EngineOptions, change: dict[str, str]) -> None:
     """KV that is kept in another form is another KV."""
-    changed = msgspec.structs.replace(options, **change)
+    changed = options.replace(**change)
     assert fingerprint(demo.model, changed) != fingerprint(demo.model, options)
 
 

@@ -19,7 +19,7 @@ from inferencecenter.engine.llama.model import (
     resolve_gpu_layers,
 )
 from inferencecenter.engine.llama.model_file import check_model_file
-from inferencecenter.ipc.messages import EngineOptions
+from inferencecenter.ipc.engine_options import EngineOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +50,7 @@ BAD_STARTS = {
 
 def _refusal(path: Path | str, options: EngineOptions, log: LlamaLog) -> InferenceCenterError:
     with pytest.raises(InferenceCenterError) as refusal:
-        LlamaModel.load(msgspec.structs.replace(options, model_path=str(path)), on_progress=lambda _: None, log=log)
+        LlamaModel.load(options.replace(model_path=str(path)), on_progress=lambda _: None, log=log)
     assert refusal.value.code is ErrorCode.INVALID_MODEL_FILE
     assert refusal.value.hint
     assert refusal.value.field == "model_path"
@@ -179,7 +179,7 @@ def test_facts_of_the_demo_model(demo: Loaded, options: EngineOptions, demo_mode
     assert {"<|im_start|>", "<|im_end|>"} <= set(info.special_tokens)
     assert info.library.startswith("llama.cpp ")
     assert "llama-cpp-python 0.3." in info.library
-    renamed = msgspec.structs.replace(options, model_name="pet")
+    renamed = options.replace(model_name="pet")
     assert demo.model.info(renamed, n_threads=1).name == "pet"
 
 
@@ -238,18 +238,9 @@ def test_progress_callback_that_raises_does_not_stop_the_loading(options: Engine
     assert calls[-1] == 1.0
 
 
-def test_a_split_mode_that_there_is_not(options: EngineOptions) -> None:
-    """Is refused with those that there are."""
-    with pytest.raises(InferenceCenterError, match="layer, none") as refusal:
-        ModelParams(msgspec.structs.replace(options, split_mode="row"), n_gpu_layers=0)
-    assert refusal.value.field == "split_mode"
-
-
 def test_parameters_that_c_points_to_live_as_long_as_the_model(options: EngineOptions) -> None:
     """Shares are as many floats as llama.cpp reads; patterns end with an empty one, and name the host's memory."""
-    placed = msgspec.structs.replace(
-        options, split_mode="none", main_gpu=-1, tensor_split=(3.0, 1.0), cpu_tensors=("_exps", "_shexp")
-    )
+    placed = options.replace(split_mode="none", main_gpu=-1, tensor_split=(3.0, 1.0), cpu_tensors=("_exps", "_shexp"))
     params = ModelParams(placed, n_gpu_layers=5)
     struct_ = params.struct
     assert (struct_.n_gpu_layers, struct_.main_gpu) == (5, -1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,7 +20,8 @@ from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.model_shape import describe
 from inferencecenter.hardware.placement import MIB, Device, Host, PlacementConstraints
 from inferencecenter.hardware.split import CONTEXT_BYTES, plan
-from inferencecenter.ipc.messages import BufferUse, EngineOptions
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import BufferUse
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,18 +94,11 @@ def _planned_and_taken(folder: Path, path: Path, case: Case) -> tuple[PlacementP
     ]
     constraints = PlacementConstraints(**{"margin_bytes": 0, "n_ctx": 1024, "n_ubatch": 256, **case.constraints})
     made = plan(describe(read_gguf(path)), devices, Host(available_bytes=None, cores=1), constraints)
-    setup = made.setup
     options = EngineOptions(
         backend="llama",
         parent_pid=0,
         model_path=str(path),
-        slots=setup.slots,
-        n_ctx=setup.n_ctx,
-        n_batch=setup.n_batch,
-        n_ubatch=setup.n_ubatch,
-        kv_type_k=setup.kv_type_k,
-        kv_type_v=setup.kv_type_v,
-        flash_attention=constraints.flash_attention,
+        **(asdict(made.setup) | {"flash_attention": constraints.flash_attention}),
         n_threads=1,
         n_gpu_layers=made.n_gpu_layers,
         devices=tuple(device.id for device in made.devices),
@@ -119,7 +113,7 @@ def _planned_and_taken(folder: Path, path: Path, case: Case) -> tuple[PlacementP
 def load(folder: Path, options: EngineOptions, *, n_gpus: int) -> dict[str, BufferUse]:
     """Load a model in another process with counting GPUs, and return the memory that it took by name."""
     told = folder / "options.json"
-    told.write_bytes(msgspec.json.encode(options))
+    told.write_text(options.model_dump_json())
     command = [sys.executable, "-m", "tests.engine.llama.counting_gpu", str(told), str(n_gpus)]
     done = subprocess.run(command, capture_output=True, check=True, timeout=120)
     return {use.name: use for use in msgspec.json.decode(done.stdout, type=list[BufferUse])}
@@ -143,7 +137,7 @@ def demo(demo_model_path: Path) -> EngineOptions:
 
 def test_a_gpu_is_found_by_its_address_or_name(tmp_path: Path, demo: EngineOptions) -> None:
     """Both name the same one."""
-    by_name = msgspec.structs.replace(demo, devices=("FAKE1",))
+    by_name = demo.replace(devices=("FAKE1",))
     assert (
         load(tmp_path, demo, n_gpus=2)["FAKE0"].weight_bytes == load(tmp_path, by_name, n_gpus=2)["FAKE1"].weight_bytes
     )
@@ -151,7 +145,7 @@ def test_a_gpu_is_found_by_its_address_or_name(tmp_path: Path, demo: EngineOptio
 
 def test_without_a_gpu_no_memory_of_one_is_taken(tmp_path: Path, demo: EngineOptions) -> None:
     """Not even that which computes prompts for layers in the host's memory."""
-    none = msgspec.structs.replace(demo, devices=(), n_gpu_layers=0, main_gpu=-1)
+    none = demo.replace(devices=(), n_gpu_layers=0, main_gpu=-1)
     assert not any(name.startswith("FAKE") for name in load(tmp_path, none, n_gpus=1))
 
 

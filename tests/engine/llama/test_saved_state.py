@@ -7,7 +7,6 @@ import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -166,7 +165,7 @@ def test_a_sequence_longer_than_a_slot_is_refused(window: Loaded) -> None:
     """A context with fewer tokens a slot takes what it can hold, and no more."""
     window.feed(0, TOKENS * 6)
     saved = _saved(window, 0)
-    shorter = replace(window, options=msgspec.structs.replace(window.options, n_ctx=512))
+    shorter = replace(window, options=window.options.replace(n_ctx=512))
     with shorter.with_slots(2) as small:
         assert not small.context.restore(0, memoryview(saved), len(TOKENS) * 6)
         window.context.truncate(0, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
 import pytest
 
 from inferencecenter.engine.backend import Chunk
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from inferencecenter.engine.backend import Sampled, TurnSampler
-    from inferencecenter.ipc.messages import EngineOptions
+    from inferencecenter.ipc.engine_options import EngineOptions
 
 NEAR = 0.1
 """Logits this close may swap places when the batch has another shape."""
@@ -29,7 +28,7 @@ N_TOKENS = 180
 @pytest.fixture(scope="module")
 def backend(options: EngineOptions) -> Iterator[LlamaBackend]:
     """The demo model with three slots, told that there will be drafts."""
-    lookup = msgspec.structs.replace(options, slots=3, speculative="lookup", draft_tokens=8)
+    lookup = options.replace(slots=3, speculative="lookup", draft_tokens=8)
     backend = LlamaBackend.load(lookup, on_progress=lambda _fraction: None, on_log=lambda _level, _line: None)
     yield backend
     backend.close()

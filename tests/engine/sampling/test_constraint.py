@@ -14,7 +14,8 @@ from jsonschema import Draft202012Validator
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.echo import MESSAGE_END, MESSAGE_START, EchoBackend
 from inferencecenter.engine.sampling.constraint import Constraint, compiled, names_of, tokenizer_of
-from inferencecenter.ipc.messages import EngineOptions, Grammar
+from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.messages import Grammar
 from tests.engine.schemas import CASES, UNSUPPORTED, Case
 
 if TYPE_CHECKING:
