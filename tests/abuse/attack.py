@@ -1,4 +1,7 @@
-"""The abusive client as a process: ``python -m tests.abuse.attack ACT COUNT URL [--at-once]``.
+"""Runs the abusive client in its own process: ``python -m tests.abuse.attack ACT COUNT URL [--at-once]``.
+
+It reads its token from standard input, repeats one of ``benchmarks.abuse.acts`` at the act's rate or without pauses,
+and writes the number of answers of each kind as JSON.
 
 It reads its token from standard input, does one of ``bench.abuse.acts`` so many times, at its rate or without pauses,
 and writes what it was answered as JSON.
@@ -20,7 +23,7 @@ LONGEST_S: Final = 20.0
 
 
 async def attack(name: str, count: int, spec: TargetSpec, *, at_once: bool) -> dict[str, int]:
-    """Do an act ``count`` times, or as often as the daemon lets it in a while; return how often each answer came."""
+    """Repeat an act ``count`` times, for at most ``LONGEST_S``; return how often each answer came."""
     (act,) = (each for each in ACTS if each.name == name)
     async with Attacker(spec) as attacker:
         given = await act.prepare(attacker)

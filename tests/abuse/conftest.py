@@ -1,4 +1,4 @@
-"""What the tests of abuse share."""
+"""Helpers shared by the abuse tests."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 async def attack(daemon: Daemon, token: str, name: str, count: int, *, at_once: bool = False) -> dict[str, int]:
-    """Have the abusive client do an act ``count`` times, and return how often it got which answer.
+    """Run the abusive client in its own process and return how often it received each answer.
 
-    It is another process, so that it does not take its time from the client that is watched. ``at_once`` leaves out the
-    pauses that its rate wants.
+    A separate process keeps its CPU time off the observed client. ``at_once`` disables the pauses of the act's rate.
     """
     arguments = [name, str(count), daemon.url, *(["--at-once"] if at_once else [])]
     process = await asyncio.create_subprocess_exec(

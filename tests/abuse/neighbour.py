@@ -1,7 +1,7 @@
-"""A client that streams beside the abusive one: its texts, its errors, and the worst gap between two of its frames.
+"""A client that streams beside the abusive one and records its texts, its errors and the worst gap between two frames.
 
-A gap is counted in ticks of a thread that wakes every 10 ms, and not in seconds: while the machine stands still, there
-are no ticks either.
+A gap is counted in ticks of a thread that wakes every 10 ms instead of in seconds: while the machine is stalled, no
+ticks pass either.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PARAMS = {"ignore_eos": True, "max_tokens": 200, "temperature": 0.0}
 
 
 class Ticks:
-    """Counts while its context is open."""
+    """Counts ticks while its context is open."""
 
     def __init__(self) -> None:
         self.n = 0
@@ -45,8 +45,8 @@ class Ticks:
 
 
 @dataclass
-class Heard:
-    """What the neighbour met with in all of its turns."""
+class StreamObservation:
+    """Texts, errors and the worst gap of all turns of the neighbour."""
 
     texts: set[str] = field(default_factory=set)
     errors: list[dict[str, object]] = field(default_factory=list)
@@ -54,19 +54,19 @@ class Heard:
     worst_gap_ticks: int = 0
 
 
-async def listen(daemon: Daemon, until: Coroutine[Any, Any, object], *, least_turns: int) -> Heard:
-    """Run the same turn in one new session after the other until something is done, and ``least_turns`` at least."""
-    heard = Heard()
+async def stream_until(daemon: Daemon, until: Coroutine[Any, Any, object], *, least_turns: int) -> StreamObservation:
+    """Run the same turn in successive new sessions until ``until`` ends, for at least ``least_turns`` turns."""
+    observed = StreamObservation()
     async with asyncio.TaskGroup() as group:
         other = group.create_task(until)
         with Ticks() as ticks:
-            while not other.done() or heard.turns < least_turns:
+            while not other.done() or observed.turns < least_turns:
                 async with talk(daemon) as client, talk(daemon):  # a second socket of its own finds room too
-                    await _turn(client, ticks, heard)
-    return heard
+                    await _turn(client, ticks, observed)
+    return observed
 
 
-async def _turn(client: Talk, ticks: Ticks, heard: Heard) -> None:
+async def _turn(client: Talk, ticks: Ticks, observed: StreamObservation) -> None:
     session_id = await client.create(mode="raw", store=True)
     await client.send(op="infer", session_id=session_id, prompt=PROMPT, params=PARAMS)
     text, last = "", ticks.n
@@ -74,14 +74,14 @@ async def _turn(client: Talk, ticks: Ticks, heard: Heard) -> None:
         message = await client.receive()
         if message.get("session_id") != session_id:
             continue
-        heard.worst_gap_ticks, last = max(heard.worst_gap_ticks, ticks.n - last), ticks.n
+        observed.worst_gap_ticks, last = max(observed.worst_gap_ticks, ticks.n - last), ticks.n
         if message["op"] == "token":
             text += message["content"]
         elif message["op"] == "error":
-            heard.errors.append(message)
+            observed.errors.append(message)
             break
         elif message["op"] == "end":
             break
-    heard.texts.add(text)
-    heard.turns += 1
+    observed.texts.add(text)
+    observed.turns += 1
     await client.ask(op="close_session", session_id=session_id)

@@ -1,8 +1,8 @@
-"""A client with a valid token repeats operations that are cheap to ask for: another client's stream does not suffer.
+"""A client that repeats cheap operations with a valid token does not degrade another client's stream.
 
-Each act runs beside a neighbour that streams all the time, on one daemon with the echo backend. The neighbour's texts
-and errors are those of an undisturbed run and its worst gap is near it, the event loop is never blocked, and both
-processes keep their size.
+Each act runs beside a neighbour that streams continuously, on one daemon with the echo backend. The neighbour's texts
+and errors equal those of an undisturbed run, its worst gap stays close to that run's, the event loop never blocks, and
+the memory of both processes stays bounded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from benchmarks.abuse.acts import ACTS
 from inferencecenter.hardware.process_usage import read_usage
 from tests.abuse.conftest import attack
-from tests.abuse.neighbour import Heard, listen
+from tests.abuse.neighbour import StreamObservation, stream_until
 from tests.e2e.harness import Daemon, command_line, run_daemon
 
 if TYPE_CHECKING:
@@ -42,48 +42,52 @@ SECONDS_OF_AN_ACT = 4
 
 
 @dataclass(frozen=True)
-class Box:
-    """A daemon, the abusive client's token, and what the neighbour hears without it."""
+class AbuseSetup:
+    """A daemon, the abusive client's token, and the neighbour's undisturbed observation."""
 
     daemon: Daemon
     token: str
-    undisturbed: Heard
+    undisturbed: StreamObservation
 
 
 @pytest.fixture(scope="module")
-def box(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Box]:
-    """A daemon for all acts, one after the other."""
+def setup(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[AbuseSetup]:
+    """A daemon shared by all acts, and the baseline of the neighbour."""
     with run_daemon(tmp_path_factory.mktemp("abuse") / "state", demo_model_path, **SETTINGS) as daemon:
         token = command_line(daemon, "token", "create", "noisy")["token"]
-        undisturbed = asyncio.run(listen(daemon, asyncio.sleep(0), least_turns=4))
+        undisturbed = asyncio.run(stream_until(daemon, asyncio.sleep(0), least_turns=4))
         assert undisturbed.errors == []
         assert len(undisturbed.texts) == 1
-        yield Box(daemon, token, undisturbed)
+        yield AbuseSetup(daemon, token, undisturbed)
 
 
 def rss_bytes(daemon: Daemon) -> int:
-    """What both processes of a daemon hold."""
+    """Return the resident memory of both processes of a daemon."""
     return sum(read_usage(pid).rss_bytes for pid in (daemon.process.pid, daemon.engine_pid()))
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
-async def test_others_do_not_suffer(box: Box, act: Act) -> None:
-    """Texts, errors and gaps are those of an undisturbed run, and memory and the event loop stay within bounds."""
-    engine, before_bytes, log_bytes = box.daemon.engine_pid(), rss_bytes(box.daemon), box.daemon.log.stat().st_size
+async def test_abusive_client_does_not_degrade_another_clients_stream(setup: AbuseSetup, act: Act) -> None:
+    """Texts, errors and gaps match the undisturbed run; memory and event loop delays stay bounded."""
+    engine, before_bytes, log_bytes = (
+        setup.daemon.engine_pid(),
+        rss_bytes(setup.daemon),
+        setup.daemon.log.stat().st_size,
+    )
     outcomes: dict[str, int] = {}
 
     async def disturb() -> None:
         outcomes.update(
-            await attack(box.daemon, box.token, act.name, max(4, round(act.rate_per_s * SECONDS_OF_AN_ACT)))
+            await attack(setup.daemon, setup.token, act.name, max(4, round(act.rate_per_s * SECONDS_OF_AN_ACT)))
         )
 
-    heard = await listen(box.daemon, disturb(), least_turns=2)
+    observed = await stream_until(setup.daemon, disturb(), least_turns=2)
 
-    assert heard.errors == []
-    assert heard.texts == box.undisturbed.texts
-    assert heard.worst_gap_ticks <= box.undisturbed.worst_gap_ticks + GAP_TICKS
+    assert observed.errors == []
+    assert observed.texts == setup.undisturbed.texts
+    assert observed.worst_gap_ticks <= setup.undisturbed.worst_gap_ticks + GAP_TICKS
     assert outcomes, "the act was answered"
     assert outcomes.keys().isdisjoint({"internal", "closed 4408"})
-    assert box.daemon.engine_pid() == engine
-    assert rss_bytes(box.daemon) - before_bytes <= GROWTH_BYTES
-    box.daemon.assert_loop_was_free(since_bytes=log_bytes)
+    assert setup.daemon.engine_pid() == engine
+    assert rss_bytes(setup.daemon) - before_bytes <= GROWTH_BYTES
+    setup.daemon.assert_loop_was_free(since_bytes=log_bytes)

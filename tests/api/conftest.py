@@ -1,4 +1,4 @@
-"""A server for each test, and OpenAI's own client of it."""
+"""A server for each test, and the openai package's client of it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Running]]:
-    """Return what runs a server with settings of the test's own."""
+    """Return a function that starts a server with the given settings."""
 
     def run(**settings: Any) -> AbstractAsyncContextManager[Running]:
         return running_server(tmp_path, **settings)
@@ -41,7 +41,7 @@ async def server(tmp_path: Path) -> AsyncIterator[Running]:
 
 @pytest.fixture
 async def ada(server: Running) -> AsyncIterator[AsyncOpenAI]:
-    """OpenAI's client with the token of ada, which tries everything once."""
+    """The openai client with the token of the client ada, without retries."""
     async with AsyncOpenAI(
         base_url=f"http://127.0.0.1:{server.port}/v1", api_key=server.token, max_retries=0
     ) as client:
@@ -50,10 +50,10 @@ async def ada(server: Running) -> AsyncIterator[AsyncOpenAI]:
 
 @pytest.fixture
 def expiries(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """Return what happens when the tokens of those who come expire, for a test to call: none expires by itself."""
+    """Return the pending token expiry callbacks; a test calls them, none runs by itself."""
     expiries: list[Callable[[], object]] = []
 
-    class OnCall:
+    class ManualDeadline:
         def __init__(self, delay_s: float, passed: Callable[[], object]) -> None:
             assert 0 < delay_s <= 3600
             self._passed = passed
@@ -64,5 +64,5 @@ def expiries(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
                 expiries.remove(self._passed)
 
     for module in ("request_context", "responses.socket"):
-        monkeypatch.setattr(f"inferencecenter.api.{module}.Deadline", OnCall)
+        monkeypatch.setattr(f"inferencecenter.api.{module}.Deadline", ManualDeadline)
     return expiries

@@ -1,4 +1,4 @@
-"""Streams for tests: an engine that answers when it is told to, and readers that leave when they like."""
+"""Streaming helpers: an engine that answers on command, and readers that may disconnect at any time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ HI: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 @asynccontextmanager
-async def streamed(server: Running, body: dict[str, Any], path: str = CHAT) -> AsyncIterator[asyncio.StreamReader]:
-    """Ask for a stream and read it as it comes; the connection is dropped at the end."""
+async def open_stream(server: Running, body: dict[str, Any], path: str = CHAT) -> AsyncIterator[asyncio.StreamReader]:
+    """Request a stream and read it as it arrives; the connection is aborted at the end."""
     data = json.dumps({**body, "stream": True}).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=2**24)
     lines = [f"POST {path} HTTP/1.1", "host: test", f"authorization: Bearer {server.token}"]
@@ -29,7 +29,7 @@ async def streamed(server: Running, body: dict[str, Any], path: str = CHAT) -> A
         writer.transport.abort()
 
 
-async def chunk_of(reader: asyncio.StreamReader) -> Any:
+async def next_chunk(reader: asyncio.StreamReader) -> Any:
     """Return the data of the next event of a stream."""
     line = await reader.readuntil(b"data: ")
     assert line.endswith(b"data: ")
@@ -37,13 +37,13 @@ async def chunk_of(reader: asyncio.StreamReader) -> Any:
 
 
 async def next_turn(server: Running) -> str:
-    """Wait for a turn to be submitted, and return its name."""
+    """Wait for a submitted turn and return its id."""
     await server.engine.submitted.wait()
     server.engine.submitted.clear()
     return list(server.engine.turns)[-1]
 
 
-async def say(server: Running, *texts: str, reason: str = "stop") -> None:
+async def send_answer(server: Running, *texts: str, reason: str = "stop") -> None:
     """Answer the next turn."""
     turn = await next_turn(server)
     server.engine.begin(turn)
@@ -52,8 +52,8 @@ async def say(server: Running, *texts: str, reason: str = "stop") -> None:
     server.engine.finish(turn, reason=reason)
 
 
-async def say_each(server: Running, *texts: str) -> None:
-    """Answer as many turns as there are texts, when all of them have been submitted."""
+async def send_answers(server: Running, *texts: str) -> None:
+    """Answer one turn for each text once all of them are submitted."""
     async with asyncio.timeout(60):
         while len(server.engine.turns) < len(texts):  # noqa: ASYNC110 - each of them sets the event
             await asyncio.sleep(0)
@@ -63,8 +63,8 @@ async def say_each(server: Running, *texts: str) -> None:
         server.engine.finish(turn)
 
 
-async def gone(server: Running) -> None:
-    """Wait until no request is being answered any more."""
+async def requests_done(server: Running) -> None:
+    """Wait until no request is being answered."""
     async with asyncio.timeout(60):
         while server.context.hub.participants:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What holds for every HTTP operation: who is let in, how large and how slow, and how failures are told."""
+"""Behaviour of every HTTP endpoint: authentication, size and time limits, and error responses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from inferencecenter.config.limits import AccessLimits
 from inferencecenter.core.errors import ErrorCode
 from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE
-from tests.api.asking import PATIENCE_S, exchange, post, read_answer, request
-from tests.api.streaming import CHAT, HI, chunk_of, gone, next_turn, say, streamed
+from tests.api.http_client import TIMEOUT_S, exchange, parse_response, post, request
+from tests.api.streaming import CHAT, HI, next_chunk, next_turn, open_stream, requests_done, send_answer
 from tests.server.harness import ask as ask_socket
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 
 @pytest.mark.parametrize("token", [None, "ic_aaaaaaaaaaaa_wrong", "nothing"])
-async def test_nobody_gets_in_without_a_token(server: Running, token: str | None) -> None:
-    """Without a right token there is a 401 that says how to send one."""
+async def test_token_is_required(server: Running, token: str | None) -> None:
+    """Without a valid token the status is 401 with the expected scheme."""
     answer = await post(server, CHAT, HI, token=token)
     assert answer.status == 401
     assert answer.error["code"] == "invalid_api_key"
@@ -45,8 +45,8 @@ async def test_nobody_gets_in_without_a_token(server: Running, token: str | None
     assert answer.headers["x-should-retry"] == "false"
 
 
-async def test_too_many_wrong_tokens_are_refused_with_the_right_one_too(serve: Serve) -> None:
-    """Failures are limited as those of sockets are, and the answer says when to come again."""
+async def test_too_many_failures_lock_out_valid_tokens_too(serve: Serve) -> None:
+    """Failures are limited as on sockets, and the response has the retry delay."""
     async with serve(login_attempts_per_minute=1) as server:
         await request(server, "GET", "/v1/models", token="wrong")
         answer = await request(server, "GET", "/v1/models")
@@ -57,26 +57,26 @@ async def test_too_many_wrong_tokens_are_refused_with_the_right_one_too(serve: S
 
 
 async def test_pages_of_other_origins_are_refused(server: Running) -> None:
-    """Origin is checked as it is for sockets."""
+    """Origin is checked as for sockets."""
     answer = await request(server, "GET", "/v1/models", headers={"Origin": "https://elsewhere.example"})
     assert (answer.status, answer.error["param"]) == (403, "Origin")
 
 
-async def test_a_secret_in_the_address_is_refused(server: Running) -> None:
-    """A token in the query is refused, and not repeated."""
+async def test_secret_in_query_is_refused(server: Running) -> None:
+    """A token in the query is refused and not repeated."""
     answer = await request(server, "GET", f"/v1/models?token={server.token}")
     assert (answer.status, answer.error["param"]) == (400, "token")
     assert server.token not in answer.body.decode()
 
 
-async def test_unknown_parameters_of_an_address_are_refused(server: Running) -> None:
-    """What stands in a query is obeyed or refused by name."""
+async def test_unknown_query_parameters_are_refused(server: Running) -> None:
+    """Each query parameter is applied or refused by name."""
     answer = await request(server, "GET", "/v1/models?page=2")
     assert (answer.status, answer.error["param"]) == (400, "page")
 
 
-async def test_a_method_that_an_address_does_not_take(server: Running) -> None:
-    """Other methods get a 405 that names those there are."""
+async def test_unsupported_method_is_405(server: Running) -> None:
+    """The response lists the allowed methods."""
     answer = await request(server, "DELETE", CHAT)
     assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
     assert answer.headers["allow"] == "POST"
@@ -92,14 +92,14 @@ async def test_a_method_that_an_address_does_not_take(server: Running) -> None:
         (b"{}", "invalid_request"),
     ],
 )
-async def test_bodies_that_are_none(server: Running, body: bytes, code: str) -> None:
-    """What is no JSON object of the right form is refused with a 400."""
+async def test_invalid_body_is_400(server: Running, body: bytes, code: str) -> None:
+    """Anything but a JSON object of the right schema is refused."""
     answer = await post(server, CHAT, body)
     assert (answer.status, answer.error["code"]) == (400, code)
 
 
-async def test_a_body_that_says_it_is_too_large_is_not_read(serve: Serve) -> None:
-    """The declared length is enough for a 413."""
+async def test_declared_oversized_body_is_not_read(serve: Serve) -> None:
+    """The declared length alone causes a 413."""
     async with serve(max_body_bytes=1024) as server:
         lines = [f"POST {CHAT} HTTP/1.1", "host: x", f"authorization: Bearer {server.token}", "content-length: 2000000"]
         answer = await exchange(server.port, "\r\n".join([*lines, "", ""]).encode())
@@ -107,13 +107,13 @@ async def test_a_body_that_says_it_is_too_large_is_not_read(serve: Serve) -> Non
 
 
 @pytest.mark.parametrize("length", ["content-length: 700", "transfer-encoding: chunked"])
-async def test_bodies_share_room(serve: Serve, monkeypatch: pytest.MonkeyPatch, length: str) -> None:
-    """What a client has in memory beyond its share is refused, another is let in, and the room is free afterwards."""
-    room = FairShare(1024)
-    monkeypatch.setattr(endpoint, "FairShare", lambda _: room)
+async def test_body_memory_is_shared_by_clients(serve: Serve, monkeypatch: pytest.MonkeyPatch, length: str) -> None:
+    """Bodies beyond a client's share are refused, other clients are served, and the memory is released."""
+    body_share = FairShare(1024)
+    monkeypatch.setattr(endpoint, "FairShare", lambda _: body_share)
     body = b'{"text": "' + b"x" * 688 + b'"}'
     sent = body if length.startswith("content-length") else b"2bc\r\n" + body + b"\r\n0\r\n\r\n"
-    async with serve() as server, asyncio.timeout(PATIENCE_S):
+    async with serve() as server, asyncio.timeout(TIMEOUT_S):
 
         def asked_by(token: str) -> bytes:
             lines = ["POST /tokenize HTTP/1.1", "host: x", f"authorization: Bearer {token}", length]
@@ -123,21 +123,21 @@ async def test_bodies_share_room(serve: Serve, monkeypatch: pytest.MonkeyPatch, 
         mine, another = asked_by(server.token), asked_by(server.accounts.create_token("eve").token)
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(mine[:-5])
-        while room.total < len(body):  # noqa: ASYNC110 - nothing tells of it
+        while body_share.total < len(body):  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0)
         refused = await exchange(server.port, mine)
         assert (refused.status, refused.error["code"]) == (503, "queue_full")
         assert refused.headers["retry-after"] == "1"
         assert (await exchange(server.port, another)).status == 200
         writer.write(mine[-5:])
-        assert read_answer(await reader.read()).status == 200
+        assert parse_response(await reader.read()).status == 200
         writer.close()
         assert (await exchange(server.port, mine)).status == 200
-    assert room.total == 0
+    assert body_share.total == 0
 
 
-async def test_a_body_that_turns_out_too_large(serve: Serve) -> None:
-    """A body in chunks is read up to the limit."""
+async def test_chunked_body_is_read_up_to_the_limit(serve: Serve) -> None:
+    """A chunked body above the limit is refused."""
     async with serve(max_body_bytes=1024) as server:
         lines = [f"POST {CHAT} HTTP/1.1", "host: x", f"authorization: Bearer {server.token}"]
         head = "\r\n".join([*lines, "transfer-encoding: chunked", "", ""]).encode()
@@ -145,8 +145,8 @@ async def test_a_body_that_turns_out_too_large(serve: Serve) -> None:
     assert (answer.status, answer.error["code"]) == (413, "message_too_large")
 
 
-async def test_a_body_that_does_not_come(serve: Serve) -> None:
-    """A body has its time, then there is a 408."""
+async def test_slow_body_times_out(serve: Serve) -> None:
+    """A body that does not arrive in time is a 408."""
     async with serve(body_timeout_s=0.02) as server:
         lines = [f"POST {CHAT} HTTP/1.1", "host: x", f"authorization: Bearer {server.token}", "content-length: 9"]
         answer = await exchange(server.port, "\r\n".join([*lines, "", "{"]).encode())
@@ -155,15 +155,15 @@ async def test_a_body_that_does_not_come(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("path", ["/openapi.json", "/v1/models"])
-async def test_a_body_that_an_operation_does_not_take_is_not_read(serve: Serve, path: str) -> None:
-    """The answer is there while the body is still to come, whatever its length is said to be."""
+async def test_unexpected_body_is_not_read(serve: Serve, path: str) -> None:
+    """The answer is sent while the body is outstanding, whatever its declared length."""
     async with serve(max_body_bytes=1024) as server:
-        heard = await request(server, "GET", path, headers={"Content-Length": "1000000"})
-        assert heard.status == 200
+        response = await request(server, "GET", path, headers={"Content-Length": "1000000"})
+        assert response.status == 200
 
 
-async def test_a_large_body_is_read_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small one is read at once, as a thread would cost more."""
+async def test_large_body_is_parsed_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small one is parsed on the loop, where a thread would cost more."""
     threads: list[int] = []
 
     def noting(kind: Any, body: bytes) -> Any:
@@ -176,54 +176,54 @@ async def test_a_large_body_is_read_off_the_event_loop(server: Running, monkeypa
     assert threads[0] == threading.get_ident() != threads[1]
 
 
-async def test_a_body_of_too_many_values_is_refused_before_it_is_read(
+async def test_body_of_too_many_values_is_refused_before_parsing(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What would hold up all others for half a second costs a count of its bytes."""
+    """Counting bytes avoids a parse that would block the event loop."""
     monkeypatch.setattr(orjson, "loads", pytest.fail)
-    heard = await post(server, "/v1/chat/completions", b'{"messages":[' + b"[]," * MAX_STRUCTURE + b"0]}")
-    assert (heard.status, heard.error["code"]) == (413, "message_too_large")
+    response = await post(server, "/v1/chat/completions", b'{"messages":[' + b"[]," * MAX_STRUCTURE + b"0]}")
+    assert (response.status, response.error["code"]) == (413, "message_too_large")
 
 
-async def test_a_client_has_as_many_requests_as_connections(serve: Serve) -> None:
-    """Requests that are being answered count as sockets do; others are told to wait."""
-    async with serve(max_connections_per_client=1) as server, streamed(server, HI):
+async def test_requests_count_as_connections_of_the_client(serve: Serve) -> None:
+    """Running requests count as sockets do, and further ones are refused with a retry delay."""
+    async with serve(max_connections_per_client=1) as server, open_stream(server, HI):
         await next_turn(server)
         answer = await post(server, CHAT, HI)
         assert (answer.status, answer.error["code"]) == (429, "rate_limit_exceeded")
         assert answer.headers["retry-after"] == "1"
 
 
-async def test_room_is_there_again_when_a_request_is_over(serve: Serve) -> None:
-    """What was counted is counted no more, however a request ends."""
+async def test_connection_slot_is_released_after_each_request(serve: Serve) -> None:
+    """However a request ends."""
     async with serve(max_connections_per_client=1) as server:
         for _ in range(3):
-            async with streamed(server, HI):
+            async with open_stream(server, HI):
                 await next_turn(server)
-            await gone(server)
+            await requests_done(server)
         assert (await request(server, "GET", "/v1/models")).status == 200
 
 
 async def test_requests_are_counted(server: Running) -> None:
-    """Metrics tell the requests that run, and answers by address and status."""
-    async with streamed(server, HI):
+    """Metrics report running requests, and responses by path and status."""
+    async with open_stream(server, HI):
         await next_turn(server)
         page = (await request(server, "GET", "/metrics", token=None)).body.decode()
         assert "inferencecenter_http_requests 1.0" in page
-    await gone(server)
+    await requests_done(server)
     await post(server, CHAT, {})
     page = (await request(server, "GET", "/metrics", token=None)).body.decode()
     assert "inferencecenter_http_requests 0.0" in page
     assert 'inferencecenter_http_responses_total{path="/v1/chat/completions",status="400"} 1.0' in page
 
 
-async def test_a_daemon_that_stops_lets_answers_end(serve: Serve) -> None:
-    """A stream goes on to its end while the daemon drains, and nobody new comes in."""
-    async with serve(shutdown_timeout_s=60) as server, streamed(server, HI) as reader:
+async def test_drain_lets_running_streams_finish(serve: Serve) -> None:
+    """A stream runs to its end while the daemon drains, and new connections are refused."""
+    async with serve(shutdown_timeout_s=60) as server, open_stream(server, HI) as reader:
         turn = await next_turn(server)
         server.engine.begin(turn)
         server.engine.say(turn, "Hel")
-        assert (await chunk_of(reader))["choices"][0]["delta"]["role"] == "assistant"
+        assert (await next_chunk(reader))["choices"][0]["delta"]["role"] == "assistant"
         server.listener.stop()
         while not server.context.hub.draining:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0)
@@ -235,21 +235,21 @@ async def test_a_daemon_that_stops_lets_answers_end(serve: Serve) -> None:
         await server.serving
 
 
-async def test_nobody_new_is_answered_while_the_daemon_drains(server: Running) -> None:
-    """On connections that are open already there is a 503."""
+async def test_draining_daemon_answers_503(server: Running) -> None:
+    """On connections that are already open."""
     server.context.hub.draining = True
     answer = await post(server, CHAT, HI)
     assert (answer.status, answer.error["code"]) == (503, "engine_unavailable")
     assert answer.headers["x-should-retry"] == "true"
 
 
-async def test_at_the_deadline_a_stream_is_told(server: Running) -> None:
-    """An answer that has not ended when the daemon stops ends with an error, and its turn is aborted."""
-    async with streamed(server, HI) as reader:
+async def test_stream_past_the_drain_deadline_ends_with_an_error(server: Running) -> None:
+    """The last event is an error, and the turn is aborted."""
+    async with open_stream(server, HI) as reader:
         turn = await next_turn(server)
         server.engine.begin(turn)
         server.engine.say(turn, "Hel")
-        await chunk_of(reader)
+        await next_chunk(reader)
         server.listener.stop()
         rest = await reader.read()
     error = json.loads(rest.rpartition(b"data: ")[2].partition(b"\n")[0])["error"]
@@ -257,47 +257,47 @@ async def test_at_the_deadline_a_stream_is_told(server: Running) -> None:
     assert turn not in server.engine.turns
 
 
-async def test_a_revoked_token_ends_its_streams(server: Running) -> None:
-    """Whoever is not let in any more hears nothing more."""
-    async with streamed(server, HI) as reader:
+async def test_revoked_token_ends_its_streams(server: Running) -> None:
+    """The client receives nothing more."""
+    async with open_stream(server, HI) as reader:
         turn = await next_turn(server)
         server.engine.begin(turn)
         server.engine.say(turn, "Hel")
-        await chunk_of(reader)
+        await next_chunk(reader)
         server.accounts.revoke(server.token_id)
         server.context.tokens_changed()
         rest = await reader.readuntil(b"0\r\n\r\n")
         assert b"the token was revoked" in rest
         assert b"[DONE]" not in rest
-    await gone(server)
+    await requests_done(server)
     assert turn not in server.engine.turns
 
 
-async def test_a_token_that_expires_ends_its_streams(server: Running, expiries: list[Callable[[], object]]) -> None:
-    """In the middle of an answer its time is over: the last event says so, and the turn is aborted."""
+async def test_token_expiry_ends_its_streams(server: Running, expiries: list[Callable[[], object]]) -> None:
+    """The last event reports the expiry, and the turn is aborted."""
     server.token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
-    async with streamed(server, HI) as reader:
+    async with open_stream(server, HI) as reader:
         turn = await next_turn(server)
         server.engine.begin(turn)
         server.engine.say(turn, "Hel")
-        await chunk_of(reader)
+        await next_chunk(reader)
         (expire,) = expiries
         expire()
         rest = await reader.readuntil(b"0\r\n\r\n")
         error = json.loads(rest.rpartition(b"data: ")[2].partition(b"\n")[0])["error"]
         assert (error["code"], error["message"]) == ("invalid_api_key", "the token has expired")
         assert b"[DONE]" not in rest
-    await gone(server)
+    await requests_done(server)
     assert turn not in server.engine.turns
     assert expiries == []
 
 
-async def test_a_token_that_expires_before_an_answer_has_begun_is_not_let_in(
+async def test_token_expiry_before_the_response_starts_is_401(
     server: Running, expiries: list[Callable[[], object]]
 ) -> None:
-    """Nothing of the stream was sent, so there is a 401."""
+    """No part of the stream was sent."""
     server.token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
-    async with streamed(server, HI) as reader:
+    async with open_stream(server, HI) as reader:
         await next_turn(server)
         (expire,) = expiries
         expire()
@@ -306,20 +306,20 @@ async def test_a_token_that_expires_before_an_answer_has_begun_is_not_let_in(
     assert b"the token has expired" in answer
 
 
-async def test_an_answer_that_ends_in_time_expires_no_more(
+async def test_expiry_timer_is_cancelled_with_the_response(
     server: Running, expiries: list[Callable[[], object]]
 ) -> None:
-    """Nothing is left to wait for the time of the token."""
+    """No timer remains after the response."""
     server.token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
-    answer, _ = await asyncio.gather(post(server, CHAT, HI), say(server, "Hello"))
+    answer, _ = await asyncio.gather(post(server, CHAT, HI), send_answer(server, "Hello"))
     assert answer.status == 200
-    await gone(server)
+    await requests_done(server)
     assert expiries == []
 
 
-async def test_limits_to_addresses_hold_for_requests(server: Running) -> None:
-    """A token that may not come from here any more is cut off in the middle, and not let in again."""
-    async with streamed(server, HI) as reader:
+async def test_address_limits_apply_to_requests(server: Running) -> None:
+    """A token whose address is no longer allowed is cut off and refused."""
+    async with open_stream(server, HI) as reader:
         await next_turn(server)
         server.accounts.limit_token(server.token_id, AccessLimits(addresses=("192.0.2.1",)))
         server.context.tokens_changed()
@@ -329,9 +329,9 @@ async def test_limits_to_addresses_hold_for_requests(server: Running) -> None:
     assert (await request(server, "GET", "/v1/models")).status == 401
 
 
-async def test_an_administrator_ends_requests_too(serve: Serve) -> None:
-    """``kick`` counts and ends requests as it does sockets."""
-    async with serve() as server, streamed(server, HI) as reader:
+async def test_kick_ends_requests(serve: Serve) -> None:
+    """``kick`` counts and ends requests like sockets."""
+    async with serve() as server, open_stream(server, HI) as reader:
         await next_turn(server)
         server.accounts.ensure_client("root", max_sessions=1, priority="normal", scopes=("user", "admin"))
         token = server.accounts.create_token("root").token
@@ -344,18 +344,18 @@ async def test_an_administrator_ends_requests_too(serve: Serve) -> None:
         assert b"403 Forbidden" in await reader.readuntil(b"}}")
 
 
-async def test_limits_of_a_token_have_the_time_to_wait(server: Running) -> None:
-    """A limit of turns is a 429 with the time after which another may be asked for."""
+async def test_turn_rate_limit_has_a_retry_delay(server: Running) -> None:
+    """An exceeded turn limit is a 429 with ``retry-after``."""
     server.accounts.limit_token(server.token_id, AccessLimits(requests_per_minute=1))
-    first, _ = await asyncio.gather(post(server, CHAT, HI), say(server, "Hello"))
+    first, _ = await asyncio.gather(post(server, CHAT, HI), send_answer(server, "Hello"))
     second = await post(server, CHAT, HI)
     assert (first.status, second.status) == (200, 429)
     assert second.error["code"] == "rate_limit_exceeded"
     assert 50 <= int(second.headers["retry-after"]) <= 61
 
 
-async def test_a_day_s_quota_ends_an_answer_early(server: Running) -> None:
-    """The last tokens of a day are said, and the answer ends as one that is too long; the next request is refused."""
+async def test_exhausted_daily_quota_ends_the_answer(server: Running) -> None:
+    """The answer ends with ``length``, and the next request is refused."""
     server.accounts.limit_token(server.token_id, AccessLimits(tokens_per_day=2))
     first, _ = await asyncio.gather(post(server, CHAT, HI), _exhaust(server))
     assert first.json["choices"][0]["finish_reason"] == "length"
@@ -370,8 +370,8 @@ async def _exhaust(server: Running) -> None:
     server.engine.say(turn, "Hello")
 
 
-async def test_the_trace_of_a_request_goes_on_in_its_turn(server: Running) -> None:
-    """``traceparent`` is that of the turn."""
+async def test_trace_context_reaches_the_turn(server: Running) -> None:
+    """The turn has the ``traceparent`` of the request."""
     span = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     seen: list[Any] = []
     submit = server.engine.submit
@@ -381,12 +381,12 @@ async def test_the_trace_of_a_request_goes_on_in_its_turn(server: Running) -> No
         return submit(turn)
 
     vars(server.engine)["submit"] = spy
-    await asyncio.gather(post(server, CHAT, HI, headers={"traceparent": span}), say(server, "Hello"))
+    await asyncio.gather(post(server, CHAT, HI, headers={"traceparent": span}), send_answer(server, "Hello"))
     assert seen == [span]
 
 
-async def test_a_defect_is_an_error_without_details(server: Running) -> None:
-    """What nobody thought of is a 500 that tells nothing of the inside."""
+async def test_internal_error_has_no_details(server: Running) -> None:
+    """A defect is a 500 that reveals nothing internal."""
 
     def broken() -> None:
         raise RuntimeError("a secret")
@@ -397,8 +397,8 @@ async def test_a_defect_is_an_error_without_details(server: Running) -> None:
     assert b"secret" not in answer.body
 
 
-async def test_refusals_of_a_client_are_told_later_and_later(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After many in a row, each waits longer than the one before; what is accepted never waits."""
+async def test_repeated_refusals_are_delayed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refusal after the first ones waits longer; accepted requests never wait."""
     waited: list[float] = []
 
     async def noting(delay_s: float) -> None:
@@ -416,10 +416,8 @@ async def test_refusals_of_a_client_are_told_later_and_later(server: Running, mo
     assert len(waited) == 3
 
 
-async def test_a_conversation_of_many_messages_is_understood_in_a_thread(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Thousands of messages are made without the event loop; a few are not worth the way there."""
+async def test_long_conversation_is_mapped_in_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of messages are mapped off the event loop, a few on it."""
     threads: list[threading.Thread] = []
 
     def noting(request: ChatRequest) -> None:
@@ -428,6 +426,6 @@ async def test_a_conversation_of_many_messages_is_understood_in_a_thread(
 
     monkeypatch.setattr(chat, "check", noting)
     for n_messages in (1, 1000):
-        async with streamed(server, {"messages": [{"role": "user", "content": ""}] * n_messages}):
+        async with open_stream(server, {"messages": [{"role": "user", "content": ""}] * n_messages}):
             await next_turn(server)
     assert [thread is threading.main_thread() for thread in threads] == [True, False]

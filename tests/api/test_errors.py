@@ -1,4 +1,4 @@
-"""Failures in OpenAI's shape."""
+"""Error responses in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from inferencecenter.core.errors import ERRORS, ErrorCode, ErrorSpec, InferenceC
 
 
 @pytest.mark.parametrize("row", [row for row in ERRORS.values() if row.on_http], ids=lambda row: row.code.value)
-def test_every_failure_has_openai_s_four_fields(row: ErrorSpec) -> None:
-    """Message, type, param and code are there for every row that HTTP meets, and the type goes with the status."""
+def test_every_error_has_openai_fields(row: ErrorSpec) -> None:
+    """Message, type, param and code exist for every row, and the type follows the status."""
     error = orjson.loads(error_body(InferenceCenterError(row.code)))["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
@@ -21,8 +21,8 @@ def test_every_failure_has_openai_s_four_fields(row: ErrorSpec) -> None:
     assert retries == ("true" if row.retryable else "false")
 
 
-def test_the_hint_ends_the_message() -> None:
-    """What to do is told, for which OpenAI has no field."""
+def test_hint_is_appended_to_the_message() -> None:
+    """OpenAI's shape has no field for it."""
     error = InferenceCenterError(ErrorCode.INVALID_REQUEST, "n is 9.", hint="At most 8.", field="n")
     assert orjson.loads(error_body(error))["error"] == {
         "message": "n is 9. At most 8.",
@@ -32,7 +32,7 @@ def test_the_hint_ends_the_message() -> None:
     }
 
 
-def test_when_to_come_again_is_told_in_whole_seconds_and_in_milliseconds() -> None:
-    """``retry-after`` is rounded up; OpenAI's client reads the other."""
+def test_retry_delay_is_sent_in_seconds_and_milliseconds() -> None:
+    """``retry-after`` is rounded up; OpenAI's client reads ``retry-after-ms``."""
     headers = error_headers(InferenceCenterError(ErrorCode.RATE_LIMITED, retry_after_ms=1200))
     assert (headers["retry-after"], headers["retry-after-ms"]) == ("2", "1200")

@@ -1,6 +1,6 @@
-"""HTTP under peers that mean harm: what is too much, too slow or no request ends in an error, and leaves nothing.
+"""Hostile HTTP requests: oversized, slow and malformed input ends in an error and leaves no state.
 
-What a connection bears before there is a request, ``tests/server/test_http.py`` holds.
+``tests/server/test_http.py`` covers connections before a request.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from inferencecenter.api.app import OPERATIONS
-from tests.api.asking import exchange, post, read_answer, request, tick
+from tests.api.http_client import exchange, parse_response, post, request, tick
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +34,8 @@ def head(server: Running, *lines: str, path: str = "/tokenize") -> bytes:
     return "\r\n".join(first).encode()
 
 
-async def unharmed(server: Running) -> None:
-    """Check that the server answers as ever, and that nothing of what was is left."""
+async def assert_server_works(server: Running) -> None:
+    """Check that the server still answers and that no state is left."""
     assert (await post(server, "/tokenize", {"text": "a"})).json["tokens"] == [97]
     async with asyncio.timeout(SOON_S):
         while server.listener.server_state.tasks or len(server.listener.limiter):
@@ -43,8 +43,8 @@ async def unharmed(server: Running) -> None:
     assert not server.engine.turns
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(serve: Serve) -> None:
-    """Byte by byte or not at all: after its time it is 408, and the connection ends."""
+async def test_slow_body_is_not_awaited(serve: Serve) -> None:
+    """A stalled or dripping body is a 408 after its time limit, and the connection closes."""
     async with serve(body_timeout_s=0.1) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(head(server, "Content-Length: 1000000"))
@@ -53,9 +53,9 @@ async def test_a_body_that_does_not_come_is_not_waited_for(serve: Serve) -> None
             writer.write(b" ")
             await asyncio.wait([answered], timeout=0.01)
         writer.close()
-        heard = read_answer(await answered)
+        heard = parse_response(await answered)
         assert (heard.status, heard.error["code"]) == (408, "request_timeout")
-        await unharmed(server)
+        await assert_server_works(server)
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ async def test_a_body_that_does_not_come_is_not_waited_for(serve: Serve) -> None
         ("Transfer-Encoding: chunked",),
     ],
 )
-async def test_a_body_that_is_too_large_is_refused_before_it_is_read(serve: Serve, framing: tuple[str, ...]) -> None:
-    """By what it says of itself, or as soon as there is more of it than may be."""
+async def test_oversized_body_is_refused_before_it_is_read(serve: Serve, framing: tuple[str, ...]) -> None:
+    """By its declared length, or once more than the limit has arrived."""
     async with serve(max_body_bytes=2048) as server:
         chunks = b"400\r\n" + b" " * 1024 + b"\r\n"
         sent = head(server, *framing) + (chunks * 10 if "chunked" in framing[0] else b"")
         heard = await exchange(server.port, sent)
         assert (heard.status, heard.error["code"]) == (413, "message_too_large")
-        await unharmed(server)
+        await assert_server_works(server)
 
 
-async def test_a_bomb_of_chunks_bursts_nothing(serve: Serve) -> None:
-    """Thousands of chunks, of a byte each too, sizes with endless extensions, sizes that are none."""
+async def test_chunked_encoding_abuse_is_bounded(serve: Serve) -> None:
+    """Thousands of one-byte chunks, endless chunk extensions and invalid sizes."""
     async with serve(max_body_bytes=2048) as server:
         opened = head(server, "Transfer-Encoding: chunked")
         assert (await exchange(server.port, opened + b"80\r\n%b\r\n" % (b" " * 128) * 5000)).status == 413
@@ -87,7 +87,7 @@ async def test_a_bomb_of_chunks_bursts_nothing(serve: Serve) -> None:
         assert (endless.status, endless.error["code"]) == (400, "invalid_request")
         assert (await exchange(server.port, opened + b"zz\r\n\r\n")).status == 400
         assert (await exchange(server.port, opened + b"-1\r\n\r\n")).status == 400
-        await unharmed(server)
+        await assert_server_works(server)
 
 
 @pytest.mark.parametrize(
@@ -122,37 +122,37 @@ async def test_a_bomb_of_chunks_bursts_nothing(serve: Serve) -> None:
         (b"--x\r\nContent-Disposition: form-data; name=text\r\n\r\na\r\n--x--\r\n", "invalid_json"),
     ],
 )
-async def test_what_is_no_such_object_is_refused(server: Running, body: bytes, code: str) -> None:
-    """Whatever stands in the body, the error is short and says what was wrong."""
+async def test_malformed_body_is_refused(server: Running, body: bytes, code: str) -> None:
+    """The error is short and states the problem."""
     heard = await post(server, "/tokenize", body)
     assert (heard.status, heard.error["code"]) == (400, code)
     assert len(heard.body) < 2000
-    await unharmed(server)
+    await assert_server_works(server)
 
 
-async def test_the_last_of_equal_names_holds(server: Running) -> None:
-    """JSON with a name twice means the last, as everywhere; nothing reads it another way."""
+async def test_last_duplicate_json_key_wins(server: Running) -> None:
+    """Every parser of the request uses the last value."""
     heard = await post(server, "/tokenize", b'{"text": 1, "text": "b"}')
     assert heard.json["tokens"] == [98]
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/xml", "application/json; charset=utf-7", "", "x" * 5000])
-async def test_a_body_is_json_whatever_it_is_called(server: Running, kind: str) -> None:
-    """As ``curl -d`` calls it a form; a token, which no form can send, is what lets it in."""
+async def test_body_is_parsed_as_json_whatever_its_content_type(server: Running, kind: str) -> None:
+    """``curl -d`` declares a form; the required token prevents cross-site forms."""
     heard = await post(server, "/tokenize", WHOLE, headers={"Content-Type": kind})
     assert heard.status == 200
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW", "A" * 10_000])
-async def test_methods_that_an_address_does_not_take(server: Running, method: str) -> None:
-    """405 says which it takes, to everybody."""
+async def test_unsupported_methods_are_405(server: Running, method: str) -> None:
+    """The response lists the allowed methods."""
     heard = await request(server, method, "/generate", token=None)
     assert (heard.status, heard.headers["allow"], heard.error["code"]) == (405, "POST", "method_not_allowed")
     assert len(heard.body) < 300
 
 
-async def test_head_has_no_body(server: Running) -> None:
-    """HEAD is none of the methods, and is answered as HEAD is."""
+async def test_head_response_has_no_body(server: Running) -> None:
+    """HEAD is not supported and is answered without a body."""
     heard = await request(server, "HEAD", "/v1/models")
     assert (heard.status, heard.headers["allow"], heard.body) == (405, "GET", b"")
 
@@ -176,8 +176,8 @@ async def test_head_has_no_body(server: Running) -> None:
         "*",
     ],
 )
-async def test_there_is_nothing_where_nothing_is(server: Running, path: str) -> None:
-    """Unknown addresses are 404 in OpenAI's shape, and what they spell goes into no header."""
+async def test_unknown_path_is_404(server: Running, path: str) -> None:
+    """In OpenAI's shape, and the path is copied into no header."""
     heard = await request(server, "GET", path)
     assert heard.status == 404
     assert "set-cookie" not in heard.headers
@@ -189,8 +189,8 @@ async def test_there_is_nothing_where_nothing_is(server: Running, path: str) -> 
 @pytest.mark.parametrize(
     "model", ["..%2f..%2fetc%2fpasswd", "%0d%0aX-Evil:%201", "%00", "%ff", "x" * 3000, "%F0%9F%92%A9"]
 )
-async def test_what_an_address_names_is_looked_up_and_nothing_else(server: Running, model: str) -> None:
-    """No file and no header comes of a name."""
+async def test_model_name_in_path_is_only_looked_up(server: Running, model: str) -> None:
+    """It reaches no file and no header."""
     heard = await request(server, "GET", f"/v1/models/{model}")
     assert (heard.status, heard.json["error"]["code"]) == (404, "unknown_op" if "%2f" in model else "model_not_found")
     assert "x-evil" not in heard.headers
@@ -198,8 +198,8 @@ async def test_what_an_address_names_is_looked_up_and_nothing_else(server: Runni
 
 
 @pytest.mark.parametrize("row", OPERATIONS, ids=lambda row: f"{row.method} {row.path}")
-async def test_secrets_stay_secret(server: Running, row: object) -> None:
-    """A wrong token, or one in the address, is in no answer and in no line of the log."""
+async def test_secrets_are_never_echoed_or_logged(server: Running, row: object) -> None:
+    """A wrong token is in no response and no log line, nor is one in the query."""
     assert hasattr(row, "path")
     assert hasattr(row, "method")
     assert hasattr(row, "scope")
@@ -218,8 +218,8 @@ async def test_secrets_stay_secret(server: Running, row: object) -> None:
     assert secret not in json.dumps(lines, default=str)
 
 
-async def test_guesses_are_limited_as_those_of_sockets_are(serve: Serve) -> None:
-    """After some wrong tokens an address waits, also with the right one."""
+async def test_failed_tokens_lock_out_the_address(serve: Serve) -> None:
+    """After some failures the address waits, also with a valid token."""
     async with serve(login_attempts_per_minute=3) as server:
         statuses = [(await post(server, "/tokenize", WHOLE, token="ic_0_0")).status for _ in range(4)]
         assert statuses == [401, 401, 401, 429]
@@ -227,27 +227,27 @@ async def test_guesses_are_limited_as_those_of_sockets_are(serve: Serve) -> None
         assert (refused.status, int(refused.headers["retry-after"]) > 0) == (429, True)
 
 
-async def test_strangers_are_not_read(serve: Serve) -> None:
-    """Without a token the error comes at once, whatever is announced."""
+async def test_unauthenticated_body_is_not_read(serve: Serve) -> None:
+    """Without a token the error is sent at once, whatever length is declared."""
     async with serve(body_timeout_s=60) as server:
         sent = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{"
         assert (await exchange(server.port, sent)).status == 401
-        await unharmed(server)
+        await assert_server_works(server)
 
 
-async def test_many_idle_connections_keep_nobody_out(serve: Serve) -> None:
-    """Whoever opens connections and says nothing loses them to those who ask."""
+async def test_idle_connections_do_not_block_requests(serve: Serve) -> None:
+    """Idle connections are evicted in favour of active ones."""
     async with serve(max_connections=20) as server:
         idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(60)]
         assert (await post(server, "/tokenize", {"text": "a"})).status == 200
         assert len(server.listener.limiter) <= 20
         for _, writer in idle:
             writer.close()
-        await unharmed(server)
+        await assert_server_works(server)
 
 
-async def test_requests_in_one_write_are_answered_in_their_order(server: Running) -> None:
-    """Pipelined bodies are not mixed up."""
+async def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
+    """Their bodies are kept apart."""
     bodies = [json.dumps({"text": letter}).encode() for letter in "abc"]
     requests = [head(server, f"Content-Length: {len(body)}") + body for body in bodies]
     last = head(server, "Connection: close", "Content-Length: 13") + WHOLE

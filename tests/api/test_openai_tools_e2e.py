@@ -1,4 +1,4 @@
-"""Tools, structured answers and reasoning as the openai package asks for them, of a daemon on the demo model."""
+"""Tools, structured output and reasoning through the openai package, on the demo model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ASKED: Final[list[Any]] = [{"role": "user", "content": "What is the weather in P
 
 
 class Person(BaseModel):
-    """What a structured answer is read as."""
+    """The class of a structured answer."""
 
     name: str = Field(max_length=20)
     age: int
@@ -73,13 +73,13 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> I
 
 @pytest.fixture(scope="module")
 def client(daemon: Daemon) -> Iterator[OpenAI]:
-    """The package's client, with the administrator's token."""
+    """The openai client with the administrator's token."""
     with OpenAI(base_url=f"http://127.0.0.1:{daemon.port}/v1", api_key=daemon.admin_token, max_retries=0) as connected:
         yield connected
 
 
-def ask(client: OpenAI, messages: list[Any], **options: Any) -> ChatCompletion:
-    """Have messages answered greedily by the default model."""
+def complete(client: OpenAI, messages: list[Any], **options: Any) -> ChatCompletion:
+    """Answer messages greedily with the default model."""
     model = client.models.list().data[0].id
     answered: ChatCompletion = client.chat.completions.create(
         model=model, messages=messages, temperature=0, max_completion_tokens=200, **options
@@ -88,7 +88,7 @@ def ask(client: OpenAI, messages: list[Any], **options: Any) -> ChatCompletion:
 
 
 def calls(message: ChatCompletionMessage) -> list[tuple[str, dict[str, Any]]]:
-    """The names and arguments of a message's calls."""
+    """Return the names and arguments of a message's calls."""
     found = []
     for call in message.tool_calls or []:
         assert call.type == "function"
@@ -97,17 +97,17 @@ def calls(message: ChatCompletionMessage) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_a_tool_is_called(client: OpenAI) -> None:
-    """The call is no text; the finish reason says that it is to be answered."""
-    choice = ask(client, ASKED, tools=[WEATHER]).choices[0]
+def test_tool_is_called(client: OpenAI) -> None:
+    """The call is not in the text, and the finish reason is ``tool_calls``."""
+    choice = complete(client, ASKED, tools=[WEATHER]).choices[0]
 
     assert choice.finish_reason == "tool_calls"
     assert not choice.message.content
     assert calls(choice.message) == [("get_weather", {"city": "Paris"})]
 
 
-def test_a_call_streams(client: OpenAI) -> None:
-    """Its id and name come once and first, its arguments in pieces, and no text beside it."""
+def test_tool_call_streams(client: OpenAI) -> None:
+    """Its id and name come once and first, its arguments in pieces, without text."""
     model = client.models.list().data[0].id
     pieces: list[str] = []
     ids, names, text, reasons = [], [], "", []
@@ -131,13 +131,13 @@ def test_a_call_streams(client: OpenAI) -> None:
     assert json.loads("".join(pieces)) == {"city": "Paris"}
 
 
-def test_the_result_of_a_call_is_answered(client: OpenAI) -> None:
-    """The loop of an agent: question, call, result, answer; the history is not read again."""
-    first = ask(client, ASKED, tools=[WEATHER]).choices[0].message
+def test_tool_result_is_answered(client: OpenAI) -> None:
+    """Question, call, result, answer; the history is not prefilled again."""
+    first = complete(client, ASKED, tools=[WEATHER]).choices[0].message
     assert first.tool_calls
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": '{"temperature": 21, "sky": "sunny"}'}
     messages = [*ASKED, first.model_dump(exclude_none=True), result]
-    answered = ask(client, messages, tools=[WEATHER])
+    answered = complete(client, messages, tools=[WEATHER])
 
     assert answered.choices[0].finish_reason == "stop"
     assert "21" in (answered.choices[0].message.content or "")
@@ -147,10 +147,10 @@ def test_the_result_of_a_call_is_answered(client: OpenAI) -> None:
     assert cached > answered.usage.prompt_tokens / 2
 
 
-def test_a_tool_that_is_required_is_called(client: OpenAI) -> None:
-    """Whatever was said; arguments follow the tool's schema."""
+def test_required_tool_choice_forces_a_call(client: OpenAI) -> None:
+    """The arguments follow the tool's schema."""
     greeting = [{"role": "user", "content": "Hello!"}]
-    choice = ask(client, greeting, tools=[ADD], tool_choice="required").choices[0]
+    choice = complete(client, greeting, tools=[ADD], tool_choice="required").choices[0]
 
     assert choice.finish_reason == "tool_calls"
     ((name, arguments),) = calls(choice.message)[:1]
@@ -158,26 +158,28 @@ def test_a_tool_that_is_required_is_called(client: OpenAI) -> None:
     assert {key: type(value) for key, value in arguments.items()} == {"a": int, "b": int}
 
 
-def test_the_tool_that_is_named_is_called(client: OpenAI) -> None:
-    """Not the one that the question asks for."""
+def test_named_tool_is_called(client: OpenAI) -> None:
+    """Another tool than the question suggests."""
     named = {"type": "function", "function": {"name": "get_time"}}
-    choice = ask(client, ASKED, tools=[WEATHER, TIME], tool_choice=named).choices[0]
+    choice = complete(client, ASKED, tools=[WEATHER, TIME], tool_choice=named).choices[0]
 
     assert {name for name, _ in calls(choice.message)} == {"get_time"}
 
 
-def test_no_tool_is_called_when_none_may_be(client: OpenAI) -> None:
-    """What the model says is text then."""
-    choice = ask(client, ASKED, tools=[WEATHER], tool_choice="none").choices[0]
+def test_tool_choice_none_gives_text(client: OpenAI) -> None:
+    """The model answers in text."""
+    choice = complete(client, ASKED, tools=[WEATHER], tool_choice="none").choices[0]
 
     assert choice.message.tool_calls is None
     assert choice.finish_reason in ("stop", "length")
     assert choice.message.content
 
 
-def test_one_call_alone_when_parallel_ones_are_not_wanted(client: OpenAI) -> None:
-    """Also where calls are required."""
-    choice = ask(client, ASKED, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False).choices[0]
+def test_parallel_tool_calls_false_gives_one_call(client: OpenAI) -> None:
+    """Also with a required call."""
+    choice = complete(client, ASKED, tools=[WEATHER, TIME], tool_choice="required", parallel_tool_calls=False).choices[
+        0
+    ]
 
     assert len(calls(choice.message)) == 1
     assert choice.finish_reason == "tool_calls"
@@ -185,7 +187,7 @@ def test_one_call_alone_when_parallel_ones_are_not_wanted(client: OpenAI) -> Non
 
 def test_results_of_parallel_calls_are_read(client: OpenAI) -> None:
     """Two calls of one message, each with its result."""
-    asked = [
+    tool_calls = [
         {
             "id": f"call_{city}",
             "type": "function",
@@ -197,15 +199,15 @@ def test_results_of_parallel_calls_are_read(client: OpenAI) -> None:
         {"role": "tool", "tool_call_id": f"call_{city}", "content": '{"temperature": 12, "sky": "cloudy"}'}
         for city in ("Paris", "Rome")
     ]
-    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": asked}, *results]
-    choice = ask(client, messages, tools=[WEATHER]).choices[0]
+    messages = [*ASKED, {"role": "assistant", "content": None, "tool_calls": tool_calls}, *results]
+    choice = complete(client, messages, tools=[WEATHER]).choices[0]
 
     assert choice.message.content
     assert choice.finish_reason == "stop"
 
 
-def test_an_answer_is_parsed_as_a_model(client: OpenAI) -> None:
-    """What the package's schema of a pydantic class wants is what comes."""
+def test_answer_is_parsed_into_a_pydantic_class(client: OpenAI) -> None:
+    """The answer follows the schema that the package derives."""
     model = client.models.list().data[0].id
     answered = client.chat.completions.parse(
         model=model,
@@ -220,8 +222,8 @@ def test_an_answer_is_parsed_as_a_model(client: OpenAI) -> None:
     assert person.name == "Ada"
 
 
-def test_a_structured_answer_streams(client: OpenAI) -> None:
-    """The package's helper parses it when it is whole."""
+def test_structured_answer_streams(client: OpenAI) -> None:
+    """The package's helper parses the final answer."""
     model = client.models.list().data[0].id
     with client.chat.completions.stream(
         model=model,
@@ -237,8 +239,8 @@ def test_a_structured_answer_streams(client: OpenAI) -> None:
     assert isinstance(final.choices[0].message.parsed, Person)
 
 
-def test_arguments_are_parsed_as_a_model(client: OpenAI) -> None:
-    """A tool made of a pydantic class."""
+def test_arguments_are_parsed_into_a_pydantic_class(client: OpenAI) -> None:
+    """The tool is derived from a class."""
     model = client.models.list().data[0].id
     answered = client.chat.completions.parse(
         model=model,
@@ -252,20 +254,20 @@ def test_arguments_are_parsed_as_a_model(client: OpenAI) -> None:
     assert call.function.parsed_arguments == GetWeather(city="Paris")
 
 
-def test_tools_and_a_schema_at_once_are_refused(client: OpenAI) -> None:
+def test_tools_with_a_schema_are_refused(client: OpenAI) -> None:
     """The error names a field."""
     with pytest.raises(BadRequestError) as refused:
-        ask(client, ASKED, tools=[WEATHER], response_format={"type": "json_object"})
+        complete(client, ASKED, tools=[WEATHER], response_format={"type": "json_object"})
 
     assert refused.value.type == "invalid_request_error"
     assert refused.value.param
 
 
 @pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[OpenAI]:
-    """A client of a daemon on the demo model with another template, which opens a section of reasoning."""
+def reasoning_client(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[OpenAI]:
+    """A client of a daemon whose demo model has a template that opens a reasoning section."""
     folder = tmp_path_factory.mktemp("thinker")
-    write_thinker(demo_model_path, folder / "thinker.gguf")
+    write_reasoning_model(demo_model_path, folder / "thinker.gguf")
     with (
         run_daemon(folder / "state", folder / "thinker.gguf") as running,
         OpenAI(base_url=f"http://127.0.0.1:{running.port}/v1", api_key=running.admin_token, max_retries=0) as connected,
@@ -273,8 +275,8 @@ def thinker(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> 
         yield connected
 
 
-def write_thinker(source: Path, path: Path) -> None:
-    """Write a model with a template that has it think unless ``enable_thinking`` says no."""
+def write_reasoning_model(source: Path, path: Path) -> None:
+    """Write a model whose template opens a reasoning section unless ``enable_thinking`` is false."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, str(reader.fields["general.architecture"].contents()))
     for name, field in reader.fields.items():
@@ -295,34 +297,34 @@ def write_thinker(source: Path, path: Path) -> None:
     writer.close()
 
 
-def test_reasoning_is_no_text(thinker: OpenAI) -> None:
-    """What comes in a section that the template has opened, and that the demo model never ends."""
-    choice = ask(thinker, [{"role": "user", "content": "Hello!"}]).choices[0]
+def test_reasoning_is_separate_from_text(reasoning_client: OpenAI) -> None:
+    """The template opens the section, and the demo model never closes it."""
+    choice = complete(reasoning_client, [{"role": "user", "content": "Hello!"}]).choices[0]
 
     assert choice.message.model_extra is not None
     assert choice.message.model_extra["reasoning_content"]
     assert not choice.message.content
 
 
-def test_reasoning_streams(thinker: OpenAI) -> None:
-    """As deltas of its own."""
-    model = thinker.models.list().data[0].id
-    thought, said = "", ""
-    stream: Iterable[ChatCompletionChunk] = thinker.chat.completions.create(
+def test_reasoning_streams(reasoning_client: OpenAI) -> None:
+    """As separate deltas."""
+    model = reasoning_client.models.list().data[0].id
+    reasoning, text = "", ""
+    stream: Iterable[ChatCompletionChunk] = reasoning_client.chat.completions.create(
         model=model, messages=[{"role": "user", "content": "Hello!"}], max_completion_tokens=50, stream=True
     )
     for chunk in stream:
         delta = chunk.choices[0].delta
-        thought += (delta.model_extra or {}).get("reasoning_content") or ""
-        said += delta.content or ""
+        reasoning += (delta.model_extra or {}).get("reasoning_content") or ""
+        text += delta.content or ""
 
-    assert thought
-    assert not said
+    assert reasoning
+    assert not text
 
 
-def test_no_effort_is_no_reasoning(thinker: OpenAI) -> None:
-    """The template is told."""
-    choice = ask(thinker, [{"role": "user", "content": "Hello!"}], reasoning_effort="none").choices[0]
+def test_reasoning_effort_none_disables_reasoning(reasoning_client: OpenAI) -> None:
+    """The template receives ``enable_thinking``."""
+    choice = complete(reasoning_client, [{"role": "user", "content": "Hello!"}], reasoning_effort="none").choices[0]
 
     assert choice.message.content
     assert not (choice.message.model_extra or {}).get("reasoning_content")

@@ -1,4 +1,4 @@
-"""Tests of the OpenAPI document: that it is one, that it is complete, and that it is what the addresses do."""
+"""The OpenAPI document is valid, complete, and matches the endpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inferencecenter.api.endpoint import Call, Operation
 from inferencecenter.api.errors import CODES
 from inferencecenter.api.openapi import document
 from inferencecenter.core.errors import ERRORS, ErrorCode
-from tests.api.asking import request
+from tests.api.http_client import request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 DOCUMENT = document(OPERATIONS)
 
 
-def described(row: Operation) -> dict[str, Any]:
-    """Return what the document says of an operation."""
+def operation_of(row: Operation) -> dict[str, Any]:
+    """Return the document's description of an operation."""
     operation: dict[str, Any] = DOCUMENT["paths"][row.path][row.method.lower()]
     return operation
 
 
 def references(value: object) -> Iterator[str]:
-    """Yield everything that the document refers to."""
+    """Yield every reference in the document."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if name == "$ref":
@@ -49,13 +49,13 @@ def references(value: object) -> Iterator[str]:
             yield from references(inner)
 
 
-def test_it_is_an_openapi_document() -> None:
-    """It is valid by the specification's own schema, version 3.1."""
+def test_document_is_valid_openapi() -> None:
+    """By the specification's own schema, version 3.1."""
     assert list(OpenAPIV31SpecValidator(DOCUMENT).iter_errors()) == []
 
 
-def test_references_lead_somewhere() -> None:
-    """Each points to a schema that there is."""
+def test_references_resolve() -> None:
+    """Each points to an existing schema."""
     found = {reference.removeprefix("#/components/schemas/") for reference in references(DOCUMENT)}
     assert found <= set(DOCUMENT["components"]["schemas"])
     assert "Generate" in found
@@ -63,35 +63,35 @@ def test_references_lead_somewhere() -> None:
 
 @pytest.mark.parametrize("row", OPERATIONS, ids=lambda row: f"{row.method} {row.path}")
 def test_each_operation_is_described(row: Operation) -> None:
-    """Its body, its answers, every error that it may fail with, and what it takes to be let in."""
-    said = described(row)
-    assert said["summary"].endswith(".")
-    assert ("requestBody" in said) == (row.body is not None)
-    assert ("security" in said) == (row.scope is not None)
+    """Its body, its responses, every possible error, and its security."""
+    description = operation_of(row)
+    assert description["summary"].endswith(".")
+    assert ("requestBody" in description) == (row.body is not None)
+    assert ("security" in description) == (row.scope is not None)
     assert {name for name in row.path.split("/") if name.startswith("{")} == {
-        f"{{{parameter['name']}}}" for parameter in said.get("parameters", ()) if parameter["in"] == "path"
+        f"{{{parameter['name']}}}" for parameter in description.get("parameters", ()) if parameter["in"] == "path"
     }
-    content = said["responses"]["200"].get("content", {})
+    content = description["responses"]["200"].get("content", {})
     assert ("text/event-stream" in content) == (row.event is not None)
     for code in row.errors:
-        failure = said["responses"][str(ERRORS[code].http_status)]
+        failure = description["responses"][str(ERRORS[code].http_status)]
         assert f"`{CODES.get(code, code.value)}`" in failure["description"]
 
 
-def test_operations_have_names_of_their_own() -> None:
+def test_operation_ids_are_unique() -> None:
     """Generated clients make a function of each."""
-    names = [described(row)["operationId"] for row in OPERATIONS]
+    names = [operation_of(row)["operationId"] for row in OPERATIONS]
     assert len(set(names)) == len(names)
 
 
-def test_every_error_that_http_may_tell_is_a_code_of_the_document() -> None:
-    """So generated clients can read each of them."""
+def test_every_http_error_code_is_in_the_document() -> None:
+    """Generated clients can parse each of them."""
     codes = set(DOCUMENT["components"]["schemas"]["ErrorDetail"]["properties"]["code"]["enum"])
     assert {CODES.get(code, code.value) for code in ErrorCode if ERRORS[code].on_http} == codes
 
 
-def test_fields_that_may_be_absent_may_be_null() -> None:
-    """The document says what bodies accept, and only that."""
+def test_optional_fields_are_nullable() -> None:
+    """The document accepts exactly what request bodies accept."""
 
     class Inner(RequestModel):
         """Part of a body."""
@@ -122,20 +122,20 @@ def test_fields_that_may_be_absent_may_be_null() -> None:
     assert Outer.model_validate({"inner": {"a": 1, "b": None}, "many": None}).inner == Inner(a=1)
 
 
-async def test_it_is_shown_to_everybody(serve: Serve) -> None:
-    """Nobody needs a token to learn how to ask; the address is that of the settings."""
+async def test_document_is_public(serve: Serve) -> None:
+    """No token is needed, and the server address is that of the settings."""
     async with serve(base_path="/inference") as server:
-        heard = await request(server, "GET", "/inference/openapi.json", token=None)
-        assert heard.status == 200
-        assert heard.json == {**DOCUMENT, "servers": [{"url": "/inference"}]}
+        response = await request(server, "GET", "/inference/openapi.json", token=None)
+        assert response.status == 200
+        assert response.json == {**DOCUMENT, "servers": [{"url": "/inference"}]}
 
 
-async def test_it_is_written_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many who ask at once get the same bytes, made off the event loop, and later ones too."""
-    made: list[int] = []
+async def test_document_is_rendered_once(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Concurrent and later requests receive the same bytes, rendered off the event loop."""
+    renderings: list[int] = []
 
     def counting(table: Iterable[Operation], *, base_path: str) -> dict[str, Any]:
-        made.append(threading.get_ident())
+        renderings.append(threading.get_ident())
         return document(table, base_path=base_path)
 
     fresh = openapi.operation(lambda: OPERATIONS)
@@ -144,12 +144,12 @@ async def test_it_is_written_once(server: Running, monkeypatch: pytest.MonkeyPat
     replies = await asyncio.gather(*(fresh.handler(call) for _ in range(5)))
     assert await fresh.handler(call) is replies[0]
     assert len({id(reply) for reply in replies}) == 1
-    assert len(made) == 1
-    assert made[0] != threading.get_ident()
+    assert len(renderings) == 1
+    assert renderings[0] != threading.get_ident()
 
 
-async def test_who_has_it_gets_no_body(server: Running) -> None:
-    """The entity tag of the last answer is enough."""
+async def test_matching_etag_returns_no_body(server: Running) -> None:
+    """A request with the last entity tag receives 304."""
     first = await request(server, "GET", "/openapi.json", token=None)
     etag = first.headers["etag"]
     again = await request(server, "GET", "/openapi.json", token=None, headers={"If-None-Match": f'"x", {etag}'})

@@ -1,4 +1,4 @@
-"""Turns of a request: what is joined for slow readers, what ends them, and what is told when nothing comes."""
+"""Turns of a request: coalescing for slow readers, cancellation and keepalive."""
 
 from __future__ import annotations
 
@@ -29,88 +29,90 @@ SESSION = "s_1"
 
 
 def token(text: str, *, seq: int = 1, logprobs: bool = False) -> events.Token:
-    """Return text of an answer."""
+    """Return a token event."""
     probs = (TokenLogprobs(token=text, token_id=1, logprob=-0.5, top=()),) if logprobs else None
     return events.Token(session_id=SESSION, seq=seq, turn_id="t_1", content=text, logprobs=probs)
 
 
-def argument(text: str, *, index: int = 0, name: str | None = None) -> events.ToolCall:
-    """Return more of a call."""
+def tool_call_delta(text: str, *, index: int = 0, name: str | None = None) -> events.ToolCall:
+    """Return a tool call delta."""
     return events.ToolCall(
         session_id=SESSION, seq=1, turn_id="t_1", index=index, call_id=f"c{index}", name=name, arguments=text
     )
 
 
-def thought(text: str) -> events.Reasoning:
-    """Return what is thought."""
+def reasoning_token(text: str) -> events.Reasoning:
+    """Return a reasoning token event."""
     return events.Reasoning(session_id=SESSION, seq=1, turn_id="t_1", content=text)
 
 
-def visit_of_kitchen() -> RequestContext:
-    """Return a request of the one client."""
+def request_of_kitchen() -> RequestContext:
+    """Return a request context of the client kitchen."""
     return RequestContext(Caller(client=client_of(KITCHEN), account=KITCHEN, address="127.0.0.1", traceparent=None))
 
 
-def begun(context: ServerContext, turns: RequestTurns) -> str:
-    """Start a turn in a new session, and return its name."""
+def start_turn(context: ServerContext, turns: RequestTurns) -> str:
+    """Start a turn in a new session and return its id."""
     sessions, client = context.sessions, client_of(KITCHEN)
-    created = sessions.create(client, CreateSession(op="create_session"), _Deaf(), stateless=True)
+    created = sessions.create(client, CreateSession(op="create_session"), _NullSink(), stateless=True)
     turns.begin(Infer(op="infer", session_id=created.session_id, prompt="Hi"))
     return list(_engine(context).turns)[-1]
 
 
-def of_two() -> RequestTurns:
-    """Return what hears two turns, of which a test tells."""
-    turns = RequestTurns(stub_context(), visit_of_kitchen())
+def two_turn_stream() -> RequestTurns:
+    """Return a stream of two turns that a test feeds."""
+    turns = RequestTurns(stub_context(), request_of_kitchen())
     vars(turns)["_sinks"] = [object(), object()]
     return turns
 
 
-class _Deaf:
+class _NullSink:
     def send(self, event: Any) -> None:
-        """Pass over it."""
+        """Discard it."""
 
 
 def _engine(context: ServerContext) -> StubEngine:
     return cast("StubEngine", context.models)
 
 
-async def heard(turns: RequestTurns) -> list[tuple[int, Any]]:
-    """Return what comes next."""
+async def next_batch(turns: RequestTurns) -> list[tuple[int, Any]]:
+    """Return the next events."""
     return await anext(aiter(turns.batches()))
 
 
-async def test_a_reader_that_keeps_up_gets_every_token() -> None:
-    """What comes one after the other is told so, and ends with the turn."""
+async def test_fast_reader_receives_every_token() -> None:
+    """Tokens are passed one by one and end with the turn."""
     context = stub_context()
-    with RequestTurns(context, visit_of_kitchen()) as turns:
-        turn = begun(context, turns)
+    with RequestTurns(context, request_of_kitchen()) as turns:
+        turn = start_turn(context, turns)
         _engine(context).begin(turn)
         for text in "abc":
             _engine(context).say(turn, text)
         _engine(context).finish(turn)
         batches = [batch async for batch in turns.batches()]
-    said = [event for _, event in batches[0]]
-    assert [type(event).__name__ for event in said] == ["Queued", "Token", "Token", "Token", "End"]
-    assert "".join(event.content for event in said if isinstance(event, events.Token)) == "abc"
+    groups = [event for _, event in batches[0]]
+    assert [type(event).__name__ for event in groups] == ["Queued", "Token", "Token", "Token", "End"]
+    assert "".join(event.content for event in groups if isinstance(event, events.Token)) == "abc"
     assert len(batches) == 1
 
 
 _TEXTS = st.lists(
     st.one_of(
         st.builds(token, st.text(max_size=3), logprobs=st.booleans()),
-        st.builds(thought, st.text(max_size=3)),
-        st.builds(argument, st.text(max_size=3), index=st.integers(0, 1), name=st.sampled_from([None, None, "f"])),
+        st.builds(reasoning_token, st.text(max_size=3)),
+        st.builds(
+            tool_call_delta, st.text(max_size=3), index=st.integers(0, 1), name=st.sampled_from([None, None, "f"])
+        ),
     ),
     max_size=150,
 )
 
 
-@given(said=st.lists(st.tuples(st.integers(0, 1), _TEXTS), max_size=4))
-def test_joined_text_is_the_same_text(said: list[tuple[int, list[Any]]]) -> None:
-    """However much waits: each turn's text of each kind is whole and in order, and so is all with probabilities."""
-    turns = of_two()
-    given_events = [(index, event) for index, group in said for event in group]
+@given(groups=st.lists(st.tuples(st.integers(0, 1), _TEXTS), max_size=4))
+def test_coalesced_text_is_equal(groups: list[tuple[int, list[Any]]]) -> None:
+    """The text of each turn and kind stays whole and in order, and so do logprobs."""
+    turns = two_turn_stream()
+    given_events = [(index, event) for index, group in groups for event in group]
     for index, event in given_events:
         turns.on_event(index, event)
     taken = turns._taken()
@@ -119,7 +121,7 @@ def test_joined_text_is_the_same_text(said: list[tuple[int, list[Any]]]) -> None
 
 
 def _spelled(pairs: list[tuple[int, Any]]) -> dict[int, list[Any]]:
-    """What turns said, neighbours of one kind put together."""
+    """Concatenate neighbouring events of one kind."""
     spelled: dict[int, list[Any]] = {}
     for index, event in pairs:
         parts = spelled.setdefault(index, [])
@@ -133,9 +135,9 @@ def _spelled(pairs: list[tuple[int, Any]]) -> dict[int, list[Any]]:
     return spelled
 
 
-def test_much_that_waits_takes_few_entries() -> None:
-    """Beyond a number of separate tokens they become one."""
-    turns = of_two()
+def test_queue_length_is_bounded_by_coalescing() -> None:
+    """Beyond a number of separate tokens they are joined."""
+    turns = two_turn_stream()
     for number in range(1000):
         turns.on_event(0, token("x", seq=number + 1))
     taken = turns._taken()
@@ -143,11 +145,11 @@ def test_much_that_waits_takes_few_entries() -> None:
     assert taken[-1][1].seq == 1000  # type: ignore[attr-defined]
 
 
-async def test_a_reader_that_stops_ends_its_turn() -> None:
-    """Past the bytes that may wait the turn is aborted, nothing waits any more, and the reader is told why."""
+async def test_stalled_reader_has_its_turn_aborted() -> None:
+    """Beyond the byte limit the turn is aborted, the queue is cleared and the reader gets the reason."""
     context = stub_context()
-    with RequestTurns(context, visit_of_kitchen()) as turns:
-        turn = begun(context, turns)
+    with RequestTurns(context, request_of_kitchen()) as turns:
+        turn = start_turn(context, turns)
         _engine(context).begin(turn)
         for _ in range(40):
             _engine(context).say(turn, "x" * 1000)
@@ -155,15 +157,15 @@ async def test_a_reader_that_stops_ends_its_turn() -> None:
         await asyncio.sleep(0)
         assert turn not in _engine(context).turns
         with pytest.raises(InferenceCenterError) as caught:
-            await heard(turns)
+            await next_batch(turns)
     assert caught.value.code is ErrorCode.OVERLOADED
 
 
-async def test_leaving_discards_the_turn() -> None:
-    """A turn that runs when the block is left is aborted, and its session is as it was before."""
+async def test_leaving_the_context_discards_the_turn() -> None:
+    """A running turn is aborted, and its session is as before."""
     context = stub_context()
-    with RequestTurns(context, visit_of_kitchen()) as turns:
-        turn = begun(context, turns)
+    with RequestTurns(context, request_of_kitchen()) as turns:
+        turn = start_turn(context, turns)
         _engine(context).begin(turn)
         _engine(context).say(turn, "Hel")
     await asyncio.sleep(0)
@@ -173,36 +175,36 @@ async def test_leaving_discards_the_turn() -> None:
     assert session.sink is None
 
 
-async def test_a_request_that_is_dismissed_raises_the_reason() -> None:
-    """What waits is not told any more."""
-    context, request_context = stub_context(), visit_of_kitchen()
+async def test_dismissed_request_raises_the_reason() -> None:
+    """Queued events are dropped."""
+    context, request_context = stub_context(), request_of_kitchen()
     with RequestTurns(context, request_context) as turns:
-        turn = begun(context, turns)
+        turn = start_turn(context, turns)
         _engine(context).begin(turn)
         _engine(context).say(turn, "Hel")
         request_context.dismiss(CloseCode.POLICY, "enough")
         with pytest.raises(InferenceCenterError, match="enough") as caught:
-            await heard(turns)
+            await next_batch(turns)
     assert caught.value.code is ErrorCode.FORBIDDEN
 
 
 async def test_only_the_first_reason_counts() -> None:
-    """Somebody who has left is not told that the daemon stops."""
-    context, request_context = stub_context(), visit_of_kitchen()
+    """A disconnected client is not notified of the shutdown."""
+    context, request_context = stub_context(), request_of_kitchen()
     with RequestTurns(context, request_context) as turns:
-        begun(context, turns)
+        start_turn(context, turns)
         request_context.end(ClientDisconnectedError())
         request_context.dismiss(CloseCode.RESTART, "the daemon stops")
         with pytest.raises(ClientDisconnectedError):
-            await heard(turns)
+            await next_batch(turns)
 
 
-async def test_a_request_that_has_ended_starts_nothing_that_goes_on() -> None:
-    """Turns that begin after their request has ended are not waited for."""
-    context, request_context = stub_context(), visit_of_kitchen()
+async def test_ended_request_aborts_turns_started_later() -> None:
+    """They are not awaited."""
+    context, request_context = stub_context(), request_of_kitchen()
     request_context.end(ClientDisconnectedError())
     with RequestTurns(context, request_context) as turns, pytest.raises(ClientDisconnectedError):
-        await heard(turns)
+        await next_batch(turns)
 
 
 async def _next_events(batches: AsyncIterator[list[tuple[int, Event]]]) -> list[str]:
@@ -211,12 +213,12 @@ async def _next_events(batches: AsyncIterator[list[tuple[int, Event]]]) -> list[
     return [type(event).__name__ for _, event in batch]
 
 
-async def test_a_turn_for_which_nothing_comes_is_alive() -> None:
-    """An empty batch follows after a while without text, also during prefill."""
+async def test_turn_without_events_yields_keepalives() -> None:
+    """An empty batch follows after a time without text, also during prefill."""
     context = stub_context()
     vars(context.settings)["sse_keepalive_s"] = 0.001
-    with RequestTurns(context, visit_of_kitchen()) as turns:
-        turn = begun(context, turns)
+    with RequestTurns(context, request_of_kitchen()) as turns:
+        turn = start_turn(context, turns)
         _engine(context).begin(turn)
         batches = aiter(turns.batches())
         assert [type(event).__name__ for _, event in await anext(batches)] == ["Queued"]

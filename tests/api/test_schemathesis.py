@@ -1,4 +1,4 @@
-"""What HTTP answers is what its document says, whatever is asked."""
+"""HTTP responses match the OpenAPI document for generated requests."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ WITH_BODIES = [row for row in OPERATIONS if row.body is not None]
 @pytest.mark.parametrize("row", WITH_BODIES, ids=lambda row: row.path)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_a_body_is_taken_or_refused(row: Operation, data: st.DataObject) -> None:
-    """Whatever stands in the fields that there are, a body is valid or the caller hears what is wrong with it."""
+def test_generated_body_is_accepted_or_refused(row: Operation, data: st.DataObject) -> None:
+    """Any value of the declared fields is valid or named in the error."""
     assert row.body is not None
     refused = None
     names = st.sampled_from([*row.body.model_fields, "unknown"])
@@ -49,7 +49,7 @@ def test_a_body_is_taken_or_refused(row: Operation, data: st.DataObject) -> None
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A daemon that needs no model; that tokens are refused is tried more often than it would let one address."""
+    """A daemon without a model, whose limit of failed tokens is high enough for the test."""
     with run_daemon(
         tmp_path_factory.mktemp("echo") / "state",
         None,
@@ -61,14 +61,14 @@ def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", OPERATIONS, ids=lambda row: f"{row.method} {row.path}")
-def test_what_is_answered_is_in_the_document(row: Operation, echo: Daemon) -> None:
-    """Nothing ends in a 5xx, and status, media type, headers and body of each answer are as described."""
+def test_responses_match_the_document(row: Operation, echo: Daemon) -> None:
+    """No response is a 5xx; status, media type, headers and body are as described."""
     import schemathesis  # noqa: PLC0415 - it takes a second to load, which only slow runs have
     from schemathesis import GenerationMode  # noqa: PLC0415 - likewise
 
     operation = schemathesis.openapi.from_dict(document(OPERATIONS))[row.path][row.method]
     _try(operation.as_strategy(generation_mode=GenerationMode.POSITIVE).map(_answerable), echo)
-    if row.body is not None or "{" in row.path:  # nothing can be wrong with what takes nothing
+    if row.body is not None or "{" in row.path:  # an operation without input accepts everything
         _try(operation.as_strategy(generation_mode=GenerationMode.NEGATIVE), echo)
 
 
@@ -89,7 +89,7 @@ def _try(cases: st.SearchStrategy[AnyCase], echo: Daemon) -> None:
 
 
 def _answerable(case: AnyCase) -> AnyCase:
-    """Return a case that is not refused for its question or its model, so that the rest of it is looked at."""
+    """Return a case with a valid prompt and model, so that the other fields are reached."""
     if isinstance(case.body, dict):
         questions: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "input": "Hi"}
         case.body |= {name: question for name, question in questions.items() if name in case.body}

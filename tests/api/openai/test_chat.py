@@ -1,4 +1,4 @@
-"""Chat completions over HTTP, asked for by OpenAI's own client and by less friendly ones."""
+"""Chat completions over HTTP, with the openai package's client and with raw HTTP."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 
-from tests.api.asking import post
-from tests.api.streaming import CHAT, HI, chunk_of, gone, next_turn, say, say_each, streamed
+from tests.api.http_client import post
+from tests.api.streaming import CHAT, HI, next_chunk, next_turn, open_stream, requests_done, send_answer, send_answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 ASKED: Any = [{"role": "user", "content": "Hi"}]
 
 
-async def test_a_question_is_answered(server: Running, ada: AsyncOpenAI) -> None:
-    """The openai package reads the answer, its end and its tokens."""
+async def test_completion_returns_text_finish_reason_and_usage(server: Running, ada: AsyncOpenAI) -> None:
+    """The openai package parses the answer, its finish reason and its token counts."""
     answer, _ = await asyncio.gather(
-        ada.chat.completions.create(model="stub", messages=ASKED), say(server, "Hel", "lo")
+        ada.chat.completions.create(model="stub", messages=ASKED), send_answer(server, "Hel", "lo")
     )
     assert answer.id.startswith("chatcmpl-")
     assert (answer.object, answer.model) == ("chat.completion", "stub")
@@ -35,11 +35,11 @@ async def test_a_question_is_answered(server: Running, ada: AsyncOpenAI) -> None
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
 
 
-async def test_an_answer_is_streamed(server: Running, ada: AsyncOpenAI) -> None:
-    """Chunks come as tokens do, and usage is the last where it is asked for."""
+async def test_stream_ends_with_usage_when_requested(server: Running, ada: AsyncOpenAI) -> None:
+    """Each token is a chunk, and usage is the last chunk if the request includes it."""
     stream, _ = await asyncio.gather(
         ada.chat.completions.create(model="stub", messages=ASKED, stream=True, stream_options={"include_usage": True}),
-        say(server, "Hel", "lo"),
+        send_answer(server, "Hel", "lo"),
     )
     chunks = [chunk async for chunk in stream]
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
@@ -48,59 +48,59 @@ async def test_an_answer_is_streamed(server: Running, ada: AsyncOpenAI) -> None:
     assert chunks[-1].usage is not None
 
 
-async def test_a_token_is_sent_when_it_is_there(server: Running) -> None:
-    """Nothing waits for what comes later."""
-    async with streamed(server, HI) as reader:
+async def test_tokens_are_streamed_as_they_are_generated(server: Running) -> None:
+    """A token is sent before the next one exists."""
+    async with open_stream(server, HI) as reader:
         turn = await next_turn(server)
         server.engine.begin(turn)
         for text in "abc":
             server.engine.say(turn, text)
-            chunk = await chunk_of(reader)
+            chunk = await next_chunk(reader)
             if text == "a":
                 assert chunk["choices"][0]["delta"]["role"] == "assistant"
-                chunk = await chunk_of(reader)
+                chunk = await next_chunk(reader)
             assert chunk["choices"][0]["delta"] == {"content": text}
 
 
-async def test_several_answers_are_turns_of_their_own(server: Running, ada: AsyncOpenAI) -> None:
-    """Each choice has its own text, and only the first one's session stays."""
+async def test_each_choice_is_an_independent_turn(server: Running, ada: AsyncOpenAI) -> None:
+    """Each choice has its own text, and only the session of the first one is kept."""
     answer, _ = await asyncio.gather(
         ada.chat.completions.create(model="stub", messages=ASKED, n=3, seed=1),
-        say_each(server, "answer 0", "answer 1", "answer 2"),
+        send_answers(server, "answer 0", "answer 1", "answer 2"),
     )
     assert [choice.message.content for choice in answer.choices] == ["answer 0", "answer 1", "answer 2"]
     assert len(server.context.sessions.session_ids()) == 1
 
 
-async def test_what_cannot_run_leaves_no_session(server: Running) -> None:
-    """A request that is refused for its parameters opens nothing."""
+async def test_refused_request_creates_no_session(server: Running) -> None:
+    """A request with invalid parameters opens no session."""
     answer = await post(server, CHAT, {**HI, "n": 2, "logit_bias": {"x": 1}})
     assert (answer.status, answer.error["param"]) == (400, "logit_bias")
     assert server.context.sessions.session_ids() == ()
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_whoever_leaves_has_the_turn_aborted(server: Running, stream: bool) -> None:
-    """A connection that is dropped ends its turn, which leaves nothing in the conversation."""
+async def test_disconnect_aborts_the_turn(server: Running, stream: bool) -> None:
+    """A dropped connection aborts its turn and leaves no message in the conversation."""
     if stream:
-        async with streamed(server, HI) as reader:
+        async with open_stream(server, HI) as reader:
             turn = await next_turn(server)
             server.engine.begin(turn)
             server.engine.say(turn, "Hel")
-            await chunk_of(reader)
+            await next_chunk(reader)
     else:
-        asking = asyncio.create_task(post(server, CHAT, HI))  # noqa: TID251 - the test's own
+        pending = asyncio.create_task(post(server, CHAT, HI))  # noqa: TID251 - the test's own
         turn = await next_turn(server)
         server.engine.begin(turn)
-        asking.cancel()
-    await gone(server)
+        pending.cancel()
+    await requests_done(server)
     assert turn not in server.engine.turns
     (session,) = server.context.sessions._table
     assert session.history.messages == ()
 
 
-async def test_a_failure_before_the_first_token_has_a_status(server: Running, ada: AsyncOpenAI) -> None:
-    """A prompt that is too long is a 413 with OpenAI's code, also where a stream was asked for."""
+async def test_failure_before_first_token_has_http_status(server: Running, ada: AsyncOpenAI) -> None:
+    """A prompt that exceeds the context is a 413 with OpenAI's code, also for a streaming request."""
 
     async def overflow() -> None:
         turn = await next_turn(server)
@@ -111,13 +111,13 @@ async def test_a_failure_before_the_first_token_has_a_status(server: Running, ad
     assert (caught.value.status_code, caught.value.code) == (413, "context_length_exceeded")
 
 
-async def test_a_failure_in_the_middle_is_the_last_event(server: Running, ada: AsyncOpenAI) -> None:
-    """What was said stays said, and the client hears of the error."""
-    heard = []
+async def test_failure_during_stream_is_the_last_event(server: Running, ada: AsyncOpenAI) -> None:
+    """Text sent before the failure stands, and the error event ends the stream."""
+    contents = []
 
     async def listen() -> None:
         async for chunk in await ada.chat.completions.create(model="stub", messages=ASKED, stream=True):
-            heard.append(chunk.choices[0].delta.content)
+            contents.append(chunk.choices[0].delta.content)
             if chunk.choices[0].delta.content == "Hel":
                 server.context.sessions.purge("client", "ada")
 
@@ -128,26 +128,26 @@ async def test_a_failure_in_the_middle_is_the_last_event(server: Running, ada: A
 
     with pytest.raises(openai.APIError, match=r"ended|closed"):
         await asyncio.gather(listen(), begin())
-    assert heard == ["", "Hel"]
+    assert contents == ["", "Hel"]
 
 
-async def test_models_that_there_are_not(ada: AsyncOpenAI) -> None:
-    """An unknown model is a 404 that names it."""
+async def test_unknown_model_is_404(ada: AsyncOpenAI) -> None:
+    """The error names the unknown model."""
     with pytest.raises(openai.NotFoundError) as caught:
         await ada.chat.completions.create(model="gpt-99", messages=ASKED)
     assert caught.value.code == "model_not_found"
     assert caught.value.param == "model"
 
 
-async def test_a_wrong_key(server: Running) -> None:
-    """The openai package raises its own error for a key that is wrong."""
+async def test_wrong_api_key_raises_authentication_error(server: Running) -> None:
+    """The openai package raises its authentication error."""
     async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="ic_no") as stranger:
         with pytest.raises(openai.AuthenticationError):
             await stranger.models.list()
 
 
-async def test_models_are_listed_and_looked_up(ada: AsyncOpenAI) -> None:
-    """What the client may use is there, by name."""
+async def test_models_are_listed_and_retrieved_by_name(ada: AsyncOpenAI) -> None:
+    """The list and the lookup return the models that the client may use."""
     listed = await ada.models.list()
     assert [model.id for model in listed.data] == ["stub"]
     assert (await ada.models.retrieve("stub")).owned_by == "inferencecenter"
@@ -155,11 +155,11 @@ async def test_models_are_listed_and_looked_up(ada: AsyncOpenAI) -> None:
         await ada.models.retrieve("gpt-99")
 
 
-async def test_a_silent_stream_says_that_it_is_alive(
+async def test_idle_stream_sends_keepalive_comments(
     serve: Callable[..., AbstractAsyncContextManager[Running]],
 ) -> None:
-    """While a turn waits, comments come, and its answer after them."""
-    async with serve(sse_keepalive_s=0.01) as server, streamed(server, HI) as reader:
+    """Comments are sent while a turn waits, and the answer follows them."""
+    async with serve(sse_keepalive_s=0.01) as server, open_stream(server, HI) as reader:
         turn = await next_turn(server)
         await reader.readuntil(b": keepalive\n\n")
         server.engine.begin(turn)
@@ -167,11 +167,11 @@ async def test_a_silent_stream_says_that_it_is_alive(
         await reader.readuntil(b'"content":"Hello"')
 
 
-async def test_a_reader_that_stops_has_its_turn_aborted(
+async def test_stalled_reader_has_its_turn_aborted(
     serve: Callable[..., AbstractAsyncContextManager[Running]],
 ) -> None:
-    """What may wait is bounded; the turn ends when it is more, and nothing is kept of it."""
-    async with serve(outbox_bytes=2**14) as server, streamed(server, HI) as reader:
+    """Output beyond the buffer limit aborts the turn, and nothing of it is kept."""
+    async with serve(outbox_bytes=2**14) as server, open_stream(server, HI) as reader:
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         turn = await next_turn(server)
         server.engine.begin(turn)

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shape: a stream says the same as the document, and both are what the openai package reads."""
+"""Chat completions in OpenAI's shape: stream and document have equal content, and the openai package parses both."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from inferencecenter.api.openai.finish_reason import FINISHES
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability
-from tests.api.openai.told import argument, data_of, end, failure, thought, token
+from tests.api.openai.events import data_of, end, failure, reasoning_token, token, tool_call_delta
 
 HEAD = ChatHead(completion_id="chatcmpl-1", created=1, model="demo")
 
 
-def chunks_of(said: list[Any], head: ChatHead = HEAD) -> list[Any]:
-    """Return the chunks of a stream of one choice, checked against both packages' types."""
+def chunks_of(turn_events: list[Any], head: ChatHead = HEAD) -> list[Any]:
+    """Return the chunks of a stream of one choice, validated against both packages' types."""
     chunks = ChatChunkWriter(head)
-    found = data_of(b"".join(chunks.write(0, event) for event in said) + chunks.last())
+    found = data_of(b"".join(chunks.write(0, event) for event in turn_events) + chunks.last())
     assert found.pop() == "[DONE]"
     for chunk in found:
         ChatCompletionChunk.model_validate(chunk)
@@ -32,10 +32,10 @@ def chunks_of(said: list[Any], head: ChatHead = HEAD) -> list[Any]:
     return found
 
 
-def document_of(said: list[Any], head: ChatHead = HEAD) -> Any:
-    """Return the document of one choice, checked against both packages' types."""
+def document_of(turn_events: list[Any], head: ChatHead = HEAD) -> Any:
+    """Return the document of one choice, validated against both packages' types."""
     gathered = ChatCollector(head)
-    for event in said:
+    for event in turn_events:
         gathered.take(0, event)
     found = gathered.document()
     ChatCompletion.model_validate(found)
@@ -43,24 +43,24 @@ def document_of(said: list[Any], head: ChatHead = HEAD) -> Any:
     return found
 
 
-SAID = st.lists(
+TURN_EVENTS = st.lists(
     st.one_of(
-        st.builds(thought, st.text(max_size=5)),
+        st.builds(reasoning_token, st.text(max_size=5)),
         st.builds(token, st.text(max_size=5)),
-        st.builds(argument, st.text(max_size=5), index=st.just(0)),
+        st.builds(tool_call_delta, st.text(max_size=5), index=st.just(0)),
     ),
     max_size=12,
 )
 
 
-@given(said=SAID)
-def test_a_stream_says_what_the_document_says(said: list[Any]) -> None:
-    """Put together, the deltas are the message; the first has the role and the last why it ends."""
-    if any(isinstance(event, events.ToolCall) for event in said):
-        said = [argument("", index=0, name="f"), *said]
-    all_said = [*said, end("stop")]
-    choices = [chunk["choices"][0] for chunk in chunks_of(all_said)]
-    message = document_of(all_said)["choices"][0]["message"]
+@given(turn_events=TURN_EVENTS)
+def test_stream_and_document_have_equal_content(turn_events: list[Any]) -> None:
+    """Concatenated deltas equal the message; the first has the role and the last the finish reason."""
+    if any(isinstance(event, events.ToolCall) for event in turn_events):
+        turn_events = [tool_call_delta("", index=0, name="f"), *turn_events]
+    all_events = [*turn_events, end("stop")]
+    choices = [chunk["choices"][0] for chunk in chunks_of(all_events)]
+    message = document_of(all_events)["choices"][0]["message"]
     deltas = [choice["delta"] for choice in choices]
     assert deltas[0] == {"role": "assistant", "content": ""}
     assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
@@ -71,21 +71,21 @@ def test_a_stream_says_what_the_document_says(said: list[Any]) -> None:
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
 
 
-def test_calls_are_told_as_openai_does() -> None:
-    """The first delta of a call names it, later ones have its index; a message that only calls has no content."""
-    said = [
-        argument("", index=0, name="f"),
-        argument('{"a":', index=0),
-        argument("1}", index=0),
-        argument("{}", index=1, name="g"),
+def test_tool_calls_have_openai_shape() -> None:
+    """The first delta of a call has its name, later ones its index; a message with only calls has null content."""
+    turn_events = [
+        tool_call_delta("", index=0, name="f"),
+        tool_call_delta('{"a":', index=0),
+        tool_call_delta("1}", index=0),
+        tool_call_delta("{}", index=1, name="g"),
         end("tool_calls"),
     ]
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(said)]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(turn_events)]
     assert deltas[1]["tool_calls"] == [
         {"index": 0, "id": "c0", "type": "function", "function": {"name": "f", "arguments": ""}}
     ]
     assert deltas[2]["tool_calls"] == [{"index": 0, "function": {"arguments": '{"a":'}}]
-    choice = document_of(said)["choices"][0]
+    choice = document_of(turn_events)["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert choice["message"]["content"] is None
     assert [call["function"] for call in choice["message"]["tool_calls"]] == [
@@ -94,8 +94,8 @@ def test_calls_are_told_as_openai_does() -> None:
     ]
 
 
-def test_probabilities_are_cut_to_what_was_asked_for() -> None:
-    """Each token has its bytes, unless they are no whole character, and as many others as wanted."""
+def test_logprobs_are_limited_to_the_requested_number() -> None:
+    """Each token has its bytes unless they are an incomplete character, and the requested alternatives."""
     top = (TokenProbability(token="é", token_id=1, logprob=-0.5), TokenProbability(token="b", token_id=2, logprob=-2))
     first = TokenLogprobs(token="é", token_id=1, logprob=-0.5, top=top)
     second = TokenLogprobs(token="\N{REPLACEMENT CHARACTER}", token_id=3, logprob=float("-inf"), top=top)
@@ -113,15 +113,15 @@ def test_probabilities_are_cut_to_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), FINISHES.items())
-def test_reasons_have_their_names(ours: Any, theirs: str) -> None:
-    """Every way in which an answer ends is one of OpenAI's."""
-    said = [token("x"), end(ours)]
-    assert document_of(said)["choices"][0]["finish_reason"] == theirs
-    assert chunks_of(said)[-1]["choices"][0]["finish_reason"] == theirs
+def test_finish_reasons_map_to_openai_values(ours: Any, theirs: str) -> None:
+    """Every end reason maps to one of OpenAI's."""
+    turn_events = [token("x"), end(ours)]
+    assert document_of(turn_events)["choices"][0]["finish_reason"] == theirs
+    assert chunks_of(turn_events)[-1]["choices"][0]["finish_reason"] == theirs
 
 
-def test_usage_is_the_last_chunk_where_it_is_asked_for() -> None:
-    """All chunks before have a null, and the last has no choices."""
+def test_usage_is_in_the_last_chunk_when_requested() -> None:
+    """Earlier chunks have null usage, and the last has no choices."""
     head = ChatHead(completion_id="chatcmpl-1", created=1, model="demo", include_usage=True)
     chunks = chunks_of([token("a"), token("b"), end("stop")], head)
     assert [chunk["usage"] for chunk in chunks[:-1]] == [None] * 4
@@ -135,8 +135,8 @@ def test_usage_is_the_last_chunk_where_it_is_asked_for() -> None:
     }
 
 
-def test_a_prompt_with_several_answers_is_counted_once() -> None:
-    """Tokens of all answers are counted, those of the prompt once."""
+def test_prompt_tokens_of_several_choices_are_counted_once() -> None:
+    """Completion tokens are summed over the choices, prompt tokens are not."""
     gathered = ChatCollector(ChatHead(completion_id="chatcmpl-1", created=1, model="demo", n=3))
     for index in range(3):
         gathered.take(index, end("stop"))
@@ -144,11 +144,11 @@ def test_a_prompt_with_several_answers_is_counted_once() -> None:
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (10, 6, 16)
 
 
-def test_what_had_no_effect_is_told() -> None:
-    """Warnings stand beside the answer, and in a stream beside its end."""
-    said = [token("x"), end("stop", warnings=("seed has no effect",))]
-    assert document_of(said)["warnings"] == ["seed has no effect"]
-    assert chunks_of(said)[-1]["warnings"] == ["seed has no effect"]
+def test_warnings_are_reported() -> None:
+    """Warnings are in the document, and in a stream beside its end."""
+    turn_events = [token("x"), end("stop", warnings=("seed has no effect",))]
+    assert document_of(turn_events)["warnings"] == ["seed has no effect"]
+    assert chunks_of(turn_events)[-1]["warnings"] == ["seed has no effect"]
     assert "warnings" not in chunks_of([token("x"), end("stop")])[-1]
 
 
@@ -161,8 +161,8 @@ def test_what_had_no_effect_is_told() -> None:
         (events.SessionClosed(session_id="s_1"), ErrorCode.SESSION_NOT_FOUND),
     ],
 )
-def test_what_is_no_answer_is_an_error(event: Any, code: ErrorCode) -> None:
-    """A turn that fails, or that others end, is not told as an answer."""
+def test_failed_turn_is_an_error(event: Any, code: ErrorCode) -> None:
+    """A failed or externally ended turn raises an error instead of a finish reason."""
     for take in (ChatChunkWriter(HEAD).write, ChatCollector(HEAD).take):
         with pytest.raises(InferenceCenterError) as caught:
             take(0, event)

@@ -1,4 +1,4 @@
-"""What requests for chat completions mean: every field is obeyed or refused by its name."""
+"""Mapping of chat completion requests: every field is applied, or refused by its name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "null", "default": None
 
 
 def read(**body: Any) -> ChatRequest:
-    """Return a request that was checked."""
+    """Return a validated request."""
     request = checked(ChatRequest, {"messages": [HI], **body})
     check(request)
     return request
 
 
 def infer(*, choice: int = 0, **body: Any) -> Infer:
-    """Return the turn that a request means."""
+    """Return the turn that a request maps to."""
     request = read(**body)
     return infer_of(request, SessionMatch("s_1", conversation_of(request).messages[-1:]), choice)
 
@@ -56,8 +56,8 @@ def infer(*, choice: int = 0, **body: Any) -> Infer:
         ({"temperature": None, "stop": None, "n": None, "tools": None, "audio": None, "stream": None}, {}),
     ],
 )
-def test_sampling_is_obeyed(body: dict[str, Any], params: dict[str, Any]) -> None:
-    """OpenAI's parameters become the daemon's, and a null is as if it were absent."""
+def test_sampling_parameters_are_mapped(body: dict[str, Any], params: dict[str, Any]) -> None:
+    """OpenAI's parameters become the daemon's, and null means absent."""
     assert infer(**body).params == params
 
 
@@ -124,16 +124,16 @@ def test_sampling_is_obeyed(body: dict[str, Any], params: dict[str, Any]) -> Non
         ({"tool_choice": {"type": "auto", "function": {"name": "add"}}, "tools": [ADD]}, "tool_choice"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_by_name(body: dict[str, Any], field: str) -> None:
+def test_unsupported_field_is_refused_by_name(body: dict[str, Any], field: str) -> None:
     """The error names the field as the client wrote it."""
     with pytest.raises(InferenceCenterError) as caught:
         conversation_of(read(**body))
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, field)
 
 
-def test_messages_of_all_roles_are_said() -> None:
-    """Developers are systems, parts are lines, and what assistants thought and asked for goes along."""
-    said = read(
+def test_messages_of_all_roles_are_mapped() -> None:
+    """Developer becomes system, content parts become lines, and reasoning and tool calls are kept."""
+    mapped = read(
         messages=[
             {"role": "developer", "content": "Be brief."},
             {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
@@ -141,7 +141,7 @@ def test_messages_of_all_roles_are_said() -> None:
             {"role": "tool", "tool_call_id": "c1", "name": "add", "content": "3"},
         ]
     )
-    assert conversation_of(said).messages == (
+    assert conversation_of(mapped).messages == (
         ChatMessage(role="system", content="Be brief."),
         ChatMessage(role="user", content="one\ntwo"),
         ChatMessage(
@@ -154,8 +154,8 @@ def test_messages_of_all_roles_are_said() -> None:
     )
 
 
-def test_who_asks_is_metadata() -> None:
-    """Names that OpenAI's clients give are kept beside their metadata."""
+def test_user_is_stored_as_metadata() -> None:
+    """OpenAI's user identifiers are stored beside the metadata."""
     request = read(user="u", safety_identifier="s", prompt_cache_key="k", metadata={"topic": "x"})
     assert conversation_of(request).metadata == {
         "user": "u",
@@ -165,8 +165,8 @@ def test_who_asks_is_metadata() -> None:
     }
 
 
-def test_every_choice_has_a_seed_of_its_own() -> None:
-    """Several answers with one seed differ, and are the same the next time."""
+def test_each_choice_has_its_own_seed() -> None:
+    """Choices of one seeded request differ, and are reproducible."""
     assert [infer(seed=MAX_SEED, n=3, choice=choice).params for choice in range(3)] == [
         {"seed": MAX_SEED},
         {"seed": 0},
@@ -183,8 +183,8 @@ def test_every_choice_has_a_seed_of_its_own() -> None:
         ({"type": "json_schema", "json_schema": {"name": "x", "strict": False}}, {"type": "object"}),
     ],
 )
-def test_the_form_of_an_answer(wanted: dict[str, Any], schema: object) -> None:
-    """A schema is taken as it is, nulls in it included; without one any object will do."""
+def test_response_format_is_mapped_to_a_schema(wanted: dict[str, Any], schema: object) -> None:
+    """A schema is taken verbatim, including its nulls; JSON mode accepts any object."""
     assert infer(response_format=wanted).json_schema == schema
 
 
@@ -197,8 +197,8 @@ def test_the_form_of_an_answer(wanted: dict[str, Any], schema: object) -> None:
         ({"type": "function", "function": {"name": "add"}}, NamedTool(name="add")),
     ],
 )
-def test_tools_are_offered(choice: Any, meant: object) -> None:
-    """Functions become tools, and the choice of one is meant."""
+def test_tools_and_tool_choice_are_mapped(choice: Any, meant: object) -> None:
+    """Functions become tools, and the tool choice is kept."""
     turn = infer(tools=[ADD], tool_choice=choice, parallel_tool_calls=False)
     assert turn.tools == [Tool(name="add", parameters={"type": "object"})]
     assert (turn.tool_choice, turn.parallel_tool_calls) == (meant, False)
@@ -213,12 +213,14 @@ def test_tools_are_offered(choice: Any, meant: object) -> None:
         ({"reasoning_effort": "high", "service_tier": "priority"}, True, "interactive"),
     ],
 )
-def test_effort_and_tier(body: dict[str, Any], thinking: bool | None, priority: str | None) -> None:
-    """Whether the model thinks, and how urgent it is."""
+def test_reasoning_effort_and_service_tier_are_mapped(
+    body: dict[str, Any], thinking: bool | None, priority: str | None
+) -> None:
+    """They decide whether the model thinks, and the priority."""
     turn = infer(**body)
     assert (turn.thinking, turn.priority) == (thinking, priority)
 
 
-def test_a_grammar_with_tools_that_may_not_be_called() -> None:
-    """What excludes tools does not when none may be asked for."""
+def test_grammar_is_allowed_with_tool_choice_none() -> None:
+    """A grammar excludes tools only if a call is possible."""
     assert infer(regex="a+", tools=[ADD], tool_choice="none").regex == "a+"

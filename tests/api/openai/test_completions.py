@@ -1,4 +1,4 @@
-"""Completions over HTTP: plain text is gone on with."""
+"""Text completions over HTTP."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from inferencecenter.api.body import checked
 from inferencecenter.api.openai.completions import Completion, CompletionHead, CompletionRequest, CompletionWriter
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability
-from tests.api.asking import post
-from tests.api.openai.told import data_of, end, token
-from tests.api.streaming import say, say_each
+from tests.api.http_client import post
+from tests.api.openai.events import data_of, end, token
+from tests.api.streaming import send_answer, send_answers
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -40,17 +40,18 @@ PATH = "/v1/completions"
         ({"prompt": "x", "stream_options": {}}, "stream_options"),
     ],
 )
-async def test_what_cannot_be_obeyed_is_refused_by_name(server: Running, body: dict[str, Any], field: str) -> None:
-    """The error names the field, and no session is opened."""
+async def test_unsupported_field_is_refused_by_name(server: Running, body: dict[str, Any], field: str) -> None:
+    """The error names the field, and no session is created."""
     answer = await post(server, PATH, body)
     assert (answer.status, answer.error["param"]) == (400, field)
     assert server.context.sessions.session_ids() == ()
 
 
-async def test_text_is_gone_on_with(server: Running, ada: AsyncOpenAI) -> None:
-    """The openai package reads the answer, which begins with the prompt where that is wanted; its session stays."""
+async def test_text_is_completed(server: Running, ada: AsyncOpenAI) -> None:
+    """The answer begins with the prompt if echo is set, and its session is kept."""
     answer, _ = await asyncio.gather(
-        ada.completions.create(model="stub", prompt="Once", echo=True), say(server, " upon", " a time", reason="length")
+        ada.completions.create(model="stub", prompt="Once", echo=True),
+        send_answer(server, " upon", " a time", reason="length"),
     )
     assert answer.id.startswith("cmpl-")
     assert answer.choices[0].text == "Once upon a time"
@@ -58,29 +59,31 @@ async def test_text_is_gone_on_with(server: Running, ada: AsyncOpenAI) -> None:
     assert len(server.context.sessions.session_ids()) == 1, "the next text may begin like this one"
 
 
-async def test_text_is_streamed(server: Running, ada: AsyncOpenAI) -> None:
-    """The prompt is echoed once, before the first token."""
+async def test_stream_echoes_the_prompt_once(server: Running, ada: AsyncOpenAI) -> None:
+    """The prompt is sent once, before the first token."""
     stream, _ = await asyncio.gather(
-        ada.completions.create(model="stub", prompt="Once", echo=True, stream=True), say(server, " upon", " a time")
+        ada.completions.create(model="stub", prompt="Once", echo=True, stream=True),
+        send_answer(server, " upon", " a time"),
     )
     assert [chunk.choices[0].text async for chunk in stream] == ["Once upon", " a time", ""]
 
 
-async def test_every_prompt_has_its_answers(server: Running, ada: AsyncOpenAI) -> None:
-    """Two prompts with two answers each are four choices, those of a prompt side by side."""
+async def test_each_prompt_has_n_choices(server: Running, ada: AsyncOpenAI) -> None:
+    """Two prompts with two answers each are four choices, grouped by prompt."""
     answer, _ = await asyncio.gather(
-        ada.completions.create(model="stub", prompt=["a", "b"], n=2, echo=True), say_each(server, "0", "1", "2", "3")
+        ada.completions.create(model="stub", prompt=["a", "b"], n=2, echo=True),
+        send_answers(server, "0", "1", "2", "3"),
     )
     assert [(choice.index, choice.text) for choice in answer.choices] == [(0, "a0"), (1, "a1"), (2, "b2"), (3, "b3")]
 
 
-def test_without_a_limit_there_are_sixteen_tokens() -> None:
-    """OpenAI's default holds, unless ``params`` says otherwise."""
+def test_max_tokens_defaults_to_sixteen() -> None:
+    """OpenAI's default applies unless ``params`` overrides it."""
     assert checked(CompletionRequest, {"prompt": "x"}).max_tokens == 16
 
 
-def test_probabilities_have_their_old_shape() -> None:
-    """Lists of tokens, of probabilities, of the likeliest, and of places in the text."""
+def test_logprobs_have_the_legacy_shape() -> None:
+    """Lists of tokens, logprobs, top logprobs and text offsets."""
     top = (TokenProbability(token="a", token_id=1, logprob=-1), TokenProbability(token="b", token_id=2, logprob=-2))
     entries = tuple(TokenLogprobs(token=text, token_id=1, logprob=-1, top=top) for text in ("ab", "c"))
     head = CompletionHead(completion_id="cmpl-1", created=1, model="demo", prompts=("x",), logprobs=1)

@@ -1,4 +1,4 @@
-"""Tests of looking tokens up."""
+"""Tests of the tokenize and detokenize endpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from inferencecenter.config.limits import AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import PromptSegment, Tokenized, pack_tokens
-from tests.api.asking import post, tick
+from tests.api.http_client import post, tick
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
 
-async def test_there_and_back(server: Running) -> None:
-    """A text's tokens spell the text; an empty one has none."""
+async def test_tokenize_and_detokenize_are_inverse(server: Running) -> None:
+    """The tokens of a text decode to the text; an empty text has none."""
     text = "Grüße, 世界"
     found = (await post(server, "/tokenize", {"text": text})).json
     assert found == {"tokens": [ord(character) for character in text], "count": len(text)}
@@ -31,13 +31,13 @@ async def test_there_and_back(server: Running) -> None:
     assert (await post(server, "/detokenize", {"tokens": []})).json == {"text": ""}
 
 
-async def test_text_is_text_unless_it_is_said_to_be_more(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the engine is asked says whether names of special tokens count, and whether the text begins a sequence."""
-    asked: list[tuple[Sequence[PromptSegment], bool]] = []
+async def test_special_tokens_are_parsed_only_on_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine request has the flags for special tokens and for the start of a sequence."""
+    requests: list[tuple[Sequence[PromptSegment], bool]] = []
 
     def tokenize(pieces: Sequence[PromptSegment], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
         assert client_id
-        asked.append((pieces, first))
+        requests.append((pieces, first))
         future: asyncio.Future[Tokenized] = asyncio.get_running_loop().create_future()
         future.set_result(Tokenized(0, pack_tokens([7, 8]), (b"\xe4\xb8", b"<s>")))
         return future
@@ -45,7 +45,7 @@ async def test_text_is_text_unless_it_is_said_to_be_more(server: Running, monkey
     monkeypatch.setattr(server.engine, "tokenize", tokenize)
     plain = await post(server, "/tokenize", {"text": "<s>", "pieces": True, "model": "stub"})
     await post(server, "/tokenize", {"text": "<s>", "special": True, "add_bos": True})
-    assert asked == [((PromptSegment("<s>", False),), False), ((PromptSegment("<s>", True),), True)]
+    assert requests == [((PromptSegment("<s>", False),), False), ((PromptSegment("<s>", True),), True)]
     assert plain.json == {"tokens": [7, 8], "count": 2, "pieces": ["\ufffd", "<s>"]}
 
 
@@ -68,28 +68,28 @@ async def test_text_is_text_unless_it_is_said_to_be_more(server: Running, monkey
         ("/detokenize", {"tokens": [65] * 262_145}, 400, "tokens"),
     ],
 )
-async def test_what_is_no_text_and_what_is_no_token_is_refused(
+async def test_invalid_text_and_token_ids_are_refused(
     server: Running, path: str, body: Any, status: int, param: str | None
 ) -> None:
-    """The field is named, by its place in a list, and the error stays short."""
-    heard = await post(server, path, body)
-    assert (heard.status, heard.error["param"]) == (status, param)
-    assert len(heard.body) < 1000
+    """The error names the field or list index, and stays short."""
+    response = await post(server, path, body)
+    assert (response.status, response.error["param"]) == (status, param)
+    assert len(response.body) < 1000
 
 
-async def test_an_engine_that_cannot_answer_says_so(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The status is the failure's own, with when to try again."""
+async def test_engine_failure_has_its_status(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The status is that of the failure, with its retry delay."""
 
     def overloaded(_tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Any]:
         raise InferenceCenterError(ErrorCode.OVERLOADED, retry_after_ms=1000)
 
     monkeypatch.setattr(server.engine, "detokenize", overloaded)
-    heard = await post(server, "/detokenize", {"tokens": [65]})
-    assert (heard.status, heard.error["code"], heard.headers["retry-after"]) == (503, "overloaded", "1")
+    response = await post(server, "/detokenize", {"tokens": [65]})
+    assert (response.status, response.error["code"], response.headers["retry-after"]) == (503, "overloaded", "1")
 
 
-async def test_nobody_waits_for_tokens_that_nobody_wants(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the peer goes the engine's answer is not waited for."""
+async def test_disconnect_cancels_the_lookup(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's answer is not awaited after the client disconnected."""
     waiting: asyncio.Future[Tokenized] = asyncio.get_running_loop().create_future()
     monkeypatch.setattr(server.engine, "tokenize", lambda _pieces, *, first, client_id: waiting)
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -103,8 +103,8 @@ async def test_nobody_waits_for_tokens_that_nobody_wants(server: Running, monkey
             await tick()
 
 
-async def test_a_model_that_a_token_may_not_use_has_no_tokens_for_it(serve: Serve) -> None:
-    """What limits a token's turns limits its look-ups."""
+async def test_model_limits_of_a_token_apply(serve: Serve) -> None:
+    """A token that may not use a model may not tokenize with it."""
     async with serve(limits=AccessLimits(models=("another",))) as server:
-        heard = await post(server, "/tokenize", {"text": "a"})
-        assert (heard.status, heard.error["code"], heard.error["param"]) == (403, "forbidden", "model")
+        response = await post(server, "/tokenize", {"text": "a"})
+        assert (response.status, response.error["code"], response.error["param"]) == (403, "forbidden", "model")

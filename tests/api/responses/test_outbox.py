@@ -1,4 +1,4 @@
-"""What waits for a slow reader: joined, bounded, and counted on without a gap."""
+"""The outbox of a slow reader: coalescing, limits and gapless sequence numbers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 from inferencecenter.api.responses.outbox import ResponseOutbox
 from inferencecenter.api.responses.response_events import ResponseEvent, ResponseEventBuilder
 from inferencecenter.telemetry.metrics import DaemonMetrics
-from tests.api.responses.test_response_events import echo, end, queued, thought, token
+from tests.api.responses.test_response_events import echo, end, queued, reasoning_token, token
 from tests.server.harness import StubWire
 
 
 def builder() -> ResponseEventBuilder:
-    """Return what tells a response."""
+    """Return an event builder of a response."""
     return ResponseEventBuilder(echo(), top_logprobs=0, clock=lambda: 0.0)
 
 
-class Slow:
-    """An outbox to a peer that a test has read."""
+class SlowPeerOutbox:
+    """An outbox whose peer reads only when a test says so."""
 
     def __init__(self, *, limit_bytes: int = 10_000) -> None:
         self.wire, self.metrics, self.overflows = StubWire(), DaemonMetrics(), 0
@@ -37,26 +37,26 @@ class Slow:
 
     @property
     def waiting_bytes(self) -> float | None:
-        """What the metrics say that waits."""
+        """The waiting bytes that the metrics report."""
         return self.metrics.registry.get_sample_value("inferencecenter_outbox_bytes")
 
 
-def test_a_peer_that_reads_gets_each_piece_at_once() -> None:
+def test_reading_peer_receives_each_piece_at_once() -> None:
     """Nothing waits."""
-    slow, one = Slow(), builder()
+    slow, one = SlowPeerOutbox(), builder()
     for event in (queued(), token("a"), token("b")):
         slow.outbox.send_event(one, event)
     assert [frame["delta"] for frame in slow.wire.frames if "delta" in frame] == ["a", "b"]
     assert slow.waiting_bytes == 0
 
 
-def test_text_that_waits_is_joined_by_response_and_kind() -> None:
-    """Each response's frames are in order and numbered without a gap; what is no frame of one keeps its place."""
-    slow, one, other = Slow(), builder(), builder()
+def test_waiting_text_is_coalesced_by_response_and_kind() -> None:
+    """Frames of each response stay in order and gapless, and other frames keep their position."""
+    slow, one, other = SlowPeerOutbox(), builder(), builder()
     slow.outbox.send_event(one, queued())
     slow.outbox.send_event(other, queued())
     slow.wire.takes_frames = False
-    for event in (thought("h"), thought("m"), token("a"), token("b")):
+    for event in (reasoning_token("h"), reasoning_token("m"), token("a"), token("b")):
         slow.outbox.send_event(one, event)
         slow.outbox.send_event(other, token("x"))
     slow.outbox.send_frame(b'{"type":"error"}')
@@ -72,9 +72,9 @@ def test_text_that_waits_is_joined_by_response_and_kind() -> None:
     assert (slow.waiting_bytes, slow.outbox.waiting_bytes) == (0, 0)
 
 
-def test_a_peer_that_stops_reading_is_given_up_once() -> None:
-    """Nothing is kept for it any more."""
-    slow, one = Slow(limit_bytes=1000), builder()
+def test_stalled_peer_is_dropped_once() -> None:
+    """Nothing is queued for it afterwards."""
+    slow, one = SlowPeerOutbox(limit_bytes=1000), builder()
     slow.wire.takes_frames = False
     for _ in range(100):
         slow.outbox.send_event(one, token("x" * 100))
@@ -83,10 +83,10 @@ def test_a_peer_that_stops_reading_is_given_up_once() -> None:
     assert slow.wire.written == []
 
 
-def test_what_waits_is_written_when_the_socket_closes_well() -> None:
-    """And forgotten when it does not."""
+def test_waiting_frames_are_sent_on_a_clean_close() -> None:
+    """They are discarded on any other close."""
     for write_rest in (True, False):
-        slow, one = Slow(), builder()
+        slow, one = SlowPeerOutbox(), builder()
         slow.wire.takes_frames = False
         slow.outbox.send_event(one, queued())
         slow.outbox.send_frame(json.dumps({"type": "error"}).encode())
@@ -95,9 +95,9 @@ def test_what_waits_is_written_when_the_socket_closes_well() -> None:
         assert slow.waiting_bytes == 0
 
 
-def test_a_response_that_cannot_be_told_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits of it is dropped without a word, and it is reported once."""
-    slow, one, other = Slow(), builder(), builder()
+def test_failing_builder_affects_only_its_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its queued events are dropped and the failure is reported once."""
+    slow, one, other = SlowPeerOutbox(), builder(), builder()
     slow.outbox.send_event(one, queued())
     slow.outbox.send_event(other, queued())
     slow.wire.takes_frames = False
@@ -114,5 +114,5 @@ def test_a_response_that_cannot_be_told_leaves_the_others(monkeypatch: pytest.Mo
 
 
 def failing(_event: object) -> list[ResponseEvent]:
-    """Fail as a defect does."""
+    """Raise as a defect does."""
     raise RuntimeError

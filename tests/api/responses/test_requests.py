@@ -1,4 +1,4 @@
-"""What may be asked of Responses, what is refused by name, and what it means to a session."""
+"""Responses requests: accepted fields, refused fields and their mapping to a session."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ LOGPROBS = ["message.output_text.logprobs"]
 
 
 def read(**fields: Any) -> CreateResponse:
-    """Return a request."""
+    """Return a validated request."""
     return checked(CreateResponse, {"input": "Hello", **fields})
 
 
-def test_text_is_what_a_user_says() -> None:
-    """The shortest input there is."""
+def test_plain_text_input_is_a_user_message() -> None:
+    """The shortest possible input."""
     assert read().messages == (ChatMessage(role="user", content="Hello"),)
 
 
-def test_items_become_messages() -> None:
-    """Easy and full messages, with or without a type; developers are the system."""
+def test_input_items_become_messages() -> None:
+    """Short and full message items, with or without a type; developer becomes system."""
     request = read(
         input=[
             {"role": "developer", "content": "Be brief."},
@@ -44,8 +44,8 @@ def test_items_become_messages() -> None:
     ]
 
 
-def test_what_an_assistant_thought_said_and_asked_for_is_one_message() -> None:
-    """As a session has it, so that a response sent back is what was kept."""
+def test_reasoning_text_and_calls_become_one_message() -> None:
+    """A response sent back as input equals the stored message."""
     request = read(
         input=[
             {"role": "user", "content": "a"},
@@ -66,8 +66,8 @@ def test_what_an_assistant_thought_said_and_asked_for_is_one_message() -> None:
     )
 
 
-def test_two_answers_in_a_row_stay_two() -> None:
-    """And thoughts that led to nothing are left out."""
+def test_consecutive_answers_stay_separate() -> None:
+    """Reasoning without an answer is dropped."""
     request = read(
         input=[
             {"role": "assistant", "content": "a"},
@@ -106,8 +106,8 @@ def test_two_answers_in_a_row_stay_two() -> None:
         ({"tools": [{**TOOL, "name": "look\nat"}]}, "tools.0.function.name"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
-    """Nothing is parsed and ignored."""
+def test_unsupported_field_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
+    """No field is parsed and ignored."""
     with pytest.raises(InferenceCenterError) as refusal:
         read(**fields)
     assert refusal.value.code is ErrorCode.INVALID_REQUEST
@@ -116,8 +116,8 @@ def test_what_cannot_be_obeyed_is_refused_by_name(fields: dict[str, Any], named:
     assert named.rsplit(".", maxsplit=1)[-1] in refusal.value.field or "." not in named or named.endswith("0")
 
 
-def test_null_is_as_absent() -> None:
-    """Also of fields that there are not, and inside others."""
+def test_null_means_absent() -> None:
+    """Also for unknown and nested fields."""
     request = read(conversation=None, temperature=None, text={"format": None}, tools=[{**TOOL, "description": None}])
     assert (request.temperature, request.json_schema) == (None, None)
 
@@ -132,20 +132,20 @@ def test_null_is_as_absent() -> None:
         ({"include": LOGPROBS, "top_logprobs": 5}, 5),
     ],
 )
-def test_probabilities_are_asked_for_in_two_ways(fields: dict[str, Any], expected: int | None) -> None:
-    """Those of the tokens alone take one of the likeliest, which is not shown."""
+def test_logprobs_are_requested_in_two_ways(fields: dict[str, Any], expected: int | None) -> None:
+    """Logprobs of the sampled tokens alone need one internal alternative, which is not returned."""
     assert read(**fields).n_probs == expected
 
 
-def test_forms_of_text() -> None:
-    """Any JSON object, or what a schema accepts."""
+def test_text_formats_are_mapped() -> None:
+    """Any JSON object, or one that a schema accepts."""
     assert read(text={"format": {"type": "json_object"}}).json_schema == {"type": "object"}
     schema = {"type": "json_schema", "name": "x", "schema": {"type": "array"}, "strict": True}
     assert read(text={"format": schema}).json_schema == {"type": "array"}
 
 
-def test_choices_of_tools() -> None:
-    """One by its name, or some of them."""
+def test_tool_choice_is_mapped() -> None:
+    """One function by name, or a set of allowed tools."""
     other = {**TOOL, "name": "wait"}
     named = read(tools=[TOOL], tool_choice={"type": "function", "name": "look"})
     assert named.wire_tool_choice == NamedTool(name="look")
@@ -157,14 +157,14 @@ def test_choices_of_tools() -> None:
         read(tools=[TOOL], tool_choice=allowed)
 
 
-def test_background_needs_store() -> None:
-    """Nobody could come back for it."""
+def test_background_requires_store() -> None:
+    """A background response that is not stored could not be retrieved."""
     with pytest.raises(InferenceCenterError, match="background requires store"):
         read(background=True, store=False)
 
 
-def test_sockets_do_not_know_background() -> None:
-    """And stream as they do, whether that is said or not."""
+def test_websocket_refuses_background() -> None:
+    """WebSocket requests stream whether ``stream`` is given or not."""
     assert checked(CreateOnSocket, {"type": "response.create", "stream": True, "background": False}).stream
     for name, value in (("background", True), ("stream", False), ("stream_id", ""), ("stream_id", "x" * 65)):
         with pytest.raises(InferenceCenterError, match=name):
@@ -172,12 +172,12 @@ def test_sockets_do_not_know_background() -> None:
     assert checked(CancelOnSocket, {"type": "response.cancel"}).response_id is None
 
 
-def test_a_name_says_where_a_response_is() -> None:
-    """Back and forth, and nothing else is a name."""
-    place = ResponseRef("s_" + "a-_b" * 5 + "cd", "t_" + "e" * 22)
-    assert read_response_id(response_id(place)) == place
-    assert item_id("msg", place.turn_id, 1) == "msg_" + "e" * 22 + "_1"
-    for name in ("", "resp_", "resp_" + "a" * 43, "resp_" + "a" * 45, "resp_" + "ä" * 44, response_id(place) + "\n"):
+def test_response_id_encodes_its_location() -> None:
+    """Ids round-trip, and other texts are no ids."""
+    ref = ResponseRef("s_" + "a-_b" * 5 + "cd", "t_" + "e" * 22)
+    assert read_response_id(response_id(ref)) == ref
+    assert item_id("msg", ref.turn_id, 1) == "msg_" + "e" * 22 + "_1"
+    for name in ("", "resp_", "resp_" + "a" * 43, "resp_" + "a" * 45, "resp_" + "ä" * 44, response_id(ref) + "\n"):
         with pytest.raises(InferenceCenterError) as refusal:
             read_response_id(name)
         assert refusal.value.code is ErrorCode.TURN_NOT_FOUND

@@ -1,4 +1,4 @@
-"""Events of responses, as the openai package reads them."""
+"""Response events, as the openai package parses them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, TokenProbability, TurnStats, Usage
 from inferencecenter.protocol.values import ToolCall as Call
-from tests.api.responses import told
+from tests.api.responses import openai_types
 
 SESSION = "s_" + "s" * 22
 TURN = "t_" + "t" * 22
@@ -28,7 +28,7 @@ STATS = TurnStats(
 
 
 def echo(**request: Any) -> Echo:
-    """Return what a response repeats of a request."""
+    """Return the request fields that a response repeats."""
     return echo_of(CreateResponse(input="Hello", **request), model="demo", created_at=100.5)
 
 
@@ -38,17 +38,17 @@ def queued(position: int = 0) -> events.Queued:
 
 
 def token(text: str, **fields: Any) -> events.Token:
-    """Text of the answer."""
+    """A token of the answer."""
     return events.Token(session_id=SESSION, seq=2, turn_id=TURN, content=text, **fields)
 
 
-def thought(text: str) -> events.Reasoning:
-    """Text of thoughts."""
+def reasoning_token(text: str) -> events.Reasoning:
+    """A token of the reasoning."""
     return events.Reasoning(session_id=SESSION, seq=2, turn_id=TURN, content=text)
 
 
-def call(index: int, arguments: str, name: str | None = None) -> events.ToolCall:
-    """Text of a call."""
+def tool_call_delta(index: int, arguments: str, name: str | None = None) -> events.ToolCall:
+    """A part of a tool call."""
     return events.ToolCall(
         session_id=SESSION, seq=2, turn_id=TURN, index=index, call_id=f"call_{index}", name=name, arguments=arguments
     )
@@ -66,25 +66,25 @@ def failure(code: str) -> events.Error:
     return events.Error(code=code, message="no", error="no", session_id=SESSION, seq=9, turn_id=TURN, retryable=False)
 
 
-def tell(*heard: Any, stream_id: str | None = None, top: int = 0, **request: Any) -> list[dict[str, Any]]:
-    """Return what is told of a turn, each event checked."""
+def build_events(*turn_events: Any, stream_id: str | None = None, top: int = 0, **request: Any) -> list[dict[str, Any]]:
+    """Return the events built from a turn's events, each validated."""
     builder = ResponseEventBuilder(echo(**request), top_logprobs=top, clock=lambda: 101.5, stream_id=stream_id)
-    frames: list[ResponseEvent] = [frame for event in heard for frame in builder.feed(event)]
+    frames: list[ResponseEvent] = [frame for event in turn_events for frame in builder.feed(event)]
     messages = [json.loads(frame.data) for frame in frames]
     assert [message["type"] for message in messages] == [frame.type for frame in frames]
     for message in messages:
-        told.event(message)
+        openai_types.event(message)
     return messages
 
 
 def types(messages: list[dict[str, Any]]) -> list[str]:
-    """Return what kinds of events there are, without what all have in common."""
+    """Return the event types without their common prefix."""
     return [message["type"].removeprefix("response.") for message in messages]
 
 
-def test_text_is_told_as_one_message() -> None:
-    """Deltas, the text they make and the object at the end agree, and each event is one that openai knows."""
-    messages = tell(queued(), token("Hel"), token("lo"), end())
+def test_text_becomes_one_message() -> None:
+    """Deltas, their concatenation and the final object agree."""
+    messages = build_events(queued(), token("Hel"), token("lo"), end())
     assert types(messages) == [
         "created",
         "in_progress",
@@ -98,7 +98,7 @@ def test_text_is_told_as_one_message() -> None:
         "completed",
     ]
     assert [message["sequence_number"] for message in messages] == list(range(10))
-    final = told.response(messages[-1]["response"])
+    final = openai_types.response(messages[-1]["response"])
     assert final.output_text == messages[6]["text"] == "Hello"
     assert final.id == "resp_" + "s" * 22 + "t" * 22
     assert (final.status, final.created_at, final.completed_at) == ("completed", 100, 101)
@@ -106,13 +106,19 @@ def test_text_is_told_as_one_message() -> None:
     assert (final.usage.total_tokens, final.usage.input_tokens_details.cached_tokens) == (12, 3)
 
 
-def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
-    """Each has its place in the output, and the calls have the arguments that their deltas made."""
-    messages = tell(
-        queued(), thought("Hm"), thought("m."), token("Let me see."), call(0, "", "look"), call(0, '{"x":1}'),
-        call(1, "{}", "wait"), end("tool_calls"),
-    )  # fmt: skip
-    final = told.response(messages[-1]["response"])
+def test_reasoning_text_and_calls_are_separate_items() -> None:
+    """Each has its output index, and the arguments of a call are its deltas."""
+    messages = build_events(
+        queued(),
+        reasoning_token("Hm"),
+        reasoning_token("m."),
+        token("Let me see."),
+        tool_call_delta(0, "", "look"),
+        tool_call_delta(0, '{"x":1}'),
+        tool_call_delta(1, "{}", "wait"),
+        end("tool_calls"),
+    )
+    final = openai_types.response(messages[-1]["response"])
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
     assert [message["output_index"] for message in messages if message["type"].endswith("item.done")] == [0, 1, 2, 3]
     done = [message for message in messages if message["type"] == "response.function_call_arguments.done"]
@@ -121,9 +127,9 @@ def test_thoughts_text_and_calls_are_items_of_their_own() -> None:
     assert final.status == "completed"
 
 
-def test_a_turn_that_waits_is_queued_first() -> None:
-    """It is in progress once it runs, which is told once."""
-    messages = tell(queued(2), queued(1), queued(0), token("x"), end())
+def test_waiting_turn_is_queued_first() -> None:
+    """It is reported as in progress once, when it starts."""
+    messages = build_events(queued(2), queued(1), queued(0), token("x"), end())
     assert types(messages)[:4] == ["created", "queued", "in_progress", "output_item.added"]
     assert messages[0]["response"]["status"] == "queued"
     assert types(messages).count("in_progress") == 1
@@ -138,16 +144,16 @@ def test_a_turn_that_waits_is_queued_first() -> None:
         ("stop", "completed", None, "completed"),
     ],
 )
-def test_how_a_turn_ends_is_the_status(reason: str, status: str, details: Any, last: str) -> None:
-    """The message that was cut off is not complete either."""
-    messages = tell(queued(), token("x"), end(reason))
+def test_end_reason_decides_the_status(reason: str, status: str, details: Any, last: str) -> None:
+    """A truncated message is incomplete too."""
+    messages = build_events(queued(), token("x"), end(reason))
     final = messages[-1]["response"]
     assert (final["status"], final["incomplete_details"], types(messages)[-1]) == (status, details, last)
     assert final["output"][0]["status"] == ("completed" if status == "completed" else "incomplete")
 
 
-def test_reasons_that_openai_has_no_word_for_keep_their_own() -> None:
-    """A client hears that an answer went round in circles."""
+def test_own_end_reasons_without_openai_value_are_kept() -> None:
+    """A repetition stop is reported under its own name."""
     builder = ResponseEventBuilder(echo(), top_logprobs=0, clock=lambda: 0.0)
     for event in (queued(), token("x"), end("repetition")):
         builder.feed(event)
@@ -165,35 +171,35 @@ def test_reasons_that_openai_has_no_word_for_keep_their_own() -> None:
         ("of_tomorrow", "server_error"),
     ],
 )
-def test_a_turn_that_fails_is_a_response_that_failed(code: str, expected: str) -> None:
-    """What was said up to then is shown, and nothing is told after it."""
-    messages = tell(queued(), token("x"), failure(code), token("y"), end())
+def test_failed_turn_is_a_failed_response(code: str, expected: str) -> None:
+    """It contains the text so far, and no event follows."""
+    messages = build_events(queued(), token("x"), failure(code), token("y"), end())
     assert types(messages)[-1] == "failed"
     assert messages[-1]["response"]["error"]["code"] == expected
     assert messages[-1]["response"]["output"][0]["status"] == "incomplete"
 
 
-def test_an_answer_of_nothing_is_an_empty_message() -> None:
-    """Whoever reads the last item's text finds one."""
-    final = tell(queued(), end())[-1]["response"]
+def test_empty_answer_is_an_empty_message() -> None:
+    """A reader of the last item's text finds an empty one."""
+    final = build_events(queued(), end())[-1]["response"]
     assert final["output"][0]["content"][0]["text"] == ""
 
 
-def test_every_event_names_its_lane() -> None:
-    """Deltas, which are put together from bytes, too."""
-    messages = tell(queued(), token('say "hi"\n'), end(), stream_id='a"b')
+def test_every_event_has_its_stream_id() -> None:
+    """Also deltas, which are assembled from bytes."""
+    messages = build_events(queued(), token('say "hi"\n'), end(), stream_id='a"b')
     assert {message["stream_id"] for message in messages} == {'a"b'}
     assert [message["delta"] for message in messages if "delta" in message] == ['say "hi"\n']
 
 
-def test_probabilities_are_told_with_deltas_and_kept_for_the_end() -> None:
-    """No more of the likeliest are shown than were asked for."""
+def test_logprobs_are_in_deltas_and_in_the_final_object() -> None:
+    """Only the requested number of alternatives is shown."""
     likeliest = tuple(TokenProbability(token=text, token_id=1, logprob=-0.5) for text in ("é", "b"))
     entry = TokenLogprobs(token="é", token_id=1, logprob=-0.5, top=likeliest)
-    messages = tell(queued(), token("é", logprobs=(entry,)), end(), top=1)
+    messages = build_events(queued(), token("é", logprobs=(entry,)), end(), top=1)
     delta = next(message for message in messages if "delta" in message)
     assert delta["logprobs"] == [{"token": "é", "logprob": -0.5, "top_logprobs": [{"token": "é", "logprob": -0.5}]}]
-    part = told.response(messages[-1]["response"]).output[0]
+    part = openai_types.response(messages[-1]["response"]).output[0]
     assert part.type == "message"
     assert part.content[0].type == "output_text"
     assert part.content[0].logprobs is not None
@@ -202,15 +208,15 @@ def test_probabilities_are_told_with_deltas_and_kept_for_the_end() -> None:
 
 @settings(max_examples=25)
 @given(st.lists(st.sampled_from(["think", "say", "call"]), max_size=12))
-def test_what_is_put_together_from_events_is_the_object_at_the_end(pieces: list[str]) -> None:
-    """Items are added and done in order, one after the other, and no delta comes outside its item."""
-    made = {"think": thought("t"), "say": token("s")}
+def test_accumulated_events_equal_the_final_object(pieces: list[str]) -> None:
+    """Items are added and done in order, and no delta lies outside its item."""
+    by_kind = {"think": reasoning_token("t"), "say": token("s")}
     n_calls = 0
-    heard: list[Any] = [queued()]
+    turn_events: list[Any] = [queued()]
     for piece in pieces:
-        heard.append(made.get(piece) or call(n_calls, "{}", "f"))
+        turn_events.append(by_kind.get(piece) or tool_call_delta(n_calls, "{}", "f"))
         n_calls += piece == "call"
-    messages = tell(*heard, end())
+    messages = build_events(*turn_events, end())
     open_item: str | None = None
     output: list[dict[str, Any]] = []
     for message in messages[2:-1]:
@@ -229,21 +235,23 @@ def test_what_is_put_together_from_events_is_the_object_at_the_end(pieces: list[
     assert len({item["id"] for item in output}) == len(output)
 
 
-def test_an_answer_that_was_kept_has_the_items_that_were_told() -> None:
-    """Names included, so that who asks for a response later finds what the stream has named."""
-    final = tell(queued(), thought("Hm"), token("Yes."), call(0, "{}", "look"), end("tool_calls"))[-1]["response"]
-    kept = ChatMessage(
+def test_stored_answer_has_the_streamed_items() -> None:
+    """Item ids included, so a response retrieved later has the ids that the stream has named."""
+    final = build_events(
+        queued(), reasoning_token("Hm"), token("Yes."), tool_call_delta(0, "{}", "look"), end("tool_calls")
+    )[-1]["response"]
+    stored = ChatMessage(
         role="assistant",
         content="Yes.",
         reasoning="Hm",
         tool_calls=(Call(call_id="call_0", name="look", arguments="{}"),),
     )
-    assert [item.model_dump(mode="json") for item in output_of(kept, TURN, state="completed")] == final["output"]
+    assert [item.model_dump(mode="json") for item in output_of(stored, TURN, state="completed")] == final["output"]
 
 
-def test_a_note_gives_the_whole_response_back() -> None:
-    """What was asked for is repeated the same after it has been on disk."""
-    asked = echo(
+def test_stored_request_fields_round_trip() -> None:
+    """A response repeats its request equally after it was stored."""
+    repeated = echo(
         instructions="Be brief.",
         tools=[{"type": "function", "name": "f", "parameters": {"type": "object"}, "description": None}],
         tool_choice={"type": "function", "name": "f"},
@@ -251,14 +259,14 @@ def test_a_note_gives_the_whole_response_back() -> None:
         metadata={"a": "b"},
         reasoning={"effort": "high"},
     )
-    note = read_note(note_of(asked))
+    note = read_note(note_of(repeated))
     assert note is not None
-    assert dict(note) == {**dict(asked), "generate": True}
-    assert json.loads(note_of(asked))["text"]["format"]["schema"] == {"type": "object"}
+    assert dict(note) == {**dict(repeated), "generate": True}
+    assert json.loads(note_of(repeated))["text"]["format"]["schema"] == {"type": "object"}
 
 
-def test_tools_that_are_nested_too_deep_to_be_kept_are_refused() -> None:
-    """The reader takes more levels than the writer, which is the caller's mistake and none of the daemon."""
+def test_deeply_nested_tools_are_refused() -> None:
+    """The parser accepts more levels than the serializer, and the error is the caller's."""
     schema: dict[str, Any] = {}
     for _ in range(300):
         schema = {"items": schema}

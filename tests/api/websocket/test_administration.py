@@ -1,4 +1,4 @@
-"""Tests of what clients used, and of what operators and administrators may do about clients and the daemon."""
+"""Usage reports and the operations of operators and administrators."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ USED = (
 
 
 def connect(server: Running, name: str, *scopes: str) -> client.connect:
-    """Open a socket of a client that has these scopes."""
+    """Open a socket of a client with these scopes."""
     if scopes:
         server.accounts.ensure_client(name, max_sessions=4, priority="normal", scopes=scopes)
     token = server.accounts.create_token(name).token
     return server.connect(additional_headers={"Authorization": f"Bearer {token}"}, subprotocols=["inferencecenter.v1"])
 
 
-def audited(server: Running, event: str) -> list[tuple[str | None, str | None, str]]:
-    """Who did something, from where, and what, as the audit log has it."""
+def audit_entries(server: Running, event: str) -> list[tuple[str | None, str | None, str]]:
+    """Return client, address and detail of the audit log's entries of an event."""
     return [
         (line.client_id, line.address, line.detail)
         for line in server.accounts.audit_lines(last=100)
@@ -46,8 +46,8 @@ def audited(server: Running, event: str) -> list[tuple[str | None, str | None, s
 @pytest.mark.parametrize(
     ("op", "scope"), [("list_clients", "admin"), ("kick", "admin"), ("drain", "operator"), ("usage", "operator")]
 )
-async def test_ops_need_their_scopes(server: Running, op: str, scope: str) -> None:
-    """Nobody else learns anything, nothing is done, and nothing is in the log."""
+async def test_operations_require_their_scopes(server: Running, op: str, scope: str) -> None:
+    """Other clients learn nothing, nothing is done, and nothing is logged."""
     fields = {"client_id": "ada"} if op in ("kick", "usage") else {}
     others = ({"operator", "admin", "priority"} - {scope}) if op != "usage" else {"admin"}
     async with connect(server, "eve", "user", *others) as socket:
@@ -55,20 +55,24 @@ async def test_ops_need_their_scopes(server: Running, op: str, scope: str) -> No
         refused = await ask(socket, op=op, id="1", **fields)
         assert (refused["code"], refused["id"]) == ("forbidden", "1")
         assert scope in refused["message"]
-    assert [audited(server, event) for event in ("clients_listed", "client_kicked", "drain_asked")] == [[], [], []]
+    assert [audit_entries(server, event) for event in ("clients_listed", "client_kicked", "drain_asked")] == [
+        [],
+        [],
+        [],
+    ]
     assert not server.context.hub.draining
 
 
-async def test_clients_are_listed(server: Running) -> None:
-    """Those with sockets: how many, from where, their sessions, those that answer, and what they used today."""
+async def test_connected_clients_are_listed(server: Running) -> None:
+    """Their socket count, addresses, sessions, running turns and today's usage."""
     server.context.quotas.of("ada", server.token_id).use(70)
     async with (
         connect(server, "root", "user", "admin") as admin,
         server.v1() as one,
         server.v1() as two,
-        server.connect() as nobody,
+        server.connect() as unauthenticated,
     ):
-        for socket in (admin, one, two, nobody):
+        for socket in (admin, one, two, unauthenticated):
             await hear(socket)
         first = (await ask(one, op="create_session"))["session_id"]
         await ask(two, op="create_session")
@@ -82,11 +86,11 @@ async def test_clients_are_listed(server: Running) -> None:
             "clients": [{"client_id": "ada", **ada}, {"client_id": "root", **root}],
         }
         server.engine.finish(turn_id)
-    assert audited(server, "clients_listed") == [("root", "127.0.0.1", "")]
+    assert audit_entries(server, "clients_listed") == [("root", "127.0.0.1", "")]
 
 
-async def test_a_kicked_client_loses_its_sockets_and_no_session(server: Running) -> None:
-    """Its turn goes on; whoever comes back finds it."""
+async def test_kick_closes_sockets_but_no_session(server: Running) -> None:
+    """The turn continues, and the client can resume it."""
     async with connect(server, "root", "user", "admin") as admin, server.v1() as one, server.v1() as two:
         for socket in (admin, one, two):
             await hear(socket)
@@ -102,28 +106,28 @@ async def test_a_kicked_client_loses_its_sockets_and_no_session(server: Running)
             resumed = await ask(back, op="resume_session", session_id=created["session_id"])
             assert (resumed["state"], resumed["turn_id"], resumed["content"]) == ("busy", turn_id, "still here")
             server.engine.finish(turn_id)
-    assert audited(server, "client_kicked") == [("root", "127.0.0.1", "ada")]
+    assert audit_entries(server, "client_kicked") == [("root", "127.0.0.1", "ada")]
 
 
-async def test_who_kicks_himself_is_told_first(server: Running) -> None:
-    """The answer comes, then the socket closes."""
+async def test_kicking_oneself_is_answered_first(server: Running) -> None:
+    """The answer is sent before the socket closes."""
     async with connect(server, "root", "user", "admin") as admin:
         await hear(admin)
         assert (await ask(admin, op="kick", client_id="root"))["op"] == "kicked"
         assert await close_code(admin) == 1008
 
 
-async def test_nobody_is_kicked_who_is_not_there(server: Running) -> None:
-    """A mistyped name is an error that says so, and the log has nothing of it."""
+async def test_kicking_an_absent_client_is_an_error(server: Running) -> None:
+    """The error names the client, and nothing is logged."""
     async with connect(server, "root", "user", "admin") as admin:
         await hear(admin)
         refused = await ask(admin, op="kick", client_id="adda")
         assert (refused["code"], refused["field"]) == ("invalid_request", "client_id")
-    assert audited(server, "client_kicked") == []
+    assert audit_entries(server, "client_kicked") == []
 
 
-async def test_an_operator_drains_the_daemon(serve: Callable[..., AbstractAsyncContextManager[Running]]) -> None:
-    """As SIGTERM does: everybody is told, a running turn ends, then sockets close with 1012 and the server is done."""
+async def test_operator_drains_the_daemon(serve: Callable[..., AbstractAsyncContextManager[Running]]) -> None:
+    """Like SIGTERM: clients are notified, a running turn ends, then sockets close with 1012 and the server stops."""
     async with serve(shutdown_timeout_s=30) as server:
         async with connect(server, "op", "user", "operator") as operator, server.v1() as socket:
             await hear(operator)
@@ -140,14 +144,14 @@ async def test_an_operator_drains_the_daemon(serve: Callable[..., AbstractAsyncC
             assert await close_code(socket) == 1012
         async with asyncio.timeout(60):
             await server.serving
-        assert audited(server, "drain_asked") == [("op", "127.0.0.1", "")]
+        assert audit_entries(server, "drain_asked") == [("op", "127.0.0.1", "")]
 
 
-# What clients used.
+# Usage.
 
 
-async def test_a_client_is_told_what_it_used(serve: Callable[..., AbstractAsyncContextManager[Running]]) -> None:
-    """By day, and what its token may still use."""
+async def test_client_reads_its_usage(serve: Callable[..., AbstractAsyncContextManager[Running]]) -> None:
+    """By day, with the remaining allowance of its token."""
     asked: list[tuple[str, str]] = []
 
     def read(client_id: str, since: str) -> tuple[UsageLine, ...]:
@@ -177,10 +181,10 @@ async def test_a_client_is_told_what_it_used(serve: Callable[..., AbstractAsyncC
     assert [client_id for client_id, _ in asked] == ["ada", "bob"]
 
 
-async def test_usage_that_cannot_be_read_is_an_error(
+async def test_usage_read_failure_is_an_error(
     serve: Callable[..., AbstractAsyncContextManager[Running]],
 ) -> None:
-    """The socket goes on, and frames behind it are answered in their order."""
+    """The socket stays open, and later frames are answered in order."""
 
     def read(_client_id: str, _since: str) -> tuple[UsageLine, ...]:
         raise InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, "the disk is gone")
@@ -194,18 +198,18 @@ async def test_usage_that_cannot_be_read_is_an_error(
         assert (await ask(socket, op="usage", days=0))["field"] == "days"
 
 
-async def test_where_nothing_is_kept_there_is_no_usage(server: Running) -> None:
-    """What is left is known all the same."""
+async def test_usage_without_a_store_has_only_the_allowance(server: Running) -> None:
+    """The remaining allowance is known without stored usage."""
     async with server.v1() as socket:
         await hear(socket)
         report = await ask(socket, op="usage")
         assert (report["days"], report["left"]["tokens_today"]) == ([], 0)
 
 
-async def test_reports_on_many_sockets_take_one_thread(
+async def test_concurrent_usage_reads_of_a_client_share_one_thread(
     serve: Callable[..., AbstractAsyncContextManager[Running]],
 ) -> None:
-    """A client that asks on many sockets at once takes no thread from others, and another client is second in line."""
+    """Another client's read runs second."""
     reading, most, asked = 0, 0, list[str]()
     lock, go_on = threading.Lock(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Tests of the table of ops and of the border around handlers."""
+"""The table of operations and the error boundary around handlers."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.client import Principal
 
 
-def test_every_request_has_a_command() -> None:
-    """The protocol's requests and the table's ops are the same."""
+def test_every_request_has_a_handler() -> None:
+    """The protocol's requests equal the table's operations."""
     assert set(COMMANDS) == set(REQUESTS)
 
 
-def test_only_hello_and_auth_are_open_to_everybody() -> None:
-    """Every other op needs a scope."""
+def test_only_hello_and_auth_need_no_scope() -> None:
+    """Every other operation requires one."""
     assert {op for op, command in COMMANDS.items() if command.scope is None} == {"hello", "auth"}
 
 
 @pytest.mark.parametrize("op", ["no_such_op", "kick_off"])
-async def test_unknown_ops_are_named(server: Running, op: str) -> None:
-    """The error says which field is wrong and echoes the id."""
+async def test_unknown_op_is_refused(server: Running, op: str) -> None:
+    """The error names the field and echoes the id."""
     async with server.v1() as socket:
         await hear(socket)
         error = await ask(socket, op=op, id="1", session_id="s")
         assert (error["code"], error["field"], error["id"]) == ("unknown_op", "op", "1")
 
 
-async def test_a_missing_scope_is_refused(server: Running) -> None:
-    """A client without ``user`` can do nothing but say hello."""
+async def test_missing_scope_is_refused(server: Running) -> None:
+    """A client without ``user`` may only send hello."""
     server.accounts.ensure_client("idle", max_sessions=1, priority="normal", scopes=["operator"])
     token = server.accounts.create_token("idle").token
     async with server.connect(additional_headers={"Authorization": f"Bearer {token}"}) as socket:
@@ -50,8 +50,8 @@ async def test_a_missing_scope_is_refused(server: Running) -> None:
 @pytest.mark.parametrize(
     "op", ["infer", "abort", "close_session", "append", "fork_session", "rewind_session", "set_metadata", "get_session"]
 )
-async def test_foreign_and_random_sessions_are_the_same(server: Running, op: str) -> None:
-    """Byte for byte: nothing tells one client of another's sessions."""
+async def test_foreign_and_unknown_sessions_are_indistinguishable(server: Running, op: str) -> None:
+    """The errors are equal byte for byte."""
     extra: dict[str, dict[str, Any]] = {
         "infer": {"prompt": "x"},
         "append": {"messages": [{"role": "user", "content": "x"}]},
@@ -74,8 +74,8 @@ async def test_foreign_and_random_sessions_are_the_same(server: Running, op: str
         assert "session_id" not in answers[0]
 
 
-async def test_errors_of_ones_own_session_name_it(server: Running) -> None:
-    """The client knows which of its sessions is meant."""
+async def test_session_errors_name_the_session(server: Running) -> None:
+    """The client knows which of its sessions failed."""
     async with server.v1() as socket:
         await hear(socket)
         sid = (await ask(socket, op="create_session"))["session_id"]
@@ -83,8 +83,8 @@ async def test_errors_of_ones_own_session_name_it(server: Running) -> None:
         assert (error["code"], error["session_id"], error["id"]) == ("nothing_to_abort", sid, "a")
 
 
-async def test_a_defect_is_internal_and_the_socket_goes_on(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client learns nothing of the inside; the next request works."""
+async def test_internal_error_leaves_the_socket_open(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client learns nothing internal, and the next request works."""
 
     def broken(_client: Principal, _request: ListSessions) -> None:
         raise ZeroDivisionError("inside")
@@ -101,8 +101,8 @@ async def test_a_defect_is_internal_and_the_socket_goes_on(server: Running, monk
 
 
 @pytest.mark.parametrize("kind", get_args(StatusType))
-async def test_status_is_ones_own_share_or_the_whole(server: Running, kind: str) -> None:
-    """A user sees its own sessions only, an operator sees everybody's."""
+async def test_status_shows_own_or_all_sessions(server: Running, kind: str) -> None:
+    """A user sees its own sessions only, an operator sees those of all clients."""
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     async with server.v1() as user, server.connect(additional_headers=key) as operator:
         await hear(user)
@@ -123,8 +123,8 @@ async def test_status_is_ones_own_share_or_the_whole(server: Running, kind: str)
         assert own["values"] != whole["values"]
 
 
-async def test_only_operators_are_told_the_plan(server: Running) -> None:
-    """With the status of the model, of no other side; without a plan it is absent."""
+async def test_only_operators_see_the_placement_plan(server: Running) -> None:
+    """It is part of the model's status, and absent without a plan."""
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     async with server.v1() as user, server.connect(additional_headers=key) as operator:
         await hear(user)
@@ -133,14 +133,14 @@ async def test_only_operators_are_told_the_plan(server: Running) -> None:
         assert "plan" not in await ask(operator, op="status", type="model")
         reason = PlanReason(name="n_gpu_layers", value="0 of 2", why="there is no GPU", explicit=False)
         server.engine.plan = engine_plan(weight_bytes=7, reasons=(reason,))
-        told = (await ask(operator, op="status", type="model"))["plan"]
-        assert (told["host"]["weight_bytes"], told["reasons"][0]["why"]) == (7, "there is no GPU")
+        reply = (await ask(operator, op="status", type="model"))["plan"]
+        assert (reply["host"]["weight_bytes"], reply["reasons"][0]["why"]) == (7, "there is no GPU")
         assert "plan" not in await ask(operator, op="status", type="memory")
         assert "plan" not in await ask(user, op="status", type="model")
 
 
-async def test_a_whole_turn_on_a_v1_socket(server: Running) -> None:
-    """Acknowledged with the id, numbered, ended once."""
+async def test_turn_on_a_v1_socket(server: Running) -> None:
+    """It is acknowledged with the id, numbered, and ended once."""
     async with server.v1() as socket:
         await hear(socket)
         sid = (await ask(socket, op="create_session", id="c"))["session_id"]
@@ -157,7 +157,7 @@ async def test_a_whole_turn_on_a_v1_socket(server: Running) -> None:
         assert (await ask(socket, op="close_session", session_id=sid))["op"] == "session_closed"
 
 
-async def test_fork_and_rewind_on_a_socket(server: Running) -> None:
+async def test_fork_and_rewind(server: Running) -> None:
     """The fork names its parent, the rewind the turn; an unknown turn is an error of the session."""
     async with server.v1() as socket:
         await hear(socket)
@@ -180,8 +180,8 @@ async def test_fork_and_rewind_on_a_socket(server: Running) -> None:
         assert [message["content"] for message in fork["transcript"]] == ["hi", ""]
 
 
-async def test_a_shift_is_told_to_v1_sockets_only(server: Running) -> None:
-    """An old socket sees its answer go on, and its end."""
+async def test_context_shift_is_sent_to_v1_sockets_only(server: Running) -> None:
+    """A socket of the first protocol sees its answer continue and end."""
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     async with server.v1() as new, server.connect(additional_headers=key) as old:
         for socket, expected in ((new, ["context_shifted", "token", "end"]), (old, ["token", "end"])):
@@ -199,14 +199,14 @@ async def test_a_shift_is_told_to_v1_sockets_only(server: Running) -> None:
                 else:
                     server.engine.begin(turn)
                 server.engine.finish(turn)
-                heard = [await hear(socket)]
-                while heard[-1]["op"] != "end":
-                    heard.append(await hear(socket))
-            assert [frame["op"] for frame in heard if frame["op"] != "queued"] == expected
+                frames = [await hear(socket)]
+                while frames[-1]["op"] != "end":
+                    frames.append(await hear(socket))
+            assert [frame["op"] for frame in frames if frame["op"] != "queued"] == expected
 
 
-async def test_all_sockets_of_a_client_hear_of_other_metadata(server: Running) -> None:
-    """As a second tab, whoever has the session; sockets of the first protocol and of other clients hear nothing."""
+async def test_metadata_change_reaches_all_v1_sockets_of_the_client(server: Running) -> None:
+    """Sockets of the first protocol and of other clients receive nothing."""
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     old = server.connect(additional_headers={"Authorization": f"Bearer {server.token}"})
     async with (
@@ -220,8 +220,8 @@ async def test_all_sockets_of_a_client_hear_of_other_metadata(server: Running) -
         await ask(other, op="hello", protocol=1)
         sid = (await ask(first, op="create_session"))["session_id"]
         expected = {"op": "metadata_set", "session_id": sid, "metadata": {"title": "Über"}}
-        told = await ask(second, op="set_metadata", id="m", session_id=sid, metadata={"title": "Über"})
-        assert told == {**expected, "id": "m"}
+        reply = await ask(second, op="set_metadata", id="m", session_id=sid, metadata={"title": "Über"})
+        assert reply == {**expected, "id": "m"}
         assert await hear(first) == expected
         assert (await ask(other, op="ping"))["op"] == "pong"
         assert (await ask(plain, op="metrics"))["op"] == "metrics"

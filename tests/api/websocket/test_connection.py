@@ -1,4 +1,4 @@
-"""Tests of a connection's life: authentication, dialects, frames, and its end."""
+"""A connection's life: authentication, protocol versions, frames and closing."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
-OLD_OPS = {kind.model_fields["op"].default for kind in get_args(AnyEvent) if kind.dagger}
+LEGACY_OPS = {kind.model_fields["op"].default for kind in get_args(AnyEvent) if kind.dagger}
 
 
-async def old_socket(server: Running, socket: ClientConnection) -> None:
+async def legacy_socket(server: Running, socket: ClientConnection) -> None:
     """Authenticate as the first protocol does."""
     assert (await hear(socket))["op"] == "hello"
     assert (await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key"))["op"] == "auth_success"
 
 
-async def test_a_socket_that_does_not_authenticate_is_closed(serve: Serve, clock: LoopClock) -> None:
-    """At the deadline, hello or not."""
+async def test_unauthenticated_socket_is_closed_at_the_deadline(serve: Serve, clock: LoopClock) -> None:
+    """With or without hello."""
     async with serve(auth_timeout_s=30) as server, server.connect() as socket:
         await ask(socket, op="hello")
         await clock.go_on(30)
         assert await close_code(socket) == 4401
 
 
-async def test_an_authenticated_socket_has_no_deadline(serve: Serve, clock: LoopClock) -> None:
-    """Authentication in time ends the deadline: another socket's, opened later, passes first."""
+async def test_authentication_cancels_the_deadline(serve: Serve, clock: LoopClock) -> None:
+    """A socket opened later passes its deadline first."""
     async with serve(auth_timeout_s=30) as server, server.v1() as socket, server.connect() as late:
         await hear(socket)
         await clock.go_on(30)
@@ -54,8 +54,8 @@ async def test_an_authenticated_socket_has_no_deadline(serve: Serve, clock: Loop
 
 
 @pytest.mark.parametrize("op", ["ping", "create_session", "metrics", "status", "list_sessions", "nonsense"])
-async def test_anything_else_before_authentication_is_refused(server: Running, op: str) -> None:
-    """The error does not even tell which ops exist; the socket may still authenticate."""
+async def test_other_ops_before_authentication_are_refused(server: Running, op: str) -> None:
+    """The error does not reveal which ops exist; the socket may still authenticate."""
     async with server.connect() as socket:
         await hear(socket)
         await ask(socket, op="hello", protocol=1)
@@ -64,8 +64,8 @@ async def test_anything_else_before_authentication_is_refused(server: Running, o
         assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
 
 
-async def test_a_wrong_credential_may_be_followed_by_a_right_one(server: Running) -> None:
-    """auth_failed says why; the socket stays open."""
+async def test_wrong_credential_may_be_followed_by_a_right_one(server: Running) -> None:
+    """``auth_failed`` has the reason, and the socket stays open."""
     async with server.connect() as socket:
         await hear(socket)
         failed = await ask(socket, op="auth", client_id="kitchen", api_key="wrong", id="1")
@@ -74,7 +74,7 @@ async def test_a_wrong_credential_may_be_followed_by_a_right_one(server: Running
 
 
 async def test_too_many_wrong_credentials_close_the_socket(serve: Serve) -> None:
-    """The last answer says when to try again."""
+    """The last answer has the retry delay."""
     async with serve(login_attempts_per_minute=1) as server, server.connect() as socket:
         await hear(socket)
         assert (await ask(socket, op="auth", token="x", protocol=1))["op"] == "auth_failed"
@@ -93,8 +93,8 @@ async def test_authenticating_twice_is_an_error(server: Running) -> None:
         assert (await ask(socket, op="create_session"))["op"] == "session_created"
 
 
-async def test_unusable_accounts_are_said_to_be(server: Running) -> None:
-    """A database that fails is neither a wrong password nor a closed socket."""
+async def test_failing_accounts_database_is_reported(server: Running) -> None:
+    """It is neither a wrong credential nor a closed socket."""
     server.accounts._file.close()
     async with server.connect() as socket:
         await hear(socket)
@@ -103,8 +103,8 @@ async def test_unusable_accounts_are_said_to_be(server: Running) -> None:
         assert error["message"] == "accounts cannot be read at the moment"
 
 
-async def test_revoking_a_token_closes_its_sockets_only(server: Running) -> None:
-    """4401 to the sockets of that token; another token of the same client goes on."""
+async def test_revoking_a_token_closes_only_its_sockets(server: Running) -> None:
+    """Its sockets close with 4401; another token of the same client keeps working."""
     other = server.accounts.create_token("ada").token
     async with (
         server.v1() as socket,
@@ -113,7 +113,7 @@ async def test_revoking_a_token_closes_its_sockets_only(server: Running) -> None
     ):
         await hear(socket)
         await hear(going_on)
-        await old_socket(server, keyed)
+        await legacy_socket(server, keyed)
         server.accounts.revoke(server.token_id)
         server.context.tokens_changed()
         assert await close_code(socket) == 4401
@@ -121,8 +121,8 @@ async def test_revoking_a_token_closes_its_sockets_only(server: Running) -> None
         assert (await ask(keyed, op="hello"))["op"] == "hello"
 
 
-async def test_a_token_that_expires_closes_its_socket(clock: LoopClock, server: Running) -> None:
-    """4401 at the time, without anybody asking."""
+async def test_token_expiry_closes_its_socket(clock: LoopClock, server: Running) -> None:
+    """With 4401 at its time, without further frames."""
     token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
     async with server.connect(additional_headers={"Authorization": f"Bearer {token}"}) as socket:
         await hear(socket)
@@ -134,8 +134,8 @@ async def test_a_token_that_expires_closes_its_socket(clock: LoopClock, server: 
     ("frame", "code"),
     [("{", "invalid_json"), ("[]", "invalid_json"), ('"x"', "invalid_json"), ("{}", "invalid_request")],
 )
-async def test_a_bad_frame_is_answered_and_the_socket_goes_on(server: Running, frame: str, code: str) -> None:
-    """Nothing that is not a request ends a connection."""
+async def test_invalid_frame_is_answered_and_the_socket_stays_open(server: Running, frame: str, code: str) -> None:
+    """No invalid request ends a connection."""
     async with server.v1() as socket:
         await hear(socket)
         await socket.send(frame)
@@ -145,7 +145,7 @@ async def test_a_bad_frame_is_answered_and_the_socket_goes_on(server: Running, f
         assert (await ask(socket, op="ping"))["op"] == "pong"
 
 
-async def test_a_binary_frame_is_answered_and_the_socket_goes_on(server: Running) -> None:
+async def test_binary_frame_is_answered_and_the_socket_stays_open(server: Running) -> None:
     """Frames are text."""
     async with server.v1() as socket:
         await hear(socket)
@@ -155,8 +155,8 @@ async def test_a_binary_frame_is_answered_and_the_socket_goes_on(server: Running
         assert (await ask(socket, op="ping"))["op"] == "pong"
 
 
-async def test_a_frame_over_the_limit_closes_with_1009(serve: Serve) -> None:
-    """Of any size over the limit, also one that is still being sent; a frame at the limit is taken."""
+async def test_oversized_frame_closes_with_1009(serve: Serve) -> None:
+    """Also while it is still being sent; a frame at the limit is accepted."""
     async with serve(max_frame_bytes=2048) as server:
         async with server.v1() as socket:
             await hear(socket)
@@ -171,8 +171,8 @@ async def test_a_frame_over_the_limit_closes_with_1009(serve: Serve) -> None:
             assert await close_code(socket) == 1009
 
 
-async def test_an_old_socket_sees_only_what_it_knows(server: Running) -> None:
-    """Through a whole conversation, errors and newer ops included, every frame is of the first protocol."""
+async def test_legacy_socket_receives_only_first_protocol_frames(server: Running) -> None:
+    """Through a conversation with errors and newer ops."""
     seen: list[dict[str, Any]] = []
     async with server.connect() as socket:
         seen.append(await hear(socket))
@@ -200,17 +200,17 @@ async def test_an_old_socket_sees_only_what_it_knows(server: Running) -> None:
         "hello", "hello", "auth_success", "session_created", "session_error", "error", "error", "token", "end",
         "abort", "error", "error", "metrics", "metrics_subscribed", "metrics_unsubscribed", "session_closed",
     ]  # fmt: skip
-    assert {frame["op"] for frame in seen} <= OLD_OPS
+    assert {frame["op"] for frame in seen} <= LEGACY_OPS
     newer = {"seq", "turn_id", "epoch", "code", "hint", "finish_reason", "usage", "protocol", "scopes", "engine"}
     assert not [frame for frame in seen if newer & set(frame)]
     assert seen[7] == {"op": "token", "session_id": sid, "content": "a"}
     assert set(seen[8]["stats"]) == {"ttft_ms", "total_ms", "tokens", "tps"}
 
 
-async def test_an_old_socket_is_told_of_its_abort(server: Running) -> None:
-    """``aborted`` and the end of the turn; ``not_found`` for nothing to abort and for no such session."""
+async def test_legacy_socket_receives_its_abort(server: Running) -> None:
+    """``aborted`` and the end of the turn; ``not_found`` without a running turn or session."""
     async with server.connect() as socket:
-        await old_socket(server, socket)
+        await legacy_socket(server, socket)
         sid = (await ask(socket, op="create_session"))["session_id"]
         await socket.send(json.dumps({"op": "infer", "session_id": sid, "prompt": "hi"}))
         await server.engine.submitted.wait()
@@ -222,19 +222,19 @@ async def test_an_old_socket_is_told_of_its_abort(server: Running) -> None:
             assert (await hear(socket))["op"] == "error"
 
 
-async def test_hello_makes_a_v1_socket_at_any_time(server: Running) -> None:
-    """From then on all ops and fields are sent."""
+async def test_hello_upgrades_to_v1_at_any_time(server: Running) -> None:
+    """All ops and fields are sent from then on."""
     async with server.connect() as socket:
-        await old_socket(server, socket)
+        await legacy_socket(server, socket)
         assert (await ask(socket, op="hello", protocol=1))["protocol"] == 1
         assert (await ask(socket, op="ping", id="p")) == {"op": "pong", "id": "p"}
 
 
 async def test_engine_states_reach_v1_sockets(server: Running) -> None:
-    """Loading, restarting and waking are told apart, each once; what only the end of the daemon causes is not told."""
-    async with server.v1() as socket, server.connect(subprotocols=["inferencecenter.v1"]) as nobody:
+    """Loading, restarting and waking are sent once each; changes caused by shutdown are not."""
+    async with server.v1() as socket, server.connect(subprotocols=["inferencecenter.v1"]) as unauthenticated:
         await hear(socket)
-        await hear(nobody)
+        await hear(unauthenticated)
         server.engine.become(ready(state=EngineState.BACKOFF, detail="it died"))
         server.engine.become(ready(state=EngineState.DRAINING))
         server.engine.become(ready(state=EngineState.STARTING, restarts=1, detail="it died"))
@@ -249,11 +249,13 @@ async def test_engine_states_reach_v1_sockets(server: Running) -> None:
             ("asleep", ""),
             ("starting", ""),
         ]
-        assert (await ask(nobody, op="hello"))["op"] == "hello", "a socket that is not authenticated hears nothing"
+        assert (await ask(unauthenticated, op="hello"))["op"] == "hello", (
+            "a socket that is not authenticated hears nothing"
+        )
 
 
-async def test_a_lost_socket_closes_sessions_that_want_it(server: Running) -> None:
-    """They do not outlive it, running turns included."""
+async def test_lost_socket_closes_sessions_without_resume(server: Running) -> None:
+    """Running turns included."""
     async with server.v1() as socket:
         await hear(socket)
         sid = (await ask(socket, op="create_session", on_disconnect="close"))["session_id"]
@@ -266,8 +268,8 @@ async def test_a_lost_socket_closes_sessions_that_want_it(server: Running) -> No
     assert server.engine.turns == {}
 
 
-async def test_a_large_frame_is_read_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So is it validated. Frames are answered in their order all the same."""
+async def test_large_frame_is_parsed_off_the_event_loop(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is validated there too, and frames are answered in order."""
     threads: list[int] = []
     parsed: list[int] = []
 
@@ -293,8 +295,8 @@ async def test_a_large_frame_is_read_off_the_event_loop(server: Running, monkeyp
     assert parsed == threads
 
 
-async def test_a_socket_that_does_not_log_in_is_not_answered_for_long(server: Running) -> None:
-    """Each frame before the login is answered, up to a number that no login takes; a client may send any number."""
+async def test_unauthenticated_frames_are_limited(server: Running) -> None:
+    """Frames before login are answered up to a limit; an authenticated client has none."""
     async with server.connect() as socket, server.v1() as client:
         await hear(socket)
         for _ in range(MAX_FRAMES_BEFORE_LOGIN):
@@ -306,7 +308,7 @@ async def test_a_socket_that_does_not_log_in_is_not_answered_for_long(server: Ru
             assert (await ask(client, op="ping"))["op"] == "pong"
 
 
-async def test_a_large_frame_before_authentication_is_not_read(
+async def test_large_frame_before_authentication_is_not_parsed(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No login is that large; the socket may still authenticate."""
@@ -320,8 +322,10 @@ async def test_a_large_frame_before_authentication_is_not_read(
         assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
 
 
-async def test_a_defect_in_one_frame_leaves_the_socket(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told as an internal error."""
+async def test_internal_error_in_one_frame_leaves_the_socket_open(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is reported as an internal error."""
     async with server.v1() as socket:
         await hear(socket)
         with monkeypatch.context() as broken:
@@ -331,5 +335,5 @@ async def test_a_defect_in_one_frame_leaves_the_socket(server: Running, monkeypa
 
 
 def fail_unexpectedly(_text: str) -> Frame:
-    """Fail as a defect does."""
+    """Raise as a defect does."""
     raise RuntimeError

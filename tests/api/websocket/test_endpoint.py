@@ -1,4 +1,4 @@
-"""Tests of upgrades: every way in, and every way of being refused."""
+"""Upgrades: authentication methods, limits and refusals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ V1 = Subprotocol("inferencecenter.v1")
 
 
 async def refused(server: Running, path: str = "/", **options: Any) -> tuple[int, dict[str, Any], Any]:
-    """Try to connect; return the status, the JSON body and the headers of the refusal."""
+    """Try to connect; return the status, JSON body and headers of the refusal."""
     with pytest.raises(InvalidStatus) as caught:
         async with server.connect(path, **options):
             pass
@@ -38,16 +38,16 @@ async def refused(server: Running, path: str = "/", **options: Any) -> tuple[int
 
 
 @pytest.mark.parametrize("path", ["/", "/ws", "/api/inference", "/api/inference/"])
-async def test_every_path_says_hello_first(server: Running, path: str) -> None:
-    """A socket without a credential is greeted, in the first protocol's terms."""
+async def test_every_path_sends_hello_first(server: Running, path: str) -> None:
+    """An unauthenticated socket receives the hello of the first protocol."""
     async with server.connect(path) as socket:
         hello = await hear(socket)
     assert set(hello) == {"op", "status", "message", "uptime_seconds", "requires_auth"}
     assert (hello["op"], hello["status"], hello["requires_auth"]) == ("hello", "ready", True)
 
 
-async def test_the_base_path_stands_before_every_address(serve: Serve) -> None:
-    """Under a base path the bare paths lead nowhere."""
+async def test_base_path_prefixes_every_address(serve: Serve) -> None:
+    """Below a base path the bare paths do not exist."""
     async with serve(base_path="/llm") as server:
         for path in ("/llm", "/llm/", "/llm/ws", "/llm/api/inference"):
             async with server.connect(path) as socket:
@@ -58,8 +58,8 @@ async def test_the_base_path_stands_before_every_address(serve: Serve) -> None:
             await server.connect("/ws")
 
 
-async def test_a_token_in_a_frame(server: Running) -> None:
-    """The answer tells a v1 socket everything about its account."""
+async def test_token_in_a_frame(server: Running) -> None:
+    """A v1 socket receives all fields of its account."""
     async with server.connect() as socket:
         await hear(socket)
         answer = await ask(socket, op="auth", token=server.token, protocol=1, id="a1")
@@ -74,35 +74,35 @@ async def test_a_token_in_a_frame(server: Running) -> None:
     }
 
 
-async def test_a_key_in_a_frame(server: Running) -> None:
-    """The first protocol's pair is answered with the first protocol's fields."""
+async def test_key_in_a_frame(server: Running) -> None:
+    """The first protocol's id and key are answered with the first protocol's fields."""
     async with server.connect() as socket:
         await hear(socket)
         answer = await ask(socket, op="AUTH", client_id="kitchen", api_key="kitchen-key")
     assert answer == {"op": "auth_success", "client_id": "kitchen", "max_sessions": 3}
 
 
-async def test_a_bearer_token_on_the_upgrade(server: Running) -> None:
-    """The first frame is auth_success; without the subprotocol the socket is an old one."""
+async def test_bearer_token_in_the_upgrade(server: Running) -> None:
+    """The first frame is auth_success; without the subprotocol the first protocol applies."""
     async with server.connect(additional_headers={"Authorization": f"bearer {server.token}"}) as socket:
         assert await hear(socket) == {"op": "auth_success", "client_id": "ada", "max_sessions": 8}
 
 
-async def test_a_key_on_the_upgrade(server: Running) -> None:
-    """X-Client-ID and X-API-Key go together."""
+async def test_key_in_the_upgrade(server: Running) -> None:
+    """X-Client-ID and X-API-Key belong together."""
     headers = {"X-Client-ID": "kitchen", "X-API-Key": "kitchen-key"}
     async with server.connect(additional_headers=headers) as socket:
         assert (await hear(socket))["client_id"] == "kitchen"
 
 
-async def test_a_token_as_a_subprotocol(server: Running) -> None:
-    """What browsers can do: the pair of subprotocols, of which the one that is no secret is chosen."""
+async def test_token_as_subprotocol(server: Running) -> None:
+    """Browsers send the token as a second subprotocol, and only the protocol name is selected."""
     async with server.connect(subprotocols=[V1, Subprotocol(f"token.{server.token}")]) as socket:
         assert socket.subprotocol == V1
         assert (await hear(socket))["scopes"] == ["user"]
 
 
-async def test_the_subprotocol_alone_makes_a_v1_socket(server: Running) -> None:
+async def test_subprotocol_selects_v1(server: Running) -> None:
     """The first hello then has all fields."""
     async with server.connect(subprotocols=[V1]) as socket:
         hello = await hear(socket)
@@ -121,23 +121,23 @@ async def test_the_subprotocol_alone_makes_a_v1_socket(server: Running) -> None:
         ({"X-API-Key": "kitchen-key"}, "X-Client-ID is missing"),
     ],
 )
-async def test_a_wrong_credential_is_401_with_a_body(server: Running, headers: dict[str, str], words: str) -> None:
-    """The upgrade is refused before there is a socket."""
+async def test_wrong_credential_is_401(server: Running, headers: dict[str, str], words: str) -> None:
+    """The upgrade is refused before a socket exists."""
     status, body, answer = await refused(server, additional_headers=headers)
     assert (status, body["code"], body["retryable"]) == (401, "not_authenticated", False)
     assert words in body["message"]
     assert answer["WWW-Authenticate"] == "Bearer"
 
 
-async def test_a_wrong_token_as_a_subprotocol_is_401(server: Running) -> None:
-    """The subprotocol is a credential like the others."""
+async def test_wrong_token_as_subprotocol_is_401(server: Running) -> None:
+    """It is a credential like the others."""
     status, _, _ = await refused(server, subprotocols=[V1, Subprotocol("token.ic_000000000000_00")])
     assert status == 401
 
 
 @pytest.mark.parametrize("name", ["token", "access_token", "api_key"])
-async def test_a_secret_in_the_address_is_refused(server: Running, name: str) -> None:
-    """Even a right token is refused there, with the ways that exist instead, and is not repeated."""
+async def test_secret_in_query_is_refused(server: Running, name: str) -> None:
+    """A valid token is refused there with the supported methods, and is not repeated."""
     status, body, _ = await refused(server, f"/ws?{name}={server.token}")
     assert (status, body["code"], body["field"]) == (400, "invalid_request", name)
     assert "Authorization: Bearer" in body["hint"]
@@ -145,8 +145,8 @@ async def test_a_secret_in_the_address_is_refused(server: Running, name: str) ->
 
 
 @pytest.mark.parametrize("origin", ["http://127.0.0.1:{port}", "https://friend.example"])
-async def test_pages_of_allowed_origins_connect(serve: Serve, origin: str) -> None:
-    """The daemon's own host and the listed ones are allowed."""
+async def test_allowed_origins_connect(serve: Serve, origin: str) -> None:
+    """The daemon's own host and the configured origins are allowed."""
     async with (
         serve(allowed_origins=("https://friend.example",)) as server,
         server.connect(origin=origin.format(port=server.port)) as socket,
@@ -155,16 +155,16 @@ async def test_pages_of_allowed_origins_connect(serve: Serve, origin: str) -> No
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:1", "null"])
-async def test_pages_of_other_origins_are_refused(server: Running, origin: str) -> None:
-    """A page on another host cannot use the visitor's network position, credential or not."""
+async def test_other_origins_are_refused(server: Running, origin: str) -> None:
+    """With or without a credential, so a page cannot use the visitor's network position."""
     status, body, _ = await refused(
         server, origin=origin, additional_headers={"Authorization": f"Bearer {server.token}"}
     )
     assert (status, body["code"], body["field"]) == (403, "forbidden", "Origin")
 
 
-async def test_the_limit_of_all_connections(serve: Serve) -> None:
-    """One more is refused with 503 and when to come back; when one has gone there is room again."""
+async def test_total_connections_are_limited(serve: Serve) -> None:
+    """A further one is refused with 503 and a retry delay until another closes."""
     async with serve(max_connections=1) as server:
         async with server.v1() as socket:
             await hear(socket)
@@ -175,8 +175,8 @@ async def test_the_limit_of_all_connections(serve: Serve) -> None:
             assert (await hear(socket))["op"] == "hello"
 
 
-async def test_sockets_that_have_not_authenticated_take_no_clients_place(serve: Serve) -> None:
-    """However many there are, a client gets in; with it there are as many as may be, and others hear so at login."""
+async def test_unauthenticated_sockets_do_not_use_client_capacity(serve: Serve) -> None:
+    """However many there are, clients connect up to the limit and are refused at login beyond it."""
     async with serve(max_connections=1) as server, AsyncExitStack() as open_sockets:
         strangers = [await open_sockets.enter_async_context(server.connect()) for _ in range(10)]
         assert not server.context.hub.full
@@ -190,31 +190,31 @@ async def test_sockets_that_have_not_authenticated_take_no_clients_place(serve: 
 
 
 def unauthenticated(server: Running) -> tuple[float | None, float | None]:
-    """Return how many sockets have not authenticated, and how many of such were evicted."""
+    """Return the number of unauthenticated sockets, and of those evicted."""
     value = server.context.metrics.registry.get_sample_value
     return value("inferencecenter_unauthenticated_connections"), value("inferencecenter_evicted_connections_total")
 
 
-async def test_one_more_unauthenticated_socket_evicts_the_oldest_of_its_address(serve: Serve) -> None:
-    """Those of other addresses stay, as do those that have authenticated."""
+async def test_excess_unauthenticated_socket_evicts_the_oldest_of_its_address(serve: Serve) -> None:
+    """Sockets of other addresses and authenticated ones stay."""
     async with (
         serve(max_unauthenticated_per_address=2, trusted_proxies=("127.0.0.1",)) as server,
         AsyncExitStack() as open_sockets,
     ):
 
-        async def stranger(address: str) -> ClientConnection:
+        async def unauthenticated_socket(address: str) -> ClientConnection:
             headers = {"X-Forwarded-For": address}
             socket = await open_sockets.enter_async_context(server.connect(additional_headers=headers))
             await hear(socket)
             return socket
 
-        other = await stranger("2001:db8:0:2::1")
-        client, first, second = [await stranger(f"2001:db8:0:1::{n}") for n in range(1, 4)]
+        other = await unauthenticated_socket("2001:db8:0:2::1")
+        client, first, second = [await unauthenticated_socket(f"2001:db8:0:1::{n}") for n in range(1, 4)]
         assert await close_code(client) == 4429
         await ask(first, op="auth", token=server.token, protocol=1)
-        third = await stranger("2001:db8:0:1::1")
+        third = await unauthenticated_socket("2001:db8:0:1::1")
         assert unauthenticated(server) == (3, 1)
-        await stranger("2001:db8:0:1::9")
+        await unauthenticated_socket("2001:db8:0:1::9")
         assert await close_code(second) == 4429
         for socket in (third, other):
             assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
@@ -222,8 +222,8 @@ async def test_one_more_unauthenticated_socket_evicts_the_oldest_of_its_address(
         assert unauthenticated(server) == (1, 2)
 
 
-async def test_beyond_the_limit_of_all_the_oldest_unauthenticated_socket_makes_way(serve: Serve) -> None:
-    """A flood from many addresses keeps no newcomer out, and an evicted socket does not linger."""
+async def test_total_unauthenticated_limit_evicts_the_oldest(serve: Serve) -> None:
+    """A flood from many addresses keeps no new client out, and an evicted socket is closed at once."""
     async with (
         serve(max_unauthenticated=2, trusted_proxies=("127.0.0.1",)) as server,
         AsyncExitStack() as open_sockets,
@@ -240,22 +240,22 @@ async def test_beyond_the_limit_of_all_the_oldest_unauthenticated_socket_makes_w
         assert unauthenticated(server) == (2, 2)
 
 
-async def test_strangers_who_come_too_often_are_refused_before_anything_is_made(serve: Serve) -> None:
-    """With 429 and when to come again, which our client heeds; who brings a credential gets in."""
+async def test_unauthenticated_upgrades_are_rate_limited(serve: Serve) -> None:
+    """With 429 and a retry delay that our client obeys; upgrades with a credential are accepted."""
     async with serve(unauthenticated_per_s=1) as server, AsyncExitStack() as open_sockets:
 
-        async def strangers_come() -> None:
+        async def connect_unauthenticated() -> None:
             while True:
                 await open_sockets.enter_async_context(server.connect())
 
-        async def a_client_comes_among_strangers() -> None:
-            while True:  # a slow machine may have let in more by then
+        async def connect_client_during_flood() -> None:
+            while True:  # a slow machine may have accepted more by then
                 await (await open_transport(address)).close()
                 with suppress(InvalidStatus):
                     await open_sockets.enter_async_context(server.connect())
 
         with pytest.raises(InvalidStatus) as caught:
-            await strangers_come()
+            await connect_unauthenticated()
         response = caught.value.response
         assert (response.status_code, response.headers["Retry-After"]) == (429, "1")
         assert json.loads(response.body or b"")["code"] == "rate_limited"
@@ -269,15 +269,15 @@ async def test_strangers_who_come_too_often_are_refused_before_anything_is_made(
             keepalive_s=60,
         )
         with pytest.raises(TryLaterError) as later:
-            await a_client_comes_among_strangers()
+            await connect_client_during_flood()
         assert later.value.retry_after_ms == 1000
         assert not is_final(later.value)
         async with server.connect(additional_headers={"Authorization": f"Bearer {server.token}"}) as socket:
             assert (await hear(socket))["op"] == "auth_success"
 
 
-async def test_who_authenticates_after_the_upgrade_may_come_as_often_as_it_likes(serve: Serve) -> None:
-    """Its socket is none of a stranger any more."""
+async def test_authenticated_upgrades_are_not_rate_limited(serve: Serve) -> None:
+    """A socket that authenticates in a frame no longer counts."""
     async with serve(unauthenticated_per_s=1) as server:
         for _ in range(3 * BURST_S):
             async with server.v1() as socket:
@@ -288,8 +288,8 @@ async def test_who_authenticates_after_the_upgrade_may_come_as_often_as_it_likes
                 assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
 
 
-async def test_the_limit_of_a_clients_connections(serve: Serve) -> None:
-    """One more is refused with 429 at the upgrade, and with 4429 after an auth frame; others get in."""
+async def test_connections_per_client_are_limited(serve: Serve) -> None:
+    """A further one is refused with 429 at the upgrade and 4429 after an auth frame; other clients connect."""
     async with serve(max_connections_per_client=1) as server, server.v1() as first:
         await hear(first)
         status, body, _ = await refused(server, additional_headers={"Authorization": f"Bearer {server.token}"})
@@ -307,8 +307,8 @@ async def test_the_limit_of_a_clients_connections(serve: Serve) -> None:
             assert (await ask(other, op="auth", client_id="kitchen", api_key="kitchen-key"))["op"] == "auth_success"
 
 
-async def test_a_connection_given_up_makes_room(serve: Serve) -> None:
-    """The count of a client's connections goes down again."""
+async def test_closed_connection_releases_its_slot(serve: Serve) -> None:
+    """The client's connection count decreases."""
     async with serve(max_connections_per_client=1) as server:
         for _ in range(3):
             async with server.v1() as socket:
@@ -316,8 +316,8 @@ async def test_a_connection_given_up_makes_room(serve: Serve) -> None:
             await socket.wait_closed()
 
 
-async def test_failed_logins_lock_an_address_out(serve: Serve) -> None:
-    """After its failures are used up a right credential is refused too, with the time to wait."""
+async def test_failed_logins_lock_out_an_address(serve: Serve) -> None:
+    """Valid credentials are refused too, with the remaining time."""
     async with serve(login_attempts_per_minute=2) as server:
         for _ in range(2):
             assert (await refused(server, additional_headers={"Authorization": "Bearer x"}))[0] == 401
@@ -327,8 +327,8 @@ async def test_failed_logins_lock_an_address_out(serve: Serve) -> None:
         assert 0 < int(headers["Retry-After"]) <= 30
 
 
-async def test_failed_logins_are_counted_for_whom_a_trusted_proxy_names(serve: Serve) -> None:
-    """Behind a trusted proxy one visitor's failures do not lock out another."""
+async def test_failed_logins_behind_a_trusted_proxy_count_by_client_address(serve: Serve) -> None:
+    """One visitor's failures do not lock out another."""
     async with serve(login_attempts_per_minute=1, trusted_proxies=("127.0.0.1",)) as server:
         bad = {"Authorization": "Bearer x", "X-Forwarded-For": "192.0.2.1"}
         assert (await refused(server, additional_headers=bad))[0] == 401

@@ -1,4 +1,4 @@
-"""Random frames: the decoder and the connection never fail in any way but the one that is meant."""
+"""Random frames: the decoder and the connection fail only in the documented way."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ FRAMES = st.text(max_size=200) | JSON.map(json.dumps) | REQUEST_LIKE
 
 @settings(max_examples=300, deadline=None)
 @given(FRAMES)
-def test_the_decoder_raises_nothing_but_its_own_error(text: str) -> None:
-    """Any text is a request or an error that a client may be told."""
+def test_decoder_raises_only_protocol_errors(text: str) -> None:
+    """Any text is a request or a client error."""
     error: InferenceCenterError | None = None
     try:
         request = read_frame(text).parse()
@@ -53,8 +53,8 @@ EVENTS = st.one_of(FRAMES, FRAMES, FRAMES, st.sampled_from([None, RIGHT, "#drain
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(EVENTS, max_size=12), st.booleans())
-async def test_a_connection_survives_anything(frames: list[str | None], v1: bool) -> None:
-    """Every frame of an open connection is answered or obeyed, and none is answered with ``internal``."""
+async def test_connection_answers_any_frame(frames: list[str | None], v1: bool) -> None:
+    """Every frame is answered or executed, and none causes ``internal``."""
     wire = StubWire()
     context = stub_context()
     connection = Connection(context, wire, address="192.0.2.1", v1=v1)

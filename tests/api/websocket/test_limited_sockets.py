@@ -1,4 +1,4 @@
-"""Tests of what a limited token meets on a socket."""
+"""Limits of a token as its sockets experience them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ if TYPE_CHECKING:
 
 
 def limit(server: Running, **limits: Any) -> None:
-    """Give the token of the server's client these limits while the daemon runs, as the command line does."""
+    """Change the limits of the server client's token while the daemon runs, as the command line does."""
     assert server.accounts.limit_token(server.token_id, AccessLimits(**limits))
     server.context.tokens_changed()
 
 
 async def opened(socket: ClientConnection) -> str:
-    """Open a session."""
+    """Create a session and return its id."""
     return str((await ask(socket, op="create_session"))["session_id"])
 
 
 async def infer(socket: ClientConnection, session_id: str, **fields: Any) -> dict[str, Any]:
-    """Ask for a turn and return the first frame of the answer."""
+    """Request a turn and return the first frame of the answer."""
     return await ask(socket, op="infer", session_id=session_id, prompt="Hi", **fields)
 
 
-async def test_a_token_is_told_its_limits(serve: Callable[..., AbstractAsyncContextManager[Running]]) -> None:
-    """Its own, where it has none its account's, then the daemon's; what it may come from is not its business."""
+async def test_limits_are_sent_at_login(serve: Callable[..., AbstractAsyncContextManager[Running]]) -> None:
+    """Its own, else its account's, else the daemon's; allowed addresses are not sent."""
     async with serve(limits=AccessLimits(concurrent_turns=2, max_tokens=9)) as server:
         server.accounts.limit_client("ada", AccessLimits(max_tokens=50, models=("stub",), addresses=("127.0.0.0/8",)))
         limit(server, tokens_per_day=1000)
@@ -50,8 +50,8 @@ async def test_a_token_is_told_its_limits(serve: Callable[..., AbstractAsyncCont
             }
 
 
-async def test_a_quota_that_runs_out_says_when_to_come_back(server: Running) -> None:
-    """The turn is cut off with what it said; the next is refused until midnight; other tokens go on."""
+async def test_exhausted_quota_has_a_retry_time(server: Running) -> None:
+    """The turn is cut off with its text, the next is refused until midnight, and other tokens keep working."""
     limit(server, tokens_per_day=4)
     other = server.accounts.create_token("ada").token
     async with server.v1() as socket:
@@ -76,8 +76,8 @@ async def test_a_quota_that_runs_out_says_when_to_come_back(server: Running) -> 
             await server.engine.submitted.wait()
 
 
-async def test_limits_of_a_minute_and_at_once(server: Running) -> None:
-    """Each refusal names its limit and says when it is worth asking again."""
+async def test_rate_and_concurrency_limits(server: Running) -> None:
+    """Each refusal names its limit and has a retry delay."""
     limit(server, requests_per_minute=1)
     async with server.v1() as socket:
         await hear(socket)
@@ -96,8 +96,8 @@ async def test_limits_of_a_minute_and_at_once(server: Running) -> None:
         assert (await infer(socket, second))["op"] == "queued"
 
 
-async def test_changes_reach_sockets_that_are_open(server: Running) -> None:
-    """A limit that is lowered holds for the next frame, one that is taken away no longer does."""
+async def test_limit_changes_apply_to_open_sockets(server: Running) -> None:
+    """A lowered limit applies to the next frame, a removed one no longer does."""
     async with server.v1() as socket:
         await hear(socket)
         session_id = await opened(socket)
@@ -112,8 +112,8 @@ async def test_changes_reach_sockets_that_are_open(server: Running) -> None:
         assert (await infer(socket, session_id, params={"max_tokens": 6}))["op"] == "queued"
 
 
-async def test_the_daemons_own_limits_may_change(server: Running) -> None:
-    """As SIGHUP has them read again; what a token sets itself stays."""
+async def test_daemon_limits_can_be_reloaded(server: Running) -> None:
+    """As SIGHUP does; limits of a token stay."""
     limit(server, max_tokens=7)
     server.context.limits_changed(AccessLimits(max_tokens=1, models=("another",)))
     async with server.v1() as socket:
@@ -121,11 +121,11 @@ async def test_the_daemons_own_limits_may_change(server: Running) -> None:
         assert (await ask(socket, op="create_session"))["code"] == "forbidden"
 
 
-# Where a token may come from.
+# Allowed addresses.
 
 
-async def test_a_right_token_from_a_wrong_address_is_like_a_wrong_one(server: Running) -> None:
-    """By every way of showing it, to the letter; the audit log knows who it was."""
+async def test_disallowed_address_is_refused_like_a_wrong_token(server: Running) -> None:
+    """The refusals are equal for every credential method; the audit log names the client."""
     limit(server, addresses=["192.0.2.0/24"])
     answers = []
     for token in (server.token, server.token[:-8] + "00000000"):
@@ -141,7 +141,7 @@ async def test_a_right_token_from_a_wrong_address_is_like_a_wrong_one(server: Ru
     assert line.token_id == server.token_id
 
 
-async def test_guesses_from_a_wrong_address_are_limited(
+async def test_attempts_from_disallowed_addresses_are_limited(
     serve: Callable[..., AbstractAsyncContextManager[Running]],
 ) -> None:
     """They count as failed logins."""
@@ -155,7 +155,7 @@ async def test_guesses_from_a_wrong_address_are_limited(
         assert codes == [401, 401, 429]
 
 
-async def test_sockets_close_when_their_address_is_not_allowed_any_more(server: Running) -> None:
+async def test_sockets_close_when_their_address_is_disallowed(server: Running) -> None:
     """With 4401; those of other tokens stay open."""
     other = server.accounts.create_token("ada").token
     async with (
@@ -170,8 +170,8 @@ async def test_sockets_close_when_their_address_is_not_allowed_any_more(server: 
         assert (await ask(stays, op="hello"))["op"] == "hello"
 
 
-async def test_another_number_of_sessions_holds_at_once(server: Running) -> None:
-    """On sockets that are open and for requests; what is open stays, and sockets of other accounts keep theirs."""
+async def test_session_limit_change_applies_at_once(server: Running) -> None:
+    """To open sockets and requests; open sessions stay, and other accounts are unaffected."""
 
     def limit_sessions(number: int) -> None:
         server.accounts.limit_client("ada", NO_LIMITS, max_sessions=number)
@@ -196,8 +196,8 @@ async def test_another_number_of_sessions_holds_at_once(server: Running) -> None
         assert (await ask(other, op="status", type="sessions"))["values"]["max_sessions"] == 3
 
 
-async def test_another_number_of_sessions_holds_for_guests(server: Running) -> None:
-    """A socket for responses, and a request that is being answered, act for the account as it is now."""
+async def test_session_limit_change_applies_to_running_requests(server: Running) -> None:
+    """A Responses socket and a running request use the account's current limit."""
     async with server.connect(
         "/v1/responses", additional_headers={"Authorization": f"Bearer {server.token}"}
     ) as socket:

@@ -1,4 +1,4 @@
-"""Tests of the ops that tell of models, load them and unload them, as sockets see them."""
+"""The operations that list, load and unload models."""
 
 from __future__ import annotations
 
@@ -23,49 +23,49 @@ OTHER = ModelSummary(name="other", default=False, state="unloaded")
 
 @pytest.fixture
 def two_models(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
-    """A server with another model beside the one that answers."""
+    """A server with a second model."""
     one = server.engine.describe()
     monkeypatch.setattr(server.engine, "describe", lambda: (OTHER, *one))
     return server
 
 
-async def speak(socket: ClientConnection) -> None:
-    """Make it a v1 socket that has heard its welcome."""
+async def upgrade_to_v1(socket: ClientConnection) -> None:
+    """Send hello and receive the welcome."""
     await hear(socket)
     await ask(socket, op="hello", protocol=1)
 
 
 def limited(server: Running, client_id: str, *scopes: str, models: tuple[str, ...]) -> dict[str, str]:
-    """Make a client that may use some models only, and return the header that lets it in."""
+    """Create a client limited to these models, and return its authorization header."""
     server.accounts.ensure_client(client_id, max_sessions=1, priority="normal", scopes=list(scopes) or ["user"])
     token = server.accounts.create_token(client_id, limits=AccessLimits(models=models)).token
     return {"Authorization": f"Bearer {token}"}
 
 
-async def names(server: Running, headers: dict[str, str]) -> list[str]:
+async def model_names(server: Running, headers: dict[str, str]) -> list[str]:
     """Return the models that a client sees."""
     async with server.connect(additional_headers=headers) as socket:
-        await speak(socket)
+        await upgrade_to_v1(socket)
         answer = await ask(socket, op="list_models", id="1")
     assert (answer["op"], answer["id"]) == ("models", "1")
     return [model["name"] for model in answer["models"]]
 
 
-async def test_everybody_sees_the_models_that_they_may_use(two_models: Running) -> None:
-    """All without a limit; with one those that it names, be they there or not; none may be left."""
-    assert await names(two_models, {"Authorization": f"Bearer {two_models.token}"}) == ["other", "stub"]
-    assert await names(two_models, limited(two_models, "eve", models=("stub", "gone"))) == ["stub"]
-    assert await names(two_models, limited(two_models, "bob", models=())) == []
+async def test_models_are_filtered_by_permission(two_models: Running) -> None:
+    """All without a limit, else those that the limit names and that exist."""
+    assert await model_names(two_models, {"Authorization": f"Bearer {two_models.token}"}) == ["other", "stub"]
+    assert await model_names(two_models, limited(two_models, "eve", models=("stub", "gone"))) == ["stub"]
+    assert await model_names(two_models, limited(two_models, "bob", models=())) == []
 
 
 async def test_operators_see_all_models(two_models: Running) -> None:
-    """They load and unload them, whatever their own turns may use."""
+    """They load and unload them whatever models their own turns may use."""
     headers = limited(two_models, "ops", "user", "operator", models=("stub",))
-    assert await names(two_models, headers) == ["other", "stub"]
+    assert await model_names(two_models, headers) == ["other", "stub"]
 
 
-async def test_a_model_in_the_list(two_models: Running) -> None:
-    """What is not known of it is absent."""
+async def test_model_in_the_list(two_models: Running) -> None:
+    """Unknown values are absent."""
     async with two_models.v1() as socket:
         await hear(socket)
         models = (await ask(socket, op="list_models"))["models"]
@@ -73,8 +73,8 @@ async def test_a_model_in_the_list(two_models: Running) -> None:
 
 
 @pytest.mark.parametrize("op", ["load_model", "unload_model"])
-async def test_only_operators_swap(server: Running, op: str) -> None:
-    """Anybody else is refused, also where there is no such model, and nothing is noted."""
+async def test_only_operators_may_swap(server: Running, op: str) -> None:
+    """Others are refused, also for an unknown model, and nothing is logged."""
     async with server.v1() as socket:
         await hear(socket)
         for name in ("stub", "missing"):
@@ -85,11 +85,11 @@ async def test_only_operators_swap(server: Running, op: str) -> None:
                 "1",
             )
     assert (server.engine.swaps, server.engine.unloaded) == ([], [])
-    assert done(server) == []
+    assert audit_entries(server) == []
 
 
-def done(server: Running) -> list[tuple[str, str | None, str]]:
-    """Return what the audit log says was done to models."""
+def audit_entries(server: Running) -> list[tuple[str, str | None, str]]:
+    """Return the audit log's entries about models."""
     server.accounts.flush_audit()
     kinds = (AuditEvent.MODEL_SWAPPED, AuditEvent.MODEL_UNLOADED)
     lines = [line for line in server.accounts.audit_lines(last=100) if line.event in kinds]
@@ -107,21 +107,21 @@ def done(server: Running) -> list[tuple[str, str | None, str]]:
         ({"name": "stub", "force": True}, "invalid_request", "force"),
     ],
 )
-async def test_what_is_no_model_is_refused(
+async def test_unknown_model_is_refused(
     server: Running, op: str, fields: dict[str, Any], code: str, field: str
 ) -> None:
-    """The field is named, the id is echoed, and nothing was done that had to be noted."""
+    """The error names the field and echoes the id, and nothing is logged."""
     async with server.connect(additional_headers=OPERATOR) as socket:
-        await speak(socket)
+        await upgrade_to_v1(socket)
         error = await ask(socket, op=op, id="7", **fields)
     assert (error["code"], error["field"], error["id"]) == (code, field, "7")
-    assert done(server) == []
+    assert audit_entries(server) == []
 
 
-async def test_frames_of_a_swap_answer_its_request(server: Running) -> None:
-    """Whoever asked hears how far it is, nobody else does; the log says who it was, and what was wanted."""
+async def test_load_progress_is_sent_to_the_requester_only(server: Running) -> None:
+    """The audit log has the client and the requested model."""
     async with server.connect(additional_headers=OPERATOR) as asker, server.v1() as other:
-        await speak(asker)
+        await upgrade_to_v1(asker)
         await hear(other)
         await asker.send('{"op": "load_model", "id": "swap-1", "name": "phi"}')
         await ask(asker, op="ping")
@@ -142,11 +142,11 @@ async def test_frames_of_a_swap_answer_its_request(server: Running) -> None:
                 "detail": swap.detail,
             }
         assert (await ask(other, op="ping"))["op"] == "pong"
-    assert done(server) == [("model_swapped", "desk", "phi")]
+    assert audit_entries(server) == [("model_swapped", "desk", "phi")]
 
 
-async def test_another_default_is_told_to_everybody(server: Running) -> None:
-    """Except to sockets of the first protocol, which know of no models, and to those that are not let in yet."""
+async def test_default_change_is_broadcast(server: Running) -> None:
+    """To all but sockets of the first protocol and unauthenticated ones."""
     async with (
         server.v1() as user,
         server.connect(additional_headers=OPERATOR) as operator,
@@ -154,7 +154,7 @@ async def test_another_default_is_told_to_everybody(server: Running) -> None:
         server.connect() as stranger,
     ):
         await hear(user)
-        await speak(operator)
+        await upgrade_to_v1(operator)
         await hear(old)
         await hear(stranger)
         server.engine.swapped("phi")
@@ -164,8 +164,8 @@ async def test_another_default_is_told_to_everybody(server: Running) -> None:
         assert (await ask(stranger, op="hello"))["op"] == "hello"
 
 
-async def test_an_old_socket_hears_nothing_of_a_swap(server: Running) -> None:
-    """None of the frames belongs to the first protocol, nor does what asks for it."""
+async def test_legacy_socket_receives_no_model_events(server: Running) -> None:
+    """Neither their frames nor their requests are part of the first protocol."""
     async with server.connect(additional_headers=OPERATOR) as old:
         await hear(old)
         assert (await ask(old, op="load_model", name="phi"))["op"] == "error"
@@ -175,10 +175,10 @@ async def test_an_old_socket_hears_nothing_of_a_swap(server: Running) -> None:
         assert (await ask(old, op="metrics"))["op"] == "metrics"
 
 
-async def test_who_asked_for_a_swap_may_leave(server: Running) -> None:
-    """It goes on without being told."""
+async def test_load_continues_after_the_requester_disconnects(server: Running) -> None:
+    """The swap completes."""
     async with server.connect(additional_headers=OPERATOR) as socket:
-        await speak(socket)
+        await upgrade_to_v1(socket)
         await socket.send('{"op": "load_model", "name": "phi"}')
         await ask(socket, op="ping")
     async with server.v1() as other:
@@ -188,18 +188,18 @@ async def test_who_asked_for_a_swap_may_leave(server: Running) -> None:
         assert (await hear(other, "model_changed"))["model"] == "phi"
 
 
-async def test_a_model_is_unloaded(server: Running) -> None:
-    """It is said at once, and noted."""
+async def test_model_is_unloaded(server: Running) -> None:
+    """The answer is immediate, and the unload is logged."""
     async with server.connect(additional_headers=OPERATOR) as socket:
-        await speak(socket)
+        await upgrade_to_v1(socket)
         answer = await ask(socket, op="unload_model", id="u", name="stub")
         assert answer == {"op": "model_unloaded", "id": "u", "model": "stub"}
     assert server.engine.unloaded == ["stub"]
-    assert done(server) == [("model_unloaded", "desk", "stub")]
+    assert audit_entries(server) == [("model_unloaded", "desk", "stub")]
 
 
-async def test_engines_of_other_models_are_named(server: Running) -> None:
-    """The default's are not; that a model which nobody has used sleeps is no news."""
+async def test_engine_events_name_other_models(server: Running) -> None:
+    """Those of the default have no name; an unused model that sleeps causes no event."""
     async with server.v1() as socket:
         await hear(socket)
         for state, detail in ((EngineState.ASLEEP, ""), (EngineState.STARTING, "")):

@@ -1,4 +1,4 @@
-"""What sockets of a client hear of its sessions that others have, or have closed."""
+"""Notifications to a client's sockets about sessions attached elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from tests.server.harness import Running
 
 
-async def test_all_sockets_of_a_client_hear_that_a_session_is_gone(server: Running) -> None:
-    """As a second tab, whoever has the session; sockets of the first protocol and of other clients hear nothing."""
+async def test_closed_session_is_sent_to_all_v1_sockets_of_the_client(server: Running) -> None:
+    """Sockets of the first protocol and of other clients receive nothing."""
     old = server.connect(additional_headers={"Authorization": f"Bearer {server.token}"})
     other = server.connect(additional_headers={"X-Client-ID": "desk", "X-API-Key": "desk-key"})
     async with server.v1() as having, server.v1() as closing, server.v1() as third, old as plain, other as stranger:
@@ -19,30 +19,30 @@ async def test_all_sockets_of_a_client_hear_that_a_session_is_gone(server: Runni
             await hear(socket)
         await ask(stranger, op="hello", protocol=1)
         sid = (await ask(having, op="create_session"))["session_id"]
-        gone = {"op": "session_closed", "session_id": sid}
-        assert await ask(closing, op="close_session", id="c", session_id=sid) == {**gone, "id": "c"}
-        assert await hear(having) == await hear(third) == gone
+        closed = {"op": "session_closed", "session_id": sid}
+        assert await ask(closing, op="close_session", id="c", session_id=sid) == {**closed, "id": "c"}
+        assert await hear(having) == await hear(third) == closed
         for socket in (having, closing, third, stranger):
             assert (await ask(socket, op="ping"))["op"] == "pong"
         assert (await ask(plain, op="metrics"))["op"] == "metrics"
 
 
-async def test_a_running_turn_ends_before_its_session_is_gone(server: Running) -> None:
-    """Whoever reads the answer hears its end, then that nothing follows, then refusals."""
+async def test_turn_end_precedes_session_closed(server: Running) -> None:
+    """The attached socket receives the turn's end, then ``session_closed``, then errors."""
     async with server.v1() as having, server.v1() as closing:
         for socket in (having, closing):
             await hear(socket)
         sid = (await ask(having, op="create_session"))["session_id"]
         assert (await ask(having, op="infer", session_id=sid, prompt="Hi"))["op"] == "queued"
         await ask(closing, op="close_session", session_id=sid)
-        heard = [await hear(having), await hear(having)]
-        assert [each["op"] for each in heard] == ["end", "session_closed"]
-        assert heard[0]["finish_reason"] == "aborted"
+        frames = [await hear(having), await hear(having)]
+        assert [each["op"] for each in frames] == ["end", "session_closed"]
+        assert frames[0]["finish_reason"] == "aborted"
         assert (await ask(having, op="infer", session_id=sid, prompt="Hi"))["code"] == "session_not_found"
 
 
-async def test_a_socket_of_the_first_protocol_hears_of_the_session_that_it_has(server: Running) -> None:
-    """It is purged under it; of its client's others it hears nothing."""
+async def test_legacy_socket_is_notified_of_its_attached_session_only(server: Running) -> None:
+    """Its session is purged; it learns nothing of other sessions of its client."""
     async with server.connect(additional_headers={"Authorization": f"Bearer {server.token}"}) as plain:
         await hear(plain)
         own = (await ask(plain, op="create_session"))["session_id"]
@@ -55,8 +55,8 @@ async def test_a_socket_of_the_first_protocol_hears_of_the_session_that_it_has(s
         assert (await hear(plain))["session_id"] == own
 
 
-async def test_other_sockets_hear_of_a_new_session_with_a_title(server: Running) -> None:
-    """Whoever opened it is answered and told nothing else."""
+async def test_titled_session_is_announced_to_other_sockets(server: Running) -> None:
+    """The creating socket receives only its answer."""
     async with server.v1() as opening, server.v1() as other:
         for socket in (opening, other):
             await hear(socket)

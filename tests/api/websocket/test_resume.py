@@ -1,4 +1,4 @@
-"""Sessions that outlive their sockets, over real ones."""
+"""Sessions that outlive their sockets, over real connections."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
 
-async def begin(server: Running, socket: ClientConnection, *said: str) -> tuple[dict[str, Any], str]:
-    """A session with a turn that has said something: what was created, and the turn."""
+async def begin(server: Running, socket: ClientConnection, *texts: str) -> tuple[dict[str, Any], str]:
+    """Create a session with a turn that has produced text; return the creation event and the turn."""
     created = await ask(socket, op="create_session")
     turn = (await ask(socket, op="infer", session_id=created["session_id"], prompt="hi"))["turn_id"]
     server.engine.begin(turn)
-    for text in said:
+    for text in texts:
         server.engine.say(turn, text)
         assert (await hear(socket))["content"] == text
     return created, turn
 
 
-async def test_an_answer_goes_on_over_a_lost_socket(server: Running) -> None:
-    """What was said meanwhile comes first, as one event; then it goes on live."""
+async def test_answer_continues_after_reconnect(server: Running) -> None:
+    """Missed text arrives first as one event, then live events follow."""
     async with server.v1() as socket:
         await hear(socket)
         created, turn = await begin(server, socket, "a", "b")
@@ -55,8 +55,8 @@ async def test_an_answer_goes_on_over_a_lost_socket(server: Running) -> None:
         assert (await hear(again))["op"] == "end"
 
 
-async def test_a_session_goes_to_the_socket_that_resumes_it(server: Running) -> None:
-    """The first is told, and is of use for its other sessions."""
+async def test_resume_moves_the_session_to_the_new_socket(server: Running) -> None:
+    """The previous socket is notified and stays usable for its other sessions."""
     async with server.v1() as first, server.v1() as second:
         await hear(first)
         await hear(second)
@@ -71,8 +71,8 @@ async def test_a_session_goes_to_the_socket_that_resumes_it(server: Running) -> 
         assert (await ask(first, op="create_session"))["op"] == "session_created"
 
 
-async def test_a_foreign_session_and_none_are_answered_alike(server: Running) -> None:
-    """Byte for byte, whatever position is given."""
+async def test_resuming_foreign_and_unknown_sessions_is_indistinguishable(server: Running) -> None:
+    """The errors are equal byte for byte for any position."""
     server.accounts.ensure_client("eve", max_sessions=1, priority="normal")
     token = server.accounts.create_token("eve").token
     headers = {"Authorization": f"Bearer {token}"}
@@ -95,8 +95,8 @@ async def test_a_foreign_session_and_none_are_answered_alike(server: Running) ->
         assert (await hear(socket))["content"] == "b"
 
 
-async def test_sessions_of_old_sockets_end_with_them(server: Running) -> None:
-    """Unless they were opened to stay."""
+async def test_sessions_of_legacy_sockets_end_with_them(server: Running) -> None:
+    """Unless they were created with ``store``."""
     async with server.connect() as old:
         await hear(old)
         await ask(old, op="auth", client_id="desk", api_key="desk-key")
@@ -107,8 +107,8 @@ async def test_sessions_of_old_sockets_end_with_them(server: Running) -> None:
     assert closing != staying
 
 
-async def test_what_tells_of_a_session_waits_for_the_store_and_nothing_else(serve: Serve) -> None:
-    """A ping is answered at once; the session's events and answers come together when they are safe."""
+async def test_session_events_wait_for_the_store(serve: Serve) -> None:
+    """A ping is answered at once; session events and answers follow when they are durable."""
     journal = StubJournal()
     async with serve(journal=journal) as server, server.v1() as socket:
         await hear(socket)
@@ -125,8 +125,8 @@ async def test_what_tells_of_a_session_waits_for_the_store_and_nothing_else(serv
         assert [(await hear(socket))["op"] for _ in range(3)] == ["session_created", "queued", "session"]
 
 
-async def test_a_store_that_cannot_write_is_told_without_its_secrets(serve: Serve) -> None:
-    """Everybody hears that it is so, operators and who is refused hear why; sessions that need no store work."""
+async def test_store_failure_is_reported_without_details(serve: Serve) -> None:
+    """All clients learn the state, operators and refused clients the reason; unstored sessions keep working."""
     journal = StubJournal()
     async with serve(journal=journal) as server, server.v1() as socket, server.connect() as stranger:
         await hear(socket)
@@ -157,24 +157,24 @@ async def test_a_store_that_cannot_write_is_told_without_its_secrets(serve: Serv
             assert status["values"]["storage"] == journal.fault.message
 
 
-async def test_storage_that_fails_is_told_to_all_who_would_wait(serve: Serve) -> None:
-    """With the reason and when to try again; sockets of the first protocol are told nothing that they do not know."""
+async def test_store_failure_is_broadcast(serve: Serve) -> None:
+    """With its reason and retry delay; sockets of the first protocol receive nothing."""
     async with serve(journal=StubJournal()) as server, server.v1() as socket, server.connect() as old:
         await hear(socket)
         await hear(old)
         await ask(old, op="auth", client_id="kitchen", api_key="kitchen-key")
         server.context.storage_changed(StorageFault("the disk is full", 1000))
         server.context.storage_changed(None)
-        told = [await hear(socket) for _ in range(2)]
-        assert told == [
+        frames = [await hear(socket) for _ in range(2)]
+        assert frames == [
             {"op": "storage", "state": "unavailable", "detail": "the disk is full", "retry_after_ms": 1000},
             {"op": "storage", "state": "ok", "detail": ""},
         ]
         assert (await ask(old, op="hello"))["op"] == "hello"
 
 
-async def test_clients_are_told_whether_they_can_come_back(serve: Serve) -> None:
-    """They can where sessions are kept."""
+async def test_hello_reports_whether_sessions_are_stored(serve: Serve) -> None:
+    """Sessions survive a restart where they are stored."""
     for journal, resumable in ((StubJournal(), True), (None, False)):
         async with serve(journal=journal) as server, server.v1() as socket:
             await hear(socket)
@@ -183,8 +183,8 @@ async def test_clients_are_told_whether_they_can_come_back(serve: Serve) -> None
             assert await close_code(socket) == 1012
 
 
-async def test_a_stopping_daemon_waits_where_the_answer_goes(serve: Serve) -> None:
-    """The socket that resumed the turn hears its end; the one that lost it goes at once."""
+async def test_drain_waits_for_the_resumed_socket(serve: Serve) -> None:
+    """The socket that resumed the turn receives its end; the previous one closes at once."""
     async with serve(shutdown_timeout_s=60) as server, server.v1() as first, server.v1() as second:
         await hear(first)
         await hear(second)
@@ -198,8 +198,8 @@ async def test_a_stopping_daemon_waits_where_the_answer_goes(serve: Serve) -> No
         assert await close_code(second) == 1012
 
 
-async def test_a_socket_can_come_back_while_the_daemon_stops(serve: Serve) -> None:
-    """Resuming begins no work; a new question is refused."""
+async def test_resume_is_allowed_during_drain(serve: Serve) -> None:
+    """Resuming starts no work; a new turn is refused."""
     async with serve(shutdown_timeout_s=60) as server, server.v1() as socket:
         await hear(socket)
         created, turn = await begin(server, socket, "a")
@@ -214,8 +214,8 @@ async def test_a_socket_can_come_back_while_the_daemon_stops(serve: Serve) -> No
         assert await close_code(socket) == 1012
 
 
-async def test_large_sessions_are_resumed_one_after_the_other(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that asks for far more at once than may wait for it gets everything, and keeps its socket."""
+async def test_large_sessions_are_replayed_in_sequence(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that resumes more than its queue holds receives all of it and keeps its socket."""
     at_once: list[int] = []
     replay = Outbox.replay
 
@@ -238,8 +238,8 @@ async def test_large_sessions_are_resumed_one_after_the_other(serve: Serve, monk
     assert at_once == [0] * 16
 
 
-async def test_a_socket_that_is_lost_while_it_reads_in_bulk_is_cleaned_up(serve: Serve) -> None:
-    """What waits for the peer to read on ends when the peer is gone."""
+async def test_socket_lost_during_replay_is_cleaned_up(serve: Serve) -> None:
+    """The wait for the peer ends with the connection."""
     async with serve(outbox_bytes=2**14) as server:
         socket = await server.v1(max_size=None, max_queue=1)
         await hear(socket)

@@ -1,4 +1,4 @@
-"""Tests of ``server.standing``: what ``status`` says of a model."""
+"""Tests of a model's entry in ``status``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.server.harness import MODEL
         ((Adapter("a.gguf"), Adapter("b.gguf", -1.0)), "a x 1, b x -1"),
     ],
 )
-def test_adapters_of_a_model(adapters: tuple[Adapter, ...], shown: str | None) -> None:
-    """Each with its scale, and not where its file lies."""
+def test_adapters_are_listed(adapters: tuple[Adapter, ...], shown: str | None) -> None:
+    """Each with its scale, without its path."""
     client = Principal("ada", 4, "normal", frozenset({"user"}))
     engine = EngineStatus(state=EngineState.READY, model=msgspec.structs.replace(MODEL, lora=adapters))
     values = client_status("model", client=client, sessions=(), engine=engine, storable=True)

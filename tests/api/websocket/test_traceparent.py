@@ -1,4 +1,4 @@
-"""The client's trace that a turn belongs to: its own, or that of the socket's upgrade."""
+"""The trace context of a turn: its own, or that of the socket's upgrade."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ OF_TURN = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
 
 
 @dataclass
-class Kept(StubJournal):
-    """A store that remembers what was ordered."""
+class RecordingJournal(StubJournal):
+    """A journal that records what is written."""
 
     orders: list[TurnQueued] = field(default_factory=list)
 
     def write(self, record: Record, *, flush: bool) -> None:
-        """Keep it."""
+        """Record it."""
         if isinstance(record, TurnQueued):
             self.orders.append(record)
 
 
 @pytest.fixture
-def journal() -> Kept:
-    """A fresh one."""
-    return Kept()
+def journal() -> RecordingJournal:
+    """A new journal."""
+    return RecordingJournal()
 
 
 @pytest.fixture
-async def server(tmp_path: Path, journal: Kept) -> AsyncIterator[Running]:
-    """A server that writes its sessions there."""
+async def server(tmp_path: Path, journal: RecordingJournal) -> AsyncIterator[Running]:
+    """A server with that journal."""
     async with running_server(tmp_path, journal=journal) as running:
         yield running
 
 
-async def order(server: Running, header: str | None, **fields: Any) -> dict[str, Any]:
-    """Ask a question over a socket that was opened with a header, and return its answer."""
+async def run_turn(server: Running, header: str | None, **fields: Any) -> dict[str, Any]:
+    """Request a turn on a socket opened with a header, and return the first frame of its answer."""
     headers = {"Authorization": f"Bearer {server.token}"} | ({"traceparent": header} if header else {})
     async with server.connect(additional_headers=headers, subprotocols=[Subprotocol("inferencecenter.v1")]) as socket:
         await hear(socket, "auth_success")
@@ -67,19 +67,19 @@ async def order(server: Running, header: str | None, **fields: Any) -> dict[str,
         ("x" * 4000, {}, None),
     ],
 )
-async def test_a_turn_belongs_to_the_nearest_trace(
-    server: Running, journal: Kept, header: str | None, fields: dict[str, str], expected: str | None
+async def test_frame_trace_overrides_upgrade_trace(
+    server: Running, journal: RecordingJournal, header: str | None, fields: dict[str, str], expected: str | None
 ) -> None:
-    """What the frame says counts before what the upgrade said; a wrong header is passed over."""
-    assert (await order(server, header, **fields))["op"] == "queued"
+    """An invalid header is ignored."""
+    assert (await run_turn(server, header, **fields))["op"] == "queued"
     (ordered,) = journal.orders
     assert ordered.spec.request.traceparent == expected
 
 
 @pytest.mark.parametrize("wrong", ["", "00-zz", OF_TURN.upper(), OF_TURN + "-x", 7, None])
-async def test_a_wrong_field_is_refused(server: Running, journal: Kept, wrong: object) -> None:
-    """By its name, and no turn begins; null is as if it were left out."""
-    answer = await order(server, OF_SOCKET, traceparent=wrong)
+async def test_invalid_traceparent_field_is_refused(server: Running, journal: RecordingJournal, wrong: object) -> None:
+    """By its name, and no turn begins; null means absent."""
+    answer = await run_turn(server, OF_SOCKET, traceparent=wrong)
     if wrong is None:
         assert journal.orders[0].spec.request.traceparent == OF_SOCKET
     else:

@@ -1,4 +1,4 @@
-"""Responses of a server whose engine says what a test tells it."""
+"""Helpers for the Responses endpoints on a server with a scripted engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-from tests.api.asking import Heard, post, request, tick
+from tests.api.http_client import HttpResponse, post, request, tick
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection, connect
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from tests.server.harness import Running
 
 PATH = "/v1/responses"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 def text_of(submitted: Submit) -> str:
-    """Return what the engine was given to read, less what it knew as tokens."""
+    """Return the text submitted to the engine, without the parts known as tokens."""
     return "".join(piece.text for piece in submitted.pieces)
 
 
-async def begun(server: Running, n_turns: int = 1) -> list[str]:
-    """Wait until so many turns are with the engine, and return all of them, begun."""
-    async with asyncio.timeout(PATIENCE_S):
+async def begin_turns(server: Running, n_turns: int = 1) -> list[str]:
+    """Wait until this many turns are submitted, begin all, and return their ids."""
+    async with asyncio.timeout(TIMEOUT_S):
         while len(server.engine.turns) < n_turns:
             server.engine.submitted.clear()
             await server.engine.submitted.wait()
@@ -35,30 +35,32 @@ async def begun(server: Running, n_turns: int = 1) -> list[str]:
     return turns
 
 
-async def left(server: Running, n_turns: int = 0) -> None:
-    """Wait until so many turns are left with the engine."""
-    async with asyncio.timeout(PATIENCE_S):
+async def wait_turns_left(server: Running, n_turns: int = 0) -> None:
+    """Wait until at most this many turns are left in the engine."""
+    async with asyncio.timeout(TIMEOUT_S):
         while len(server.engine.turns) > n_turns:
             await tick()
 
 
-async def made(server: Running, body: Any, *said: str, reason: str = "stop", **options: Any) -> Heard:
-    """Ask for a response, have the engine answer, and return what comes back."""
-    asking = asyncio.get_running_loop().create_task(post(server, PATH, body, **options))
-    (turn,) = await begun(server)
-    for text in said or ("Good day",):
+async def create_response(
+    server: Running, body: Any, *texts: str, reason: str = "stop", **options: Any
+) -> HttpResponse:
+    """Create a response, have the engine answer, and return the HTTP response."""
+    pending = asyncio.get_running_loop().create_task(post(server, PATH, body, **options))
+    (turn,) = await begin_turns(server)
+    for text in texts or ("Good day",):
         server.engine.say(turn, text)
     server.engine.finish(turn, reason=reason)
-    return await asking
+    return await pending
 
 
-async def get(server: Running, name: str, more: str = "", **options: Any) -> Heard:
-    """Ask for a response, or for something of it."""
+async def get(server: Running, name: str, more: str = "", **options: Any) -> HttpResponse:
+    """Get a response, or a subresource of it."""
     return await request(server, "GET", f"{PATH}/{name}{more}", **options)
 
 
-def frames_of(heard: Heard) -> list[dict[str, Any]]:
-    """Return the events of a stream, which ends as OpenAI's do and names each event."""
+def frames_of(heard: HttpResponse) -> list[dict[str, Any]]:
+    """Return the events of a stream, checking its framing."""
     *blocks, done, rest = heard.body.decode().split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")
     frames = []
@@ -71,7 +73,7 @@ def frames_of(heard: Heard) -> list[dict[str, Any]]:
 
 
 def socket(server: Running, **options: Any) -> connect:
-    """Open a socket for responses."""
+    """Open a WebSocket for responses."""
     headers = {"Authorization": f"Bearer {options.pop('token', server.token)}"}
     return server.connect(PATH, additional_headers=headers, **options)
 
@@ -81,9 +83,9 @@ async def send(connection: ClientConnection, kind: str = "response.create", **fi
     await connection.send(json.dumps({"type": kind, **fields}))
 
 
-async def hear(connection: ClientConnection, *kinds: str) -> dict[str, Any]:
-    """Return the next frame, or the next of these kinds."""
-    async with asyncio.timeout(PATIENCE_S):
+async def receive(connection: ClientConnection, *kinds: str) -> dict[str, Any]:
+    """Return the next frame, or the next of these types."""
+    async with asyncio.timeout(TIMEOUT_S):
         while True:
             frame: dict[str, Any] = json.loads(await connection.recv())
             if not kinds or frame["type"] in kinds:

@@ -1,4 +1,4 @@
-"""Plain HTTP for tests: what is sent is what a test writes, and what comes back is read to the byte."""
+"""A raw HTTP client for tests: requests are sent byte for byte and responses are parsed without a library."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
     from tests.server.harness import Running
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """An answer: its body is decoded, chunks joined."""
+class HttpResponse:
+    """An HTTP response with a decoded body."""
 
     status: int
     headers: Mapping[str, str]
@@ -30,7 +30,7 @@ class Heard:
 
     @property
     def error(self) -> dict[str, Any]:
-        """What is said of a failure, in OpenAI's shape."""
+        """The error object in OpenAI's shape."""
         error = self.json["error"]
         assert set(error) == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str)
@@ -38,32 +38,32 @@ class Heard:
 
     @property
     def events(self) -> list[Any]:
-        """The data of server-sent events."""
+        """The data of the server-sent events."""
         assert self.headers["content-type"].startswith("text/event-stream")
         blocks = self.body.decode().split("\n\n")
         assert blocks.pop() == ""
         return [json.loads(block.removeprefix("data: ")) for block in blocks if not block.startswith(":")]
 
 
-async def exchange(port: int, request: bytes) -> Heard:
-    """Send bytes on a connection of their own, and return the answer; the connection must end after it."""
+async def exchange(port: int, request: bytes) -> HttpResponse:
+    """Send bytes on a new connection and return the response; the server must close the connection after it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             writer.write(request)
-            return read_answer(await reader.read())
+            return parse_response(await reader.read())
     finally:
         writer.close()
 
 
-def read_answer(data: bytes) -> Heard:
-    """Return the answer that is written in ``data``."""
+def parse_response(data: bytes) -> HttpResponse:
+    """Parse a whole HTTP response."""
     head, _, body = data.partition(b"\r\n\r\n")
     status, *lines = head.decode().split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     if headers.get("transfer-encoding") == "chunked":
-        body = _joined(body)
-    return Heard(int(status.split()[1]), headers, body)
+        body = _dechunk(body)
+    return HttpResponse(int(status.split()[1]), headers, body)
 
 
 async def request(
@@ -74,8 +74,8 @@ async def request(
     body: object = None,
     headers: Mapping[str, str] | None = None,
     token: str | None = "",
-) -> Heard:
-    """Make a request; ``body`` is bytes or becomes JSON. Without ``token`` it is the server's, ``None`` sends none."""
+) -> HttpResponse:
+    """Send a request; ``body`` is bytes or JSON. ``token`` defaults to the server's, ``None`` sends none."""
     data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
     lines = [f"{method} {path} HTTP/1.1", f"Host: 127.0.0.1:{server.port}", "Connection: close"]
     if token is not None:
@@ -86,12 +86,12 @@ async def request(
     return await exchange(server.port, "\r\n".join([*lines, "", ""]).encode() + data)
 
 
-async def post(server: Running, path: str, body: object, **options: Any) -> Heard:
-    """Send a body; see ``request``."""
+async def post(server: Running, path: str, body: object, **options: Any) -> HttpResponse:
+    """Send a POST request; see ``request``."""
     return await request(server, "POST", path, body=body, **options)
 
 
-def _joined(chunked: bytes) -> bytes:
+def _dechunk(chunked: bytes) -> bytes:
     found = []
     while chunked:
         size, _, rest = chunked.partition(b"\r\n")
@@ -101,6 +101,6 @@ def _joined(chunked: bytes) -> bytes:
 
 
 async def tick(times: int = 1) -> None:
-    """Let the server go on."""
+    """Run the event loop for this many iterations."""
     for _ in range(times):
         await asyncio.sleep(0)
