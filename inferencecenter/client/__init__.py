@@ -5,6 +5,7 @@ The client reconnects automatically and resumes its sessions and turns without l
 
 from inferencecenter.client.answer import Answer, result
 from inferencecenter.client.client import Client
+from inferencecenter.client.connection import Notice
 from inferencecenter.client.errors import (
     DaemonError,
     NotAllowedError,
@@ -15,12 +16,10 @@ from inferencecenter.client.errors import (
     TryLaterError,
     UnreachableError,
 )
-from inferencecenter.client.multiplexer import Notice
 from inferencecenter.client.options import ClientOptions, InferOptions, SessionOptions
-from inferencecenter.client.reconnect import Connected, ConnectionState, Ended, Reconnecting
+from inferencecenter.client.retry import Connected, ConnectionState, Ended, Reconnecting, Timing
 from inferencecenter.client.session import ClientSession
 from inferencecenter.client.stream import TurnStreamEvent
-from inferencecenter.client.transport import Timing
 from inferencecenter.client.turn import ClientTurn
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START

@@ -251,16 +251,16 @@ class BlockingSession:
         return self._session.created
 
     def infer(
-        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Unpack[InferOptions]
     ) -> BlockingTurn:
         """Send a prompt or messages and return the turn that answers; iterate over it for the text."""
-        return BlockingTurn(self._thread, self._session.infer(prompt, messages=messages, **asked))
+        return BlockingTurn(self._thread, self._session.infer(prompt, messages=messages, **options))
 
     def ask(
-        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Unpack[InferOptions]
     ) -> Answer:
         """Send a prompt or messages and return the whole answer."""
-        return self._thread.call(self._session.ask(prompt, messages=messages, **asked))
+        return self._thread.call(self._session.ask(prompt, messages=messages, **options))
 
     def follow(self) -> BlockingTurn:
         """Return the turn that was running when the session was resumed, from its start to its end."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Final, Unpack
 
+from inferencecenter.client.connection import DaemonConnection, expect
 from inferencecenter.client.errors import failure, made
-from inferencecenter.client.multiplexer import RequestMultiplexer, expect
-from inferencecenter.client.options import ClientOptions, RetryOptions, waits
-from inferencecenter.client.reconnect import BackoffPolicy
+from inferencecenter.client.options import Address, ClientOptions, request_fields, retry_options, socket_url
+from inferencecenter.client.retry import BackoffPolicy, Timing
 from inferencecenter.client.session import ClientSession
-from inferencecenter.client.transport import Address, Timing, open_transport, socket_url
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import PROTOCOL_VERSION
 from inferencecenter.protocol.events import (
@@ -37,9 +35,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import ModelSummary, SessionSummary
 
 _PAGE_SESSIONS: Final = 1000
-
-
-_WIND_UP_S: Final = 1.0
+_DRAIN_S: Final = 1.0
 """Seconds that ``close`` waits for abandoned turns to end."""
 
 
@@ -75,11 +71,10 @@ class Client:
             keepalive_s=options.get("keepalive_s", 20.0),
         )
         self._options = options
-        self._tasks = TaskGroup("client")
-        self._opened: RequestMultiplexer | None = None
+        self._opened: DaemonConnection | None = None
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._address.url} {self._opened and self._opened.line}>"
+        return f"<{type(self).__name__} {self._address.url} {self._opened}>"
 
     async def __aenter__(self) -> Client:
         await self.open()
@@ -98,27 +93,24 @@ class Client:
         """
         options = self._options
         policy = BackoffPolicy(give_up_after_s=options.get("give_up_after_s", 300.0))
-        link = await open_transport(self._address)
-        exchange = RequestMultiplexer(
+        connection = DaemonConnection(
             self._address,
             policy=policy if options.get("reconnect", True) else None,
             on_notice=options.get("on_notice"),
             timing=options.get("timing", Timing()),
             retries=options.get("retries", 0),
         )
-        exchange.begin(link)
-        self._tasks.spawn(exchange.run(link), name="connection")
-        self._opened = exchange
+        await connection.open()
+        self._opened = connection
 
     async def close(self) -> None:
         """Close the socket. Sessions and their turns continue on the daemon; abandoned turns are aborted first."""
         if self._opened is not None:
-            await self._opened.drained(timeout_s=_WIND_UP_S)
-            await self._tasks.cancel()
-            await self._opened.line.close()
+            await self._opened.drained(timeout_s=_DRAIN_S)
+            await self._opened.close()
 
     @property
-    def _exchange(self) -> RequestMultiplexer:
+    def _connection(self) -> DaemonConnection:
         if self._opened is None:
             raise failure(ErrorCode.DAEMON_UNREACHABLE, "the client is not open", hint="Use it inside `async with`.")
         return self._opened
@@ -126,22 +118,22 @@ class Client:
     @property
     def hello(self) -> Hello:
         """The daemon's ``hello`` of the latest connection or ``refresh_hello``."""
-        return self._exchange.hello
+        return self._connection.hello
 
     @property
     def account(self) -> AuthSuccess:
         """The authenticated account."""
-        return self._exchange.account
+        return self._connection.account
 
     @property
     def connected(self) -> bool:
         """Whether the socket is open and every session is restored."""
-        return self._exchange.line.connected
+        return self._connection.connected
 
     @property
     def ended(self) -> InferenceCenterError | None:
         """Why the connection ended for good; ``None`` while it has not."""
-        return self._exchange.line.ended
+        return self._connection.ended
 
     @contextlib.asynccontextmanager
     async def session(self, **options: Unpack[SessionOptions]) -> AsyncIterator[ClientSession]:
@@ -171,11 +163,10 @@ class Client:
             InferenceCenterError: The daemon's refusal, ``model_loading`` when loading exceeds its timeout, or
                 ``daemon_unreachable``.
         """
-        fields = {name: value for name, value in options.items() if name not in RetryOptions.__annotations__}
-        create = made(requests.CreateSession, **fields)
-        patience = self._exchange.patience(**waits(options))
-        created = await patience.run(lambda: self._exchange.request(create))
-        return ClientSession.opened(self._exchange, expect(created, SessionCreated))
+        create = made(requests.CreateSession, **request_fields(options))
+        retry = self._connection.retry_policy(**retry_options(options))
+        created = await retry.run(lambda: self._connection.request(create))
+        return ClientSession.opened(self._connection, expect(created, SessionCreated))
 
     async def resume(self, session_id: str) -> tuple[ClientSession, SessionResumed]:
         """Resume a session; another connection that has it attached loses it.
@@ -186,16 +177,16 @@ class Client:
         Raises:
             InferenceCenterError: ``session_not_found``, or ``daemon_unreachable``.
         """
-        await self._exchange.line.until_connected()
-        session = self._exchange.sessions.get(session_id) or ClientSession(self._exchange, session_id, epoch=None)
-        self._exchange.attach(session)
+        await self._connection.until_connected()
+        session = self._connection.sessions.get(session_id) or ClientSession(self._connection, session_id, epoch=None)
+        self._connection.attach(session)
         session.attach()
         try:
-            answer = await self._exchange.request_unchecked(
+            answer = await self._connection.request_unchecked(
                 requests.ResumeSession(op="resume_session", session_id=session_id)
             )
         except InferenceCenterError:
-            self._exchange.detach(session)
+            self._connection.detach(session)
             raise
         return session, expect(answer, SessionResumed)
 
@@ -237,7 +228,7 @@ class Client:
         """
         while True:
             yield expect(await self.request(requests.Metrics(op="metrics")), Metrics)
-            await self._exchange.timing.sleep(interval_s)
+            await self._connection.timing.sleep(interval_s)
 
     async def models(self) -> tuple[ModelSummary, ...]:
         """Return the models available to this client, sorted by name.
@@ -268,7 +259,7 @@ class Client:
             return True
 
         load = requests.LoadModel(op="load_model", name=name)
-        ended = expect(await self._exchange.request(load, is_interim=is_interim), Swap)
+        ended = expect(await self._connection.request(load, is_interim=is_interim), Swap)
         if ended.phase == "failed":
             raise failure(ErrorCode.ENGINE_UNAVAILABLE, f"{name} cannot be loaded: {ended.detail}")
 
@@ -287,8 +278,8 @@ class Client:
             InferenceCenterError: ``daemon_unreachable``.
         """
         answer = await self.request(requests.Hello(op="hello", protocol=PROTOCOL_VERSION))
-        self._exchange.hello = expect(answer, Hello)
-        return self._exchange.hello
+        self._connection.hello = expect(answer, Hello)
+        return self._connection.hello
 
     async def request(self, request: Request) -> Event:
         """Send a request and return its direct reply; waits while the connection is lost.
@@ -299,4 +290,4 @@ class Client:
         Raises:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
-        return await self._exchange.request(request)
+        return await self._connection.request(request)

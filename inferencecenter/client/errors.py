@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 from pydantic import ValidationError
 
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
-from inferencecenter.protocol.codec import invalid_request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,6 +125,9 @@ def made(kind: type[R], **fields: Any) -> R:
     try:
         return kind(op=op, **fields)
     except ValidationError as error:
+        # Imported for a failure: a program that makes none does without the daemon's half of the codec.
+        from inferencecenter.protocol.codec import invalid_request  # noqa: PLC0415
+
         wrong = invalid_request(error, known=kind.model_fields)
     raise failure(wrong.code, wrong.message, hint=wrong.hint, field=wrong.field)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from inferencecenter.client.errors import made
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from ssl import SSLContext
 
-    from inferencecenter.client.multiplexer import Notice
-    from inferencecenter.client.transport import Timing
+    from inferencecenter.client.connection import Notice
+    from inferencecenter.client.retry import Timing
     from inferencecenter.protocol.values import (
         ChatMessage,
         Metadata,
@@ -24,6 +25,31 @@ if TYPE_CHECKING:
         Tool,
         ToolChoice,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Address of the daemon and how to connect to it.
+
+    Attributes:
+        url: WebSocket URL.
+        credential: Token, or client id with API key.
+        tls: TLS context; ``None`` uses the system's certificate authorities.
+        open_timeout_s: Timeout in seconds of the handshake, and again of the authentication.
+        keepalive_s: Seconds between pings, and the timeout of each.
+    """
+
+    url: str
+    credential: requests.Auth
+    tls: SSLContext | None
+    open_timeout_s: float
+    keepalive_s: float
+
+
+def socket_url(url: str) -> str:
+    """Return the WebSocket URL for an ``http``, ``https``, ``ws`` or ``wss`` address of the daemon."""
+    scheme, separator, rest = url.partition("://")
+    return {"http": "ws", "https": "wss"}.get(scheme.lower(), scheme) + separator + rest
 
 
 def current_traceparent() -> str | None:
@@ -41,14 +67,16 @@ def current_traceparent() -> str | None:
 
 
 def infer_request(
-    session_id: str, prompt: str | None, *, messages: Messages | None, asked: InferOptions
+    session_id: str, prompt: str | None, *, messages: Messages | None, options: InferOptions
 ) -> requests.Infer:
     """Return an ``infer`` request with the caller's trace context.
 
     Raises:
         RequestError: An option is unknown or invalid.
     """
-    fields: dict[str, Any] = {name: value for name, value in asked.items() if name not in RetryOptions.__annotations__}
+    fields: dict[str, Any] = {
+        name: value for name, value in options.items() if name not in RetryOptions.__annotations__
+    }
     if "tools" in fields:
         fields["tools"] = list(fields["tools"])
     return made(
@@ -166,7 +194,12 @@ class InferOptions(RetryOptions, total=False):
     priority: Priority
 
 
-def waits(options: Mapping[str, Any]) -> RetryOptions:
+def request_fields(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are fields of the request."""
+    return {name: value for name, value in options.items() if name not in RetryOptions.__annotations__}
+
+
+def retry_options(options: Mapping[str, Any]) -> RetryOptions:
     """Return the retry options among the given options."""
     return cast(
         "RetryOptions", {name: value for name, value in options.items() if name in RetryOptions.__annotations__}

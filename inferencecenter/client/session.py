@@ -8,12 +8,11 @@ import uuid
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Unpack
 
+from inferencecenter.client.connection import expect
 from inferencecenter.client.errors import NotFoundError, SessionTakenOverError, UnreachableError, failure, made
-from inferencecenter.client.multiplexer import expect
-from inferencecenter.client.options import infer_request, waits
+from inferencecenter.client.options import infer_request, retry_options
 from inferencecenter.client.retry import LOAD_TIMEOUT_S
 from inferencecenter.client.stream import TurnStream
-from inferencecenter.client.transport import UnknownEvent
 from inferencecenter.client.turn import ClientTurn, TurnReader
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Mapping
 
     from inferencecenter.client.answer import Answer
-    from inferencecenter.client.multiplexer import RequestMultiplexer
+    from inferencecenter.client.connection import DaemonConnection
     from inferencecenter.client.options import InferOptions, Messages
     from inferencecenter.protocol.base import Event
 
@@ -70,14 +69,15 @@ class SequenceTracker:
     def admit(self, event: SessionEvent | Error) -> SequenceStatus:
         """Record an event, unless it is a duplicate or events before it are missing.
 
-        A text event may have been coalesced from several and carries the last one's number, so it never indicates a
-        gap. Nor does a gap directly after a resume: events that are not replayed were not meant for this client.
+        A text event, and perhaps one of a later protocol version, may have been coalesced from several and carries the
+        last one's number, so it never indicates a gap. Nor does a gap directly after a resume: events that are not
+        replayed were not meant for this client.
         """
         assert event.seq is not None, "only numbered events have a position"
         if event.seq <= self.seq:
             return SequenceStatus.REPEATED
-        is_text = isinstance(event, Token | Reasoning | ToolCall)
-        adjoins = is_text or event.seq == self.seq + 1 or self.seq == self._resumed_after
+        may_be_coalesced = isinstance(event, Token | Reasoning | ToolCall) or type(event) is SessionEvent
+        adjoins = may_be_coalesced or event.seq == self.seq + 1 or self.seq == self._resumed_after
         if not adjoins:
             return SequenceStatus.AFTER_A_GAP
         self.seq = event.seq
@@ -105,7 +105,7 @@ class ClientSession:
     """An open session, made by ``Client.create_session`` or ``Client.resume``.
 
     Args:
-        exchange: The connection.
+        connection: The connection.
         session_id: Id of the session.
         epoch: Incarnation of its event history; ``None`` until it is resumed.
 
@@ -114,30 +114,30 @@ class ClientSession:
         created: The daemon's reply to the creation of the session; ``None`` for a resumed one.
     """
 
-    def __init__(self, exchange: RequestMultiplexer, session_id: str, *, epoch: str | None) -> None:
-        self._exchange = exchange
+    def __init__(self, connection: DaemonConnection, session_id: str, *, epoch: str | None) -> None:
+        self._connection = connection
         self.session_id = session_id
         self.created: SessionCreated | None = None
         self._position = SequenceTracker(epoch)
         self._missing = False
         self._readers: list[TurnReader] = []
-        self._taking_up = False
+        self._follows_next = False
         self._following: TurnReader | None = None
-        self._winding_up: set[asyncio.Task[None]] = set()
+        self._drains: set[asyncio.Task[None]] = set()
 
     @classmethod
-    def opened(cls, exchange: RequestMultiplexer, created: SessionCreated) -> ClientSession:
+    def opened(cls, connection: DaemonConnection, created: SessionCreated) -> ClientSession:
         """Return the session that the daemon has just created for this connection."""
-        session = cls(exchange, created.session_id, epoch=created.epoch)
+        session = cls(connection, created.session_id, epoch=created.epoch)
         session.created = created
-        exchange.attach(session)
+        connection.attach(session)
         return session
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.session_id} {self._position} readers={len(self._readers)}>"
 
     def infer(
-        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Unpack[InferOptions]
     ) -> ClientTurn:
         """Send a prompt or messages and return the turn that answers; iterate over it for the text.
 
@@ -147,33 +147,33 @@ class ClientSession:
         Args:
             prompt: The user's message.
             messages: Messages instead of a prompt; for tool results see ``result``.
-            asked: Further options; see ``InferOptions``.
+            options: Further options; see ``InferOptions``.
 
         Raises:
             RequestError: An option is unknown or invalid.
         """
-        infer = infer_request(self.session_id, prompt, messages=messages, asked=asked)
+        infer = infer_request(self.session_id, prompt, messages=messages, options=options)
 
         def begin() -> TurnReader:
             keyed = infer.model_copy(update={"turn_key": uuid.uuid4().hex})
-            return TurnReader(self._exchange, self, stream=TurnStream(self.session_id), infer=keyed)
+            return TurnReader(self._connection, self, stream=TurnStream(self.session_id), infer=keyed)
 
-        return ClientTurn(self, begin, self._exchange.patience(**waits(asked)))
+        return ClientTurn(self, begin, self._connection.retry_policy(**retry_options(options)))
 
     async def ask(
-        self, prompt: str | None = None, *, messages: Messages | None = None, **asked: Unpack[InferOptions]
+        self, prompt: str | None = None, *, messages: Messages | None = None, **options: Unpack[InferOptions]
     ) -> Answer:
         """Send a prompt or messages and return the whole answer.
 
         Args:
             prompt: The user's message.
             messages: Messages instead of a prompt.
-            asked: Further options; see ``InferOptions``.
+            options: Further options; see ``InferOptions``.
 
         Raises:
             InferenceCenterError: The daemon's refusal, the failure of the turn, or why its remainder is lost.
         """
-        return await self.infer(prompt, messages=messages, **asked).result()
+        return await self.infer(prompt, messages=messages, **options).result()
 
     def follow(self) -> ClientTurn:
         """Return the turn that was running when the session was resumed, from its start to its end.
@@ -196,8 +196,8 @@ class ClientSession:
             for reader in list(self._readers):
                 await reader.abort()
             return
-        await self._exchange.line.until_connected()
-        await self._exchange.line.send(self._exchange.numbered(requests.Abort(op="abort", session_id=self.session_id)))
+        await self._connection.until_connected()
+        await self._connection.send(self._connection.numbered(requests.Abort(op="abort", session_id=self.session_id)))
 
     async def read(self) -> Session:
         """Return the daemon's full record of the session: transcript, turns, parameters, tokens.
@@ -206,7 +206,7 @@ class ClientSession:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         request = requests.GetSession(op="get_session", session_id=self.session_id)
-        return expect(await self._exchange.request(request), Session)
+        return expect(await self._connection.request(request), Session)
 
     async def append(self, messages: Messages) -> Appended:
         """Append messages without starting a turn.
@@ -216,7 +216,7 @@ class ClientSession:
         """
         request = made(requests.Append, session_id=self.session_id, messages=list(messages))
         await self.settled()
-        return expect(await self._exchange.request(request), Appended)
+        return expect(await self._connection.request(request), Appended)
 
     async def fork(self, turn: str | None = None, *, load_timeout_s: float = LOAD_TIMEOUT_S) -> ClientSession:
         """Open a session that starts with this one's history, waiting for its model to load if necessary.
@@ -231,9 +231,9 @@ class ClientSession:
         """
         request = made(requests.ForkSession, session_id=self.session_id, turn=turn)
         await self.settled()
-        patience = self._exchange.patience(load_timeout_s=load_timeout_s)
-        created = await patience.run(lambda: self._exchange.request(request))
-        return ClientSession.opened(self._exchange, expect(created, SessionCreated))
+        retry = self._connection.retry_policy(load_timeout_s=load_timeout_s)
+        created = await retry.run(lambda: self._connection.request(request))
+        return ClientSession.opened(self._connection, expect(created, SessionCreated))
 
     async def rewind(self, turn: str) -> SessionRewound:
         """Discard everything after a turn, or after ``requests.START``.
@@ -243,7 +243,7 @@ class ClientSession:
         """
         request = made(requests.RewindSession, session_id=self.session_id, turn=turn)
         await self.settled()
-        return expect(await self._exchange.request(request), SessionRewound)
+        return expect(await self._connection.request(request), SessionRewound)
 
     async def set_metadata(self, metadata: Mapping[str, str]) -> MetadataSet:
         """Replace the session's metadata, such as a title; does not affect a running turn.
@@ -255,7 +255,7 @@ class ClientSession:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
         request = made(requests.SetMetadata, session_id=self.session_id, metadata=dict(metadata))
-        return expect(await self._exchange.request(request), MetadataSet)
+        return expect(await self._connection.request(request), MetadataSet)
 
     async def close(self) -> None:
         """Close the session.
@@ -263,13 +263,13 @@ class ClientSession:
         Raises:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
-        await self._exchange.line.until_connected()
-        n_sockets = self._exchange.line.n_sockets
+        await self._connection.until_connected()
+        n_sockets = self._connection.n_sockets
         try:
-            await self._exchange.request(requests.CloseSession(op="close_session", session_id=self.session_id))
+            await self._connection.request(requests.CloseSession(op="close_session", session_id=self.session_id))
         except InferenceCenterError as error:
             # A close repeated after a reconnect may find the session closed by the first attempt.
-            if error.code is not ErrorCode.SESSION_NOT_FOUND or self._exchange.line.n_sockets == n_sockets:
+            if error.code is not ErrorCode.SESSION_NOT_FOUND or self._connection.n_sockets == n_sockets:
                 raise
         self._gone("the session was closed")
 
@@ -285,7 +285,7 @@ class ClientSession:
         if not failed:
             with contextlib.suppress(NotFoundError, UnreachableError):
                 await self.close()
-        elif self._exchange.line.connected:
+        elif self._connection.connected:
             with contextlib.suppress(InferenceCenterError):
                 await self.close()
 
@@ -293,24 +293,24 @@ class ClientSession:
 
     def drain(self, turn: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
         """Read an abandoned turn to its end in the background; ``None`` if the connection has ended."""
-        if self._exchange.line.ended is not None:
+        if self._connection.ended is not None:
             turn.close()
             return None
-        task = self._exchange.drain(turn)
-        self._winding_up.add(task)
-        task.add_done_callback(self._winding_up.discard)
+        task = self._connection.drain(turn)
+        self._drains.add(task)
+        task.add_done_callback(self._drains.discard)
         return task
 
     async def settled(self) -> None:
         """Wait until abandoned turns have ended: a session runs one turn at a time."""
-        if self._winding_up:
-            await asyncio.wait(self._winding_up)
+        if self._drains:
+            await asyncio.wait(self._drains)
 
     # Interface for the client.
 
     def attach(self) -> None:
         """Prepare ``follow`` for the turn that the next resume reports as running."""
-        self._taking_up = True
+        self._follows_next = True
 
     def resumption(self) -> requests.ResumeSession:
         """Return the request that resumes the session after the last received event."""
@@ -323,7 +323,7 @@ class ClientSession:
         """Handle the loss of the socket: ignore events until ``session_resumed``."""
         self._missing = True
 
-    def take(self, event: Event | UnknownEvent, *, direct: bool) -> None:
+    def take(self, event: Event, *, direct: bool) -> None:
         """Apply an event of this session.
 
         Args:
@@ -335,11 +335,8 @@ class ClientSession:
                 self._resumed(event)
             case SessionDetached():
                 self._position.forget()
-                self._exchange.detach(self)
+                self._connection.detach(self)
                 self.fail(SessionTakenOverError(self.session_id))
-            case UnknownEvent():
-                if not self._missing:
-                    self._position.note(event.seq)
             case SessionEvent() | Error(seq=int()):
                 if self._counts(event, direct=direct):
                     self._hand_out(event)
@@ -370,7 +367,7 @@ class ClientSession:
             self._readers.remove(reader)
 
     def _gone(self, why: str) -> None:
-        self._exchange.detach(self)
+        self._connection.detach(self)
         self.fail(failure(ErrorCode.SESSION_NOT_FOUND, why))
 
     def _resumed(self, resumed: SessionResumed) -> None:
@@ -378,8 +375,8 @@ class ClientSession:
         self._missing = False
         for reader in self._readers:
             reader.resumed()
-        if self._taking_up:
-            self._taking_up = False
+        if self._follows_next:
+            self._follows_next = False
             self._follow(resumed.turn_id)
         self._hand_out(resumed)
 
@@ -390,7 +387,7 @@ class ClientSession:
             self._following = None
         if turn_id is not None:
             stream = TurnStream.following(self.session_id, turn_id)
-            self._following = TurnReader(self._exchange, self, stream=stream, infer=None)
+            self._following = TurnReader(self._connection, self, stream=stream, infer=None)
             self.begin_reading(self._following)
 
     def _counts(self, event: SessionEvent | Error, *, direct: bool) -> bool:
@@ -404,7 +401,7 @@ class ClientSession:
         arrival = self._position.admit(event)
         if arrival is SequenceStatus.AFTER_A_GAP:
             self._missing = True
-            self._exchange.fill_gap(self)
+            self._connection.fill_gap(self)
         return arrival is SequenceStatus.NEXT
 
     def _hand_out(self, item: Event | InferenceCenterError) -> None:

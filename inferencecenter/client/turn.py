@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from types import TracebackType
 
-    from inferencecenter.client.multiplexer import RequestMultiplexer
-    from inferencecenter.client.reconnect import ReconnectBackoff
-    from inferencecenter.client.retry import RetryPolicy
+    from inferencecenter.client.connection import DaemonConnection
+    from inferencecenter.client.retry import ReconnectBackoff, RetryPolicy
     from inferencecenter.client.session import ClientSession
     from inferencecenter.client.stream import TurnStream, TurnStreamEvent
     from inferencecenter.protocol.base import Event
@@ -38,7 +37,7 @@ class TurnReader:
     """Reads the events of one turn, once.
 
     Args:
-        exchange: The connection.
+        connection: The connection.
         session: The session, which passes its events to ``put``.
         stream: Filters them into the turn's events.
         infer: The request that starts the turn; ``None`` for a turn that another connection started.
@@ -48,9 +47,9 @@ class TurnReader:
     """
 
     def __init__(
-        self, exchange: RequestMultiplexer, session: ClientSession, *, stream: TurnStream, infer: requests.Infer | None
+        self, connection: DaemonConnection, session: ClientSession, *, stream: TurnStream, infer: requests.Infer | None
     ) -> None:
-        self._exchange = exchange
+        self._connection = connection
         self._session = session
         self._stream = stream
         self._infer = infer
@@ -61,7 +60,7 @@ class TurnReader:
         self._abort = _Abort.UNWANTED
         self.closed = False
         if infer is not None:
-            exchange.attach(session)
+            connection.attach(session)
         session.begin_reading(self)
 
     def __repr__(self) -> str:
@@ -98,7 +97,7 @@ class TurnReader:
         except InferenceCenterError as error:
             self.close()
             if error.code is ErrorCode.SESSION_NOT_FOUND:
-                self._exchange.detach(self._session)
+                self._connection.detach(self._session)
             raise
         return self._ready.popleft() if self._ready else None
 
@@ -112,7 +111,7 @@ class TurnReader:
         """Abort the turn, now or as soon as the connection is restored."""
         self._abort = _Abort.WANTED
         # An abort without a turn id would end whichever turn runs; if this one is refused, that is another one.
-        if self._stream.turn_id is not None and self._exchange.line.connected:
+        if self._stream.turn_id is not None and self._connection.connected:
             await self._send_abort()
 
     async def repeat_abort(self, running: str | None) -> None:
@@ -139,18 +138,18 @@ class TurnReader:
         """Send ``infer`` (again), after a delay if the daemon refused it temporarily."""
         assert self._infer is not None, "a followed turn is never due"
         if self._stream.refusal is not None:
-            self._backoff = self._backoff or self._exchange.new_backoff()
-            await self._exchange.pause(self._backoff, self._stream.refusal)
-        await self._exchange.line.until_connected()
+            self._backoff = self._backoff or self._connection.new_backoff()
+            await self._connection.pause(self._backoff, self._stream.refusal)
+        await self._connection.until_connected()
         if not self._inbox.empty():
             return
         self._ignore_answers()
-        request = self._exchange.numbered(self._infer)
+        request = self._connection.numbered(self._infer)
         self._request_id = str(request.id)
         self._stream.asked(self._request_id)
-        self._exchange.register_listener(self._request_id, self._session)
+        self._connection.register_listener(self._request_id, self._session)
         try:
-            await self._exchange.line.send(request)
+            await self._connection.send(request)
         except BaseException:
             self._stream.due = True  # cancelled: it may not have been sent
             raise
@@ -158,11 +157,11 @@ class TurnReader:
     async def _send_abort(self) -> None:
         self._abort = _Abort.SENT
         abort = requests.Abort(op="abort", session_id=self._session.session_id, turn_id=self._stream.turn_id)
-        await self._exchange.line.send(self._exchange.numbered(abort))
+        await self._connection.send(self._connection.numbered(abort))
 
     def _ignore_answers(self) -> None:
         if self._request_id is not None:
-            self._exchange.unregister_listener(self._request_id)
+            self._connection.unregister_listener(self._request_id)
 
 
 T_co = TypeVar("T_co", covariant=True)
@@ -178,25 +177,25 @@ class ClientTurn(Answered):
     Args:
         session: The session.
         begin: Returns a reader for the turn, also for each retry after a refusal; ``None`` when there is no turn.
-        patience: Retry policy; ``None`` for a turn that another connection started.
+        retry: Retry policy; ``None`` for a turn that another connection started.
     """
 
     def __init__(
-        self, session: ClientSession, begin: Callable[[], TurnReader | None], patience: RetryPolicy | None
+        self, session: ClientSession, begin: Callable[[], TurnReader | None], retry: RetryPolicy | None
     ) -> None:
         self.answer = Answer()
         self._session = session
         self._begin = begin
-        self._patience = patience
-        self._ends_when_left = patience is not None
-        self._abort_wanted = False
+        self._retry = retry
+        self._ends_when_left = retry is not None
+        self._is_aborted = False
         self._reader: TurnReader | None = None
         self._over = False
-        self._winding_up: asyncio.Task[None] | None = None
+        self._drain: asyncio.Task[None] | None = None
         self._reading = asyncio.Lock()
 
     def __repr__(self) -> str:
-        how = "over" if self._over else "left" if self._winding_up else "open"
+        how = "over" if self._over else "left" if self._drain else "open"
         return f"<{type(self).__name__} {self.turn_id} {how} {self.finish_reason}>"
 
     @property
@@ -240,8 +239,8 @@ class ClientTurn(Answered):
         Raises:
             InferenceCenterError: The daemon's refusal, the failure of the turn, or why its remainder is lost.
         """
-        if self._winding_up is not None:
-            await asyncio.wait((self._winding_up,))
+        if self._drain is not None:
+            await asyncio.wait((self._drain,))
         async with self._reading:
             return None if self._over else await self._next_event()
 
@@ -258,7 +257,7 @@ class ClientTurn(Answered):
 
     async def abort(self) -> None:
         """Abort the turn, also while the connection is lost; its reader still receives the events up to ``End``."""
-        self._abort_wanted = True
+        self._is_aborted = True
         if self._reader is not None:
             await self._reader.abort()
 
@@ -270,12 +269,12 @@ class ClientTurn(Answered):
 
     def leave(self) -> None:
         """Stop reading, and abort the turn in the background if it has not ended."""
-        if self._over or self._winding_up is not None:
+        if self._over or self._drain is not None:
             return
         reader = self._reader
         if self._ends_when_left and reader is not None and reader.is_asked and not reader.closed:
-            self._winding_up = self._session.drain(self._wind_up(reader))
-        if self._winding_up is None:
+            self._drain = self._session.drain(self._read_to_end(reader))
+        if self._drain is None:
             self._over = True
             if reader is not None:
                 reader.close()
@@ -304,15 +303,15 @@ class ClientTurn(Answered):
             InferenceCenterError: The error, if it is not to be retried.
         """
         try:
-            if self._patience is None or self._abort_wanted or self._winding_up or self.answer.has_begun:
+            if self._retry is None or self._is_aborted or self._drain or self.answer.has_begun:
                 raise error
-            await self._patience.wait(error)
+            await self._retry.wait(error)
         except InferenceCenterError:
             self._over = True
             raise
         self._reader = None
 
-    async def _wind_up(self, reader: TurnReader) -> None:
+    async def _read_to_end(self, reader: TurnReader) -> None:
         await reader.abort()
         # The caller has left the turn and does not handle its failure.
         with contextlib.suppress(InferenceCenterError):

@@ -23,7 +23,8 @@ TurnId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 # Validators are built on first use, which halves the start-up time of a client that imports all messages and uses a
-# few. The daemon builds all of them before its event loop runs, see ``build_messages``.
+# few. The daemon builds all of them before its event loop runs, see ``build_messages``. For the same reason the modules
+# of messages have no ``from __future__ import annotations``: pydantic would compile and evaluate each one as text.
 
 
 class Request(BaseModel):

@@ -1,7 +1,5 @@
 """All events that the daemon sends."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field

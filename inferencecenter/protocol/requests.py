@@ -1,8 +1,6 @@
 """All requests that a client may send."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -54,7 +52,7 @@ class Auth(Request):
     protocol: Protocol = None
 
     @model_validator(mode="after")
-    def _one_way(self) -> Auth:
+    def _one_way(self) -> Self:
         pair = self.client_id is not None and self.api_key is not None
         partial = (self.client_id is None) != (self.api_key is None)
         if partial or pair == (self.token is not None):
@@ -163,7 +161,7 @@ class Infer(Request):
     )
 
     @model_validator(mode="after")
-    def _one_input(self) -> Infer:
+    def _one_input(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         if self.messages is not None and self.messages[-1].role not in ("user", "tool"):
@@ -171,7 +169,7 @@ class Infer(Request):
         return self
 
     @model_validator(mode="after")
-    def _one_form(self) -> Infer:
+    def _one_form(self) -> Self:
         forms = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(forms) > 1:
             raise ValueError(f"{forms[0]} excludes {forms[1]}")
@@ -180,7 +178,7 @@ class Infer(Request):
         return self
 
     @model_validator(mode="after")
-    def _known_tools(self) -> Infer:
+    def _known_tools(self) -> Self:
         names = [tool.name for tool in self.tools or ()]
         if len(set(names)) < len(names):
             raise ValueError("two tools have the same name")

@@ -1,8 +1,6 @@
 """Values shared by several messages."""
 
-from __future__ import annotations
-
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -78,7 +76,7 @@ class ChatMessage(Value):
     tool_call_id: CallId | None = Field(default=None, description="The call whose result a tool message carries.")
 
     @model_validator(mode="after")
-    def _fits_role(self) -> ChatMessage:
+    def _fits_role(self) -> Self:
         if self.role != "assistant" and (self.tool_calls is not None or self.reasoning is not None):
             raise ValueError("tool_calls and reasoning belong to messages of role assistant")
         if self.role != "tool" and self.tool_call_id is not None:

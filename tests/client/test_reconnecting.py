@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.client.reconnect import HEALTHY_AFTER_S, BackoffPolicy, ReconnectBackoff, closing_error, is_final
+from inferencecenter.client.retry import HEALTHY_AFTER_S, BackoffPolicy, ReconnectBackoff, closing_error, is_final
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 

@@ -133,4 +133,4 @@ def test_importing_the_client_loads_no_other_part(bare: Path) -> None:
     modules = json.loads(run(bare, "python", "-c", code).stdout)
     packages = {name.split(".")[1] for name in modules if name.startswith("inferencecenter.")}
     assert packages == {"client", "protocol", "core"}
-    assert not {"structlog", "rich", "typer", "msgspec"} & set(modules)
+    assert not {"structlog", "rich", "typer", "msgspec", "websockets", "orjson"} & set(modules)

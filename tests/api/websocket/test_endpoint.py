@@ -11,8 +11,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Subprotocol
 
 from inferencecenter.client.errors import TryLaterError
-from inferencecenter.client.reconnect import is_final
-from inferencecenter.client.transport import Address, open_transport
+from inferencecenter.client.options import Address
+from inferencecenter.client.retry import is_final
+from inferencecenter.client.transport import open_transport
 from inferencecenter.protocol import requests
 from inferencecenter.server.upgrade_limiter import BURST_S
 from tests.server.harness import Running, ask, close_code, hear
