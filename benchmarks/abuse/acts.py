@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
@@ -38,16 +40,22 @@ async def _nothing(_: Attacker) -> str:
     return ""
 
 
+async def _session(attacker: Attacker, mode: str) -> str:
+    if (session_id := await attacker.open_session(mode=mode)) is None:
+        raise InferenceCenterError(ErrorCode.INTERNAL, f"the act has no session: {dict(attacker.outcomes)}")
+    return session_id
+
+
 async def _empty_session(attacker: Attacker) -> str:
-    return await attacker.open_session() or ""
+    return await _session(attacker, "raw")
 
 
 async def _chat_session(attacker: Attacker) -> str:
-    return await attacker.open_session(mode="chat") or ""
+    return await _session(attacker, "chat")
 
 
 async def _large_session(attacker: Attacker) -> str:
-    session_id = await attacker.open_session() or ""
+    session_id = await _session(attacker, "raw")
     message = {"role": "user", "content": "word " * (_FILL_CHARS // 5)}
     for _ in range(_FILLS):
         await attacker.ask(op="append", session_id=session_id, messages=[message])
@@ -123,7 +131,7 @@ async def _short_lives(attacker: Attacker, _: str) -> None:
 
 
 async def _sessions(attacker: Attacker, _: str) -> None:
-    if (session_id := await attacker.open_session()) is not None:
+    if (session_id := await attacker.open_session(mode="raw")) is not None:
         await attacker.ask(op="close_session", session_id=session_id)
 
 

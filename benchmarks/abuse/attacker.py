@@ -110,10 +110,10 @@ class Attacker:
             await socket.send(data)
         await self.ask(op="ping")
 
-    async def open_session(self, **options: Any) -> str | None:
+    async def open_session(self, *, mode: str) -> str | None:
         """Open a session and return its id; ``None`` when that is refused."""
-        created = await self.ask(op="create_session", **{"mode": "raw", **options})
-        return None if created is None else created.session_id
+        created = await self.ask(op="create_session", mode=mode)
+        return created.session_id if created is not None and created.op == "session_created" else None
 
     async def connect_without_token(self, *, keep: int) -> None:
         """Open a socket that never authenticates; of those that are open, the latest ``keep`` stay.

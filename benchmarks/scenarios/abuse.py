@@ -2,8 +2,9 @@
 
 The question is what the others notice. Each act has two stretches of the wanted time, one right after the other: in
 both the neighbours run turns all the time, in the second one the act is repeated at its rate by a client of another
-account. So each act is compared with the quiet just before it. The load generator runs the neighbours, this process
-the act, so that neither waits for the other.
+account. So each act is compared with the quiet just before it. Every act has a new account, since sessions that one
+act leaves would count towards the limits of the next. The load generator runs the neighbours, this process the act, so
+that neither waits for the other.
 """
 
 from __future__ import annotations
@@ -89,14 +90,14 @@ async def run(bench: Bench) -> Report:
     settings = bench.settings(slots=max(clients) + _SPARE_SLOTS, n_ctx=context_tokens(turn_tokens))
     points = []
     async with bench.stage(settings, points=len(clients) * len(ACTS)) as stage:
-        attacker_token = await stage.daemon.new_token("noisy")
         for n_clients in clients:
             repetitions = []
-            for _ in range(bench.repeat):
+            for repetition in range(bench.repeat):
                 metrics: list[Metric] = []
-                for act in ACTS:
+                for number, act in enumerate(ACTS):
+                    token = await stage.daemon.new_token(f"noisy-{n_clients}-{repetition}-{number}")
                     with bench.run(f"{n_clients} neighbours: {act.name}"):
-                        found = await _one(bench, stage.daemon, act, n_clients=n_clients, token=attacker_token)
+                        found = await _one(bench, stage.daemon, act, n_clients=n_clients, token=token)
                     metrics += found.metrics()
                 repetitions.append(tuple(metrics))
             points.append(Point((Parameter("neighbours", n_clients),), (tuple(repetitions),)))
