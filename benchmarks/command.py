@@ -84,7 +84,11 @@ def bench(  # noqa: PLR0913 - one argument an option
     ] = None,
     peer_command: Annotated[
         list[str] | None,
-        typer.Option(help="What starts a peer, for `start`.", metavar="NAME=COMMAND", show_default=False),
+        typer.Option(
+            help="What starts a peer; {slots}, {n_ctx} and {context} become our daemon's.",
+            metavar="NAME=COMMAND",
+            show_default=False,
+        ),
     ] = None,
     assume_same: Annotated[
         list[str] | None,

@@ -35,7 +35,7 @@ _SPARE_FILES: Final = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """A server to be measured beside ours; ``command`` starts it, where starting is measured."""
+    """A server to be measured beside ours; ``command`` starts it."""
 
     name: str
     url: str

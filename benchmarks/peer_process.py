@@ -21,6 +21,17 @@ _ASKING_EVERY_S: Final = 0.02
 _ANSWER_LIMIT_S: Final = 5.0
 
 
+def filled(command: str, *, slots: int, n_ctx: int) -> str:
+    """Return a peer's start command with our daemon's slots and context in place of their names in braces.
+
+    ``{n_ctx}`` is the context of a slot, ``{context}`` that of all slots together, as llama-server takes it.
+    """
+    values = {"slots": slots, "n_ctx": n_ctx, "context": slots * n_ctx}
+    for name, value in values.items():
+        command = command.replace(f"{{{name}}}", str(value))
+    return command
+
+
 @asynccontextmanager
 async def start_peer(command: str, *, url: str) -> AsyncIterator[float]:
     """Start a server, yield the seconds until its ``/health`` answered with 200, and stop it when the block is left.

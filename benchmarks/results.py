@@ -54,11 +54,13 @@ class Side:
 class Point:
     """The repetitions of every side at one setting, in the order of the report's sides.
 
-    A side that did not take part has none. Repetition i of one side ran next to repetition i of the others.
+    A side that did not take part has none. Repetition i of one side ran next to repetition i of the others. ``sides``
+    is set where servers were started for this point alone.
     """
 
     parameters: tuple[Parameter, ...]
     repetitions: tuple[tuple[tuple[Metric, ...], ...], ...]
+    sides: tuple[Side, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,10 @@ class Report:
     scenario: str
     sides: tuple[Side, ...]
     points: tuple[Point, ...]
+
+    def sides_of(self, point: Point) -> tuple[Side, ...]:
+        """Return what the servers ran at a point."""
+        return point.sides or self.sides
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +90,7 @@ class Row:
 
 def rows(report: Report) -> tuple[Row, ...]:
     """Return the lines of a report's table."""
-    return tuple(row for point in report.points for row in _rows_of(point, report.sides))
+    return tuple(row for point in report.points for row in _rows_of(point, report.sides_of(point)))
 
 
 def percentile_metrics(name: str, unit: str, values: Sequence[float]) -> tuple[Metric, ...]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from benchmarks.jobs import TurnSize
 from benchmarks.options import refused
+from benchmarks.results import Report
 
 if TYPE_CHECKING:
     from benchmarks.options import Options
-    from benchmarks.results import Report
-    from benchmarks.stage import Bench
+    from benchmarks.results import Point, Side
+    from benchmarks.stage import Bench, Stage
 
 T = TypeVar("T")
 
@@ -72,3 +73,26 @@ def one_prompt_length(options: Options) -> int:
 def context_tokens(tokens: int) -> int:
     """Return a context size for a turn of this many tokens and the texts with which a target probes the tokenizer."""
     return -(-(tokens + _SPARE_TOKENS) // _CONTEXT_STEP) * _CONTEXT_STEP
+
+
+async def matched(
+    name: str, bench: Bench, *, turn_tokens: int, measure: Callable[[Stage, Options], Awaitable[None]]
+) -> Report:
+    """Measure each number of clients on servers that have as many slots, and return the report.
+
+    With ``--slots`` or ``--url`` the number of slots is given, and the same servers serve all points.
+    """
+    options = bench.options
+    clients, n_ctx = required(options.clients), context_tokens(turn_tokens)
+    if options.slots is not None or options.url is not None:
+        async with bench.stage(bench.settings(slots=max(clients), n_ctx=n_ctx), points=len(clients)) as stage:
+            await measure(stage, options)
+            return Report(name, stage.sides, tuple(stage.points))
+    points: list[Point] = []
+    sides: tuple[Side, ...] = ()
+    for n_clients in clients:
+        async with bench.stage(bench.settings(slots=n_clients, n_ctx=n_ctx), points=1) as stage:
+            await measure(stage, replace(options, clients=(n_clients,)))
+            points += [replace(point, sides=stage.sides) for point in stage.points]
+            sides = sides or stage.sides
+    return Report(name, sides, tuple(points))

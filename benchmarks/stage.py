@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 from benchmarks.compare import Comparison, compare
 from benchmarks.daemon_process import OURS, DaemonSettings, start_daemon
 from benchmarks.jobs import Aborted, Turns
+from benchmarks.peer_process import filled, start_peer
 from benchmarks.peers import detect, make_target
 from benchmarks.results import Metric, Parameter, Point, Side
 from inferencecenter.config.settings import bundled_model
@@ -225,6 +226,9 @@ class Bench:
                 another = await started(await stack.enter_async_context(start_daemon(other, name=name)))
                 servers.append(replace(another, side=compared(ours.side.facts, another.side.facts, self.options)))
             for peer in self.options.peers or ():
+                if peer.command is not None:
+                    command = filled(peer.command, slots=settings.slots, n_ctx=settings.n_ctx)
+                    await stack.enter_async_context(start_peer(command, url=peer.url))
                 theirs = await found(peer.name, peer.url, token=peer.token)
                 servers.append(replace(theirs, side=compared(ours.side.facts, theirs.side.facts, self.options)))
             yield Stage(self, tuple(servers), is_one_server=ways is not None)

@@ -38,8 +38,14 @@ def _facts(report: Report) -> Table:
         ("slots", "slots"),
         ("n_ctx", "context of a slot"),
     ):
-        table.add_row(label, *(_fact(getattr(side.facts, name)) for side in report.sides))
+        table.add_row(label, *(_facts_of(report, index, name) for index in range(len(report.sides))))
     return table
+
+
+def _facts_of(report: Report, index: int, name: str) -> str:
+    """Return a fact of a side, in the order of the points where it varies among them."""
+    found = [_fact(getattr(report.sides_of(point)[index].facts, name)) for point in report.points]
+    return ", ".join(dict.fromkeys(found))
 
 
 def _table(report: Report) -> Table:
@@ -49,23 +55,30 @@ def _table(report: Report) -> Table:
     table.add_column("unit")
     for side in report.sides:
         table.add_column(side.facts.name, justify="right")
-    for side in report.sides[1:]:
-        if side.comparison is not None and side.comparison.fair:
-            table.add_column(f"ours / {side.facts.name}", justify="right")
+    for index in _compared(report):
+        table.add_column(f"ours / {report.sides[index].facts.name}", justify="right")
     for _, group in groupby(rows(report), key=lambda row: row.parameters):
         for index, row in enumerate(group):
-            table.add_row(_point(row) if index == 0 else "", row.name, row.unit, *_cells(row, report.sides))
+            table.add_row(_point(row) if index == 0 else "", row.name, row.unit, *_cells(row, _compared(report)))
         table.add_section()
     return table
 
 
-def _cells(row: Row, sides: tuple[Side, ...]) -> list[Text]:
-    ratios = [
-        _ratio(ratio, row)
-        for ratio, side in zip(row.ratios, sides[1:], strict=True)
-        if side.comparison is not None and side.comparison.fair
+def _compared(report: Report) -> list[int]:
+    """Return the indices of the sides that have a ratio at some point."""
+    return [
+        index
+        for index in range(1, len(report.sides))
+        if any(_is_fair(report.sides_of(point)[index]) for point in report.points)
     ]
-    return [_spread(found) for found in row.spreads] + ratios
+
+
+def _is_fair(side: Side) -> bool:
+    return side.comparison is not None and side.comparison.fair
+
+
+def _cells(row: Row, compared: list[int]) -> list[Text]:
+    return [_spread(found) for found in row.spreads] + [_ratio(row.ratios[index - 1], row) for index in compared]
 
 
 def _point(row: Row) -> str:
@@ -92,15 +105,14 @@ def _ratio(ratio: Ratio | None, row: Row) -> Text:
 
 def _remarks(report: Report) -> list[Text]:
     remarks = []
-    for side in report.sides[1:]:
-        comparison, name = side.comparison, side.facts.name
-        if comparison is None:
-            continue
-        if comparison.refusals:
+    for index in range(1, len(report.sides)):
+        comparisons = [report.sides_of(point)[index].comparison for point in report.points]
+        name = report.sides[index].facts.name
+        if refusals := dict.fromkeys(text for each in comparisons if each is not None for text in each.refusals):
             remarks.append(Text(f"No ratio to {name}, because", style="bold"))
-            remarks += [Text(f"  {refusal}") for refusal in comparison.refusals]
-        if comparison.assumed:
-            remarks.append(Text(f"Assumed, not known, to be the same at {name}: {', '.join(comparison.assumed)}"))
+            remarks += [Text(f"  {refusal}") for refusal in refusals]
+        if assumed := dict.fromkeys(fact for each in comparisons if each is not None for fact in each.assumed):
+            remarks.append(Text(f"Assumed, not known, to be the same at {name}: {', '.join(assumed)}"))
     ratios = [ratio for row in rows(report) for ratio in row.ratios if ratio is not None]
     if ratios:
         remarks.append(

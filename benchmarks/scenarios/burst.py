@@ -2,7 +2,7 @@
 
 The question is how long people wait when they all come at the same moment, and how fast the server decodes when that
 is all it does: the generation rate counts only the time in which every client's turn decodes, so it can be held against
-llama-batched-bench.
+llama-batched-bench. Slots match the clients as in ``throughput``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from benchmarks import timeline
 from benchmarks.jobs import Round, Rounds, Turns
 from benchmarks.options import Options
-from benchmarks.results import Metric, Parameter, Report, metrics_if_known, percentile_metrics
-from benchmarks.scenario import COMPARABLE, WARM_UP, Scenario, context_tokens, one_prompt_length, required
+from benchmarks.results import Metric, Parameter, metrics_if_known, percentile_metrics
+from benchmarks.scenario import COMPARABLE, WARM_UP, Scenario, matched, one_prompt_length, required
 
 if TYPE_CHECKING:
-    from benchmarks.stage import Bench, Measured
+    from benchmarks.results import Report
+    from benchmarks.stage import Bench, Measured, Stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,10 @@ def read(measured: Measured[Turns]) -> Burst:
 
 async def run(bench: Bench) -> Report:
     """Measure each number of clients."""
-    options = bench.options
-    clients, max_tokens = required(options.clients), required(options.max_tokens)
-    prompt_tokens = one_prompt_length(options)
-    settings = bench.settings(slots=max(clients), n_ctx=context_tokens(prompt_tokens + max_tokens))
-    async with bench.stage(settings, points=len(clients)) as stage:
-        for n_clients in clients:
+    prompt_tokens, max_tokens = one_prompt_length(bench.options), required(bench.options.max_tokens)
+
+    async def measure(stage: Stage, options: Options) -> None:
+        for n_clients in required(options.clients):
             await stage.measure(
                 Parameter("clients", n_clients),
                 job=partial(
@@ -75,7 +74,8 @@ async def run(bench: Bench) -> Report:
                 answer=Turns,
                 read=read,
             )
-        return Report(SCENARIO.name, stage.sides, tuple(stage.points))
+
+    return await matched(SCENARIO.name, bench, turn_tokens=prompt_tokens + max_tokens, measure=measure)
 
 
 SCENARIO = Scenario(

@@ -3,6 +3,9 @@
 The question is how much a server gives when it is kept busy, and how smooth the streams are then. Tokens and delays
 count in the time in which all clients have a turn running that is not their first: the first ones come all at once and
 have different lengths, so that later turns start at different times, as they do among people.
+
+Each number of clients has servers of its own with as many slots, unless ``--slots`` gives a number or ``--url`` a
+daemon: a server with more slots than clients may scatter them, which ``sparse`` measures.
 """
 
 from __future__ import annotations
@@ -14,14 +17,14 @@ from typing import TYPE_CHECKING
 from benchmarks import timeline
 from benchmarks.jobs import ClosedLoop, Turns
 from benchmarks.options import Options
-from benchmarks.results import Metric, Parameter, Report, percentile_metrics
-from benchmarks.scenario import COMPARABLE, Scenario, context_tokens, one_prompt_length, required
+from benchmarks.results import Metric, Parameter, percentile_metrics
+from benchmarks.scenario import COMPARABLE, Scenario, context_tokens, matched, one_prompt_length, required
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from benchmarks.daemon_process import DaemonSettings
-    from benchmarks.results import Result
+    from benchmarks.results import Report, Result
     from benchmarks.stage import Bench, Measured, Stage
 
 WARM_UP_TURNS = 1
@@ -65,16 +68,23 @@ def read(measured: Measured[Turns]) -> Throughput:
 
 async def run(bench: Bench) -> Report:
     """Measure each number of clients."""
-    async with bench.stage(settings(bench), points=len(required(bench.options.clients))) as stage:
-        await closed_loops(stage, bench.options, read=read)
-        return Report(SCENARIO.name, stage.sides, tuple(stage.points))
+    return await matched(
+        SCENARIO.name,
+        bench,
+        turn_tokens=turn_tokens(bench.options),
+        measure=lambda stage, options: closed_loops(stage, options, read=read),
+    )
 
 
 def settings(bench: Bench) -> DaemonSettings:
     """Return our daemon's settings for closed loops: a slot for each of the most clients, and room for their turns."""
     options = bench.options
-    n_tokens = one_prompt_length(options) + required(options.max_tokens)
-    return bench.settings(slots=max(required(options.clients)), n_ctx=context_tokens(n_tokens))
+    return bench.settings(slots=max(required(options.clients)), n_ctx=context_tokens(turn_tokens(options)))
+
+
+def turn_tokens(options: Options) -> int:
+    """Return the tokens of a turn, prompt and answer together."""
+    return one_prompt_length(options) + required(options.max_tokens)
 
 
 async def closed_loops(stage: Stage, options: Options, *, read: Callable[[Measured[Turns]], Result]) -> None:

@@ -92,7 +92,7 @@ def test_a_run_is_shown_recorded_and_drawn(
     found = json.loads(written.out)
     assert [point["parameters"][0]["value"] for point in found["points"]] == [1, 2]
     assert [len(point["repetitions"][0]) for point in found["points"]] == [2, 2]
-    assert found["sides"][0]["facts"]["slots"] == 2
+    assert [point["sides"][0]["facts"]["slots"] for point in found["points"]] == [1, 2]
     assert "from first to last" in written.err
     assert plotted.read_text().startswith("<svg")
 

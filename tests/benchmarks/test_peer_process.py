@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.peer_process import start_peer
+from benchmarks.peer_process import filled, start_peer
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from tests.e2e.harness import free_port
 
@@ -44,3 +44,10 @@ async def test_a_server_that_cannot_be_started_is_reported(command: str, code: E
             pass
 
     assert failed.value.code is code
+
+
+def test_a_command_gets_our_slots_and_context() -> None:
+    """The context is that of a slot, or of all slots together; other braces stay."""
+    command = filled("server -np {slots} -c {context} --per-slot {n_ctx} --form '{x}'", slots=4, n_ctx=512)
+
+    assert command == "server -np 4 -c 2048 --per-slot 512 --form '{x}'"

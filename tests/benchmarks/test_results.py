@@ -61,6 +61,22 @@ def test_no_ratio_between_unequal_sides() -> None:
     assert UNFAIR.refusals[0] in text
 
 
+def test_each_point_is_compared_by_its_own_servers() -> None:
+    """A point whose servers differ has no ratio, the others have; all numbers of slots are listed."""
+    sides = (Side(OURS, None), Side(EQUAL, FAIR))
+    other = (Side(replace(OURS, slots=1), None), Side(EQUAL, UNFAIR))
+    found = report(FAIR)
+    found = replace(found, points=(replace(found.points[0], sides=other), replace(found.points[1], sides=sides)))
+
+    one, _, eight, _ = rows(found)
+    assert one.ratios == (None,)
+    assert eight.ratios == (Ratio(1.0, 0.9, 1.2, 0.75),)
+    text = shown(found)
+    assert "ours / peer" in text
+    assert UNFAIR.refusals[0] in text
+    assert f"1, {OURS.slots}" in text
+
+
 def test_ratios_and_assumptions_are_shown() -> None:
     """With their interval and how sure it is."""
     text = shown(report(Comparison((), ("threads",))))
