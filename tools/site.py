@@ -2,7 +2,8 @@
 
 On a forge, pages in docs/ link to files beside that folder and to folders. A site has neither, so the files that are
 linked become part of it, folders get a page that lists them, and the links are turned to those. Pages of the API
-reference exist only in the site, so that docs/ holds nothing that a forge shows as bare directives.
+reference exist only in the site, so that docs/ holds nothing that a forge shows as bare directives. The site requests
+nothing from other origins.
 """
 
 from __future__ import annotations
@@ -68,6 +69,15 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return posixpath.relpath(place, posixpath.dirname(here) or ".") + (link[2] or "")
 
     return _LINK.sub(turned, markdown)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Load mermaid from the site on pages with a diagram; the theme alone would load it from another origin."""
+    del config
+    if '<pre class="mermaid">' not in output:
+        return output
+    script = posixpath.relpath("vendor/mermaid.js", posixpath.dirname(page.file.dest_uri) or ".")
+    return output.replace("</head>", f'<script src="{script}"></script></head>', 1)
 
 
 def place_in_site(path: str) -> str:
