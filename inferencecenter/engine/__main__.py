@@ -21,10 +21,9 @@ from pydantic import ValidationError
 
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.engine.echo import EchoBackend
-from inferencecenter.engine.inbox import FrontDisconnected, Inbox, KvFetched, ReceivedCommand
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.kv_cache.store import KvStore, TierOptions
-from inferencecenter.engine.loop import EngineLoop
+from inferencecenter.engine.loop import EngineLoop, FrontDisconnected, Inbox, KvFetched, ReceivedCommand
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel, FramingError
 from inferencecenter.ipc.heartbeat import Heartbeat

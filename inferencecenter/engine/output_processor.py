@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 from msgspec import structs
 
 from inferencecenter.engine.sampling.chain import learns
-from inferencecenter.engine.sampling.detokenizer import TokenText
-from inferencecenter.engine.sampling.stop import RepetitionDetector, StopScanner
+from inferencecenter.engine.sampling.text import RepetitionDetector, StopScanner, TokenText
 from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, TokenDelta, TraceStage, pack_tokens
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.engine.backend import Sampled
     from inferencecenter.engine.sampling.constraint import Constraint
-    from inferencecenter.engine.sampling.stop import Scan
+    from inferencecenter.engine.sampling.text import Scan
     from inferencecenter.ipc.messages import TurnEvent
     from inferencecenter.protocol.params import Params
 

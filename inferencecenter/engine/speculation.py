@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-    from inferencecenter.engine.scheduler.request import EngineRequest
+    from inferencecenter.engine.scheduler.state import EngineRequest
 
 
 ROW_COST: Final = 0.25

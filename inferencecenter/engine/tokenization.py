@@ -1,25 +1,25 @@
 """Submitted turns before the scheduler: grammar compilation, then tokenization of the prompt.
 
-Each of the two is a job of the turn's client (see ``fair_workers``). The loop's thread submits it to the workers and
+Each of the two is a job of the turn's client (see ``FairWorkers``). The loop's thread submits it to the workers and
 takes its result from the inbox, so only that thread knows whether a turn is still here and which job it waits for. When
 a turn ends early, its job is cancelled and its share of the text budget is freed.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, overload
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.core.fair_queue import FairShare
-from inferencecenter.engine.fair_workers import FairWorkers, Job, JobCancelledError
-from inferencecenter.engine.inbox import GrammarReady, TokenizationFailed, TokenizedTurn
+from inferencecenter.core.fair_queue import FairQueue, FairShare
 from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor
-from inferencecenter.engine.scheduler.request import EngineRequest
+from inferencecenter.engine.scheduler.state import EngineRequest
 from inferencecenter.ipc.framing import FramingError
 from inferencecenter.ipc.messages import (
     Detokenized,
@@ -33,19 +33,182 @@ from inferencecenter.ipc.messages import (
 from inferencecenter.protocol import params as turn_params
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
+    from concurrent.futures import Executor
 
     from inferencecenter.engine.backend import Backend
     from inferencecenter.engine.grammar_cache import CompiledGrammar, GrammarCache
-    from inferencecenter.engine.inbox import Inbox
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.heartbeat import Heartbeat
     from inferencecenter.ipc.messages import FromEngine, Submit
     from inferencecenter.protocol.params import Params
 
 
+# A text of this size is tokenized in less than a tenth of a second.
+_SHORT_BYTES: Final = 64 * 1024
+
+_Item = TypeVar("_Item")
+
+
+class JobCancelledError(Exception):
+    """The result of the running job is no longer needed."""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """Work for one client, whose duration depends on ``size_bytes``.
+
+    ``work`` is called with the job; it must not raise, and drops its result once the job is ``cancelled``.
+    """
+
+    client_id: str
+    work: Callable[[Job], None]
+    size_bytes: int = 0
+    cancelled: bool = False
+
+    def check(self) -> None:
+        """Return if the job is still wanted.
+
+        Raises:
+            JobCancelledError: The job was cancelled.
+        """
+        if self.cancelled:
+            raise JobCancelledError
+
+    def each(self, items: Sequence[_Item]) -> Sequence[_Item]:
+        """Return the items as a sequence whose items raise ``JobCancelledError`` once the job is cancelled."""
+        return _Wanted(self, items)
+
+
+class _Wanted(Sequence[_Item]):
+    def __init__(self, job: Job, items: Sequence[_Item]) -> None:
+        self._job = job
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> _Item: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[_Item]: ...
+
+    def __getitem__(self, index: int | slice) -> _Item | Sequence[_Item]:
+        self._job.check()
+        return self._items[index]
+
+
+class FairWorkers:
+    """Runs clients' jobs on a shared executor, fairly. All methods may be called from any thread.
+
+    An executor's own queue is FIFO: a client that submits 500 jobs makes all others wait behind them, and submitted
+    jobs cannot be removed. Here each client has its own queue. The executor gets only as many jobs as run at once; when
+    one ends, the client that has waited longest since its last job submits the next one. Where several run at once, one
+    client's long jobs never occupy all threads: one is left for other clients.
+
+    A queued job is cancelled by removing it with everything it references. A thread cannot be stopped, so a running job
+    checks ``cancelled`` between its parts and raises ``JobCancelledError``.
+
+    Args:
+        executor: Runs the jobs.
+        most: Most jobs running at once.
+    """
+
+    def __init__(self, executor: Executor, *, most: int) -> None:
+        self._executor = executor
+        self._most = most
+        self._waiting: FairQueue[Job] = FairQueue()
+        self._running: set[Job] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """Return the number of queued jobs."""
+        with self._lock:
+            return len(self._waiting)
+
+    def submit(self, job: Job) -> None:
+        """Queue a job for its client."""
+        with self._lock:
+            self._waiting.add(job.client_id, job)
+            self._fill()
+
+    def cancel(self, job: Job) -> None:
+        """Remove a queued job, or mark a running one as cancelled; a finished one is unaffected."""
+        with self._lock:
+            job.cancelled = True
+            self._waiting.withdraw(job.client_id, job)
+
+    def close(self) -> None:
+        """Cancel all jobs."""
+        with self._lock:
+            for job in (*self._waiting, *self._running):
+                job.cancelled = True
+            self._waiting.clear()
+
+    def _fill(self) -> None:
+        """Submit as many jobs to the executor as may run; the lock is held."""
+        while len(self._running) < self._most and (job := self._waiting.take(self._may_run)) is not None:
+            self._running.add(job)
+            with suppress(RuntimeError):  # it was shut down, and nothing runs any more
+                self._executor.submit(self._run, job)
+
+    def _may_run(self, job: Job) -> bool:
+        """Return whether a thread stays free for other clients if this job runs beside its client's others."""
+        if self._most == 1 or job.size_bytes <= _SHORT_BYTES:
+            return True
+        long = sum(each.size_bytes > _SHORT_BYTES for each in self._running if each.client_id == job.client_id)
+        return long < self._most - 1
+
+    def _run(self, job: Job) -> None:
+        try:
+            if not job.cancelled:
+                job.work(job)
+        finally:
+            with self._lock:
+                self._running.discard(job)
+                self._fill()
+
+
 ROOM_BYTES: Final = 256 * 1024 * 1024
 """Bytes of submissions that may wait here, shared fairly among clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarReady:
+    """The grammar of a submitted turn is compiled; its prompt is not tokenized yet."""
+
+    turn_id: str
+    grammar: CompiledGrammar
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedTurn:
+    """A submitted turn with its prompt's ``tokens``, of which the first ``prefix_tokens`` are shared.
+
+    ``tokens`` continue with the turn's earlier answer, if any, which ``output`` has replayed.
+    """
+
+    turn_id: str
+    tokens: list[int]
+    prefix_tokens: int
+    output: OutputProcessor
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens without the earlier answer."""
+        return self.tokens[: len(self.tokens) - self.output.n_answered]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizationFailed:
+    """A submitted turn whose prompt could not be tokenized."""
+
+    turn_id: str
+    error: InferenceCenterError
+
+
+PreparationResult: TypeAlias = GrammarReady | TokenizedTurn | TokenizationFailed
 
 
 @dataclass(slots=True)
@@ -89,7 +252,7 @@ class TokenizationStage:
         backend: Tokenizes, on the workers.
         grammars: Compiles on its own thread: a turn that needs no new grammar does not wait for one.
         workers: Tokenize, beside other work.
-        inbox: Receives the results of jobs.
+        put: Takes the result of each job, on its thread.
         heartbeat: Records which turn's prompt a job works on.
         queue_timeout_s: Seconds within which a turn must get a slot; infinite for no limit.
         on_ready: Called with each turn that leaves.
@@ -102,7 +265,7 @@ class TokenizationStage:
         *,
         grammars: GrammarCache,
         workers: FairWorkers,
-        inbox: Inbox,
+        put: Callable[[PreparationResult], None],
         heartbeat: Heartbeat,
         queue_timeout_s: float,
         on_ready: Callable[[PendingSubmission, TokenizedTurn | TokenizationFailed], None],
@@ -113,7 +276,7 @@ class TokenizationStage:
         self._workers = workers
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._compilations = FairWorkers(self._compiler, most=1)
-        self._inbox = inbox
+        self._put = put
         self._heartbeat = heartbeat
         self._queue_timeout_s = queue_timeout_s
         self._on_ready = on_ready
@@ -152,7 +315,7 @@ class TokenizationStage:
         else:
             self._give(pending, self._workers, partial(self._tokenize, submit, grammar, at_s))
 
-    def take(self, result: GrammarReady | TokenizedTurn | TokenizationFailed) -> None:
+    def take(self, result: PreparationResult) -> None:
         """Handle a job's result; it is dropped if its turn has ended meanwhile."""
         pending = self._pending.get(result.turn_id)
         if pending is None:
@@ -227,7 +390,7 @@ class TokenizationStage:
 
     def _run(self, turn_id: str, work: Callable[[Job], TokenizedTurn | GrammarReady], job: Job) -> None:
         """Run a turn's job on a worker thread and put its result into the inbox."""
-        result: GrammarReady | TokenizedTurn | TokenizationFailed
+        result: PreparationResult
         try:
             with self._heartbeat.preparing(turn_id):
                 result = work(job)
@@ -243,7 +406,7 @@ class TokenizationStage:
                 turn_id, InferenceCenterError(ErrorCode.INTERNAL, "The turn could not be prepared.")
             )
         if not job.cancelled:
-            self._inbox.put(result)
+            self._put(result)
 
     def _compile(self, submit: Submit, job: Job) -> GrammarReady:
         assert submit.grammar is not None, "it has one"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inferencecenter.core.state_machine import IllegalTransitionError, StateMachine
-from inferencecenter.engine.scheduler.request import REQUEST
+from inferencecenter.engine.scheduler.state import REQUEST
 from inferencecenter.server.states import CONNECTION
 from inferencecenter.sessions.states import SESSION, TURN
 from inferencecenter.supervisor.states import ENGINE

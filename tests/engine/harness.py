@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.echo import EchoBackend
-from inferencecenter.engine.inbox import FrontDisconnected, Inbox, KvFetched, ReceivedCommand
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
-from inferencecenter.engine.loop import EngineLoop
+from inferencecenter.engine.loop import EngineLoop, FrontDisconnected, Inbox, KvFetched, ReceivedCommand
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel, encode, from_engine_decoder
 from inferencecenter.ipc.heartbeat import Heartbeat

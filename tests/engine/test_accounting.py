@@ -6,6 +6,7 @@ import pytest
 
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.loop import work_of
+from inferencecenter.engine.scheduler.placement import prefix_key
 from inferencecenter.engine.scheduler.plan import (
     Admission,
     CopySlot,
@@ -17,7 +18,6 @@ from inferencecenter.engine.scheduler.plan import (
     StepPlan,
     TruncateSlot,
 )
-from inferencecenter.engine.scheduler.prefix_sharing import prefix_key
 from inferencecenter.ipc.messages import MoveTime, StepStats, TokenSources
 
 PROMPT = tuple(range(10))

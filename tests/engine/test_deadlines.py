@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from inferencecenter.engine.inbox import Deadlines
+from inferencecenter.engine.loop import Deadlines
 
 
 def test_deadlines_pass_in_their_order() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from inferencecenter.engine.inbox import FrontDisconnected, Inbox, ReceivedCommand
+from inferencecenter.engine.loop import FrontDisconnected, Inbox, ReceivedCommand
 from inferencecenter.ipc.messages import AbortTurn
 from tests.engine.harness import TIMEOUT_S, submit
 

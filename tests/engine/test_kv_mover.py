@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.kv_mover import KvMover, KvMoveResult
+from inferencecenter.engine.executor import KvMover, KvMoveResult
 from inferencecenter.engine.scheduler.plan import CopySlot, KvMove, ParkSlot, RestoreSlot, SwapSlots, TruncateSlot
 from inferencecenter.ipc.messages import MoveTime, pack_tokens
 from tests.engine.faulty_echo import FaultyEcho

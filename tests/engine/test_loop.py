@@ -251,7 +251,7 @@ def test_the_process_serves_and_ends_with_its_pipe() -> None:
 STUCK = """
 import socket, sys, threading
 from inferencecenter.engine.__main__ import watch
-from inferencecenter.engine.inbox import Inbox
+from inferencecenter.engine.loop import Inbox
 from inferencecenter.ipc.framing import BlockingChannel
 watch(BlockingChannel(socket.socket(fileno=int(sys.argv[1]))), Inbox())
 threading.Event().wait()

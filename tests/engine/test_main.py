@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.engine import __main__ as main
-from inferencecenter.engine.inbox import FrontDisconnected, Inbox
+from inferencecenter.engine.loop import FrontDisconnected, Inbox
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import LoadFailed
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from inferencecenter.engine.inbox import Command
+    from inferencecenter.engine.loop import Command
 
 TEXT = "some words that take more than a cell of the grid"
 

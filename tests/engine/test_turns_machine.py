@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from inferencecenter.engine.executor import Executor
 from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor
-from inferencecenter.engine.scheduler.request import EngineRequest
 from inferencecenter.engine.scheduler.scheduler import Scheduler
+from inferencecenter.engine.scheduler.state import EngineRequest
 from inferencecenter.ipc.messages import Finished, Started, TokenDelta, TurnEvent, unpack_tokens
 from inferencecenter.protocol.params import Params
 from tests.engine.faulty_echo import FaultyEcho

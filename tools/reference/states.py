@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from inferencecenter.engine.scheduler.request import REQUEST
+from inferencecenter.engine.scheduler.state import REQUEST
 from inferencecenter.hardware.pressure import PRESSURE
 from inferencecenter.hardware.thermal import THERMAL
 from inferencecenter.server.states import CONNECTION

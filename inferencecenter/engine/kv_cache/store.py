@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.kv_cache import directory, record
-from inferencecenter.engine.kv_cache.budget import PUBLIC, TierLimits
 from inferencecenter.engine.kv_cache.disk import DiskTier
-from inferencecenter.engine.kv_cache.index import KvEntry, KvIndex, TierState
+from inferencecenter.engine.kv_cache.index import PUBLIC, KvEntry, KvIndex, TierLimits, TierState
 from inferencecenter.engine.kv_cache.ram import RamTier, whole_pages
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode, clear, recover
 from inferencecenter.engine.kv_cache.tiers import TieredCache
-from inferencecenter.engine.scheduler.prefix_sharing import is_prefix_key
+from inferencecenter.engine.scheduler.placement import is_prefix_key
 from inferencecenter.ipc.messages import pack_tokens
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
-    from inferencecenter.engine.scheduler.prefix_sharing import Match
+    from inferencecenter.engine.scheduler.placement import Match
 
 # A mapping holds a file descriptor, and a process has 1,024 by default.
 _MAX_IN_RAM = 512

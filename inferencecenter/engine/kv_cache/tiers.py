@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from inferencecenter.engine.kv_cache.budget import TierLimits
 from inferencecenter.engine.kv_cache.disk import ExpectedSequence, seal
-from inferencecenter.engine.kv_cache.index import KvEntry, KvIndex, TierState
+from inferencecenter.engine.kv_cache.index import KvEntry, KvIndex, TierLimits, TierState
 from inferencecenter.engine.kv_cache.mapping import Mapping
 from inferencecenter.engine.kv_cache.ram import is_sound, whole_pages
 

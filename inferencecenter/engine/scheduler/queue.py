@@ -8,15 +8,20 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.engine.scheduler.request import LOWEST_CLASS, RequestChange
+from inferencecenter.engine.scheduler.placement import common_prefix_tokens
+from inferencecenter.engine.scheduler.state import LOWEST_CLASS, RequestChange, RequestState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from inferencecenter.engine.scheduler.fairness import ServiceCounters
-    from inferencecenter.engine.scheduler.prefix_sharing import Match, ParkedKv, PrefixWaiters
-    from inferencecenter.engine.scheduler.request import EngineRequest
+    from inferencecenter.engine.scheduler.placement import Match, ParkedKv
+    from inferencecenter.engine.scheduler.policy import ServiceCounters
+    from inferencecenter.engine.scheduler.state import EngineRequest
 
+_LEAST_CELLS: Final = 2
+# A reader can lose its slot or its snapshot more often than a waiting turn should have to wait for it.
+_MOST_FOLLOWS: Final = 2
+_MOST_FOLLOWERS: Final = 64
 _SPARE_AGES: Final = 64
 _MOST_RISING: Final = 64
 HEAD_TURNS: Final = 64
@@ -388,6 +393,102 @@ class KvLoads:
             return True
         match = self._parked.find(fetching.request.client_id, fetching.request.tokens)
         return match is None or match.ready or match.load_failed or match.key != fetching.key
+
+
+@dataclass(frozen=True, slots=True)
+class _Following:
+    """``request`` waits until ``reader`` has prefilled ``n_tokens`` or, with ``by_snapshot``, parked them."""
+
+    request: EngineRequest
+    reader: EngineRequest
+    n_tokens: int
+    by_snapshot: bool
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing left to wait for."""
+        reader = self.reader
+        if self.by_snapshot:
+            return not reader.snapshot or reader.slot is None
+        return reader.state is not RequestState.PREFILL or reader.kv_tokens >= self.n_tokens
+
+
+class PrefixWaiters:
+    """Turns that wait for another turn to prefill a prefix they share.
+
+    Within a client any common prefix is shared, by copying it out of the reader's slot. Across clients only a public
+    prefix is, as the snapshot that the reader leaves of it; the same holds for models whose sequences cannot be cut.
+
+    Args:
+        can_truncate: Whether a sequence can be cut at any position.
+        grid_tokens: Waiting must save at least two cells of the grid.
+    """
+
+    def __init__(self, *, can_truncate: bool, grid_tokens: int) -> None:
+        self._can_truncate = can_truncate
+        self._least_tokens = _LEAST_CELLS * grid_tokens
+        self._followings: dict[str, _Following] = {}
+
+    def __len__(self) -> int:
+        return len(self._followings)
+
+    @property
+    def requests(self) -> tuple[EngineRequest, ...]:
+        """The waiting turns, oldest first."""
+        return tuple(following.request for following in self._followings.values())
+
+    def follow(self, request: EngineRequest, running: Iterable[EngineRequest], *, cached_tokens: int) -> str | None:
+        """Let a turn wait for a reader that saves it enough; return the reader's turn id, or ``None``."""
+        if request.follows >= _MOST_FOLLOWS or len(self) >= _MOST_FOLLOWERS:
+            return None
+        followings = [
+            following
+            for reader in running
+            if reader.effective_priority <= request.effective_priority
+            and (following := self._following(request, reader, least=cached_tokens + self._least_tokens)) is not None
+        ]
+        best = max(followings, key=lambda following: (following.n_tokens, following.reader.kv_tokens), default=None)
+        if best is None:
+            return None
+        request.follows += 1
+        self._followings[request.turn_id] = best
+        return best.reader.turn_id
+
+    def discard(self, request: EngineRequest) -> bool:
+        """Remove a turn; ``False`` when it does not wait here."""
+        return self._followings.pop(request.turn_id, None) is not None
+
+    def release(self) -> list[EngineRequest]:
+        """Remove and return the turns with nothing left to wait for."""
+        over = [following.request for following in self._followings.values() if following.over]
+        for request in over:
+            del self._followings[request.turn_id]
+        return over
+
+    def _following(self, request: EngineRequest, reader: EngineRequest, *, least: int) -> _Following | None:
+        """Return what waiting for a reader would give, ``None`` if it saves less than ``least`` tokens."""
+        own = request.client_id == reader.client_id
+        if reader.state is RequestState.PREFILL and own and self._can_truncate:
+            n_tokens = _common(request.tokens[:-1], reader.tokens, least)
+            by_snapshot = False
+        elif reader.snapshot and (own or (request.public and reader.public)):
+            shared = (
+                request.tokens[:-1] if own else request.tokens[: min(request.prefix_tokens, request.prompt_tokens - 1)]
+            )
+            n_tokens = _common(shared, reader.tokens[: reader.cut_tokens], least)
+            by_snapshot = True
+            if n_tokens < reader.cut_tokens and not self._can_truncate:
+                return None
+        else:
+            return None
+        if n_tokens < least or reader.kv_tokens >= n_tokens:
+            return None
+        return _Following(request, reader, n_tokens, by_snapshot=by_snapshot)
+
+
+def _common(a: list[int], b: list[int], least: int) -> int:
+    """Return the length of the common prefix, 0 when it is less than ``least``."""
+    return common_prefix_tokens(a, b) if a[least - 1 : least] == b[least - 1 : least] else 0
 
 
 class TurnQueue:

@@ -13,33 +13,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.engine.scheduler.fairness import (
-    DECODE_UNITS,
-    PreemptionPolicy,
-    ServiceCounters,
-    charge_decode,
-    charge_prefill,
-)
 from inferencecenter.engine.scheduler.placement import (
     CheckpointPlanner,
     Dispatcher,
+    KvSourceFinder,
     PlanBuilder,
     SlotPlacement,
     compact,
 )
 from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, PromptProgress, RestoreSlot, TruncateSlot
-from inferencecenter.engine.scheduler.policy import PrefillBudget, Quantum, decode_pass, prefill_passes
-from inferencecenter.engine.scheduler.prefix_sharing import KvSourceFinder, PrefixWaiters
-from inferencecenter.engine.scheduler.queue import KvLoads, TurnQueue
-from inferencecenter.engine.scheduler.request import EngineRequest, RequestChange, RequestState
-from inferencecenter.engine.scheduler.slots import SlotTable
+from inferencecenter.engine.scheduler.policy import (
+    DECODE_UNITS,
+    PreemptionPolicy,
+    PrefillBudget,
+    Quantum,
+    ServiceCounters,
+    charge_decode,
+    charge_prefill,
+    decode_pass,
+    prefill_passes,
+)
+from inferencecenter.engine.scheduler.queue import KvLoads, PrefixWaiters, TurnQueue
+from inferencecenter.engine.scheduler.state import EngineRequest, RequestChange, RequestState, SlotTable
 from inferencecenter.engine.speculation import DraftPlanner
 
 if TYPE_CHECKING:
+    from inferencecenter.engine.scheduler.placement import ParkedKv
     from inferencecenter.engine.scheduler.plan import DecodePass, StepOutcome, StepPlan
     from inferencecenter.engine.scheduler.policy import SchedulerLimits
-    from inferencecenter.engine.scheduler.prefix_sharing import ParkedKv
-    from inferencecenter.engine.scheduler.slots import Slot
+    from inferencecenter.engine.scheduler.state import Slot
 
 
 class Scheduler:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.kv_cache.budget import PUBLIC, LruBudget, TierLimits
+from inferencecenter.engine.kv_cache.index import PUBLIC, LruBudget, TierLimits
 
 SCOPES = st.sampled_from([PUBLIC, "a", "b"])
 

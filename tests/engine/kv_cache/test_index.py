@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.kv_cache.budget import PUBLIC, TierLimits
-from inferencecenter.engine.kv_cache.index import KvEntry, KvIndex, TierState
+from inferencecenter.engine.kv_cache.index import PUBLIC, KvEntry, KvIndex, TierLimits, TierState
 from inferencecenter.ipc.messages import pack_tokens
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=8)

@@ -9,7 +9,7 @@ import pytest
 
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.llama.backend import LlamaBackend
-from inferencecenter.engine.scheduler.request import EngineRequest
+from inferencecenter.engine.scheduler.state import EngineRequest
 from inferencecenter.engine.speculation import DraftPlanner
 from inferencecenter.ipc.messages import PromptSegment
 from inferencecenter.protocol.params import Params

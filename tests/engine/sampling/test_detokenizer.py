@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.sampling.detokenizer import TokenText, Utf8Stream
+from inferencecenter.engine.sampling.text import TokenText, Utf8Stream
 
 characters = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 

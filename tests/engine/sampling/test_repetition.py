@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.sampling.stop import RepetitionDetector
+from inferencecenter.engine.sampling.text import RepetitionDetector
 
 
 def first_alarm(repeats: int, tokens: list[int]) -> int | None:

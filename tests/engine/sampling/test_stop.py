@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.engine.sampling import stop
-from inferencecenter.engine.sampling.stop import Scan, StopScanner
+from inferencecenter.engine.sampling import text
+from inferencecenter.engine.sampling.text import Scan, StopScanner
 
 texts = st.text("ab\n", max_size=40)
 stop_strings = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
@@ -133,7 +133,7 @@ def test_released_text_is_forgotten() -> None:
 
 def test_a_pattern_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catastrophic backtracking ends in an error, not in a hang."""
-    monkeypatch.setattr(stop, "_SEARCH_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(text, "_SEARCH_TIMEOUT_S", 0.01)
     scanner = StopScanner([], ["(a+)+b"])
     with pytest.raises(InferenceCenterError) as caught:
         scanner.feed("a" * 5000 + "c")
@@ -173,7 +173,7 @@ def test_ordinary_patterns_never_use_up_their_time() -> None:
 
 def test_a_pattern_that_holds_back_everything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unbounded match would keep the answer from being shown at all."""
-    monkeypatch.setattr(stop, "_MAX_HELD_CHARS", 100)
+    monkeypatch.setattr(text, "_MAX_HELD_CHARS", 100)
     scanner = StopScanner([], ["(?s)a.*z"])
     with pytest.raises(InferenceCenterError, match="could still match after 100 characters"):
         scanner.feed("a" + "b" * 101)

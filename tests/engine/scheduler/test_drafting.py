@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from inferencecenter.engine.scheduler.fairness import DECODE_UNITS
-from inferencecenter.engine.scheduler.request import EngineRequest
+from inferencecenter.engine.scheduler.policy import DECODE_UNITS
+from inferencecenter.engine.scheduler.state import EngineRequest
 from inferencecenter.engine.speculation import DraftPlanner
 from tests.engine.scheduler.world import N_CTX, Faults, World
 

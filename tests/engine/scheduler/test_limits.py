@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from inferencecenter.engine.scheduler.plan import ParkSlot, RestoreSlot
 from inferencecenter.engine.scheduler.policy import SchedulerLimits
-from inferencecenter.engine.scheduler.request import RequestState
+from inferencecenter.engine.scheduler.state import RequestState
 from tests.engine.scheduler.world import GRID_TOKENS, N_CTX, FakeStore, World
 
 QUANTUM = 4

@@ -17,8 +17,7 @@ from inferencecenter.engine.scheduler.policy import (
     decode_pass,
     prefill_passes,
 )
-from inferencecenter.engine.scheduler.request import EngineRequest
-from inferencecenter.engine.scheduler.slots import SlotTable
+from inferencecenter.engine.scheduler.state import EngineRequest, SlotTable
 
 
 def table_of(*slots: str) -> SlotTable:

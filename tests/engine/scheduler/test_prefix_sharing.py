@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.scheduler.prefix_sharing import common_prefix_tokens
+from inferencecenter.engine.scheduler.placement import common_prefix_tokens
 
 tokens = st.lists(st.integers(0, 2), max_size=40)
 

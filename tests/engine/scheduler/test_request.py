@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inferencecenter.core.state_machine import IllegalTransitionError
-from inferencecenter.engine.scheduler.request import REQUEST, EngineRequest, RequestChange, RequestState
+from inferencecenter.engine.scheduler.state import REQUEST, EngineRequest, RequestChange, RequestState
 
 
 def make_request(n_tokens: int) -> EngineRequest:

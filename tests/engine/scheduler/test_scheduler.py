@@ -6,8 +6,8 @@ import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.scheduler.plan import Admission, StepOutcome, StepPlan, SwapSlots, TruncateSlot
-from inferencecenter.engine.scheduler.request import EngineRequest
 from inferencecenter.engine.scheduler.scheduler import Scheduler
+from inferencecenter.engine.scheduler.state import EngineRequest
 from tests.engine.scheduler.world import FakeStore
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from inferencecenter.engine.scheduler.placement import prefix_key
 from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, RestoreSlot, StepPlan, TruncateSlot
-from inferencecenter.engine.scheduler.prefix_sharing import prefix_key
-from inferencecenter.engine.scheduler.request import RequestState
+from inferencecenter.engine.scheduler.state import RequestState
 from tests.engine.scheduler.world import GRID_TOKENS, Entry, FakeStore, Faults, World, restore
 
 SYSTEM = list(range(500, 514))

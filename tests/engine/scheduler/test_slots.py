@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from inferencecenter.engine.scheduler.request import EngineRequest
-from inferencecenter.engine.scheduler.slots import SlotTable
+from inferencecenter.engine.scheduler.state import EngineRequest, SlotTable
 
 
 def request(turn: str, *, session: str, client: str = "x") -> EngineRequest:

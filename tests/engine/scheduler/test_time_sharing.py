@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from inferencecenter.engine.scheduler.plan import ParkSlot, StepPlan, SwapSlots
-from inferencecenter.engine.scheduler.request import EngineRequest, RequestState
+from inferencecenter.engine.scheduler.state import EngineRequest, RequestState
 from tests.engine.scheduler.world import STEP_S, FakeStore, World, restore
 
 QUANTUM = 8

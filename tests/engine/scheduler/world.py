@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from inferencecenter.engine.scheduler.placement import Match, common_prefix_tokens
 from inferencecenter.engine.scheduler.plan import (
     CopySlot,
     ParkSlot,
@@ -16,9 +17,8 @@ from inferencecenter.engine.scheduler.plan import (
     TruncateSlot,
 )
 from inferencecenter.engine.scheduler.policy import SchedulerLimits
-from inferencecenter.engine.scheduler.prefix_sharing import Match, common_prefix_tokens
-from inferencecenter.engine.scheduler.request import EngineRequest, RequestState
 from inferencecenter.engine.scheduler.scheduler import Scheduler
+from inferencecenter.engine.scheduler.state import EngineRequest, RequestState
 from inferencecenter.ipc.messages import pack_tokens
 
 if TYPE_CHECKING:
