@@ -1,4 +1,4 @@
-"""The servers of `tests/server`, for the tests of this folder."""
+"""Server fixtures of `tests/server`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of clients and tokens in SQLite."""
+"""Clients and tokens in SQLite."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KITCHEN = Account(client_id="kitchen", max_sessions=2, priority="batch", scopes=
 
 
 class Clock:
-    """Unix seconds that a test moves."""
+    """Unix seconds that a test advances."""
 
     now_s = 1000.0
 
@@ -36,13 +36,13 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Clock:
-    """A clock that stands still."""
+    """A stopped clock."""
     return Clock()
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the database will be."""
+    """The path of the database."""
     return tmp_path / "state" / "accounts.sqlite3"
 
 
@@ -56,8 +56,8 @@ def accounts(path: Path, clock: Clock) -> Iterator[Accounts]:
     opened.close()
 
 
-def test_a_token_stands_for_its_client(accounts: Accounts) -> None:
-    """The account carries the client's limits and the token's id."""
+def test_token_authenticates_its_client(accounts: Accounts) -> None:
+    """The account has the client's limits and the token's id."""
     new = accounts.create_token("ada", name="phone")
     assert accounts.verify_token(new.token) == Account(
         client_id="ada",
@@ -76,22 +76,22 @@ def test_tokens_have_256_bits_and_differ(accounts: Accounts) -> None:
 
 
 @pytest.mark.parametrize("mangle", ["{}x", "x{}", "ic_0123456789ab_{}", "", "ic__", "ic_a_b_c", "\udc80"])
-def test_anything_but_the_token_is_nobody(accounts: Accounts, mangle: str) -> None:
-    """Near misses, an unknown id and text of any shape stand for no account."""
+def test_modified_token_authenticates_no_client(accounts: Accounts, mangle: str) -> None:
+    """Near misses, unknown ids and arbitrary text match no account."""
     token = accounts.create_token("ada").token
     assert accounts.verify_token(mangle.format(token)) is None
 
 
-def test_a_secret_does_not_open_another_token(accounts: Accounts) -> None:
-    """The secret must be that of the token's own id."""
+def test_secret_of_another_token_is_refused(accounts: Accounts) -> None:
+    """The secret must belong to the token's id."""
     first, second = accounts.create_token("ada").token, accounts.create_token("ada").token
     assert accounts.verify_token("_".join([*first.split("_")[:2], second.split("_")[2]])) is None
 
 
-def test_secrets_are_compared_in_constant_time_also_for_unknown_ids(
+def test_secrets_are_compared_in_constant_time_for_unknown_ids_too(
     accounts: Accounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every check does one comparison of two digests through hmac, known id or not."""
+    """Every check compares two digests through hmac once."""
     compared: list[tuple[int, int]] = []
     constant_time = hmac.compare_digest
 
@@ -107,8 +107,8 @@ def test_secrets_are_compared_in_constant_time_also_for_unknown_ids(
     assert compared == [(32, 32)] * 3
 
 
-def test_secrets_are_not_in_the_files(accounts: Accounts, path: Path) -> None:
-    """Neither the database nor what SQLite keeps beside it holds a secret."""
+def test_secrets_are_not_stored(accounts: Accounts, path: Path) -> None:
+    """Neither the database nor its WAL contains a secret."""
     secret = accounts.create_token("ada").token.split("_")[2]
     accounts.close()
     contents = b"".join(file.read_bytes() for file in path.parent.iterdir())
@@ -118,14 +118,14 @@ def test_secrets_are_not_in_the_files(accounts: Accounts, path: Path) -> None:
 
 
 def test_files_are_private(accounts: Accounts, path: Path) -> None:
-    """The database, its log and its directory are the owner's alone."""
+    """Only the owner can access the database, its WAL and its directory."""
     accounts.create_token("ada")
     assert {stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()} == {0o600}
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
 
 
-def test_a_token_expires(accounts: Accounts, clock: Clock) -> None:
-    """From its last second on a token opens nothing."""
+def test_expired_token_is_refused(accounts: Accounts, clock: Clock) -> None:
+    """From its last second on."""
     new = accounts.create_token("ada", expires_at=1060.0)
     clock.now_s = 1059.9
     account = accounts.verify_token(new.token)
@@ -137,8 +137,8 @@ def test_a_token_expires(accounts: Accounts, clock: Clock) -> None:
     assert accounts.valid_tokens() == frozenset()
 
 
-def test_a_revoked_token_is_useless_and_stays_listed(accounts: Accounts) -> None:
-    """Revoking works once, and only on the token named."""
+def test_revoked_token_is_refused_and_stays_listed(accounts: Accounts) -> None:
+    """Revoking works once, and only for the named token."""
     new, other = accounts.create_token("ada"), accounts.create_token("ada")
     assert accounts.revoke(new.token_id)
     assert not accounts.revoke(new.token_id)
@@ -152,8 +152,8 @@ def test_a_revoked_token_is_useless_and_stays_listed(accounts: Accounts) -> None
     }
 
 
-def test_the_last_use_is_remembered(accounts: Accounts, clock: Clock) -> None:
-    """A successful check is noted, a failed one is not."""
+def test_last_use_is_recorded(accounts: Accounts, clock: Clock) -> None:
+    """A successful check is recorded, a failed one is not."""
     new = accounts.create_token("ada", name="phone")
     accounts.verify_token(new.token + "0")
     assert accounts.list_tokens("ada")[0].last_used_at is None
@@ -164,7 +164,7 @@ def test_the_last_use_is_remembered(accounts: Accounts, clock: Clock) -> None:
 
 
 def test_checking_a_token_writes_nothing(accounts: Accounts, path: Path) -> None:
-    """Uses are written together later, not at each login."""
+    """Uses are written later in batches."""
     new = accounts.create_token("ada")
     log = path.with_name(path.name + "-wal")
     before = log.read_bytes()
@@ -175,22 +175,22 @@ def test_checking_a_token_writes_nothing(accounts: Accounts, path: Path) -> None
 
 
 def test_tokens_are_listed_by_client(accounts: Accounts) -> None:
-    """A list is of one client, or of all."""
+    """Of one client, or of all."""
     accounts.ensure_client("bob", max_sessions=1, priority="normal")
     mine, theirs = accounts.create_token("ada").token_id, accounts.create_token("bob").token_id
     assert [info.token_id for info in accounts.list_tokens("ada")] == [mine]
     assert {info.token_id for info in accounts.list_tokens()} == {mine, theirs}
 
 
-def test_a_token_needs_a_client(accounts: Accounts) -> None:
-    """A token for nobody is refused by name."""
+def test_token_requires_an_existing_client(accounts: Accounts) -> None:
+    """The error names the unknown client."""
     with pytest.raises(InferenceCenterError, match="'eve'") as caught:
         accounts.create_token("eve")
     assert caught.value.field == "client_id"
 
 
 def test_limits_can_be_changed(accounts: Accounts) -> None:
-    """A client made again keeps its tokens and has the new limits."""
+    """Updating a client keeps its tokens and sets its limits."""
     token = accounts.create_token("ada").token
     accounts.ensure_client("ada", max_sessions=9, priority="batch")
     account = accounts.verify_token(token)
@@ -199,8 +199,8 @@ def test_limits_can_be_changed(accounts: Accounts) -> None:
     assert account.scopes == {Scope.USER}
 
 
-def test_a_client_may_have_a_retention_of_its_own(accounts: Accounts) -> None:
-    """It is on the account of each token, and gone when the client is made again without."""
+def test_client_has_its_own_retention(accounts: Accounts) -> None:
+    """Each of its tokens' accounts has it, until the client is updated without one."""
     token = accounts.create_token("ada").token
     for days in (0.5, 36_500, None):
         accounts.ensure_client("ada", max_sessions=1, priority="normal", retention_days=days)
@@ -209,8 +209,8 @@ def test_a_client_may_have_a_retention_of_its_own(accounts: Accounts) -> None:
         assert account.retention_days == days
 
 
-def test_retentions_of_all_clients(path: Path, clock: Clock) -> None:
-    """Those of the database and of clients.toml that have their own; the file's holds for a client that is in both."""
+def test_retention_of_all_clients(path: Path, clock: Clock) -> None:
+    """Of the database and clients.toml; the file's applies to a client in both."""
     static = {
         name: StaticClient(account=replace(KITCHEN, client_id=name, retention_days=days), key_sha256=bytes(32))
         for name, days in (("kitchen", 1.5), ("both", 3.0), ("plain", None))
@@ -222,8 +222,8 @@ def test_retentions_of_all_clients(path: Path, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("days", [0.0, -1.0, 36_501.0, float("inf"), float("nan")])
-def test_a_retention_that_is_none_is_refused(accounts: Accounts, days: float) -> None:
-    """The error names the field and what it may be, and no client was made."""
+def test_invalid_retention_is_refused(accounts: Accounts, days: float) -> None:
+    """The error names the field and its range, and no client is created."""
     with pytest.raises(InferenceCenterError, match="above 0 and at most 36500") as caught:
         accounts.ensure_client("eve", max_sessions=1, priority="normal", retention_days=days)
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "retention_days")
@@ -231,7 +231,7 @@ def test_a_retention_that_is_none_is_refused(accounts: Accounts, days: float) ->
 
 
 def test_removing_a_client_removes_its_tokens(accounts: Accounts) -> None:
-    """A token does not outlive its client."""
+    """They no longer authenticate."""
     token = accounts.create_token("ada").token
     accounts.remove_client("ada")
     assert accounts.verify_token(token) is None
@@ -239,14 +239,14 @@ def test_removing_a_client_removes_its_tokens(accounts: Accounts) -> None:
 
 
 def test_keys_of_clients_toml(accounts: Accounts) -> None:
-    """A key opens its own client and no other."""
+    """A key authenticates its own client and no other."""
     assert accounts.verify_key("kitchen", "key") == KITCHEN
     assert accounts.verify_key("kitchen", "other") is None
     assert accounts.verify_key("ada", "key") is None
 
 
-def test_a_token_serves_as_the_key_of_its_client(accounts: Accounts) -> None:
-    """Programs that know only client id and API key can use a token, of that client alone."""
+def test_token_works_as_api_key_of_its_client(accounts: Accounts) -> None:
+    """Programs that only know client id and API key can use a token."""
     token = accounts.create_token("ada").token
     account = accounts.verify_key("ada", token)
     assert account is not None
@@ -254,8 +254,8 @@ def test_a_token_serves_as_the_key_of_its_client(accounts: Accounts) -> None:
     assert accounts.verify_key("kitchen", token) is None
 
 
-def test_accounts_survive_reopening(accounts: Accounts, path: Path, clock: Clock) -> None:
-    """What was made is there the next time."""
+def test_accounts_persist_across_reopening(accounts: Accounts, path: Path, clock: Clock) -> None:
+    """Clients and tokens are there after the database is opened again."""
     token = accounts.create_token("ada").token
     accounts.close()
     again = Accounts.open(path, clock=clock)
@@ -267,8 +267,8 @@ def test_accounts_survive_reopening(accounts: Accounts, path: Path, clock: Clock
 @pytest.mark.parametrize(
     "content", [b"not a database, but long enough to be looked at" * 30, b"SQLite format 3\0" * 300]
 )
-def test_a_damaged_file_is_refused_and_kept(path: Path, clock: Clock, content: bytes) -> None:
-    """The error names the file, and the file is as before."""
+def test_damaged_file_is_refused_and_kept(path: Path, clock: Clock, content: bytes) -> None:
+    """The error names the file, which stays unchanged."""
     path.parent.mkdir()
     path.write_bytes(content)
     with pytest.raises(InferenceCenterError, match=re.escape(str(path))) as caught:
@@ -278,8 +278,8 @@ def test_a_damaged_file_is_refused_and_kept(path: Path, clock: Clock, content: b
     assert path.read_bytes() == content
 
 
-def test_a_file_of_a_newer_version_is_refused(accounts: Accounts, path: Path, clock: Clock) -> None:
-    """A downgrade does not touch what it does not understand."""
+def test_file_of_a_newer_version_is_refused(accounts: Accounts, path: Path, clock: Clock) -> None:
+    """A downgrade changes nothing."""
     with accounts._file.transaction() as database:
         database.execute("PRAGMA user_version = 99")
     accounts.close()
@@ -291,10 +291,10 @@ def test_a_file_of_a_newer_version_is_refused(accounts: Accounts, path: Path, cl
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
-def test_accounts_in_a_file_that_is_elsewhere_let_nobody_in(
+def test_moved_or_replaced_database_authenticates_no_client(
     accounts: Accounts, path: Path, clock: Clock, *, is_replaced: bool
 ) -> None:
-    """What others change, as when they revoke a token, is not in the file that is open; back in place it is."""
+    """Revocations by other processes would be missed; a file moved back is used again."""
     accounts.ensure_client("ada", max_sessions=3, priority="normal")
     token = accounts.create_token("ada").token
     assert accounts.is_in_place
@@ -311,16 +311,16 @@ def test_accounts_in_a_file_that_is_elsewhere_let_nobody_in(
     assert accounts.verify_token(token) is not None
 
 
-def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, clock: Clock) -> None:
-    """The state directory lies under a file: the error names the database's path."""
+def test_directory_that_cannot_be_created_is_named(tmp_path: Path, clock: Clock) -> None:
+    """The error has the path of the database."""
     (tmp_path / "state").write_text("a file")
     with pytest.raises(InferenceCenterError, match=re.escape(str(tmp_path / "state"))) as caught:
         Accounts.open(tmp_path / "state" / "accounts.sqlite3", clock=clock)
     assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
 
 
-def test_a_failed_transaction_leaves_nothing(accounts: Accounts) -> None:
-    """Statements of a transaction happen together or not at all."""
+def test_failed_transaction_is_rolled_back(accounts: Accounts) -> None:
+    """Its statements are applied together or not at all."""
     with pytest.raises(InferenceCenterError):
         _delete_and_fail(accounts)
     assert accounts.has_client("ada")

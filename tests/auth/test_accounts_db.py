@@ -1,4 +1,4 @@
-"""Tests of the file under the accounts: migrations, transactions, readers beside writers."""
+"""The accounts database: migrations, transactions, and reads beside a writer."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ VERSION_1 = f"""
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the file is."""
+    """The path of the file."""
     return tmp_path / "accounts.sqlite3"
 
 
 @pytest.fixture
 def file(path: Path) -> Iterator[AccountsFile]:
-    """A new file with a table that counts."""
+    """A new file with a table of numbers."""
     opened = AccountsFile.open(path)
     with opened.transaction() as database:
         database.execute("CREATE TABLE numbers (number INTEGER)")
@@ -53,7 +53,7 @@ def file(path: Path) -> Iterator[AccountsFile]:
 
 
 def numbers(file: AccountsFile) -> list[int]:
-    """Return what was committed."""
+    """Return the committed numbers."""
     with file.reading() as database:
         return [row[0] for row in database.execute("SELECT number FROM numbers ORDER BY number")]
 
@@ -64,8 +64,8 @@ def add(file: AccountsFile, number: int, *, durable: bool = True) -> None:
         database.execute("INSERT INTO numbers VALUES (?)", (number,))
 
 
-def test_a_file_of_version_1_is_brought_up_to_date(path: Path) -> None:
-    """Clients and tokens are as before, without a retention of their own, and there is an empty audit log."""
+def test_version_1_is_migrated(path: Path) -> None:
+    """Clients and tokens are unchanged, without a retention, and the audit log is empty."""
     with closing(sqlite3.connect(path)) as database:
         database.executescript(VERSION_1)
     with closing(Accounts.open(path, clock=lambda: 2000.0)) as accounts:
@@ -83,8 +83,8 @@ def test_a_file_of_version_1_is_brought_up_to_date(path: Path) -> None:
         ]
 
 
-def test_a_migrated_file_is_the_same_as_a_new_one(tmp_path: Path) -> None:
-    """Both ways lead to the same tables and indexes."""
+def test_migrated_schema_equals_a_new_one(tmp_path: Path) -> None:
+    """Tables and indexes are equal."""
     schemas = []
     for name, script in (("old", VERSION_1), ("new", "")):
         with closing(sqlite3.connect(tmp_path / name)) as database:
@@ -93,13 +93,13 @@ def test_a_migrated_file_is_the_same_as_a_new_one(tmp_path: Path) -> None:
         with closing(sqlite3.connect(tmp_path / name)) as database:
             tables = [row[0] for row in database.execute("SELECT name FROM sqlite_master ORDER BY name")]
             columns = {table: database.execute(f"PRAGMA table_xinfo({table})").fetchall() for table in tables}
-            # Columns come in the order that they were added.
+            # Migrations append columns, so their order differs.
             schemas.append({table: sorted(column[1:] for column in found) for table, found in columns.items()})
     assert schemas[0] == schemas[1]
 
 
-def test_a_migration_that_fails_changes_nothing(path: Path) -> None:
-    """A file whose second step cannot be done stays at version 1 and is refused."""
+def test_failed_migration_changes_nothing(path: Path) -> None:
+    """The file stays at version 1 and is refused."""
     with closing(sqlite3.connect(path)) as database:
         database.executescript(VERSION_1 + "CREATE TABLE audit (x);")
     with pytest.raises(InferenceCenterError, match="audit already exists") as caught:
@@ -110,8 +110,8 @@ def test_a_migration_that_fails_changes_nothing(path: Path) -> None:
         assert len(database.execute("PRAGMA table_info(clients)").fetchall()) == 5
 
 
-def test_reading_does_not_wait_for_a_transaction(file: AccountsFile) -> None:
-    """While one thread writes, another reads what was committed before."""
+def test_reads_do_not_wait_for_a_transaction(file: AccountsFile) -> None:
+    """Another thread reads the last committed state."""
     seen: list[list[int]] = []
     with file.transaction() as database:
         database.execute("INSERT INTO numbers VALUES (1)")
@@ -122,15 +122,15 @@ def test_reading_does_not_wait_for_a_transaction(file: AccountsFile) -> None:
     assert numbers(file) == [1]
 
 
-def test_what_reads_cannot_write(file: AccountsFile) -> None:
-    """A statement that writes outside a transaction is refused."""
+def test_read_connection_cannot_write(file: AccountsFile) -> None:
+    """A write outside a transaction is refused."""
     with pytest.raises(InferenceCenterError, match="readonly"), file.reading() as database:
         database.execute("INSERT INTO numbers VALUES (1)")
     assert numbers(file) == []
 
 
-def test_threads_take_turns_to_write(file: AccountsFile) -> None:
-    """Transactions of several threads all happen."""
+def test_concurrent_transactions_are_serialized(file: AccountsFile) -> None:
+    """Transactions of several threads are all applied."""
     threads = [threading.Thread(target=add, args=(file, number)) for number in range(8)]
     for thread in threads:
         thread.start()
@@ -140,15 +140,15 @@ def test_threads_take_turns_to_write(file: AccountsFile) -> None:
 
 
 @pytest.mark.parametrize(("durable", "level"), [(True, 2), (False, 1)])
-def test_a_transaction_waits_for_the_disk_only_if_it_must_last(file: AccountsFile, durable: bool, level: int) -> None:
-    """``durable`` is SQLite's FULL, otherwise NORMAL, whatever the one before was."""
+def test_only_durable_transactions_are_synced(file: AccountsFile, durable: bool, level: int) -> None:
+    """``durable`` uses SQLite's FULL, otherwise NORMAL, independently of the previous transaction."""
     add(file, 1, durable=not durable)
     with file.transaction(durable=durable) as database:
         assert database.execute("PRAGMA synchronous").fetchone() == (level,)
 
 
-def test_a_commit_that_fails_leaves_the_file_usable(file: AccountsFile) -> None:
-    """What goes wrong only at the commit costs that transaction and not those after it."""
+def test_failed_commit_leaves_the_file_usable(file: AccountsFile) -> None:
+    """Only that transaction is lost."""
     with file.transaction() as database:
         database.execute("CREATE TABLE parents (id INTEGER PRIMARY KEY)")
         database.execute("CREATE TABLE children (id INTEGER REFERENCES parents DEFERRABLE INITIALLY DEFERRED)")
@@ -158,8 +158,8 @@ def test_a_commit_that_fails_leaves_the_file_usable(file: AccountsFile) -> None:
     assert numbers(file) == [1]
 
 
-def test_a_full_disk_is_told_and_passes(file: AccountsFile) -> None:
-    """When SQLite itself has ended the transaction, the error is still about the disk, and later writes work."""
+def test_full_disk_is_reported_and_recovers(file: AccountsFile) -> None:
+    """The error is about the disk although SQLite has ended the transaction, and later writes work."""
     with file.transaction() as database:
         pages = database.execute("PRAGMA page_count").fetchone()[0]
         database.execute(f"PRAGMA max_page_count = {pages}")

@@ -1,4 +1,4 @@
-"""Tests of the limit on attempts of an address."""
+"""The rate limit of login attempts by address."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from inferencecenter.auth.rate_limits import AddressRateLimiter
 
 
 class Clock:
-    """Seconds that a test moves."""
+    """Seconds that a test advances."""
 
     now_s = 0.0
 
@@ -16,7 +16,7 @@ class Clock:
 
 
 def exhausted(clock: Clock, address: str) -> AddressRateLimiter:
-    """Return attempts of which ``address`` has used all six."""
+    """Return a limiter of which ``address`` has used all six attempts."""
     attempts = AddressRateLimiter(at_once=6, per_s=0.1, clock=clock)
     for _ in range(6):
         assert attempts.retry_after_ms(address) is None
@@ -24,14 +24,14 @@ def exhausted(clock: Clock, address: str) -> AddressRateLimiter:
     return attempts
 
 
-def test_an_address_waits_after_its_failures_are_used_up() -> None:
-    """The wait is the time in which one attempt comes back."""
+def test_exhausted_address_waits() -> None:
+    """Until one attempt is refilled."""
     attempts = exhausted(Clock(), "192.0.2.1")
     assert attempts.retry_after_ms("192.0.2.1") == 10_000
 
 
-def test_attempts_come_back_with_time_and_not_beyond_the_limit() -> None:
-    """After ten seconds there is one attempt, after an hour as many as at first."""
+def test_attempts_refill_up_to_the_limit() -> None:
+    """One after ten seconds, and after an hour the initial number."""
     clock = Clock()
     attempts = exhausted(clock, "192.0.2.1")
     clock.now_s = 10.0
@@ -45,13 +45,13 @@ def test_attempts_come_back_with_time_and_not_beyond_the_limit() -> None:
     assert attempts.retry_after_ms("192.0.2.1") == 10_000
 
 
-def test_addresses_do_not_share() -> None:
-    """One address's failures do not lock another out."""
+def test_addresses_have_separate_limits() -> None:
+    """Failures of one do not lock out another."""
     assert exhausted(Clock(), "192.0.2.1").retry_after_ms("192.0.2.2") is None
 
 
-def test_an_ipv6_subscriber_is_one_address() -> None:
-    """All addresses of a /64 share, those of another do not, and a mapped IPv4 address is that address."""
+def test_ipv6_subscriber_counts_as_one_address() -> None:
+    """A /64 shares its attempts, and a mapped IPv4 address is that address."""
     attempts = exhausted(Clock(), "2001:db8::1")
     assert attempts.retry_after_ms("2001:db8::ffff:2") == 10_000
     assert attempts.retry_after_ms("2001:db8:0:1::1") is None
@@ -59,7 +59,7 @@ def test_an_ipv6_subscriber_is_one_address() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Failures from ever new addresses forget the oldest."""
+    """New addresses evict the oldest."""
     attempts = AddressRateLimiter(at_once=1, per_s=1 / 60, clock=Clock())
     attempts.count("oldest")
     for number in range(10_000):

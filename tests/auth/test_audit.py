@@ -1,4 +1,4 @@
-"""Tests of the audit log: what is in it, what never is, and how far it grows."""
+"""The audit log: its entries, what they must not contain, and its growth."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OTHER = audit_entry(AuditEvent.LOGIN, client_id="ada", token_id="aabb", address=
 
 
 class Clock:
-    """Unix seconds that a test moves."""
+    """Unix seconds that a test advances."""
 
     now_s = 1_000_000.0
 
@@ -39,36 +39,36 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Clock:
-    """A clock that stands still."""
+    """A stopped clock."""
     return Clock()
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the database is."""
+    """The path of the database."""
     return tmp_path / "accounts.sqlite3"
 
 
 @pytest.fixture
 def accounts(path: Path, clock: Clock) -> Iterator[Accounts]:
-    """Accounts nobody is in, whose audit log goes back 30 days."""
+    """Empty accounts that keep audit entries for 30 days."""
     with closing(Accounts.open(path, clock=clock, audit_days=30)) as opened:
         yield opened
 
 
 def events(accounts: Accounts) -> list[tuple[AuditEvent, str | None, str | None, str]]:
-    """Return event, client, token and detail of each line."""
+    """Return event, client, token and detail of each entry."""
     return [(line.event, line.client_id, line.token_id, line.detail) for line in accounts.audit_lines(last=1000)]
 
 
 def rows(path: Path) -> dict[str, int]:
-    """Return how many rows each event has."""
+    """Return the number of rows of each event."""
     with closing(sqlite3.connect(path)) as database:
         return dict(database.execute("SELECT event, count(*) FROM audit GROUP BY event").fetchall())
 
 
-def test_what_is_done_to_accounts_is_in_the_log(accounts: Accounts) -> None:
-    """Making, changing and removing clients and making and revoking tokens each leave a line."""
+def test_account_changes_are_logged(accounts: Accounts) -> None:
+    """Creating, changing and removing clients and creating and revoking tokens add an entry each."""
     accounts.ensure_client("ada", max_sessions=1, priority="normal", scopes=["user", "operator"])
     accounts.ensure_client("ada", max_sessions=2, priority="normal")
     token_id = accounts.create_token("ada", name="phone").token_id
@@ -83,8 +83,8 @@ def test_what_is_done_to_accounts_is_in_the_log(accounts: Accounts) -> None:
     ]
 
 
-def test_what_was_not_done_is_not_in_the_log(accounts: Accounts) -> None:
-    """Revoking nothing, removing nobody, a token for nobody and a wrong scope leave no line."""
+def test_failed_changes_are_not_logged(accounts: Accounts) -> None:
+    """Unknown tokens, unknown clients and an invalid scope add no entry."""
     accounts.revoke("0000")
     accounts.remove_client("eve")
     with pytest.raises(InferenceCenterError):
@@ -94,8 +94,8 @@ def test_what_was_not_done_is_not_in_the_log(accounts: Accounts) -> None:
     assert accounts.audit_lines(last=10) == []
 
 
-def test_an_operation_and_its_line_happen_together(accounts: Accounts) -> None:
-    """What cannot be put on record is not done."""
+def test_change_and_entry_are_one_transaction(accounts: Accounts) -> None:
+    """A change that cannot be logged is not made."""
     accounts.ensure_client("ada", max_sessions=1, priority="normal")
     token = accounts.create_token("ada")
     with accounts._file.transaction() as database:
@@ -107,8 +107,8 @@ def test_an_operation_and_its_line_happen_together(accounts: Accounts) -> None:
     assert accounts.valid_tokens() == {token.token_id}
 
 
-def test_the_first_administrator_is_in_the_log(accounts: Accounts, tmp_path: Path) -> None:
-    """The line names the client and its token; later starts add none."""
+def test_bootstrap_is_logged(accounts: Accounts, tmp_path: Path) -> None:
+    """The entry names the administrator and its token; later starts add none."""
     ensure_admin(accounts, tmp_path)
     ensure_admin(accounts, tmp_path)
     (token,) = accounts.list_tokens()
@@ -116,15 +116,15 @@ def test_the_first_administrator_is_in_the_log(accounts: Accounts, tmp_path: Pat
     assert (line.client_id, line.token_id) == ("admin", token.token_id)
 
 
-def test_secrets_of_new_tokens_are_not_in_the_log(accounts: Accounts) -> None:
-    """A line has the public id alone."""
+def test_entries_have_no_token_secret(accounts: Accounts) -> None:
+    """They contain the public id."""
     accounts.ensure_client("ada", max_sessions=1, priority="normal")
     secret = accounts.create_token("ada").token.split("_")[2]
     assert secret not in repr(accounts.audit_lines(last=10))
 
 
-def test_others_write_lines_too(accounts: Accounts, clock: Clock) -> None:
-    """``audit`` writes what other parts did, at once."""
+def test_other_components_write_entries(accounts: Accounts, clock: Clock) -> None:
+    """``audit`` writes at once."""
     accounts.audit(AuditEvent.SESSION_PURGED, client_id="ada", detail="session s1")
     assert accounts.audit_lines(last=1) == [
         AuditLine(
@@ -140,8 +140,8 @@ def test_others_write_lines_too(accounts: Accounts, clock: Clock) -> None:
     ]
 
 
-def test_a_line_that_cannot_be_written_is_a_warning(accounts: Accounts) -> None:
-    """What was done outside the accounts is done; the log of the daemon says that no line tells of it."""
+def test_failed_audit_write_is_a_warning(accounts: Accounts) -> None:
+    """The operation outside the accounts is done, and the daemon's log reports the missing entry."""
     with accounts._file.transaction() as database:
         database.execute("DROP TABLE audit")
     with capture_logs() as logs:
@@ -149,8 +149,8 @@ def test_a_line_that_cannot_be_written_is_a_warning(accounts: Accounts) -> None:
     assert [(line["event"], line["audit_event"]) for line in logs] == [("audit_unwritten", "daemon_started")]
 
 
-def test_logins_within_a_minute_are_one_line(accounts: Accounts, clock: Clock) -> None:
-    """The same client, token and address count up a line, over several writes; another address has its own."""
+def test_logins_within_a_minute_share_an_entry(accounts: Accounts, clock: Clock) -> None:
+    """The same client, token and address increment a count over several writes; another address has its own."""
     began_s = clock.now_s
     for _ in range(3):
         accounts.buffer_audit(LOGIN)
@@ -165,8 +165,8 @@ def test_logins_within_a_minute_are_one_line(accounts: Accounts, clock: Clock) -
 
 
 @pytest.mark.parametrize("step_s", [TOGETHER_S + 1, -TOGETHER_S - 1])
-def test_after_a_minute_a_new_line_begins(accounts: Accounts, clock: Clock, step_s: float) -> None:
-    """Also when the clock was set back."""
+def test_new_entry_begins_after_a_minute(accounts: Accounts, clock: Clock, step_s: float) -> None:
+    """Also if the clock was set back."""
     accounts.buffer_audit(LOGIN)
     accounts.flush_audit()
     clock.now_s += step_s
@@ -175,22 +175,22 @@ def test_after_a_minute_a_new_line_begins(accounts: Accounts, clock: Clock, step
     assert [line.count for line in accounts.audit_lines(last=10)] == [1, 1]
 
 
-def test_an_operation_is_never_counted_onto_another(accounts: Accounts) -> None:
-    """Two purges at one time are two lines."""
+def test_operations_are_not_merged(accounts: Accounts) -> None:
+    """Two purges at one time are two entries."""
     for _ in range(2):
         accounts.audit(AuditEvent.SESSION_PURGED, client_id="ada")
     assert len(accounts.audit_lines(last=10)) == 2
 
 
-def test_what_was_noted_is_written_at_the_end(path: Path, clock: Clock) -> None:
-    """Closing leaves no login behind."""
+def test_closing_writes_buffered_entries(path: Path, clock: Clock) -> None:
+    """No buffered login is lost."""
     with closing(Accounts.open(path, clock=clock)) as accounts:
         accounts.buffer_audit(LOGIN)
     assert rows(path) == {"login": 1}
 
 
-def test_a_write_that_fails_is_made_up_for(accounts: Accounts, clock: Clock) -> None:
-    """Logins noted while the file could not be written are written later, with their times, each once."""
+def test_failed_write_is_retried(accounts: Accounts, clock: Clock) -> None:
+    """Logins during the failure are written later once each, with their times."""
     accounts.buffer_audit(LOGIN)
     with accounts._file.transaction() as database:
         database.execute("ALTER TABLE audit RENAME TO elsewhere")
@@ -205,8 +205,8 @@ def test_a_write_that_fails_is_made_up_for(accounts: Accounts, clock: Clock) -> 
     assert (line.at, line.last_at, line.count) == (began_s, began_s + 5, 2)
 
 
-def test_closing_with_a_file_that_fails_is_a_warning(path: Path, clock: Clock) -> None:
-    """A daemon on a full disk ends all the same."""
+def test_close_with_a_failing_file_is_a_warning(path: Path, clock: Clock) -> None:
+    """A daemon on a full disk still stops."""
     accounts = Accounts.open(path, clock=clock)
     accounts.buffer_audit(LOGIN)
     with accounts._file.transaction() as database:
@@ -216,8 +216,8 @@ def test_closing_with_a_file_that_fails_is_a_warning(path: Path, clock: Clock) -
     assert [line["event"] for line in logs] == ["logins_unwritten"]
 
 
-def test_another_process_reads_along(accounts: Accounts, path: Path, clock: Clock) -> None:
-    """What the daemon wrote is there for the command line, and the other way round."""
+def test_other_processes_read_and_write_entries(accounts: Accounts, path: Path, clock: Clock) -> None:
+    """The daemon's entries are visible to the command line and vice versa."""
     accounts.audit(AuditEvent.DAEMON_STARTED)
     with closing(Accounts.open(path, clock=clock)) as command_line:
         command_line.ensure_client("ada", max_sessions=1, priority="normal")
@@ -225,8 +225,8 @@ def test_another_process_reads_along(accounts: Accounts, path: Path, clock: Cloc
     assert len(accounts.audit_lines(last=10)) == 2
 
 
-def test_the_last_lines_by_client_and_event(accounts: Accounts, clock: Clock) -> None:
-    """Filters apply before the number, and the newest is last."""
+def test_last_entries_are_filtered_by_client_and_event(accounts: Accounts, clock: Clock) -> None:
+    """Filters apply before the limit, and the newest is last."""
     for number, client_id in enumerate(["ada", "bob", "ada", "ada"]):
         clock.now_s += 1
         accounts.audit(AuditEvent.SESSION_PURGED, client_id=client_id, detail=str(number))
@@ -243,8 +243,8 @@ def test_the_last_lines_by_client_and_event(accounts: Accounts, clock: Clock) ->
     assert details(9, client="' OR 1 --") == []
 
 
-def test_old_lines_are_not_shown_and_go_in_passing(accounts: Accounts, path: Path, clock: Clock) -> None:
-    """A line older than the days to keep is not read any more, and the next write after an hour removes it."""
+def test_expired_entries_are_hidden_and_pruned(accounts: Accounts, path: Path, clock: Clock) -> None:
+    """They are not read any more, and the next write after an hour deletes them."""
     accounts.audit(AuditEvent.DAEMON_STARTED)
     clock.now_s += 30 * DAY_S + 1
     assert accounts.audit_lines(last=10) == []
@@ -253,8 +253,8 @@ def test_old_lines_are_not_shown_and_go_in_passing(accounts: Accounts, path: Pat
     assert rows(path) == {"daemon_stopped": 1}
 
 
-def test_without_a_limit_nothing_is_too_old(path: Path, clock: Clock) -> None:
-    """A command that does not know the setting removes nothing for its age."""
+def test_without_audit_days_entries_do_not_expire(path: Path, clock: Clock) -> None:
+    """A command that does not know the setting deletes nothing by age."""
     with closing(Accounts.open(path, clock=clock)) as accounts:
         accounts.audit(AuditEvent.DAEMON_STARTED)
         clock.now_s += 10_000 * DAY_S
@@ -262,17 +262,17 @@ def test_without_a_limit_nothing_is_too_old(path: Path, clock: Clock) -> None:
         assert len(accounts.audit_lines(last=10)) == 2
 
 
-def test_there_are_a_hundred_thousand_rows_at_most() -> None:
-    """The shares of the events add up to the bound, and each is larger than what may be there for a while."""
+def test_total_rows_are_bounded() -> None:
+    """The shares of the events add up to the bound, and each exceeds its write batch."""
     assert sum(MAX_ROWS.values()) == 100_000
     assert set(MAX_ROWS) == set(AuditEvent)
     assert min(MAX_ROWS.values()) > PRUNE_ROWS
 
 
-def test_a_flood_drives_out_nothing_but_its_own_kind(
+def test_flood_evicts_only_entries_of_its_event(
     accounts: Accounts, path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refusals from ever new addresses stay within their share, the newest stay, and a revocation is still there."""
+    """Refusals stay within their share, the newest are kept, and a revocation is still there."""
     monkeypatch.setattr(audit, "MAX_ROWS", dict.fromkeys(AuditEvent, 1_500))
     accounts.audit(AuditEvent.TOKEN_REVOKED, client_id="ada")
     for number in range(5_000):
@@ -293,11 +293,11 @@ def test_a_flood_drives_out_nothing_but_its_own_kind(
     text=st.text(st.characters() | st.sampled_from(["\x1b", "\n", "\udc80", "\u202e"]), max_size=400),
     event=st.sampled_from(AuditEvent),
 )
-def test_any_text_can_be_recorded_and_shown(accounts: Accounts, text: str, event: AuditEvent) -> None:
-    """What comes from outside is cut, and has nothing in it that a terminal would obey."""
+def test_untrusted_text_is_recorded_safely(accounts: Accounts, text: str, event: AuditEvent) -> None:
+    """It is truncated and has no terminal control characters."""
     noted = audit_entry(event, client_id=text, token_id=text, address=text, detail=text)
     accounts.buffer_audit(noted)
-    # One row, also where an earlier example came to the same within the minute.
+    # One row, also if an earlier example produced the same entry within the minute.
     (line,) = [line for line in accounts.audit_lines(last=1000, event=event) if line.detail == noted.detail]
     shown = [line.client_id, line.token_id, line.address, line.detail]
     assert len(set(shown)) == 1
@@ -315,7 +315,7 @@ STEPS: Mapping[str, float] = {"second": 1.0, "minute": 61.0, "back": -3600.0}
 def test_every_login_is_counted_once(
     tmp_path_factory: pytest.TempPathFactory, steps: list[audit.AuditEntry | str]
 ) -> None:
-    """Whatever the clock does and whichever writes fail, the counts add up, and lines last a minute."""
+    """With any clock and any failed writes the counts add up, and an entry covers at most a minute."""
     clock, notes = Clock(), 0
     path = tmp_path_factory.mktemp("audit") / "accounts.sqlite3"
     accounts = Accounts.open(path, clock=clock)
@@ -352,8 +352,8 @@ def _fail_to_write(accounts: Accounts) -> None:
             database.execute("ALTER TABLE elsewhere RENAME TO audit")
 
 
-def test_lines_written_later_stand_where_they_happened(accounts: Accounts, clock: Clock) -> None:
-    """A login noted before a revocation and written after it is read before it."""
+def test_entries_are_read_in_order_of_time(accounts: Accounts, clock: Clock) -> None:
+    """A login buffered before a revocation and written after it is read before it."""
     accounts.buffer_audit(LOGIN)
     clock.now_s += 0.5
     accounts.audit(AuditEvent.TOKEN_REVOKED, client_id="ada")
@@ -361,7 +361,7 @@ def test_lines_written_later_stand_where_they_happened(accounts: Accounts, clock
 
 
 @pytest.mark.slow
-def test_the_file_stays_small_under_a_flood(accounts: Accounts, path: Path, clock: Clock) -> None:
+def test_file_size_is_bounded_under_a_flood(accounts: Accounts, path: Path, clock: Clock) -> None:
     """A hundred thousand refusals with the longest claims leave a file of a few dozen MB."""
     letters = random.Random(5)
     for number in range(100_000):

@@ -1,4 +1,4 @@
-"""Tests of what logins leave to be written."""
+"""The buffer of audit entries."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ ADA = AuditEntry(AuditEvent.LOGIN, client_id="ada", address="192.0.2.1")
 BOB = AuditEntry(AuditEvent.LOGIN, client_id="bob", address="192.0.2.1")
 
 
-def test_the_same_is_added_up() -> None:
-    """Equal entries are one tally from the first to the last; different ones are their own."""
+def test_equal_entries_are_merged() -> None:
+    """They become one tally with first and last time; different entries stay separate."""
     noted = AuditBuffer()
     for at in (1.0, 2.0, 5.0):
         noted.add(ADA, at=at)
@@ -20,8 +20,8 @@ def test_the_same_is_added_up() -> None:
     assert noted.drain().tallies == {ADA: EventCount(1.0, 5.0, 3), BOB: EventCount(3.0, 3.0)}
 
 
-def test_what_was_taken_is_noted_no_longer() -> None:
-    """Taking leaves nothing, and nothing is false."""
+def test_take_empties_the_buffer() -> None:
+    """An empty buffer is false."""
     noted = AuditBuffer()
     noted.add_use("t", at=1.0)
     taken = noted.drain()
@@ -31,8 +31,8 @@ def test_what_was_taken_is_noted_no_longer() -> None:
     assert not noted.drain()
 
 
-def test_what_is_put_back_does_not_hide_what_came_since() -> None:
-    """Tallies go together, and the later use of a token stays the last."""
+def test_requeued_tallies_are_merged_with_newer_ones() -> None:
+    """The later use of a token stays the last."""
     noted = AuditBuffer()
     noted.add_use("t", at=1.0)
     noted.add_use("u", at=1.0)
@@ -44,8 +44,8 @@ def test_what_is_put_back_does_not_hide_what_came_since() -> None:
     assert noted.drain() == AuditBatch({ADA: EventCount(1.0, 9.0, 2)}, {"t": 9.0, "u": 1.0})
 
 
-def test_a_flood_of_different_entries_is_counted_and_not_kept() -> None:
-    """Beyond the bound only kind and number are known, also when what was taken comes back; known ones go on."""
+def test_distinct_entries_are_bounded() -> None:
+    """Beyond the bound only kind and number are kept, also for requeued entries; known ones are still counted."""
     noted = AuditBuffer()
     for number in range(MAX_NOTED + 5):
         noted.add(AuditEntry(AuditEvent.LOGIN_REFUSED, client_id=str(number)), at=1.0)
@@ -61,8 +61,8 @@ def test_a_flood_of_different_entries_is_counted_and_not_kept() -> None:
 
 
 @given(st.lists(st.sampled_from([ADA, BOB, "take", "put back"]), max_size=40))
-def test_nothing_is_lost_or_counted_twice(steps: list[AuditEntry | str]) -> None:
-    """Whatever is taken and put back in between, the tallies add up to the notes."""
+def test_no_entry_is_lost_or_counted_twice(steps: list[AuditEntry | str]) -> None:
+    """Tallies add up to the entries for any sequence of takes and requeues."""
     noted, held, notes = AuditBuffer(), AuditBatch(), 0
     for at, step in enumerate(steps):
         if isinstance(step, AuditEntry):

@@ -1,4 +1,4 @@
-"""Tests of what authentication leaves in the audit log, and of logins while it cannot be written."""
+"""Audit entries of logins, and logins while the audit log cannot be written."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def accounts(tmp_path: Path) -> Iterator[Accounts]:
 
 @pytest.fixture
 async def authenticator(accounts: Accounts) -> AsyncIterator[Authenticator]:
-    """Lets an address fail twice; its clock stands still."""
-    made = Authenticator(accounts, attempts_per_minute=2, clock=lambda: 0.0, metrics=DaemonMetrics())
-    yield made
-    await made.close()
+    """An authenticator that allows an address two failures; its clock is stopped."""
+    running = Authenticator(accounts, attempts_per_minute=2, clock=lambda: 0.0, metrics=DaemonMetrics())
+    yield running
+    await running.close()
 
 
 def lines(accounts: Accounts) -> list[tuple[Any, ...]]:
-    """Return what the log says of logins."""
+    """Return the entries about logins."""
     return [
         (line.event.value, line.client_id, line.token_id, line.address, line.count, line.detail)
         for line in accounts.audit_lines(last=100)
@@ -64,14 +64,14 @@ def lines(accounts: Accounts) -> list[tuple[Any, ...]]:
 
 
 def refuse(authenticator: Authenticator, credential: Credential, *, address: str = HERE) -> ErrorCode:
-    """Return how a credential is refused."""
+    """Return the error of a refused credential."""
     with pytest.raises(InferenceCenterError) as caught:
         authenticator.authenticate(credential, address=address)
     return caught.value.code
 
 
-async def test_logins_are_in_the_log(authenticator: Authenticator, accounts: Accounts) -> None:
-    """A token's line has its id, a key's has none; ten sockets of one program are one line."""
+async def test_logins_are_logged(authenticator: Authenticator, accounts: Accounts) -> None:
+    """A token's entry has its id, a key's has none; ten sockets of one program share an entry."""
     new = accounts.create_token("ada")
     for _ in range(10):
         authenticator.authenticate(TokenCredential(new.token), address=HERE)
@@ -82,8 +82,8 @@ async def test_logins_are_in_the_log(authenticator: Authenticator, accounts: Acc
     ]
 
 
-async def test_refused_logins_are_in_the_log(authenticator: Authenticator, accounts: Accounts) -> None:
-    """With the address and what was claimed, known or not."""
+async def test_refused_logins_are_logged(authenticator: Authenticator, accounts: Accounts) -> None:
+    """With the address and the claimed client, known or not."""
     new = accounts.create_token("ada")
     accounts.revoke(new.token_id)
     assert refuse(authenticator, TokenCredential(new.token)) is ErrorCode.NOT_AUTHENTICATED
@@ -94,8 +94,8 @@ async def test_refused_logins_are_in_the_log(authenticator: Authenticator, accou
     ]
 
 
-async def test_a_flood_from_one_network_is_one_line(authenticator: Authenticator, accounts: Accounts) -> None:
-    """Once an address has failed too often, claims are not looked at, and its whole network counts up one line."""
+async def test_flood_from_one_network_is_one_entry(authenticator: Authenticator, accounts: Accounts) -> None:
+    """Claims of a locked-out address are not checked, and its whole network shares an entry."""
     for number in range(100):
         refuse(authenticator, KeyCredential(f"claim {number}", "guess"), address=f"2001:db8::{number + 1:x}")
     assert lines(accounts) == [
@@ -122,10 +122,8 @@ async def test_a_flood_from_one_network_is_one_line(authenticator: Authenticator
         (KeyCredential("\x1b[2J", "key"), "\ufffd[2J", None),
     ],
 )
-def test_what_is_said_of_a_refused_credential(
-    credential: Credential, client_id: str | None, token_id: str | None
-) -> None:
-    """A token's id only in a token to the letter; a claimed client unless it may be a key in the wrong field."""
+def test_entry_of_a_refused_credential(credential: Credential, client_id: str | None, token_id: str | None) -> None:
+    """It has a token's id only for a well-formed token, and the claimed client unless it may be a misplaced key."""
     line = refusal(credential, address=HERE)
     assert (line.event, line.client_id, line.token_id) == (AuditEvent.LOGIN_REFUSED, client_id, token_id)
 
@@ -137,8 +135,8 @@ NO_HEX = st.text(st.characters(exclude_characters="0123456789abcdef"), max_size=
 
 
 @given(HEX, NO_HEX, st.sampled_from(["{0}", "ic_00112233aabb_{0}", "ic_{0}", "{1}{0}", "{0}{1}"]))
-def test_no_line_has_a_secret_in_it(secret: str, other: str, form: str) -> None:
-    """Whichever field a secret was put in, and whatever stands around it, no long piece of it is recorded."""
+def test_no_entry_contains_a_secret(secret: str, other: str, form: str) -> None:
+    """No long part of a secret is recorded, whichever field contained it."""
     text = form.format(secret, other)
     for credential in (TokenCredential(text), KeyCredential(text, other), KeyCredential(other, text)):
         shown = repr(refusal(credential, address=HERE))
@@ -147,13 +145,13 @@ def test_no_line_has_a_secret_in_it(secret: str, other: str, form: str) -> None:
 
 @given(st.text(), st.text())
 def test_any_claim_can_be_recorded(client_id: str, api_key: str) -> None:
-    """No text makes a refusal fail, and what is recorded of it is short."""
+    """No text makes a refusal fail, and its entry is short."""
     line = refusal(KeyCredential(client_id, api_key), address=HERE)
     assert line.client_id is None or (len(line.client_id) <= 64 and api_key not in client_id)
 
 
-class Disk:
-    """The writing of accounts, as a test wants it."""
+class FaultyDisk:
+    """Writes of the accounts, which fail or block as a test configures."""
 
     def __init__(self, accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> None:
         self.full = False
@@ -169,41 +167,41 @@ class Disk:
         monkeypatch.setattr(authentication, "_RETRY_AFTER_S", 0.0)
 
     def write(self) -> None:
-        """Write, or fail as a full disk does; on a thread."""
+        """Write, or fail like a full disk; runs on a thread."""
         self.began += 1
-        self._tell("began")
+        self._publish("began")
         assert self.moves.wait(timeout=60)
         if self.full:
-            self._tell("failed")
+            self._publish("failed")
             raise self.fault
         self._write()
-        self._tell("written")
+        self._publish("written")
 
-    async def until(self, wanted: str) -> None:
-        """Return after the next time that a write began, failed or was done."""
+    async def wait_for(self, wanted: str) -> None:
+        """Return when the next write has begun, failed or finished."""
         async with asyncio.timeout(60):
             while await self._outcomes.get() != wanted:
                 pass
 
-    def _tell(self, outcome: str) -> None:
+    def _publish(self, outcome: str) -> None:
         self._loop.call_soon_threadsafe(self._outcomes.put_nowait, outcome)
 
 
 @pytest.fixture
-async def disk(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    """A disk that works, and is written to at once."""
-    return Disk(accounts, monkeypatch)
+async def disk(accounts: Accounts, monkeypatch: pytest.MonkeyPatch) -> FaultyDisk:
+    """A working disk without a write delay."""
+    return FaultyDisk(accounts, monkeypatch)
 
 
-async def test_logins_are_written_soon_and_together(
-    authenticator: Authenticator, accounts: Accounts, disk: Disk
+async def test_logins_are_written_promptly_in_batches(
+    authenticator: Authenticator, accounts: Accounts, disk: FaultyDisk
 ) -> None:
-    """Any number of logins are one transaction; then there is nothing to do until the next."""
+    """Any number of logins is one transaction; then nothing runs until the next login."""
     token = TokenCredential(accounts.create_token("ada").token)
     for written in (1, 2):
         for _ in range(50):
             authenticator.authenticate(token, address=HERE)
-        await disk.until("written")
+        await disk.wait_for("written")
         await asyncio.sleep(0)
         assert disk.began == written
 
@@ -211,34 +209,34 @@ async def test_logins_are_written_soon_and_together(
 @pytest.mark.parametrize(
     "fault", [InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, "the disk is full"), ValueError("a defect")]
 )
-async def test_nobody_is_kept_out_by_a_log_that_cannot_be_written(
-    authenticator: Authenticator, accounts: Accounts, disk: Disk, fault: Exception
+async def test_login_succeeds_while_the_audit_log_fails(
+    authenticator: Authenticator, accounts: Accounts, disk: FaultyDisk, fault: Exception
 ) -> None:
-    """Logins go on, one line says so, and the audit log has them once the fault has passed, whatever it was."""
+    """One warning is logged, and entries are written once the fault has passed."""
     disk.full, disk.fault = True, fault
     new = accounts.create_token("ada")
     with capture_logs() as logs:
         for _ in range(3):
             authenticator.authenticate(TokenCredential(new.token), address=HERE)
-            await disk.until("failed")
+            await disk.wait_for("failed")
         disk.full = False
-        await disk.until("written")
+        await disk.wait_for("written")
     assert [(line["event"], line["log_level"]) for line in logs] == [("logins_unwritten", "warning")]
     assert lines(accounts) == [("login", "ada", new.token_id, HERE, 3, "")]
 
 
-async def test_a_slow_disk_gathers_no_threads(authenticator: Authenticator, accounts: Accounts, disk: Disk) -> None:
-    """While one write is under way no other begins, logins do not wait for it, and what came since is written next."""
+async def test_slow_disk_uses_one_thread(authenticator: Authenticator, accounts: Accounts, disk: FaultyDisk) -> None:
+    """No second write begins meanwhile, logins do not wait, and newer entries are written next."""
     disk.moves.clear()
     new = accounts.create_token("ada")
     authenticator.authenticate(TokenCredential(new.token), address=HERE)
-    await disk.until("began")
+    await disk.wait_for("began")
     for _ in range(20):
         authenticator.authenticate(TokenCredential(new.token), address=HERE)
         await asyncio.sleep(0)
     assert disk.began == 1
     disk.moves.set()
-    await disk.until("written")
-    await disk.until("written")
+    await disk.wait_for("written")
+    await disk.wait_for("written")
     assert disk.began == 2
     assert lines(accounts) == [("login", "ada", new.token_id, HERE, 21, "")]

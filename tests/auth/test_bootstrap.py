@@ -1,4 +1,4 @@
-"""Tests of the first account."""
+"""The first administrator account."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def accounts(tmp_path: Path) -> Iterator[Accounts]:
-    """Accounts nobody is in yet."""
+    """Empty accounts."""
     opened = Accounts.open(tmp_path / "accounts.sqlite3", clock=time.time)
     yield opened
     opened.close()
 
 
-def test_the_first_run_makes_an_admin(accounts: Accounts, tmp_path: Path) -> None:
-    """The token has every scope, and stands in a file that only the owner can read."""
+def test_first_run_creates_an_administrator(accounts: Accounts, tmp_path: Path) -> None:
+    """The token has every scope and is written to a file that only the owner can read."""
     token = ensure_admin(accounts, tmp_path)
     assert token is not None
     account = accounts.verify_token(token)
@@ -38,15 +38,15 @@ def test_the_first_run_makes_an_admin(accounts: Accounts, tmp_path: Path) -> Non
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_later_runs_make_nothing(accounts: Accounts, tmp_path: Path) -> None:
-    """With a client there, even one that is not admin, no token is made or written."""
+def test_later_runs_create_nothing(accounts: Accounts, tmp_path: Path) -> None:
+    """With any existing client no token is created or written."""
     accounts.ensure_client("ada", max_sessions=1, priority="normal")
     assert ensure_admin(accounts, tmp_path) is None
     assert not (tmp_path / "admin.token").exists()
 
 
-def test_a_token_file_left_over_is_replaced_and_made_private(accounts: Accounts, tmp_path: Path) -> None:
-    """A file of an older database does not survive, nor does its mode."""
+def test_stale_token_file_is_replaced_and_made_private(accounts: Accounts, tmp_path: Path) -> None:
+    """Neither the token nor the mode of an older database's file survives."""
     (tmp_path / "admin.token").write_text("old")
     (tmp_path / "admin.token").chmod(0o644)
     token = ensure_admin(accounts, tmp_path)
@@ -54,8 +54,8 @@ def test_a_token_file_left_over_is_replaced_and_made_private(accounts: Accounts,
     assert stat.S_IMODE((tmp_path / "admin.token").stat().st_mode) == 0o600
 
 
-def test_a_file_that_cannot_be_written_leaves_no_admin(accounts: Accounts, tmp_path: Path) -> None:
-    """The next start tries again, instead of locking everybody out."""
+def test_unwritable_token_file_creates_no_administrator(accounts: Accounts, tmp_path: Path) -> None:
+    """The next start tries again, so that no installation is locked out."""
     with pytest.raises(InferenceCenterError, match=r"admin\.token") as caught:
         ensure_admin(accounts, tmp_path / "missing")
     assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE

@@ -1,4 +1,4 @@
-"""Tests of clients.toml."""
+"""The file clients.toml."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load(tmp_path: Path, text: str) -> dict[str, StaticClient]:
     return load_clients(path, default_max_sessions=16, default_priority="normal")
 
 
-def test_a_client_with_everything(tmp_path: Path) -> None:
+def test_client_with_all_fields(tmp_path: Path) -> None:
     """Every field is taken as written."""
     (client,) = load(
         tmp_path,
@@ -42,7 +42,7 @@ def test_a_client_with_everything(tmp_path: Path) -> None:
     assert client.account.limits == AccessLimits(tokens_per_day=5000, models=("demo",), addresses=("10.0.0.0/8",))
 
 
-def test_a_client_with_the_least(tmp_path: Path) -> None:
+def test_client_with_defaults(tmp_path: Path) -> None:
     """A plain key is hashed; limits come from the settings; the scope is ``user``."""
     (client,) = load(tmp_path, '[[client]]\nclient_id = "k"\napi_key = "secret"\n').values()
     assert client.key_sha256.hex() == DIGEST
@@ -51,8 +51,8 @@ def test_a_client_with_the_least(tmp_path: Path) -> None:
     assert client.account.scopes == {Scope.USER}
 
 
-def test_an_empty_file_has_no_clients(tmp_path: Path) -> None:
-    """No table, no client."""
+def test_empty_file_has_no_clients(tmp_path: Path) -> None:
+    """A file without tables is valid."""
     assert load(tmp_path, "") == {}
 
 
@@ -84,8 +84,8 @@ def test_an_empty_file_has_no_clients(tmp_path: Path) -> None:
         ('client_id = "k"\napi_key = "x"\nmax_session = 4', "client[1].max_session", "unknown field max_session"),
     ],
 )
-def test_a_wrong_entry_is_named(tmp_path: Path, entry: str, field: str, words: str) -> None:
-    """The error names the file, the entry, the field and what is wrong with it."""
+def test_invalid_entry_is_named(tmp_path: Path, entry: str, field: str, words: str) -> None:
+    """The error has the file, the entry, the field and the problem."""
     with pytest.raises(InferenceCenterError) as caught:
         load(tmp_path, f"[[client]]\n{entry}\n")
     error = caught.value
@@ -113,15 +113,15 @@ def test_keys_are_not_shown_in_errors(tmp_path: Path) -> None:
         ('[[client]]\nclient_id = "k"\napi_key = "a"\n[[client]]\nclient_id = "k"\napi_key = "b"', "occurs twice"),
     ],
 )
-def test_a_wrong_file_is_named(tmp_path: Path, text: str, words: str) -> None:
-    """What is wrong with the file as a whole is said with its path."""
+def test_invalid_file_is_named(tmp_path: Path, text: str, words: str) -> None:
+    """Errors of the file as a whole have its path."""
     with pytest.raises(InferenceCenterError, match=words) as caught:
         load(tmp_path, text)
     assert str(tmp_path / "clients.toml") in caught.value.message
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    """A file that cannot be read says which setting named it."""
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    """The error has the path and the setting."""
     with pytest.raises(InferenceCenterError, match="cannot be read") as caught:
         load_clients(tmp_path / "none.toml", default_max_sessions=1, default_priority="normal")
     assert "auth.clients_file" in str(caught.value.hint)

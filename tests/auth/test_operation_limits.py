@@ -1,4 +1,4 @@
-"""How often a client may ask for anything but turns."""
+"""Rate limits of operations other than turns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Seconds that a test lets pass."""
+    """Seconds that a test advances."""
 
     now = 5.0
 
@@ -31,8 +31,8 @@ class Clock:
         return self.now
 
 
-def test_operations_are_regained_evenly() -> None:
-    """What a minute allows may be used at once; then each is there again after its share of the minute."""
+def test_operations_refill_evenly() -> None:
+    """A minute's worth may be used at once; then each is refilled after its share of the minute."""
     clock = Clock()
     rates = OperationRateLimiter(60, monotonic=clock)
     for _ in range(60):
@@ -48,8 +48,8 @@ def test_operations_are_regained_evenly() -> None:
         rates.charge("ada")
 
 
-def test_long_sessions_count_for_more() -> None:
-    """A session of 16 MiB counts as 257 operations, which are owed where they are not there."""
+def test_long_sessions_cost_more() -> None:
+    """A session of 16 MiB costs 257 operations, which may be overdrawn."""
     clock = Clock()
     rates = OperationRateLimiter(60, monotonic=clock)
     rates.charge("ada", n_chars=256 * UNIT_CHARS)
@@ -58,8 +58,8 @@ def test_long_sessions_count_for_more() -> None:
     assert caught.value.retry_after_ms == (257 - 60 + 1) * 1000
 
 
-def test_long_frames_count_for_more() -> None:
-    """By their characters, whatever they ask for; one that was refused is counted only where something is left."""
+def test_long_frames_cost_more() -> None:
+    """By their characters; a refused frame is counted only while operations are left."""
     clock = Clock()
     rates = OperationRateLimiter(60, monotonic=clock)
     rates.charge("ada", n_frame_chars=58 * FRAME_UNIT_CHARS)
@@ -71,8 +71,8 @@ def test_long_frames_count_for_more() -> None:
     assert caught.value.retry_after_ms == 2000
 
 
-def test_clients_that_ask_no_more_are_forgotten() -> None:
-    """Any number may come; those stay that still owe something."""
+def test_idle_clients_are_evicted() -> None:
+    """The number of clients is unbounded; those that are overdrawn stay."""
     clock = Clock()
     rates = OperationRateLimiter(60, monotonic=clock)
     for n in range(20_000):
@@ -81,8 +81,8 @@ def test_clients_that_ask_no_more_are_forgotten() -> None:
         assert len(rates) <= 2000
 
 
-async def test_what_is_no_turn_is_refused_beyond_its_rate(serve: Serve) -> None:
-    """On all sockets of the client together; turns and their end go on, and no other client is touched."""
+async def test_operations_beyond_the_rate_are_refused(serve: Serve) -> None:
+    """On all sockets of the client together; turns and aborts continue, and other clients are unaffected."""
     async with serve(operations_per_minute=5) as server, server.v1() as one, server.v1() as other:
         for socket in (one, other):
             await hear(socket)
@@ -100,10 +100,8 @@ async def test_what_is_no_turn_is_refused_beyond_its_rate(serve: Serve) -> None:
         assert (await ask(one, op="abort", session_id=session_id))["op"] == "end"
 
 
-async def test_what_is_too_much_is_refused_before_it_is_validated(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the op and the size of its frame; the answer has the frame's id."""
+async def test_excess_frames_are_refused_before_validation(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By op and frame size; the answer has the frame's id."""
     parsed: list[str] = []
     parse = Frame.parse
 
@@ -129,7 +127,7 @@ async def test_what_is_too_much_is_refused_before_it_is_validated(
     ['{"op": "infer", "session_id": "gone", "prompt": "hi"}', '{"op": "abort", "session_id": "gone"}', "{", "[1]"],
 )
 async def test_refused_frames_count_as_operations(serve: Serve, frame: str) -> None:
-    """Also those that are free when they are accepted, and those that cannot be read."""
+    """Also those that are free when accepted, and invalid ones."""
     async with serve(operations_per_minute=5) as server, server.v1() as socket:
         await hear(socket)
         for _ in range(5):
@@ -138,8 +136,8 @@ async def test_refused_frames_count_as_operations(serve: Serve, frame: str) -> N
         assert (await ask(socket, op="ping"))["code"] == "rate_limited"
 
 
-async def test_an_old_socket_is_told_of_its_rate_as_of_any_failure(serve: Serve) -> None:
-    """A session that cannot be created has an op of its own in the first protocol."""
+async def test_legacy_socket_receives_the_rate_limit_error(serve: Serve) -> None:
+    """A failed session creation has its own op in the first protocol."""
     async with serve(operations_per_minute=1) as server, server.connect() as socket:
         await hear(socket)
         await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key")

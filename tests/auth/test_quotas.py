@@ -1,4 +1,4 @@
-"""Tests of what tokens have used and may use, by virtual time."""
+"""Quotas of tokens, in virtual time."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NOON = 20_000 * DAY_S + DAY_S // 2
 
 
 class Time:
-    """Both clocks, moved by a test."""
+    """Both clocks, advanced by a test."""
 
     def __init__(self) -> None:
         self.passed_s = 0.0
 
     def unix(self) -> float:
-        """Unix seconds; it begins at noon."""
+        """Unix seconds; it starts at noon."""
         return NOON + self.passed_s
 
     def monotonic(self) -> float:
@@ -39,19 +39,19 @@ class Time:
         return 100.0 + self.passed_s
 
     def wait_ms(self, wait_ms: int) -> None:
-        """Let time pass."""
+        """Advance the time."""
         self.passed_s += wait_ms / 1000
 
 
 def quota(time: Time, **limits: Any) -> AccessQuota:
     """A quota with these limits."""
-    made = AccessQuota(clock=time.unix, monotonic=time.monotonic)
-    made.limits = AccessLimits(**limits)
-    return made
+    created = AccessQuota(clock=time.unix, monotonic=time.monotonic)
+    created.limits = AccessLimits(**limits)
+    return created
 
 
 def refused(quota: AccessQuota) -> InferenceCenterError:
-    """Return why there may be no turn now."""
+    """Return why no turn may begin now."""
     with pytest.raises(InferenceCenterError) as caught:
         quota.check_turn()
     return caught.value
@@ -67,7 +67,7 @@ def turn(quota: AccessQuota, n_tokens: int = 0) -> bool:
 
 
 def test_without_limits_nothing_is_refused() -> None:
-    """What is used is counted all the same."""
+    """Usage is still counted."""
     free = quota(Time())
     for _ in range(1000):
         assert turn(free, 1000)
@@ -75,8 +75,8 @@ def test_without_limits_nothing_is_refused() -> None:
     assert (free.requests_left, free.minute_tokens_left, free.day_tokens_left) == (None, None, None)
 
 
-def test_requests_a_minute() -> None:
-    """The third of two is refused until the first is a minute ago, to the millisecond that it was told."""
+def test_requests_per_minute() -> None:
+    """The third of two is refused until the stated millisecond."""
     time = Time()
     limited = quota(time, requests_per_minute=2)
     turn(limited)
@@ -91,8 +91,8 @@ def test_requests_a_minute() -> None:
     limited.check_turn()
 
 
-def test_tokens_a_minute() -> None:
-    """A turn may take more than is left; the next one waits until that is regained."""
+def test_tokens_per_minute() -> None:
+    """A turn may overdraw; the next one waits for the refill."""
     time = Time()
     limited = quota(time, tokens_per_minute=60)
     assert turn(limited, 90)
@@ -105,8 +105,8 @@ def test_tokens_a_minute() -> None:
     limited.check_turn()
 
 
-def test_tokens_a_day() -> None:
-    """The turn that uses the last is told so; the next is refused until midnight in UTC, which is said."""
+def test_tokens_per_day() -> None:
+    """The turn that uses the last token is notified; the next is refused until the stated midnight in UTC."""
     time = Time()
     limited = quota(time, tokens_per_day=100)
     assert turn(limited, 99)
@@ -121,8 +121,8 @@ def test_tokens_a_day() -> None:
     assert (limited.used_today, limited.day_tokens_left) == (50, 50)
 
 
-def test_a_turn_over_midnight_is_of_both_days() -> None:
-    """What it generates after midnight counts for the new day only."""
+def test_turn_over_midnight_counts_for_both_days() -> None:
+    """Tokens generated after midnight count for the new day only."""
     time = Time()
     limited = quota(time, tokens_per_day=100)
     limited.begin_turn()
@@ -132,8 +132,8 @@ def test_a_turn_over_midnight_is_of_both_days() -> None:
     assert limited.used_today == 99
 
 
-def test_turns_at_once() -> None:
-    """One more is refused until one ends; when that is nobody knows."""
+def test_concurrent_turns() -> None:
+    """One more is refused until one ends, without a retry delay."""
     limited = quota(Time(), concurrent_turns=2)
     limited.begin_turn()
     limited.begin_turn()
@@ -143,8 +143,8 @@ def test_turns_at_once() -> None:
     limited.check_turn()
 
 
-def test_a_turn_of_an_earlier_daemon_takes_its_place() -> None:
-    """It is no new request, it counts among those that run, and what it had said counts for today."""
+def test_resumed_turn_counts_as_running() -> None:
+    """It is no new request, and its earlier tokens count for today."""
     limited = quota(Time(), concurrent_turns=1, requests_per_minute=1, tokens_per_day=100)
     limited.resume_turn(40)
     assert (limited.running, limited.requests_left, limited.day_tokens_left) == (1, 1, 60)
@@ -155,7 +155,7 @@ def test_a_turn_of_an_earlier_daemon_takes_its_place() -> None:
 
 @given(st.integers(1, 50), st.lists(st.tuples(st.integers(0, 40_000_000), st.integers(1, 20)), max_size=40))
 def test_a_day_is_overdrawn_by_one_turn_at_most(limit: int, turns: list[tuple[int, int]]) -> None:
-    """Turns one after the other, whenever they come: they are refused from the one on that reached the limit."""
+    """Sequential turns are refused once the limit is reached."""
     time, by_day = Time(), dict[int, list[int]]()
     limited = quota(time, tokens_per_day=limit)
     for wait_ms, n_tokens in turns:
@@ -169,7 +169,7 @@ def test_a_day_is_overdrawn_by_one_turn_at_most(limit: int, turns: list[tuple[in
         assert limited.used_today == sum(used)
 
 
-# Whose they are.
+# Scopes of limits.
 
 
 @pytest.fixture
@@ -188,8 +188,8 @@ def quotas(accounts: Accounts) -> AccessQuotas:
     return AccessQuotas(accounts, defaults=AccessLimits(concurrent_turns=7), clock=time.unix, monotonic=time.monotonic)
 
 
-def test_a_token_overrides_its_account_and_that_the_daemon(accounts: Accounts, quotas: AccessQuotas) -> None:
-    """Field by field; a limit that a token has taken away is gone, whatever stands below."""
+def test_token_limits_override_account_and_daemon(accounts: Accounts, quotas: AccessQuotas) -> None:
+    """Field by field; a limit removed from a token does not fall back."""
     own = AccessLimits(tokens_per_day=10, requests_per_minute=None)
     new = accounts.create_token("ada", limits=own)
     account = accounts.verify_token(new.token)
@@ -198,8 +198,8 @@ def test_a_token_overrides_its_account_and_that_the_daemon(accounts: Accounts, q
     assert (limits.tokens_per_day, limits.requests_per_minute, limits.concurrent_turns) == (10, None, 7)
 
 
-def test_tokens_of_a_client_are_counted_each(accounts: Accounts, quotas: AccessQuotas) -> None:
-    """What one has used is not taken from another; the client's sum is known."""
+def test_tokens_of_a_client_are_counted_separately(accounts: Accounts, quotas: AccessQuotas) -> None:
+    """The client's sum is known."""
     ids = [accounts.create_token("ada").token_id for _ in range(2)]
     quotas.of("ada", ids[0]).use(600)
     quotas.of("ada", ids[1]).use(500)
@@ -208,8 +208,8 @@ def test_tokens_of_a_client_are_counted_each(accounts: Accounts, quotas: AccessQ
     assert quotas.used_today("nobody") == 0
 
 
-def test_changes_hold_at_once_and_what_was_used_stays(accounts: Accounts, quotas: AccessQuotas) -> None:
-    """A token's own limits, the account's, and the daemon's."""
+def test_limit_changes_apply_at_once_and_keep_usage(accounts: Accounts, quotas: AccessQuotas) -> None:
+    """Limits of the token, the account and the daemon."""
     token_id = accounts.create_token("ada").token_id
     quota = quotas.of("ada", token_id)
     quota.use(300)
@@ -222,57 +222,59 @@ def test_changes_hold_at_once_and_what_was_used_stays(accounts: Accounts, quotas
         quota.check_turn()
 
 
-def test_clients_that_are_not_in_the_file_keep_their_limits(quotas: AccessQuotas) -> None:
-    """What another program said of them holds until they come again."""
-    guest = Account("guest", 1, "normal", frozenset({Scope.USER}), limits=AccessLimits(max_tokens=5))
-    quota = quotas.admit(guest)
+def test_external_clients_keep_their_limits(quotas: AccessQuotas) -> None:
+    """Until their next login."""
+    account = Account("guest", 1, "normal", frozenset({Scope.USER}), limits=AccessLimits(max_tokens=5))
+    quota = quotas.admit(account)
     quotas.reload()
     assert quota.limits.max_tokens == 5
     assert quotas.admit(Account("guest", 1, "normal", frozenset({Scope.USER}))) is quota
     assert quota.limits.max_tokens is None
 
 
-def test_what_was_used_before_counts(accounts: Accounts, quotas: AccessQuotas) -> None:
-    """By client and token, also of a client that no account knows."""
+def test_stored_usage_counts(accounts: Accounts, quotas: AccessQuotas) -> None:
+    """By client and token, also of an unknown client."""
     token_id = accounts.create_token("ada").token_id
     quotas.restore_usage({("ada", token_id): 990, ("guest", ""): 5})
     assert quotas.of("ada", token_id).day_tokens_left == 10
     assert quotas.used_today("guest") == 5
 
 
-def test_tokens_that_nobody_uses_are_forgotten(accounts: Accounts) -> None:
-    """Of any number that another program knows, those stay that a socket shows, that run, or that today has seen."""
+def test_idle_tokens_are_evicted(accounts: Accounts) -> None:
+    """Those in use by a socket or turn and those used today stay."""
     time = Time()
     quotas = AccessQuotas(accounts, clock=time.unix, monotonic=time.monotonic)
-    kept = {name: guest(name) for name in ("connected", "running", "used")}
+    accounts_by_name = {name: external_account(name) for name in ("connected", "running", "used")}
     quotas.watch(lambda: [("connected", "t")])
-    for account in kept.values():
+    for account in accounts_by_name.values():
         quotas.admit(account)
     quotas.of("running", "t").begin_turn()
     quotas.of("used", "t").use(5)
     for n in range(5 * SWEEP_FROM):
         time.wait_ms(1_000)
-        quotas.admit(guest(f"guest-{n}"))
+        quotas.admit(external_account(f"guest-{n}"))
         assert len(quotas) <= 2 * SWEEP_FROM
-    assert {name: quotas.of(name, "t").limits.max_tokens for name in kept} == dict.fromkeys(kept, 5)
+    assert {name: quotas.of(name, "t").limits.max_tokens for name in accounts_by_name} == dict.fromkeys(
+        accounts_by_name, 5
+    )
     assert quotas.used_today("used") == 5
     time.wait_ms(DAY_S * 1_000)
     quotas.of("running", "t").end_turn()
     for n in range(5 * SWEEP_FROM):
         time.wait_ms(1_000)
-        quotas.admit(guest(f"other-{n}"))
+        quotas.admit(external_account(f"other-{n}"))
     assert quotas.of("used", "t").limits.max_tokens is None
     assert quotas.of("connected", "t").limits.max_tokens == 5
 
 
-def guest(name: str) -> Account:
-    """An account that no file knows, as another program tells of it."""
+def external_account(name: str) -> Account:
+    """An account of an external provider."""
     return Account(name, 1, "normal", frozenset({Scope.USER}), token_id="t", limits=AccessLimits(max_tokens=5))
 
 
 @given(st.sampled_from(["192.0.2.7", "::ffff:192.0.2.7", "192.0.3.7", "2001:db8::1", "2001:db9::1", "", "a", "1.2.3"]))
-def test_addresses_are_of_networks(address: str) -> None:
-    """Both families, IPv4 also in the form of IPv6; what is no address is in no network."""
+def test_addresses_match_networks(address: str) -> None:
+    """Both families, IPv4 also as mapped IPv6; an invalid address matches none."""
     limits = AccessLimits(addresses=("192.0.2.0/24", "2001:db8::/32"))
     assert limits.allows_address(address) == (address in ("192.0.2.7", "::ffff:192.0.2.7", "2001:db8::1"))
     assert NO_LIMITS.allows_address(address)

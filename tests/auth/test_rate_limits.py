@@ -1,4 +1,4 @@
-"""Tests of windows, buckets and days, by virtual time."""
+"""Rate windows, token buckets and daily counters, in virtual time."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WAITS: Final = st.lists(st.one_of(st.integers(0, 400), st.integers(0, 90_000)), 
 
 
 @given(LIMITS, WAITS, st.integers(0, 10**12))
-def test_no_minute_has_more_than_its_limit(limit: int, waits_ms: list[int], now_ms: int) -> None:
-    """Whenever it is asked, what a window let through is never more than the limit within any minute."""
+def test_no_minute_exceeds_the_limit(limit: int, waits_ms: list[int], now_ms: int) -> None:
+    """Whatever the request times."""
     window, let_through = SlidingWindow(), list[int]()
     for wait_ms in waits_ms:
         now_ms += wait_ms
@@ -27,8 +27,8 @@ def test_no_minute_has_more_than_its_limit(limit: int, waits_ms: list[int], now_
 
 
 @given(LIMITS, WAITS)
-def test_a_window_says_exactly_when_to_come_back(limit: int, waits_ms: list[int]) -> None:
-    """A millisecond earlier it still refuses, and then it does not; the wait is at most a tick beyond a minute."""
+def test_window_states_the_exact_retry_time(limit: int, waits_ms: list[int]) -> None:
+    """It refuses a millisecond earlier; the wait is at most a tick beyond a minute."""
     window, now_ms = SlidingWindow(), 0
     for wait_ms in waits_ms:
         now_ms += wait_ms
@@ -41,7 +41,7 @@ def test_a_window_says_exactly_when_to_come_back(limit: int, waits_ms: list[int]
         window.count(now_ms=now_ms)
 
 
-def test_a_lower_limit_holds_for_what_was_counted_before() -> None:
+def test_lower_limit_applies_to_counted_requests() -> None:
     """With ten in the minute and a limit of three, eight of them have to leave first."""
     window = SlidingWindow()
     for second in range(10):
@@ -53,8 +53,8 @@ def test_a_lower_limit_holds_for_what_was_counted_before() -> None:
     assert window.total(now_ms=now_ms + retry_after_ms) == 2
 
 
-def test_a_window_stays_small() -> None:
-    """A flood of requests is an entry a tick, not one each."""
+def test_window_memory_is_bounded() -> None:
+    """A flood of requests uses an entry per tick."""
     window = SlidingWindow()
     for now_ms in range(0, 200_000, 5):
         window.count(now_ms=now_ms)
@@ -62,8 +62,8 @@ def test_a_window_stays_small() -> None:
 
 
 @given(LIMITS, st.lists(st.tuples(st.integers(0, 90_000), st.integers(0, 30)), max_size=60))
-def test_a_bucket_says_exactly_when_to_come_back(limit: int, takes: list[tuple[int, int]]) -> None:
-    """A millisecond earlier there is no token, and then there is one, also when more were taken than were there."""
+def test_bucket_states_the_exact_retry_time(limit: int, takes: list[tuple[int, int]]) -> None:
+    """It is empty a millisecond earlier, also if it was overdrawn."""
     bucket, now_ms = TokenBucket(), 0
     for wait_ms, n_tokens in takes:
         now_ms += wait_ms
@@ -77,8 +77,8 @@ def test_a_bucket_says_exactly_when_to_come_back(limit: int, takes: list[tuple[i
 
 
 @given(LIMITS, st.lists(st.tuples(st.integers(0, 90_000), st.integers(1, 5)), min_size=1, max_size=60))
-def test_what_a_bucket_owes_is_regained_first(limit: int, takes: list[tuple[int, int]]) -> None:
-    """Up to any moment at which a turn may begin, no more was used than a full bucket and what has run into it."""
+def test_overdraft_is_refilled_first(limit: int, takes: list[tuple[int, int]]) -> None:
+    """Until a turn may begin, no more was used than a full bucket and its refill."""
     bucket, now_ms, used = TokenBucket(), 0, list[tuple[int, int]]()
     for wait_ms, n_tokens in takes:
         now_ms += wait_ms
@@ -90,8 +90,8 @@ def test_what_a_bucket_owes_is_regained_first(limit: int, takes: list[tuple[int,
         used.append((now_ms, n_tokens))
 
 
-def test_a_bucket_holds_no_more_than_a_minute() -> None:
-    """Nobody saves up: after an hour there is what there was after a minute."""
+def test_bucket_holds_at_most_a_minute() -> None:
+    """An hour refills no more than a minute."""
     bucket = TokenBucket()
     bucket.take(100, 60, now_ms=0)
     assert bucket.left(60, now_ms=0) == -40
@@ -99,7 +99,7 @@ def test_a_bucket_holds_no_more_than_a_minute() -> None:
     assert bucket.left(60, now_ms=60 * MINUTE_MS) == 60
 
 
-def test_a_clock_that_stands_still_gives_nothing() -> None:
+def test_stopped_clock_refills_nothing() -> None:
     """Nor does one that goes back."""
     bucket = TokenBucket()
     bucket.take(60, 60, now_ms=5_000)
@@ -108,8 +108,8 @@ def test_a_clock_that_stands_still_gives_nothing() -> None:
 
 
 @given(st.integers(0, 10**14), st.integers(0, 3 * DAY_MS))
-def test_a_day_ends_at_midnight_in_utc(now_ms: int, later_ms: int) -> None:
-    """What was used is of the day until its end, and gone at its end, not earlier."""
+def test_day_ends_at_midnight_utc(now_ms: int, later_ms: int) -> None:
+    """Usage counts until the end of its day, not longer."""
     day = DailyUsage().at(now_ms)
     day.used = 5
     assert 0 < day.ends_ms - now_ms <= DAY_MS
@@ -119,8 +119,8 @@ def test_a_day_ends_at_midnight_in_utc(now_ms: int, later_ms: int) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-2 * DAY_MS, 2 * DAY_MS), st.integers(1, 9)), max_size=6))
-def test_a_clock_that_is_set_back_over_midnight_forgets_nothing(moves: list[tuple[int, int]]) -> None:
-    """Wherever the clock jumps, the day that it shows has what was used on it."""
+def test_clock_set_back_over_midnight_keeps_usage(moves: list[tuple[int, int]]) -> None:
+    """Each day keeps its usage wherever the clock jumps."""
     now_ms, day = 1_000 * DAY_MS, DailyUsage()
     used: dict[int, int] = {}
     for move_ms, n_tokens in moves:
@@ -130,6 +130,6 @@ def test_a_clock_that_is_set_back_over_midnight_forgets_nothing(moves: list[tupl
         assert day.at(now_ms).used == used[now_ms // DAY_MS]
 
 
-def test_a_day_has_a_name_for_its_end() -> None:
-    """As people read it."""
+def test_day_end_is_formatted() -> None:
+    """As an ISO time."""
     assert DailyUsage().at(1_763_900_000_000).end == "2025-11-24 00:00 UTC"

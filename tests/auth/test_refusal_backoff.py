@@ -1,4 +1,4 @@
-"""How long a client waits that goes on asking after refusals."""
+"""The delay of a client that continues after refusals."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from tests.loop_clock import LoopClock
 
 
-def test_delays_grow_up_to_a_bound() -> None:
-    """The first refusals cost no time, each one after them more than the one before, up to the bound."""
+def test_delay_grows_up_to_a_bound() -> None:
+    """The first refusals cost no time, each later one more than the previous, up to the bound."""
     pace = RefusalBackoff()
     delays = [pace.refused() for _ in range(1000)]
     assert delays[:FREE_REFUSALS] == [0] * FREE_REFUSALS
@@ -31,8 +31,8 @@ def test_delays_grow_up_to_a_bound() -> None:
     assert set(delays[delays.index(MAX_DELAY_S) :]) == {MAX_DELAY_S}
 
 
-def test_what_is_accepted_halves_what_was_counted() -> None:
-    """A client that errs as often as it succeeds never waits; one that was refused for long needs a few successes."""
+def test_accepted_frame_halves_the_count() -> None:
+    """A client that fails every second time never waits; after many refusals several successes are needed."""
     pace = RefusalBackoff()
     for _ in range(1000):
         assert pace.refused() == 0
@@ -44,8 +44,8 @@ def test_what_is_accepted_halves_what_was_counted() -> None:
     assert pace.refused() == 0
 
 
-def test_a_few_accepted_frames_do_not_buy_many_refusals() -> None:
-    """Sixteen refusals for each accepted frame wait, however long that goes on."""
+def test_few_accepted_frames_do_not_reset_the_delay() -> None:
+    """Sixteen refusals for each accepted frame are still delayed."""
     pace = RefusalBackoff()
     for _ in range(100):
         waited = sum(pace.refused() for _ in range(FREE_REFUSALS))
@@ -53,8 +53,8 @@ def test_a_few_accepted_frames_do_not_buy_many_refusals() -> None:
     assert waited >= MAX_DELAY_S
 
 
-def test_clients_have_paces_of_their_own() -> None:
-    """One's refusals delay no other, and of very many clients those are forgotten that were refused longest ago."""
+def test_clients_have_separate_delays() -> None:
+    """With very many clients the one refused longest ago is evicted."""
     refusal_backoffs = RefusalBackoffs()
     delays = [refusal_backoffs.refused("eve") for _ in range(2 * FREE_REFUSALS)]
     assert delays[-1] > 0
@@ -67,17 +67,17 @@ def test_clients_have_paces_of_their_own() -> None:
     assert len(refusal_backoffs) == 1000
 
 
-async def authenticated() -> Connection:
-    """Return a socket of a client, without a network."""
+async def client_socket() -> Connection:
+    """Return an authenticated socket without a network."""
     connection = Connection(stub_context(), StubWire(), address="192.0.2.1", v1=True)
     await connection.receive(json.dumps({"op": "auth", "client_id": "kitchen", "api_key": "key"}))
     assert connection.authenticated
     return connection
 
 
-async def test_the_next_frame_is_read_later_after_many_refusals(clock: LoopClock) -> None:
-    """The refusals are told at once; the task that reads the socket goes on when the time has passed."""
-    connection = await authenticated()
+async def test_reading_is_delayed_after_many_refusals(clock: LoopClock) -> None:
+    """The refusals are sent at once; the reading task continues after the delay."""
+    connection = await client_socket()
     for _ in range(FREE_REFUSALS):
         await connection.receive("{")
     async with TaskGroup() as tasks:
@@ -90,9 +90,9 @@ async def test_the_next_frame_is_read_later_after_many_refusals(clock: LoopClock
 
 
 @pytest.mark.parametrize("frame", ['{"op": "nonsense"}', '{"op": "append"}', "{", '{"op": "load_model", "name": "m"}'])
-async def test_every_refusal_counts(clock: LoopClock, frame: str) -> None:
-    """Whether a frame cannot be read, is not valid or is not allowed."""
-    connection = await authenticated()
+async def test_every_kind_of_refusal_counts(clock: LoopClock, frame: str) -> None:
+    """Unreadable, invalid and forbidden frames."""
+    connection = await client_socket()
     for _ in range(FREE_REFUSALS):
         await connection.receive(frame)
     async with TaskGroup() as tasks:
@@ -103,9 +103,9 @@ async def test_every_refusal_counts(clock: LoopClock, frame: str) -> None:
 
 
 @pytest.mark.parametrize("end", [Connection.lost, lambda connection: connection.close(CloseCode.RESTART, "")])
-async def test_a_socket_that_waits_ends_at_once(end: Callable[[Connection], None]) -> None:
-    """Neither the end of the daemon nor that of the client waits for the time to pass."""
-    connection = await authenticated()
+async def test_delayed_socket_closes_at_once(end: Callable[[Connection], None]) -> None:
+    """Shutdown and disconnect do not wait for the delay."""
+    connection = await client_socket()
     for _ in range(FREE_REFUSALS):
         await connection.receive("{")
     async with TaskGroup() as tasks:
@@ -115,9 +115,9 @@ async def test_a_socket_that_waits_ends_at_once(end: Callable[[Connection], None
         await reading
 
 
-async def test_a_client_that_errs_now_and_then_never_waits() -> None:
-    """What it asks for is done without a turn of the event loop between."""
-    connection = await authenticated()
+async def test_occasional_errors_are_not_delayed() -> None:
+    """Requests are handled without an iteration of the event loop between."""
+    connection = await client_socket()
     for _ in range(4 * FREE_REFUSALS):
         for frame in ('{"op": "abort", "session_id": "gone"}', '{"op": "ping"}'):
             with pytest.raises(StopIteration):

@@ -1,4 +1,4 @@
-"""A program that knows clients, as a test wants it to answer, on a loopback port."""
+"""A fake external authentication provider on a loopback port, which answers as a test configures it."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ YES: dict[str, Any] = {"authorized": True}
 
 
 @dataclass
-class Question:
-    """What was asked: the address, and headers by their lower-case names."""
+class AuthRequest:
+    """A received request: its path, and headers by lower-case name."""
 
     target: str
     headers: dict[str, str]
 
     @property
     def query(self) -> dict[str, list[str]]:
-        """The address's parameters."""
+        """The parameters of the query."""
         return parse_qs(urlsplit(self.target).query)
 
 
 @dataclass
-class OtherProgram:
-    """Answers with ``status`` and ``body`` when ``answering`` is set; ``asked`` has all questions so far."""
+class FakeAuthProvider:
+    """Answers with ``status`` and ``body`` while ``answering`` is set; ``requests`` has all requests so far."""
 
     port: int = 0
     scheme: str = "http"
     status: int = 200
     body: bytes = json.dumps(YES).encode()
     head: str = ""
-    asked: list[Question] = field(default_factory=list)
+    requests: list[AuthRequest] = field(default_factory=list)
     answering: asyncio.Event = field(default_factory=asyncio.Event)
     arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
     writers: set[asyncio.StreamWriter] = field(default_factory=set)
@@ -46,20 +46,20 @@ class OtherProgram:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Its URL."""
         return f"{self.scheme}://localhost:{self.port}/auth/internal"
 
-    def say(self, **answer: Any) -> None:
-        """Answer with this from now on."""
+    def respond(self, **answer: Any) -> None:
+        """Set the answer of the following requests."""
         self.body = json.dumps(answer).encode()
 
-    async def until_asked(self, count: int) -> None:
-        """Return when so many questions have arrived."""
+    async def wait_requests(self, count: int) -> None:
+        """Wait until this many requests have arrived."""
         async with asyncio.timeout(60), self.arrived:
-            await self.arrived.wait_for(lambda: len(self.asked) >= count)
+            await self.arrived.wait_for(lambda: len(self.requests) >= count)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer what comes on one connection."""
+        """Answer the requests of one connection."""
         self.writers.add(writer)
         self.most_at_once = max(self.most_at_once, len(self.writers))
         try:
@@ -74,7 +74,7 @@ class OtherProgram:
     async def _answer(self, head: str, writer: asyncio.StreamWriter) -> None:
         first, *lines = head.strip().split("\r\n")
         pairs = (line.partition(": ") for line in lines)
-        self.asked.append(Question(first.split()[1], {name.lower(): value for name, _, value in pairs}))
+        self.requests.append(AuthRequest(first.split()[1], {name.lower(): value for name, _, value in pairs}))
         async with self.arrived:
             self.arrived.notify_all()
         await self.answering.wait()
@@ -84,17 +84,17 @@ class OtherProgram:
 
 
 @asynccontextmanager
-async def other_program(*, tls: ssl.SSLContext | None = None) -> AsyncIterator[OtherProgram]:
-    """Run the program; it says yes to everything at once."""
-    program = OtherProgram(scheme="http" if tls is None else "https")
-    program.answering.set()
-    server = await asyncio.start_server(program.serve, "127.0.0.1", 0, ssl=tls)
-    program.port = server.sockets[0].getsockname()[1]
+async def fake_auth_provider(*, tls: ssl.SSLContext | None = None) -> AsyncIterator[FakeAuthProvider]:
+    """Run the provider; it accepts every client immediately."""
+    provider = FakeAuthProvider(scheme="http" if tls is None else "https")
+    provider.answering.set()
+    server = await asyncio.start_server(provider.serve, "127.0.0.1", 0, ssl=tls)
+    provider.port = server.sockets[0].getsockname()[1]
     try:
-        yield program
+        yield provider
     finally:
-        program.answering.set()
+        provider.answering.set()
         server.close()
-        for writer in list(program.writers):
+        for writer in list(provider.writers):
             writer.transport.abort()
         await server.wait_closed()
