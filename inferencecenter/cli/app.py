@@ -9,33 +9,32 @@ import typer
 from typer.core import TyperGroup
 
 from inferencecenter import __version__
-from inferencecenter.cli.output import report
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 _COMMANDS: Final = {
-    "serve": "serve",
-    "chat": "chat",
-    "run": "run",
-    "model": "app",
-    "token": "app",
-    "client": "app",
-    "session": "app",
-    "stats": "stats",
-    "reload": "reload",
-    "usage": "usage",
-    "backup": "backup",
-    "restore": "restore",
-    "audit": "audit",
-    "config": "app",
-    "bench": "bench",
-    "doctor": "doctor",
-    "healthcheck": "healthcheck",
+    "serve": "Run the daemon.",
+    "chat": "Chat with a daemon.",
+    "run": "Run one prompt without a daemon.",
+    "model": "Download, inspect and delete models; load and unload them.",
+    "token": "Create, list and revoke tokens.",
+    "client": "List accounts and limit them.",
+    "session": "List, export, purge and salvage sessions.",
+    "stats": "Monitor a daemon: slots, queue, speed, memory and GPU.",
+    "reload": "Reload the configuration of a daemon.",
+    "usage": "Show turns and tokens by client and day.",
+    "backup": "Back up accounts and sessions.",
+    "restore": "Restore a backup.",
+    "audit": "Show the audit log.",
+    "config": "Show, check and write settings.",
+    "bench": "Measure speed, alone or beside other servers.",
+    "doctor": "Check this machine and its configuration.",
+    "healthcheck": "Check the health of the daemon.",
 }
-"""Module of each command, and the attribute in it: a function, or an app of subcommands."""
+"""Each command with its summary. Its module has a function of its name, or an ``app`` of subcommands."""
 
 
 class Commands(TyperGroup):
-    """Imports only the module of the command that runs: the daemon starts half a second sooner.
+    """Imports only the module of the command that runs, and none for the list of commands.
 
     typer bundles its click types without public names, hence ``Any``.
     """
@@ -49,13 +48,19 @@ class Commands(TyperGroup):
         if cmd_name not in _COMMANDS:
             return None
         module = import_module(f"inferencecenter.cli.{cmd_name}")
-        command = getattr(module, _COMMANDS[cmd_name])
         holder = typer.Typer(**_SETTINGS)
-        if isinstance(command, typer.Typer):
-            holder.add_typer(command, name=cmd_name)
+        if (subcommands := getattr(module, "app", None)) is not None:
+            holder.add_typer(subcommands, name=cmd_name)
         else:
-            holder.command(cmd_name, context_settings=getattr(module, "CONTEXT_SETTINGS", None))(command)
+            settings = getattr(module, "CONTEXT_SETTINGS", None)
+            holder.command(cmd_name, context_settings=settings)(getattr(module, cmd_name))
         return typer.main.get_group(holder).commands[cmd_name]
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the summaries of all commands."""
+        del ctx
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_COMMANDS.items()))
 
 
 _SETTINGS: Final[dict[str, Any]] = {
@@ -119,5 +124,7 @@ def _is_of_server(error: ModuleNotFoundError) -> bool:
 
 
 def _end(error: InferenceCenterError) -> NoReturn:
+    from inferencecenter.cli.output import report  # noqa: PLC0415 - the help needs no console
+
     report(error)
     raise SystemExit(error.spec.exit_code) from None

@@ -11,8 +11,6 @@ from pydantic import ValidationError
 
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.codec import invalid_request
-from inferencecenter.protocol.params import parse_params
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,6 +48,8 @@ def changed(assignments: Iterable[str], before: AccessLimits = NO_LIMITS) -> Acc
     try:
         return AccessLimits.model_validate(given)
     except ValidationError as error:
+        from inferencecenter.protocol.codec import invalid_request  # noqa: PLC0415 - only for an error
+
         raise invalid_request(error, known=AccessLimits.model_fields) from None
 
 
@@ -59,6 +59,9 @@ def read_params(pairs: Iterable[str]) -> dict[str, Any]:
     Raises:
         InferenceCenterError: ``invalid_request`` for an invalid pair, an unknown parameter, or a value out of range.
     """
+    # Imported here: only two commands have parameters.
+    from inferencecenter.protocol.params import parse_params  # noqa: PLC0415
+
     params: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")

@@ -6,7 +6,6 @@ Every command builds the daemon's address here, from the daemon's own settings: 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import re
 import ssl
 from dataclasses import dataclass
@@ -133,6 +132,8 @@ def fetch(settings: Settings, path: str, *, timeout_s: float) -> tuple[int, byte
         OSError: It does not answer in time, or ``ssl.SSLError`` when its certificate is not the configured one.
         InferenceCenterError: ``invalid_config``; the certificate cannot be read.
     """
+    import http.client  # noqa: PLC0415 - most commands only need the address
+
     url = urlsplit(own_url(settings, path, scheme="http"))
     host, port, tls = url.hostname or "", url.port, own_tls(settings)
     connection = (

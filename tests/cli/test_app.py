@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -50,6 +52,49 @@ def test_every_command_explains_itself(cli: Cli, command: list[str]) -> None:
     assert result.code == 0
     assert "Usage:" in result.out
     assert "--config" in result.out
+
+
+LOG = ("structlog", "opentelemetry")
+SERVER = ("uvicorn", "starlette", "prometheus_client", "uvloop", "inferencecenter.daemon", "inferencecenter.api")
+MESSAGES = ("inferencecenter.protocol.events", "inferencecenter.protocol.codec", "inferencecenter.protocol.params")
+CONNECTION = ("websockets", "http.client")
+
+
+@pytest.mark.parametrize(
+    ("command", "unneeded"),
+    [
+        (
+            "",
+            (*LOG, *SERVER, *MESSAGES, *CONNECTION, "asyncio", "pydantic", "rich", "orjson", "inferencecenter.config"),
+        ),
+        ("healthcheck", (*LOG, *SERVER, *MESSAGES, *CONNECTION, "rich", "sqlite3")),
+        ("chat", (*LOG, *SERVER, *CONNECTION, "sqlite3", "inferencecenter.sessions", "inferencecenter.models")),
+        ("stats", (*LOG, *SERVER, *CONNECTION, "sqlite3", "inferencecenter.sessions", "inferencecenter.models")),
+        ("model", (*SERVER, *MESSAGES, *CONNECTION, "sqlite3", "huggingface_hub", "inferencecenter.client")),
+        ("token", (*SERVER, *MESSAGES[:2], *CONNECTION, "inferencecenter.client", "inferencecenter.supervisor")),
+        ("client", (*SERVER, *MESSAGES[:2], *CONNECTION, "inferencecenter.client", "inferencecenter.supervisor")),
+        ("reload", (*SERVER, *MESSAGES, *CONNECTION, "inferencecenter.client", "inferencecenter.sessions")),
+        ("serve", (*SERVER, *MESSAGES, *CONNECTION, "inferencecenter.client", "inferencecenter.sessions")),
+    ],
+)
+def test_a_command_imports_what_it_needs(command: str, unneeded: tuple[str, ...]) -> None:
+    """The list of commands needs no command, and a light command nothing of the daemon."""
+    code = f"""
+import sys
+from inferencecenter.cli.app import app
+
+app([*{command!r}.split(), "--help"], standalone_mode=False)
+print([name for name in {unneeded!r} if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_the_list_of_commands_is_not_cut(cli: Cli) -> None:
+    """Each summary fits its line, and is a sentence."""
+    listed = cli.run("--help").out.partition("Commands:\n")[2].splitlines()
+    assert len(listed) > 15
+    assert all(line.endswith(".") and not line.endswith("...") for line in listed)
 
 
 def test_an_unknown_command_is_an_error(cli: Cli) -> None:
