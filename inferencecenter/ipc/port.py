@@ -72,19 +72,11 @@ class EngineTurn(Protocol):
     def n_tokens(self) -> int:
         """Number of tokens generated so far."""
 
-    def prepare(self, then: Callable[[], None]) -> bool:
-        """Return whether ``submission`` may be called now; if not, call ``then`` when to try again.
+    def submission(self, then: Callable[[], None]) -> Submit | None:
+        """Return the turn, or the rest of it, as it should run now; called each time an engine may take it.
 
-        Only the last ``then`` is called, on the event loop and never before this returns.
-
-        Raises:
-            InferenceCenterError: It cannot run; ``submission`` raises the same.
-        """
-
-    def submission(self) -> Submit:
-        """Return the turn, or the rest of it, as it should run now; called each time an engine takes it.
-
-        Valid after ``prepare`` returned true.
+        ``None`` while its prompt is rendered: ``then`` is called when to ask again, and only the last one, on the event
+        loop and never before this returns.
 
         Raises:
             InferenceCenterError: It cannot run; it receives ``Failed`` with this error.

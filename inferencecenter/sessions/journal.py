@@ -13,37 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from inferencecenter.protocol.events import End
-    from inferencecenter.protocol.params import Params
-    from inferencecenter.protocol.requests import Infer
     from inferencecenter.protocol.values import TranscriptTurn
-    from inferencecenter.sessions.history import History, HistoryView, TurnFailure
+    from inferencecenter.sessions.history import History, TurnFailure
     from inferencecenter.sessions.output_parsing.parts import Part
     from inferencecenter.sessions.session_config import SessionConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnSpec:
-    """Everything required to run a turn, or the rest of it, that has not ended.
-
-    ``warnings`` concern its parameters; ``rank`` is its priority in the order of the engine. ``submitted_at`` is Unix
-    seconds. ``rendered_at`` is the local time given to the template, in ISO 8601 with offset. ``model`` is the name of
-    the model, empty in old records, and ``model_fingerprint`` identifies its tokens. ``view`` selects the messages in
-    the context once it was shifted. ``token_id`` is the access token charged for the turn, empty for a client with a
-    key. ``note`` is private text of the requester.
-    """
-
-    turn_id: str
-    request: Infer
-    params: Params
-    rank: int
-    warnings: tuple[str, ...]
-    submitted_at: float
-    rendered_at: str
-    model: str
-    model_fingerprint: str
-    view: HistoryView | None = None
-    token_id: str = ""
-    note: str = ""
+    from inferencecenter.sessions.turn import TurnSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

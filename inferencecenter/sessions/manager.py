@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final, Literal
 
 import structlog
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import merge, parse_params
@@ -38,7 +39,6 @@ from inferencecenter.sessions.session import LiveSession
 from inferencecenter.sessions.session_config import SessionConfig, SessionServices
 from inferencecenter.sessions.states import SessionState
 from inferencecenter.sessions.table import SessionTable, ttl_warnings
-from inferencecenter.sessions.turn_spec import turn_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -66,6 +66,8 @@ DEFAULT_MAX_CLIENT_MIB: Final = 256
 DEFAULT_REPLAY_KIB: Final = 256
 DEFAULT_DETACHED_TURN_S: Final = 900.0
 DEFAULT_STATELESS_TTL_S: Final = 900.0
+MAX_NOTE_CHARS: Final = 256 * 1024
+"""Maximum length of the requester's private note on a turn."""
 _NO_RETENTION: Final[Mapping[str, float | None]] = MappingProxyType({})
 
 _log = structlog.get_logger(__name__)
@@ -361,11 +363,15 @@ class SessionManager:
         ``note`` is private text kept with the turn; only ``get_turn`` returns it.
 
         Raises:
-            InferenceCenterError: ``session_not_found``, ``invalid_request``, ``forbidden``, and see
-                ``LiveSession.infer``.
+            InferenceCenterError: ``session_not_found``, ``invalid_request``, and see ``LiveSession.infer``.
         """
         session = self._table.get_owned(client, request.session_id)
-        session.infer(request, turn_options(request, client, session.config, note=note), sink)
+        if len(note) > MAX_NOTE_CHARS:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"the note of the turn has {len(note)} characters; {MAX_NOTE_CHARS} are allowed",
+            )
+        session.infer(request, client, sink, note=note)
         self._table.touch(session)
 
     def abort(self, client: Principal, request: requests.Abort) -> None:
@@ -510,8 +516,8 @@ def new_session_config(
     bound_max_tokens(overlay, limits, session=overlay, chosen=())
     priority = client.allow_priority(request.priority, otherwise=client.priority)
     # Only after the access check: a client without access must not cause a load.
-    model = serving.model(client.client_id)
-    serving.renderer(request.mode)
+    loaded = serving.loaded(client.client_id)
+    loaded.renderer(request.mode)
     return SessionConfig(
         session_id=services.new_id("s_"),
         epoch=services.new_id("e_"),
@@ -519,7 +525,7 @@ def new_session_config(
         mode=request.mode,
         chosen_model=request.model,
         model=serving.name,
-        n_ctx=model.n_ctx,
+        n_ctx=loaded.info.n_ctx,
         params=merge(services.models.base_params(serving), overlay),
         chosen=frozenset(overlay.model_fields_set),
         priority=priority,
@@ -541,7 +547,7 @@ def fork_session_config(client: Principal, parent: SessionConfig, services: Sess
     """
     serving = services.models.resolve(parent.chosen_model)
     check_model(serving.name, services.quota_of(client.client_id, client.token_id).limits)
-    n_ctx = serving.model(client.client_id).n_ctx
+    n_ctx = serving.loaded(client.client_id).info.n_ctx
     return replace(
         parent,
         session_id=services.new_id("s_"),

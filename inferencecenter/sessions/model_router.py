@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Final
 
 import orjson
@@ -32,8 +32,43 @@ _LOST: Final = (EngineState.BACKOFF, EngineState.FAILED)
 _log = structlog.get_logger(__name__)
 
 
+class LoadedModel:
+    """A model as an engine loaded it. What follows from it is computed at the first use, and then kept.
+
+    Args:
+        info: The model.
+        renderers: Render conversations with the model's chat template.
+    """
+
+    def __init__(self, info: ModelInfo, renderers: PromptRenderers) -> None:
+        self.info = info
+        self._renderers = renderers
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The fingerprint of the model's tokens; see ``fingerprint``."""
+        return fingerprint(self.info)
+
+    @cached_property
+    def recommended(self) -> Params:
+        """The parameters recommended by the model file."""
+        return recommended_params(self.info)
+
+    def renderer(self, mode: Mode) -> PromptRenderer:
+        """Return the renderer for sessions of this mode.
+
+        Raises:
+            InferenceCenterError: ``internal`` if the model's template does not compile.
+        """
+        return _RAW if mode == "raw" else self._template
+
+    @cached_property
+    def _template(self) -> PromptRenderer:
+        return self._renderers.of(self.info)
+
+
 class ServedModel:
-    """A model, its engine and its prompt renderer.
+    """A model by its name, and its engine.
 
     An answer that has begun stays with its model even if the name is reassigned to another.
 
@@ -51,26 +86,29 @@ class ServedModel:
         self.engine = engine
         self._ensure_loaded = ensure_loaded
         self._renderers = renderers
-        self._renderer: tuple[str, PromptRenderer] | None = None
-        self._named: tuple[ModelInfo, str] | None = None
-        self._recommended: tuple[ModelInfo, Params] | None = None
+        self._loaded: LoadedModel | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.engine.status.state.value})"
 
     @property
-    def last_loaded(self) -> ModelInfo | None:
+    def last_loaded(self) -> LoadedModel | None:
         """The model as it was loaded last; ``None`` before the first load."""
-        return self.engine.status.model
+        info = self.engine.status.model
+        if info is None:
+            return None
+        if self._loaded is None or self._loaded.info is not info:
+            self._loaded = LoadedModel(info, self._renderers)
+        return self._loaded
 
-    def model(self, client_id: str = "") -> ModelInfo:
+    def loaded(self, client_id: str = "") -> LoadedModel:
         """Return the model; if it was never loaded, request its load for ``client_id``.
 
         Raises:
             InferenceCenterError: ``model_loading``, or ``engine_unavailable`` with the reason.
         """
-        if (model := self.last_loaded) is not None:
-            return model
+        if (loaded := self.last_loaded) is not None:
+            return loaded
         try:
             self._ensure_loaded(client_id)
         except InferenceCenterError as error:
@@ -80,41 +118,6 @@ class ServedModel:
             message = f"{self.name} cannot be loaded: {error.message}"
             raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, message, hint=error.hint) from error
         raise _not_loaded(self.name, self.engine.status)
-
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the model's tokens; see ``fingerprint``.
-
-        Raises:
-            InferenceCenterError: See ``model``.
-        """
-        model = self.model()
-        if self._named is None or self._named[0] is not model:
-            self._named = (model, fingerprint(model))
-        return self._named[1]
-
-    def recommended(self) -> Params:
-        """Return the parameters recommended by the model file.
-
-        Raises:
-            InferenceCenterError: See ``model``.
-        """
-        model = self.model()
-        if self._recommended is None or self._recommended[0] is not model:
-            self._recommended = (model, recommended_params(model))
-        return self._recommended[1]
-
-    def renderer(self, mode: Mode) -> PromptRenderer:
-        """Return the renderer for sessions of this mode.
-
-        Raises:
-            InferenceCenterError: ``internal`` if the model's template does not compile, and see ``model``.
-        """
-        if mode == "raw":
-            return _RAW
-        model_fingerprint = self.fingerprint()
-        if self._renderer is None or self._renderer[0] != model_fingerprint:
-            self._renderer = (model_fingerprint, self._renderers.of(self.model()))
-        return self._renderer[1]
 
 
 class ModelRouter:
@@ -154,16 +157,16 @@ class ModelRouter:
     def n_ctx(self, config: SessionConfig) -> int:
         """Return the current context size of a session in tokens; the initial one while it is unknown."""
         known = self._known(config.chosen_model)
-        return known.n_ctx if known else config.n_ctx
+        return known.info.n_ctx if known else config.n_ctx
 
     def base_params(self, serving: ServedModel) -> Params:
         """Return the default parameters of a model's sessions.
 
         Raises:
-            InferenceCenterError: See ``ServedModel.model``.
+            InferenceCenterError: See ``ServedModel.loaded``.
         """
         own = parse_params(dict(self._port.params_of(serving.name)), path=f"models.{serving.name}.params")
-        return merge(Params(), serving.recommended(), own, self._config_params)
+        return merge(Params(), serving.loaded().recommended, own, self._config_params)
 
     def current_params(self, config: SessionConfig) -> Params:
         """Return a session's effective parameters."""
@@ -183,7 +186,7 @@ class ModelRouter:
         """Release a session in all engines."""
         self._port.release(session_id)
 
-    def _known(self, chosen: str | None) -> ModelInfo | None:
+    def _known(self, chosen: str | None) -> LoadedModel | None:
         try:
             return self.resolve(chosen).last_loaded
         except InferenceCenterError:

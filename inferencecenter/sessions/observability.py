@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from inferencecenter.ipc.messages import TraceStage
-    from inferencecenter.sessions.journal import TurnSpec
     from inferencecenter.sessions.session_config import SessionConfig
-    from inferencecenter.sessions.turn import Turn, TurnOutcome
+    from inferencecenter.sessions.turn import Turn, TurnOutcome, TurnSpec
 
 
 WINDOW_S: Final = 10

@@ -32,9 +32,8 @@ from inferencecenter.sessions.journal import (
 )
 from inferencecenter.sessions.prompt.plan import messages_of
 from inferencecenter.sessions.states import SESSION, SessionChange, SessionState
-from inferencecenter.sessions.turn import Turn
+from inferencecenter.sessions.turn import Turn, new_turn_spec
 from inferencecenter.sessions.turn_runner import TurnRunner
-from inferencecenter.sessions.turn_spec import new_turn_spec
 
 if TYPE_CHECKING:
     from inferencecenter.ipc.messages import Failed
@@ -42,13 +41,12 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Abort, Append, Infer, ResumeSession, RewindSession
     from inferencecenter.protocol.values import ChatMessage, Usage
-    from inferencecenter.sessions.client import EventSink, ReplaySink
+    from inferencecenter.sessions.client import EventSink, Principal, Quota, ReplaySink
     from inferencecenter.sessions.event_log import ReplayLoss
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.journal import Journal, StoredSession
     from inferencecenter.sessions.session_config import SessionConfig, SessionServices
     from inferencecenter.sessions.turn import TurnOutcome
-    from inferencecenter.sessions.turn_spec import TurnOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +156,7 @@ class SessionSnapshot:
             turn: The running turn.
             request_id: The id of the request frame.
         """
-        input_messages = messages_of(turn.spec.request) if turn else ()
+        input_messages = turn.messages if turn else ()
         assembler = turn.assembler if turn else None
         return events.SessionResumed(
             id=request_id,
@@ -177,8 +175,6 @@ class SessionSnapshot:
         )
 
 
-COUNTED_TOKENS: Final = 256
-"""Tokens of an answer after which the usage of a session that is not stored is recorded."""
 _INCOMPLETE_WARNING: Final = "Part of this session could not be stored and may be missing after a restart."
 
 
@@ -243,7 +239,9 @@ class LiveSession:
         if (pending_turn := stored.pending_turn) is not None:
             now = services.monotonic()
             since = now - max(0.0, services.clock() - pending_turn.spec.submitted_at)
-            session._new_runner(Turn(pending_turn.spec, submitted_at=since, now=now, restored=pending_turn))
+            spec = pending_turn.spec
+            turn = Turn(spec, messages_of(spec.request), submitted_at=since, now=now, restored=pending_turn)
+            session._new_runner(turn, services.quota_of(config.client_id, spec.token_id))
             session._change(SessionChange.TURN_QUEUED)
         return session
 
@@ -289,12 +287,11 @@ class LiveSession:
         turn = self._runner.turn if self._runner else None
         if turn is None or turn.turn_id != turn_id:
             return self.snapshot.turn(turn_id)
-        input_messages = messages_of(turn.spec.request)
         return TurnSnapshot(
             turn_id,
             turn.spec.note,
             before=self._history.messages,
-            input_messages=input_messages,
+            input_messages=turn.messages,
             finish_reason=turn.forced_finish,
             running=True,
         )
@@ -324,7 +321,7 @@ class LiveSession:
         )
         self._events.write(record)
 
-    def infer(self, request: Infer, options: TurnOptions, sink: EventSink) -> None:
+    def infer(self, request: Infer, client: Principal, sink: EventSink, *, note: str = "") -> None:
         """Start a turn, or attach to the turn that already has the request's ``turn_key``.
 
         If the turn with this key is running, ``queued`` is sent again; if it has ended, ``end`` is sent again with its
@@ -332,12 +329,13 @@ class LiveSession:
 
         Args:
             request: The messages and options of the turn.
-            options: The parameters, priority and token of the turn.
+            client: The owner of the session.
             sink: The requester, which becomes the subscriber of the session.
+            note: Private text kept with the turn.
 
         Raises:
             InferenceCenterError: ``session_busy``, ``context_full``, ``storage_unavailable``, ``overloaded``,
-                ``model_loading``, or the error of the template or the engine.
+                ``model_not_found``, see ``new_turn_spec``, or the error of the template or the engine.
         """
         runner = self._runner
         if runner is not None:
@@ -351,7 +349,7 @@ class LiveSession:
             self._subscription.attach(sink)
             self._events.resend(ended, request_id=request.id)
         else:
-            self._begin(request, options, sink)
+            self._begin(request, client, sink, note=note)
 
     def resume(self, request: ResumeSession, sink: ReplaySink) -> None:
         """Make ``sink`` the subscriber and replay the events it has missed.
@@ -462,13 +460,13 @@ class LiveSession:
         """Record the usage of a prompt when it is prefilled, so that it survives a crash whatever the outcome."""
         self._count_usage(replace(self._usage_record(turn), prompt_tokens=prompt_tokens, cached_tokens=cached_tokens))
 
-    def tokens_appended(self, turn: Turn) -> None:
+    def answer_counted(self, turn: Turn) -> None:
         """Record the usage of an answer in steps of ``COUNTED_TOKENS`` where no other record holds it.
 
         A crash then loses at most one step per turn. A stored answer needs no such record: the next daemon resumes it.
         """
-        n_tokens = turn.n_tokens - turn.counted_tokens
-        if n_tokens >= COUNTED_TOKENS and not self.config.store and self._client_journal.fault is None:
+        if self._client_journal.fault is None:
+            n_tokens = turn.n_tokens - turn.counted_tokens
             self._count_usage(replace(self._usage_record(turn), completion_tokens=n_tokens))
             turn.counted_tokens = turn.n_tokens
 
@@ -539,21 +537,24 @@ class LiveSession:
 
     # State changes.
 
-    def _begin(self, request: Infer, options: TurnOptions, sink: EventSink) -> None:
+    def _begin(self, request: Infer, client: Principal, sink: EventSink, *, note: str) -> None:
         services, config = self._services, self.config
         check_writable(self.journal)
         services.admit()
-        note_chars = self._turn_log.n_note_chars + len(options.note)
-        input_messages = messages_of(request)
-        self._history.check_tool_results(input_messages)
-        size = HistorySize.of(input_messages)
-        services.history_limits(note_chars=note_chars).check(self._history.size + size)
+        messages = messages_of(request)
+        self._history.check_tool_results(messages)
+        size = HistorySize.of(messages)
+        services.history_limits(note_chars=self._turn_log.n_note_chars + len(note)).check(self._history.size + size)
         self._check_text_quota(size.n_chars)
-        spec = new_turn_spec(request, options, config=config, services=services)
+        serving = services.models.resolve(config.chosen_model)
+        quota = services.quota_of(config.client_id, client.token_id)
+        spec = new_turn_spec(
+            request, client, note=note, serving=serving, limits=quota.limits, config=config, services=services
+        )
         now = services.monotonic()
-        runner = self._new_runner(Turn(spec, submitted_at=now, now=now))
+        runner = self._new_runner(Turn(spec, messages, submitted_at=now, now=now), quota)
         try:
-            runner.submit()
+            runner.submit(serving)
         except BaseException:
             # Whatever the exception, a session without a turn must not be busy.
             self._runner = None
@@ -563,9 +564,10 @@ class LiveSession:
         self._subscription.attach(sink)
         runner.send_queued(request_id=request.id)
 
-    def _new_runner(self, turn: Turn) -> TurnRunner:
+    def _new_runner(self, turn: Turn, quota: Quota) -> TurnRunner:
         self._runner = TurnRunner(
             turn,
+            quota=quota,
             history=self._history,
             listener=self,
             event_log=self._events,

@@ -1,12 +1,19 @@
-"""The state of one turn, from acceptance to its terminal event."""
+"""A turn as its session keeps it: the spec that is stored, and the state from acceptance to the terminal event.
+
+A ``TurnSpec`` is everything required to run the turn, or the rest of it, on any engine of any daemon: ``new_turn_spec``
+resolves it once from the request, the client's limits and the model. ``submission`` makes of both what an engine gets.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import Submit
+from inferencecenter.protocol.params import Params, encode, merge, parse_params
 from inferencecenter.protocol.values import TurnStats
+from inferencecenter.sessions.client import PRIORITY_RANK, bound_max_tokens, check_model
 from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.observability import NullTracer, TurnRecord
 from inferencecenter.sessions.output_parsing.assembler import ResponseAssembler, assembler_for
@@ -15,14 +22,122 @@ from inferencecenter.sessions.prompt.plan import GeneratedAnswer
 from inferencecenter.sessions.states import TURN, TurnChange, TurnState
 
 if TYPE_CHECKING:
+    from inferencecenter.config.limits import AccessLimits
     from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, TokenDelta
-    from inferencecenter.protocol.params import Params
-    from inferencecenter.protocol.requests import Abort
-    from inferencecenter.sessions.journal import PendingTurn, TurnSpec
+    from inferencecenter.protocol.requests import Abort, Infer
+    from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.sessions.client import Principal
+    from inferencecenter.sessions.history import HistoryView
+    from inferencecenter.sessions.journal import PendingTurn
+    from inferencecenter.sessions.model_router import ServedModel
     from inferencecenter.sessions.observability import TurnSpan
     from inferencecenter.sessions.output_parsing.call_format import TemplateCapabilities
     from inferencecenter.sessions.prompt.plan import Prompt
-    from inferencecenter.sessions.session_config import SessionConfig
+    from inferencecenter.sessions.session_config import SessionConfig, SessionServices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnSpec:
+    """Everything required to run a turn, or the rest of it, that has not ended.
+
+    ``warnings`` concern its parameters; ``rank`` is its priority in the order of the engine. ``submitted_at`` is Unix
+    seconds. ``rendered_at`` is the local time given to the template, in ISO 8601 with offset. ``model`` is the name of
+    the model, empty in old records, and ``model_fingerprint`` identifies its tokens. ``view`` selects the messages in
+    the context once it was shifted. ``token_id`` is the access token charged for the turn, empty for a client with a
+    key. ``note`` is private text of the requester.
+    """
+
+    turn_id: str
+    request: Infer
+    params: Params
+    rank: int
+    warnings: tuple[str, ...]
+    submitted_at: float
+    rendered_at: str
+    model: str
+    model_fingerprint: str
+    view: HistoryView | None = None
+    token_id: str = ""
+    note: str = ""
+
+
+def new_turn_spec(  # noqa: PLR0913 - keyword-only
+    request: Infer,
+    client: Principal,
+    *,
+    note: str,
+    serving: ServedModel,
+    limits: AccessLimits,
+    config: SessionConfig,
+    services: SessionServices,
+) -> TurnSpec:
+    """Return the spec of a new turn within the limits of its token.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for conflicting or excessive parameters, ``model_loading``,
+            ``engine_unavailable`` or ``forbidden``.
+    """
+    own = turn_params(request)
+    priority = client.allow_priority(request.priority, otherwise=config.priority)
+    check_model(serving.name, limits)
+    loaded = serving.loaded(config.client_id)
+    below = services.models.params(config, serving.name)
+    overlay = bound_max_tokens(own, limits, session=below, chosen=config.chosen)
+    params = merge(below, overlay)
+    warnings = config.warnings(params, chosen=config.chosen | overlay.model_fields_set)
+    if params.seed is None:
+        params = params.model_copy(update={"seed": services.new_seed()})
+    return TurnSpec(
+        turn_id=services.new_id("t_"),
+        request=request,
+        params=params,
+        rank=PRIORITY_RANK[priority],
+        warnings=warnings,
+        submitted_at=services.clock(),
+        rendered_at=services.local_time().isoformat(),
+        model=serving.name,
+        model_fingerprint=loaded.fingerprint,
+        token_id=client.token_id,
+        note=note,
+    )
+
+
+def turn_params(request: Infer) -> Params:
+    """Return the turn's own parameters.
+
+    Raises:
+        InferenceCenterError: ``invalid_request``.
+    """
+    params = parse_params(request.params or {})
+    if request.n_probs is None:
+        return params
+    if "n_probs" in params.model_fields_set:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "n_probs is set twice: here and in params", field="n_probs"
+        )
+    return merge(params, Params(n_probs=request.n_probs))
+
+
+def spec_for_model(
+    spec: TurnSpec, name: str, model_fingerprint: str, *, config: SessionConfig, services: SessionServices
+) -> TurnSpec:
+    """Return the spec of a turn without tokens for another model than before.
+
+    The session's parameters are resolved again, and the turn's own parameters stay.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for conflicting parameters.
+    """
+    before = services.models.params(config, spec.model or config.model)
+    now = services.models.params(config, name)
+    spec = replace(spec, model=name, model_fingerprint=model_fingerprint)
+    if now == before:
+        return spec
+    own_fields = turn_params(spec.request).model_fields_set
+    own = {name: getattr(spec.params, name) for name in Params.model_fields}
+    own = {name: value for name, value in own.items() if name in own_fields or value != getattr(before, name)}
+    params = now.model_copy(update=own)
+    return replace(spec, params=params, warnings=config.warnings(params, chosen=config.chosen | own_fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +174,7 @@ class Turn:
 
     Args:
         spec: The request, parameters and model of the turn.
+        messages: The messages of the request.
         submitted_at: Monotonic seconds of the submission.
         now: Monotonic seconds at which it enters the queue.
         restored: The turn as an earlier daemon stored it.
@@ -67,9 +183,18 @@ class Turn:
         counted_tokens: Tokens of the answer whose usage is recorded before the end of the turn.
     """
 
-    def __init__(self, spec: TurnSpec, *, submitted_at: float, now: float, restored: PendingTurn | None = None) -> None:
+    def __init__(
+        self,
+        spec: TurnSpec,
+        messages: tuple[ChatMessage, ...],
+        *,
+        submitted_at: float,
+        now: float,
+        restored: PendingTurn | None = None,
+    ) -> None:
         tokens, text = (restored.tokens, restored.text) if restored is not None else (b"", "")
         self.spec = spec
+        self.messages = messages
         self.prompt: Prompt | None = None
         self.output_spec = OutputSpec()
         self.assembler: ResponseAssembler | None = None
@@ -250,13 +375,30 @@ class Turn:
             raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, "the turn is being aborted already")
         self.abort_request = request
 
-    def params_left(self, *, now: float) -> Params:
-        """Return the parameters with the remaining time; the engine measures it from each submission."""
-        limit_ms = self.spec.params.max_time_ms
-        if limit_ms is None:
-            return self.spec.params
-        left_ms = max(1, limit_ms - round((now - self._submitted_at) * 1000))
-        return self.spec.params.model_copy(update={"max_time_ms": left_ms})
+    def submission(self, config: SessionConfig, *, shared_prompts: frozenset[str], now: float) -> Submit:
+        """Return what an engine gets of the turn, or of its remainder; its prompt is set."""
+        prompt, answer = self.prompt, self.answer
+        assert prompt is not None, "a turn is submitted with a prompt"
+        # Tools are rendered with the system prompt and are private, so such a prompt is not shared.
+        system = prompt.messages[0].content if prompt.shared_pieces and not self.spec.request.tools else None
+        return Submit(
+            turn_id=self.turn_id,
+            session_id=config.session_id,
+            client_id=config.client_id,
+            priority=self.spec.rank,
+            tokens=prompt.tokens,
+            pieces=prompt.pieces,
+            params_json=encode(self._params_left(now)),
+            shared_pieces=prompt.shared_pieces,
+            public=system in shared_prompts,
+            answer=answer.tokens,
+            shown_chars=len(answer.text),
+            may_shift=config.on_full == "shift",
+            durable=config.store,
+            traced=self.trace.wanted,
+            grammar=self.output_spec.grammar,
+            markers=self.output_spec.markers,
+        )
 
     def finished_outcome(self, end: Finished, *, now: float) -> TurnOutcome:
         """Return the outcome that the engine reports; its figures cover the time since the last submission."""
@@ -287,6 +429,14 @@ class Turn:
     def failed_outcome(self, failure: Failed, *, now: float) -> TurnOutcome:
         """Return the outcome of a failed turn."""
         return TurnOutcome(failure.code, self._measured_stats(now=now, preempted=self._preempted))
+
+    def _params_left(self, now: float) -> Params:
+        """Return the parameters with the remaining time; the engine measures it from each submission."""
+        limit_ms = self.spec.params.max_time_ms
+        if limit_ms is None:
+            return self.spec.params
+        left_ms = max(1, limit_ms - round((now - self._submitted_at) * 1000))
+        return self.spec.params.model_copy(update={"max_time_ms": left_ms})
 
     @property
     def _text(self) -> str:

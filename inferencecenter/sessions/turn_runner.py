@@ -8,14 +8,15 @@ turn without tokens may move to another model. If the turn can no longer run (it
 it), its partial answer is kept and ends as ``aborted``. Invariant: a turn has exactly one terminal event, and text that
 was published is never revised.
 
-An unexpected exception ends only the turn that raised it: every call from the engine side runs in ``_contain``, which
-fails the turn with ``internal``, returns its session to idle and aborts the turn in the engine.
+An unexpected exception ends only the turn that raised it: calls from the engine side are ``_contained``:
+one that raises fails the turn with ``internal``, returns its session to idle and aborts the turn in the engine.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Protocol
 
 import msgspec
 import structlog
@@ -36,37 +37,35 @@ from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.journal import TurnQueued
 from inferencecenter.sessions.observability import end_trace, trace_turn
 from inferencecenter.sessions.prompt.plan import (
+    SHORTEN,
     after_turn,
-    messages_of,
+    check_fits,
     plan_context_shift,
+    plan_prompt,
     prompt_of,
     unrendered_prompt,
 )
 from inferencecenter.sessions.states import TurnChange, TurnState
-from inferencecenter.sessions.turn_spec import (
-    check_fits,
-    failure_of,
-    prompt_too_long,
-    render_input,
-    spec_for_model,
-    submission,
-)
+from inferencecenter.sessions.turn import spec_for_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.ipc.messages import Submit, TurnEvent
     from inferencecenter.protocol.requests import Abort
+    from inferencecenter.sessions.client import Quota
     from inferencecenter.sessions.event_log import EventLog
     from inferencecenter.sessions.history import History
-    from inferencecenter.sessions.journal import TurnSpec
-    from inferencecenter.sessions.model_router import ServedModel
+    from inferencecenter.sessions.model_router import LoadedModel, ServedModel
     from inferencecenter.sessions.prompt.plan import PromptPlan
     from inferencecenter.sessions.prompt.renderer import RenderResult
     from inferencecenter.sessions.session_config import SessionConfig, SessionServices
-    from inferencecenter.sessions.turn import Turn, TurnOutcome
+    from inferencecenter.sessions.turn import Turn, TurnOutcome, TurnSpec
 
+COUNTED_TOKENS: Final = 256
+"""Tokens of an answer after which the usage of a session that is not stored is recorded."""
 _FORCED_FINISHES: Final = ("aborted", "quota_exceeded")
+_P = ParamSpec("_P")
 
 _log = structlog.get_logger(__name__)
 
@@ -77,8 +76,8 @@ class TurnListener(Protocol):
     def prefill_started(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
         """Record the usage of a prompt that is about to be prefilled, with its cached tokens."""
 
-    def tokens_appended(self, turn: Turn) -> None:
-        """Handle new tokens of the answer."""
+    def answer_counted(self, turn: Turn) -> None:
+        """Record the usage of another ``COUNTED_TOKENS`` of an answer that is not stored."""
 
     def turn_ended(self, turn: Turn, history: History, outcome: TurnOutcome) -> None:
         """Commit the history after the turn and publish its end."""
@@ -90,11 +89,25 @@ class TurnListener(Protocol):
         """Publish the failure after an internal error, at any point of the turn's end."""
 
 
+def _contained(call: Callable[Concatenate[TurnRunner, _P], None]) -> Callable[Concatenate[TurnRunner, _P], None]:
+    """Have an exception of a call end its turn and no other."""
+
+    @wraps(call)
+    def contained(runner: TurnRunner, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            call(runner, *args, **kwargs)
+        except Exception:  # noqa: BLE001 - the border between the turns
+            runner._end_broken()
+
+    return contained
+
+
 class TurnRunner:
     """Implements ``ipc.port.EngineTurn`` for a turn of a session.
 
     Args:
         turn: The turn to run.
+        quota: The rate limits and quota of its token.
         history: The history before the turn; it does not change until the turn ends.
         listener: Receives the turn's usage and its end.
         event_log: The event log of the session.
@@ -106,6 +119,7 @@ class TurnRunner:
         self,
         turn: Turn,
         *,
+        quota: Quota,
         history: History,
         listener: TurnListener,
         event_log: EventLog,
@@ -124,7 +138,7 @@ class TurnRunner:
         self._rendering: _Rendering | None = None
         self._is_counted = False
         self._has_ended = False
-        self._quota = services.quota_of(config.client_id, turn.spec.token_id)
+        self._quota = quota
         # Set when the turn is submitted.
         self._serving: ServedModel | None = None
         turn.trace = trace_turn(services.tracer, config, turn.spec, restored_tokens=turn.n_tokens)
@@ -149,37 +163,28 @@ class TurnRunner:
 
     # Calls of the engine port.
 
-    def prepare(self, then: Callable[[], None]) -> bool:
-        """Return whether the prompt is rendered for the serving model; if not, render it and then call ``then``.
+    def submission(self, then: Callable[[], None]) -> Submit | None:
+        """Return the turn, or its remainder, for the model that serves it; ``None`` while its prompt is rendered.
 
         Raises:
             InferenceCenterError: ``model_not_found`` when the answer was begun by another model, ``nothing_to_abort``
                 for a turn that has ended, or the error of the template.
         """
         try:
-            return self._ensure_prompt(then)
+            if not self._is_rendered(then):
+                return None
         except InferenceCenterError:
             self._cannot_resume = self.turn.n_tokens > 0
             raise
+        services = self._services
+        return self.turn.submission(self._config, shared_prompts=services.shared_prompts, now=services.monotonic())
 
-    def submission(self) -> Submit:
-        """Return the submission of the turn, or of its remainder.
-
-        Raises:
-            InferenceCenterError: See ``prepare``.
-        """
-        prepared = self.prepare(_noop)
-        assert prepared, "the engine requests it after prepare() returned True"
-        assert self.turn.prompt is not None
-        return submission(self.turn, self.turn.prompt, config=self._config, services=self._services)
-
+    @_contained
     def on_engine_event(self, event: TurnEvent) -> None:
         """Handle an event; events after the end of the turn are late and ignored."""
-        if not self.turn.state.is_terminal:
-            self._contain(lambda: self._dispatch(event))
-
-    def _dispatch(self, event: TurnEvent) -> None:
         turn, state = self.turn, self.turn.state
+        if state.is_terminal:
+            return
         match event:
             case TokenDelta():
                 self._append(event)
@@ -200,21 +205,21 @@ class TurnRunner:
             case _:
                 _log.warning("engine_event_misplaced", engine_event=type(event).__name__, turn=turn.turn_id)
 
+    @_contained
     def on_delay(self, seconds: float) -> None:
         """Publish the minimum delay until the turn's model can be loaded."""
         if self.turn.state is TurnState.QUEUED:
-            self._contain(lambda: self._events.publish_transient(self._events.queued(self.turn, eta_ms=1000 * seconds)))
+            self._events.publish_transient(self._events.queued(self.turn, eta_ms=1000 * seconds))
 
+    @_contained
     def on_engine_lost(self) -> None:
         """Return to the queue after the loss of the engine."""
         if not self.turn.state.is_terminal:
-            self._contain(lambda: self.turn.interrupt(now=self._services.monotonic()))
+            self.turn.interrupt(now=self._services.monotonic())
 
+    @_contained
     def resubmit(self) -> None:
         """Submit the turn again, to the engine that serves its model now, and publish its position."""
-        self._contain(self._recall)
-
-    def _recall(self) -> None:
         if not self.turn.state.is_terminal:
             self.turn.recall(now=self._services.monotonic())
             self._submit_again()
@@ -223,36 +228,38 @@ class TurnRunner:
 
     # Calls of the session.
 
-    def submit(self) -> None:
-        """Submit a new turn; it is not published yet.
+    def submit(self, serving: ServedModel) -> None:
+        """Submit a new turn to the model of its spec; it is not published yet.
 
         Raises:
-            InferenceCenterError: See ``prepare`` and ``Quota.check_turn``, or the error of the engine.
+            InferenceCenterError: See ``submission`` and ``Quota.check_turn``, or the error of the engine.
         """
         self._quota.check_turn()
-        self._serving = self._choose_model()
+        self._serving = serving
         try:
-            self.prepare(_noop)  # also while no engine is running
-            self.turn.position = self._serving.engine.submit(self)
+            self._is_rendered(_noop)  # also while no engine is running
+            self.turn.position = serving.engine.submit(self)
         except InferenceCenterError:
             self._cancel_rendering()
             raise
         self._quota.begin_turn()
         self._is_counted = True
 
+    @_contained
     def send_queued(self, *, request_id: str | None) -> None:
         """Commit the turn and acknowledge it."""
-        self._contain(lambda: self._publish_queued(request_id=request_id))
+        self._publish_queued(request_id=request_id)
 
     def _publish_queued(self, *, request_id: str | None) -> None:
         queued = self._events.queued(self.turn, eta_ms=self._eta_ms(), request_id=request_id)
         self._events.publish(queued, self._queued_record(queued.seq))
 
+    @_contained
     def recover(self) -> None:
         """Resubmit a turn left pending by an earlier daemon."""
         self._quota.resume_turn(self.turn.n_tokens)
         self._is_counted = True
-        self._contain(self._submit_again)
+        self._submit_again()
 
     def _submit_again(self) -> None:
         """Submit the turn again; if the engine refuses it, the partial answer is kept."""
@@ -261,7 +268,7 @@ class TurnRunner:
             self.turn.position = self._serving.engine.submit(self)
         except InferenceCenterError as error:
             self._cannot_resume = self.turn.n_tokens > 0
-            self._fail(failure_of(self.turn_id, error))
+            self._fail(_failure_of(self.turn_id, error))
 
     def resend_queued(self, *, request_id: str | None) -> None:
         """Publish the position of the turn again."""
@@ -276,43 +283,47 @@ class TurnRunner:
         self.turn.request_abort(request)
         self._model.engine.abort(self.turn_id)
 
+    @_contained
     def cancel(self) -> None:
         """End the turn without waiting for the engine; the history stays unchanged."""
-        self._contain(
-            lambda: self._complete(self._history, self.turn.forced_outcome("aborted", now=self._services.monotonic()))
-        )
+        self._complete(self._history, self.turn.forced_outcome("aborted", now=self._services.monotonic()))
         self._model.engine.abort(self.turn_id)
 
     # Prompt.
 
-    def _ensure_prompt(self, then: Callable[[], None]) -> bool:
-        turn, serving = self.turn, self._model
+    def _is_rendered(self, then: Callable[[], None]) -> bool:
+        """Return whether the prompt is rendered for the model; if not, render it and then call ``then``."""
+        turn, loaded = self.turn, self._model.loaded()
         if turn.state.is_terminal:
             raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} has ended")
-        model_fingerprint = serving.fingerprint()
-        if turn.prompt is not None and turn.spec.model_fingerprint == model_fingerprint:
+        is_its_model = turn.spec.model_fingerprint == loaded.fingerprint
+        if turn.prompt is not None and is_its_model:
             return True
-        if turn.n_tokens and turn.spec.model_fingerprint != model_fingerprint:
+        if turn.n_tokens and not is_its_model:
             raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "The model that began this answer is not loaded.")
         rendering = self._rendering
-        if rendering is None or not rendering.matches(turn.spec, model_fingerprint):
+        if rendering is None or not rendering.matches(turn.spec, loaded.fingerprint):
             self._cancel_rendering()
-            rendering = self._rendering = self._render(serving, model_fingerprint)
+            rendering = self._rendering = self._render(loaded)
         rendering.then = then
         if rendering.result is None:
             return False
         self._set_prompt(rendering, rendering.result)
         return True
 
-    def _render(self, serving: ServedModel, model_fingerprint: str) -> _Rendering:
-        requested_spec = self.turn.spec
-        spec = spec_for_model(self.turn, serving, config=self._config, services=self._services)
-        history = self._history.for_model(model_fingerprint)
-        plan, conversation = render_input(spec, history)
-        check_fits(plan, serving.model(), may_shift=self._config.on_full == "shift")
-        renderer = serving.renderer(self._config.mode)
-        rendering = _Rendering(requested_spec, model_fingerprint, spec, history, plan, renderer.implied_bos)
-        rendering.cancel = renderer.render(conversation, client_id=self._config.client_id, done=rendering.finish)
+    def _render(self, loaded: LoadedModel) -> _Rendering:
+        turn, config, name = self.turn, self._config, self._model.name
+        spec = turn.spec
+        if spec.model_fingerprint != loaded.fingerprint:
+            spec = spec_for_model(spec, name, loaded.fingerprint, config=config, services=self._services)
+        elif spec.model != name:
+            spec = replace(spec, model=name)
+        history = self._history.for_model(loaded.fingerprint)
+        plan, conversation = plan_prompt(history, turn.messages, spec)
+        check_fits(plan, loaded.info, may_shift=config.on_full == "shift")
+        renderer = loaded.renderer(config.mode)
+        rendering = _Rendering(turn.spec, loaded.fingerprint, spec, history, plan, renderer.implied_bos)
+        rendering.cancel = renderer.render(conversation, client_id=config.client_id, done=rendering.finish)
         return rendering
 
     def _set_prompt(self, rendering: _Rendering, result: RenderResult) -> None:
@@ -322,7 +333,7 @@ class TurnRunner:
         self.turn.set_prompt(prompt, rendering.spec, capabilities=result.capabilities)
         self._history = rendering.history
         self._rendering = None
-        if rendering.spec != rendering.requested_spec:
+        if rendering.spec is not rendering.requested_spec:
             self._events.write(self._queued_record(self._events.seq))
 
     def _cancel_rendering(self) -> None:
@@ -371,7 +382,8 @@ class TurnRunner:
             self._events.publish_text(event)
         else:
             self._events.publish_parts(event, turn.assembler.feed(event))
-        self._listener.tokens_appended(turn)
+        if not self._config.store and turn.n_tokens - turn.counted_tokens >= COUNTED_TOKENS:
+            self._listener.answer_counted(turn)
         self._count_tokens(n_tokens)
 
     def _count_tokens(self, n_tokens: int) -> None:
@@ -400,7 +412,7 @@ class TurnRunner:
         """Submit the turn again without its oldest turns; return ``False`` if there are none to drop."""
         turn, services, prompt = self.turn, self._services, self.turn.prompt
         assert prompt is not None, "the turn was submitted with a prompt"
-        engine, n_ctx = self._model.engine, self._model.model().n_ctx
+        engine, n_ctx = self._model.engine, self._model.loaded().info.n_ctx
         shift = plan_context_shift(self._history, prompt, total=event.n_tokens, answered=turn.n_tokens, n_ctx=n_ctx)
         if shift is None:
             return False
@@ -423,7 +435,7 @@ class TurnRunner:
         """End a turn whose context is full: a partial answer is kept, a turn without one fails."""
         turn, cut = self.turn, self.turn.forced_finish
         if event.end is None and not turn.n_tokens and cut is None:
-            self._fail(prompt_too_long(event, refusal, n_ctx=self._model.model().n_ctx))
+            self._fail(_prompt_too_long(event, refusal, n_ctx=self._model.loaded().info.n_ctx))
             return
         if event.end is None:
             self._end_early(cut or "context_full")
@@ -479,35 +491,29 @@ class TurnRunner:
             self._is_counted = False
             self._quota.end_turn()
 
-    # Containment of internal errors.
-
-    def _contain(self, work: Callable[[], None]) -> None:
-        """Run a part of the turn; an exception ends this turn and no other."""
-        try:
-            work()
-        except Exception:  # noqa: BLE001 - the border between the turns
-            _log.exception("turn_broken", turn=self.turn_id, session=self._config.session_id)
-            try:
-                self._end_broken()
-            except Exception:  # noqa: BLE001 - the session is idle all the same
-                _log.exception("turn_end_untold", turn=self.turn_id, session=self._config.session_id)
-
     def _end_broken(self) -> None:
-        """Fail the turn with ``internal``, unless its end was published, and abort it in the engine."""
+        """End the turn after an internal error, which is logged with the exception that is being handled.
+
+        It fails with ``internal``, unless its end was published, and is aborted in the engine.
+        """
+        _log.exception("turn_broken", turn=self.turn_id, session=self._config.session_id)
         if self._has_ended:
             return
         self._has_ended = True
-        self._cancel_rendering()
-        turn = self.turn
-        if not turn.state.is_terminal:
-            turn.change(TurnChange.FAIL)
-        self._release()
-        failure = failure_of(self.turn_id, InferenceCenterError(ErrorCode.INTERNAL))
         try:
-            self._listener.turn_broken(turn, failure, turn.failed_outcome(failure, now=self._services.monotonic()))
-        finally:
-            if self._serving is not None:
-                self._serving.engine.abort(self.turn_id)
+            self._cancel_rendering()
+            turn = self.turn
+            if not turn.state.is_terminal:
+                turn.change(TurnChange.FAIL)
+            self._release()
+            failure = _failure_of(self.turn_id, InferenceCenterError(ErrorCode.INTERNAL))
+            try:
+                self._listener.turn_broken(turn, failure, turn.failed_outcome(failure, now=self._services.monotonic()))
+            finally:
+                if self._serving is not None:
+                    self._serving.engine.abort(self.turn_id)
+        except Exception:  # noqa: BLE001 - the session is idle all the same
+            _log.exception("turn_end_untold", turn=self.turn_id, session=self._config.session_id)
 
     def _flush(self) -> None:
         """Publish the remaining text of a turn that ends.
@@ -526,7 +532,7 @@ class TurnRunner:
             return self._history
         prompt = turn.prompt
         if prompt is None:
-            prompt = unrendered_prompt(self._history, messages_of(turn.spec.request), turn.spec.view)
+            prompt = unrendered_prompt(self._history, turn.messages, turn.spec.view)
         keeps_end = self._config.mode != "raw"
         return after_turn(self._history, prompt, answer=turn.answer, end=end, keeps_end=keeps_end)
 
@@ -553,7 +559,7 @@ class _Rendering:
     history: History
     plan: PromptPlan
     implied_bos: str
-    then: Callable[[], None] | None = None
+    then: Callable[[], None] = lambda: None
     result: RenderResult | None = None
     cancel: Callable[[], None] = lambda: None
 
@@ -562,8 +568,28 @@ class _Rendering:
 
     def finish(self, result: RenderResult) -> None:
         self.result = result
-        if self.then is not None:
-            self.then()
+        self.then()
+
+
+def _failure_of(turn_id: str, error: InferenceCenterError) -> Failed:
+    return Failed(turn_id=turn_id, code=error.code.value, message=error.message, hint=error.hint, field=error.field)
+
+
+def _prompt_too_long(event: ContextFull, refusal: InferenceCenterError | None, *, n_ctx: int) -> Failed:
+    """Return the failure of a turn whose prompt does not fit and cannot be shortened.
+
+    Args:
+        event: The report of the engine.
+        refusal: Why the shortened prompt was refused, if it was.
+        n_ctx: Maximum tokens of prompt and answer.
+    """
+    error = refusal or InferenceCenterError(
+        ErrorCode.PROMPT_TOO_LONG,
+        f"The prompt has {event.n_tokens} tokens and cannot be made shorter; "
+        f"the context holds {n_ctx}, answer included.",
+        hint=SHORTEN,
+    )
+    return Failed(turn_id=event.turn_id, code=error.code.value, message=error.message, hint=error.hint)
 
 
 def _noop() -> None:

@@ -185,9 +185,7 @@ class RequestQueue:
         if not turn.n_tokens:
             self._crash_limit.check(turn.client_id)
         may_run = self._engine is not None and self._engine.has_room and self._may_run(turn.turn_id)
-        if may_run and self._is_prepared(turn):
-            assert self._engine is not None
-            self._give(turn, self._engine)
+        if may_run and self._give(turn):
             return True
         self._turns[turn.turn_id] = turn
         self._waiting[turn.turn_id] = None
@@ -356,8 +354,7 @@ class RequestQueue:
             self._changed()
             return
         try:
-            if self._is_prepared(turn):
-                self._give(turn, self._engine)
+            self._give(turn)
         except InferenceCenterError as error:
             self._end(_failed(turn.turn_id, error))
         # The border between the turns: a fault in preparing one of them must not affect the others.
@@ -378,15 +375,27 @@ class RequestQueue:
             None,
         )
 
-    def _is_prepared(self, turn: EngineTurn) -> bool:
-        """Return whether a turn's prompt is rendered; if not, the queue continues once it is."""
-        if turn.turn_id == self._detector.isolated:
-            self._isolated_run = turn.turn_id
+    def _give(self, turn: EngineTurn) -> bool:
+        """Give a turn to the engine; return ``False`` while its prompt is rendered: the queue continues then."""
+        turn_id = turn.turn_id
+        if turn_id == self._detector.isolated:
+            self._isolated_run = turn_id
             self._note_suspects()
-        if turn.prepare(partial(self._prepared, turn.turn_id)):
-            return True
-        self._preparing.add(turn.turn_id)
-        return False
+        submission = turn.submission(partial(self._prepared, turn_id))
+        if submission is None:
+            self._preparing.add(turn_id)
+            return False
+        if turn_id in self._accepted:
+            submission = structs.replace(submission, accepted=True)
+        assert self._engine is not None, "there is one with room"
+        try:
+            self._engine.send(submission)
+        except FramingError as error:
+            raise InferenceCenterError(ErrorCode.PROMPT_TOO_LONG, str(error)) from error
+        self._turns[turn_id] = turn
+        self._waiting.pop(turn_id, None)
+        self._given.add(turn_id)
+        return True
 
     def _prepared(self, turn_id: str) -> None:
         self._preparing.discard(turn_id)
@@ -397,16 +406,6 @@ class RequestQueue:
             return False
         on_trial = self._detector.isolated
         return on_trial is None or (on_trial == turn_id and not self.engine_is_busy)
-
-    def _give(self, turn: EngineTurn, engine: EngineLink) -> None:
-        submission = structs.replace(turn.submission(), accepted=turn.turn_id in self._accepted)
-        try:
-            engine.send(submission)
-        except FramingError as error:
-            raise InferenceCenterError(ErrorCode.PROMPT_TOO_LONG, str(error)) from error
-        self._turns[turn.turn_id] = turn
-        self._waiting.pop(turn.turn_id, None)
-        self._given.add(turn.turn_id)
 
     def _end(self, event: TurnEvent) -> None:
         """Send a turn its last event; a turn whose context overflowed may have been submitted again on return."""

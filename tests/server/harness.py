@@ -24,7 +24,7 @@ from inferencecenter.config.settings import ServerSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
-from inferencecenter.ipc.messages import ContextFull, Finished, ModelInfo, Started, TokenDelta, pack_tokens
+from inferencecenter.ipc.messages import ContextFull, Finished, ModelInfo, Started, Submit, TokenDelta, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.scopes import Scope
@@ -145,10 +145,16 @@ class StubEngine(CharacterTokens):
 
     def submit(self, turn: EngineTurn) -> int:
         """Take a turn; it waits for ``say``."""
-        turn.submission()
+        turn.submission(lambda: None)
         self.turns[turn.turn_id] = turn
         self.submitted.set()
         return 0
+
+    def submission(self, turn_id: str) -> Submit:
+        """Return what a turn submits to the engine."""
+        submission = self.turns[turn_id].submission(lambda: None)
+        assert submission is not None
+        return submission
 
     def abort(self, turn_id: str) -> None:
         """End a turn, soon."""

@@ -140,8 +140,8 @@ class FakeEngine(CharacterTokens):
                 turn.on_engine_event(failure_of(turn_id, error))
 
     def _take(self, turn: EngineTurn) -> None:
-        if turn.prepare(partial(self._take_later, turn)):
-            self.submitted.append(turn.submission())
+        if (submission := turn.submission(partial(self._take_later, turn))) is not None:
+            self.submitted.append(submission)
 
     def _take_later(self, turn: EngineTurn) -> None:
         if self.status.state is not EngineState.READY or turn.turn_id not in self.turns:

@@ -131,7 +131,8 @@ class Oracle(CharacterTokens):
             self.step()
 
     def _take(self, turn: EngineTurn) -> None:
-        submit = turn.submission()
+        submit = turn.submission(lambda: None)
+        assert submit is not None
         self.submissions.append(submit)
         spelled = "".join(map(chr, unpack_tokens(submit.tokens)))
         prompt = spelled + "".join(piece.text for piece in submit.pieces)

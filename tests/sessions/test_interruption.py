@@ -161,7 +161,7 @@ def test_closing_without_an_engine_ends_the_turn_once(world: World) -> None:
     turn.on_engine_event(Cancelled(turn.turn_id))
     turn.on_engine_lost()
     with pytest.raises(InferenceCenterError):
-        turn.submission()
+        turn.submission(lambda: None)
     turn.on_engine_event(Failed(turn_id=turn.turn_id, code="nothing_to_abort", message="over"))
     assert world.sink.ops == ["queued", "end"]
 

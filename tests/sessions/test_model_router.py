@@ -232,7 +232,7 @@ def test_one_served_model_per_engine() -> None:
     models = ModelRouter(engines, config_params=Params(), renderers=InlineTemplates())
     first = models.resolve(None)
     assert models.resolve("toy") is first
-    assert first.renderer("chat") is first.renderer("chat")
+    assert first.loaded().renderer("chat") is first.loaded().renderer("chat")
     engines.engines = one_model(World().engine).engines
     assert models.resolve(None) is not first
     assert repr(first) == "ServedModel('toy', ready)"

@@ -16,7 +16,7 @@ from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.client import Principal, bound_max_tokens, check_model
 from inferencecenter.sessions.journal import StorageFault, TurnEnded, TurnFailed, TurnQueued, UsageRecorded
-from inferencecenter.sessions.session import COUNTED_TOKENS
+from inferencecenter.sessions.turn_runner import COUNTED_TOKENS
 from tests.sessions.conftest import World
 from tests.sessions.oracle import kept
 

@@ -85,12 +85,8 @@ class Heard:
         """How much that is."""
         return len(self.tokens) // 4
 
-    def prepare(self, then: Callable[[], None]) -> bool:
-        """It can run at any time."""
-        return True
-
-    def submission(self) -> Submit:
-        """Return what is left of it."""
+    def submission(self, then: Callable[[], None]) -> Submit | None:
+        """Return what is left of it; it can run at any time."""
         self.submissions += 1
         return msgspec.structs.replace(
             self.order, answer=self.tokens, shown_chars=self.order.shown_chars + len(self.text)

@@ -21,6 +21,7 @@ from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
 from tests.supervisor.stub_engine import HANGS, answer
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from tests.loop_clock import LoopClock
@@ -298,10 +299,10 @@ async def test_a_turn_that_cannot_go_on_fails_alone() -> None:
     """What it has to say against its next engine is its end, a defect in it is an internal error."""
 
     class Refusing(Heard):
-        def submission(self) -> Submit:
+        def submission(self, then: Callable[[], None]) -> Submit | None:
             if self.submissions:
                 raise self.error
-            return super().submission()
+            return super().submission(then)
 
         error: Exception = InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "another model", hint="h", field="model")
 
@@ -332,7 +333,7 @@ async def test_what_a_turn_says_when_it_is_submitted_reaches_its_client() -> Non
     """The error is raised, and the turn is not kept."""
 
     class Refusing(Heard):
-        def submission(self) -> Submit:
+        def submission(self, then: Callable[[], None]) -> Submit:
             raise InferenceCenterError(ErrorCode.CONTEXT_FULL)
 
     watched = await ready()

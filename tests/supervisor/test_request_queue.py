@@ -229,7 +229,7 @@ def test_any_number_of_turns_that_cannot_be_submitted_end() -> None:
     """Each hears of its own end once, whatever kept it from running, and those beside them run."""
 
     class Refusing(Heard):
-        def submission(self) -> Submit:
+        def submission(self, then: Callable[[], None]) -> Submit:
             raise self.error
 
         error: Exception = InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, "another model")
@@ -341,11 +341,11 @@ class Slow(Heard):
     asked = 0
     then: Callable[[], None] = staticmethod(lambda: None)
 
-    def prepare(self, then: Callable[[], None]) -> bool:
+    def submission(self, then: Callable[[], None]) -> Submit | None:
         """Take note of what waits for it."""
         self.asked += 1
         self.then = then
-        return self.ready
+        return super().submission(then) if self.ready else None
 
     def rendered(self) -> None:
         """Let the prompt be there."""

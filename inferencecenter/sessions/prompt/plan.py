@@ -10,18 +10,24 @@ either extends ``covered`` or replaces both.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.history import TOKEN_BYTES, History, HistoryView, chars_of
+from inferencecenter.sessions.prompt.renderer import RenderInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inferencecenter.ipc.messages import Finished, PromptSegment
+    from inferencecenter.ipc.messages import Finished, ModelInfo, PromptSegment
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.sessions.prompt.renderer import RenderedPrompt
+    from inferencecenter.sessions.turn import TurnSpec
+
+SHORTEN: Final = "Shorten the prompt, start a new session, or serve the model with a larger n_ctx."
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +119,36 @@ def prompt_of(history: History, plan: PromptPlan, rendered: RenderedPrompt, *, i
         shared, start = rendering.pieces(start, rendered.system_end), rendered.system_end
     pieces = shared + rendering.pieces(start)
     return Prompt(messages, view, rendering.text, b"", pieces, len(shared))
+
+
+def plan_prompt(history: History, messages: tuple[ChatMessage, ...], spec: TurnSpec) -> tuple[PromptPlan, RenderInput]:
+    """Return the plan of a turn's prompt, which adds ``messages`` to a history, and the conversation to render."""
+    request, messages = spec.request, history.messages + messages
+    view = next_view(history, messages, n_keep=spec.params.n_keep) if spec.view is None else spec.view
+    conversation = RenderInput(
+        view.of(messages),
+        datetime.fromisoformat(spec.rendered_at),
+        tools=tuple(request.tools or ()),
+        thinking=request.thinking,
+    )
+    return PromptPlan(messages, view, rerender=spec.view is not None), conversation
+
+
+def check_fits(plan: PromptPlan, model: ModelInfo, *, may_shift: bool) -> None:
+    """Reject a prompt that cannot fit the context, before it is rendered.
+
+    Raises:
+        InferenceCenterError: ``prompt_too_long``.
+    """
+    if not model.max_token_bytes:
+        return
+    n_tokens = min_tokens(plan, max_token_bytes=model.max_token_bytes, may_shift=may_shift)
+    if n_tokens >= model.n_ctx:
+        raise InferenceCenterError(
+            ErrorCode.PROMPT_TOO_LONG,
+            f"The prompt has at least {n_tokens} tokens; the context holds {model.n_ctx}, answer included.",
+            hint=SHORTEN,
+        )
 
 
 def unrendered_prompt(history: History, new: tuple[ChatMessage, ...], view: HistoryView | None) -> Prompt:

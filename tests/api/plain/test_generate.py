@@ -36,7 +36,7 @@ async def generate(
     """Send a request, have the engine answer it, and return the response and what was submitted to the engine."""
     pending = asyncio.get_running_loop().create_task(post(server, "/generate", body))
     turn = await begin_turn(server)
-    submitted = server.engine.turns[turn].submission()
+    submitted = server.engine.submission(turn)
     for text in texts:
         server.engine.say(turn, text)
     server.engine.finish(turn, reason=reason)

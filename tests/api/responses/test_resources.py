@@ -89,7 +89,7 @@ async def test_parameters_reach_the_engine(server: Running) -> None:
     }
     pending = asyncio.get_running_loop().create_task(post(server, PATH, body))
     (turn,) = await begin_turns(server)
-    submitted = server.engine.turns[turn].submission()
+    submitted = server.engine.submission(turn)
     for expected in (b'"max_tokens":7', b'"temperature":0.25', b'"top_p":0.5', b'"seed":3', b'"n_probs":2'):
         assert expected in submitted.params_json
     assert submitted.grammar is not None
@@ -139,7 +139,7 @@ async def test_new_instructions_replace_the_old_ones(server: Running) -> None:
         post(server, PATH, {"input": "More", "instructions": "Be rude.", "previous_response_id": first["id"]})
     )
     (turn,) = await begin_turns(server)
-    read = text_of(server.engine.turns[turn].submission())
+    read = text_of(server.engine.submission(turn))
     assert "Be rude." in read
     assert "Be kind." not in read
     assert [part in read for part in ("Hello", "Good day", "More")] == [True] * 3

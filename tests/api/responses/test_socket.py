@@ -214,7 +214,7 @@ async def test_generate_false_prefills_without_output(server: Running) -> None:
     async with socket(server) as connection:
         await send(connection, input="Hello", instructions="Be kind.", generate=False)
         (turn,) = await begin_turns(server)
-        assert b'"max_tokens":1' in server.engine.turns[turn].submission().params_json
+        assert b'"max_tokens":1' in server.engine.submission(turn).params_json
         server.engine.say(turn, "unheard")
         server.engine.finish(turn, reason="length")
         warm = (await receive(connection, *ENDS))["response"]
@@ -222,7 +222,7 @@ async def test_generate_false_prefills_without_output(server: Running) -> None:
         assert (await get(server, warm["id"])).json["output"] == []
         await send(connection, input="More", instructions="Be kind.", previous_response_id=warm["id"])
         (turn,) = await begin_turns(server)
-        read = "".join(piece.text for piece in server.engine.turns[turn].submission().pieces)
+        read = "".join(piece.text for piece in server.engine.submission(turn).pieces)
         assert [part in read for part in ("Be kind.", "Hello", "More", "unheard")] == [True, True, True, False]
         server.engine.finish(turn)
         assert (await receive(connection, *ENDS))["response"]["status"] == "completed"

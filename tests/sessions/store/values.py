@@ -11,8 +11,9 @@ from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, TranscriptTurn, TurnStats, Usage
 from inferencecenter.sessions.history import History, TurnFailure
-from inferencecenter.sessions.journal import SessionOpened, TokensAppended, TurnEnded, TurnQueued, TurnSpec
+from inferencecenter.sessions.journal import SessionOpened, TokensAppended, TurnEnded, TurnQueued
 from inferencecenter.sessions.session_config import SessionConfig
+from inferencecenter.sessions.turn import TurnSpec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
