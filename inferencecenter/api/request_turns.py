@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Never, Self
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.requests import Abort
+from inferencecenter.server.coalescing_queue import EventQueue
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -20,58 +20,10 @@ if TYPE_CHECKING:
     from inferencecenter.server.context import ServerContext
 
 
-Text: TypeAlias = events.Token | events.Reasoning | events.ToolCall
-"""Events that carry text."""
-
-_EVENT_BYTES: Final = 64
-_LOGPROB_BYTES: Final = 96
-
-
-class TextRun:
-    """Queued text of one turn, delivered as one event."""
-
-    __slots__ = ("first", "last", "parts")
-
-    def __init__(self, event: Text) -> None:
-        self.first = self.last = event
-        self.parts = [text_of(event)]
-
-    def add(self, event: Text) -> bool:
-        """Append text; ``False`` for an event of another kind, or one with more than text."""
-        first = self.first
-        if type(event) is not type(first) or event.logprobs is not None or first.logprobs is not None:
-            return False
-        if isinstance(event, events.ToolCall) and (event.name is not None or not _same_call(event, first)):
-            return False
-        self.parts.append(text_of(event))
-        self.last = event
-        return True
-
-    def joined(self) -> Text:
-        """Return all of it as one event, with the sequence number of the last."""
-        name = "arguments" if isinstance(self.first, events.ToolCall) else "content"
-        return self.first.model_copy(update={"seq": self.last.seq, name: "".join(self.parts)})
-
-
-def size_of(event: Text) -> int:
-    """Return the approximate size of an event in bytes."""
-    logprobs = sum(1 + len(each.top) for each in event.logprobs or ())
-    return _EVENT_BYTES + len(text_of(event)) + _LOGPROB_BYTES * logprobs
-
-
-def text_of(event: Text) -> str:
-    """Return the text of an event."""
-    return event.arguments if isinstance(event, events.ToolCall) else event.content
-
-
-def _same_call(event: events.ToolCall, other: Text) -> bool:
-    return isinstance(other, events.ToolCall) and other.index == event.index
-
-
 MOST_SEPARATE: Final = 32
 """Number of queued events from which text is coalesced: a reader that keeps up gets one event per token."""
 
-_ENDS: Final = (events.End, events.SessionClosed, events.SessionExpired, events.SessionDetached)
+_ENDS: Final = (events.End, events.Error, events.SessionClosed, events.SessionExpired, events.SessionDetached)
 
 
 class _TurnSink:
@@ -83,12 +35,11 @@ class _TurnSink:
         turns: Receives the events.
     """
 
-    __slots__ = ("_turns", "index", "over", "request", "turn_id")
+    __slots__ = ("_turns", "index", "over", "request")
 
     def __init__(self, index: int, request: Infer, turns: RequestTurns) -> None:
         self.index = index
         self.request = request
-        self.turn_id: str | None = None
         self.over = False
         self._turns = turns
 
@@ -96,11 +47,7 @@ class _TurnSink:
         """Forward an event; events after the turn's end belong to other turns."""
         if self.over:
             return
-        kind = type(event)
-        if kind is events.Queued:
-            self.turn_id = event.turn_id  # type: ignore[attr-defined]  # mypy does not narrow by `kind`
-        elif kind in _ENDS or kind is events.Error:
-            self.over = True
+        self.over = type(event) in _ENDS
         self._turns.on_event(self.index, event)
 
 
@@ -121,24 +68,26 @@ class RequestTurns:
         self, context: ServerContext, request_context: RequestContext, *, discard: bool = True, outlived: bool = False
     ) -> None:
         self._context = context
-        self._visit = request_context
+        self._request_context = request_context
         self._client = request_context.caller.client
         self._discard = discard
         self._outlived = outlived
         self._sinks: list[_TurnSink] = []
-        self._queue: deque[tuple[int, Event | TextRun]] = deque()
-        self._bytes = 0
-        self._said = False
-        self._overflowed = False
+        self._queue: EventQueue[int, Never] = EventQueue(
+            limit_bytes=context.settings.outbox_bytes,
+            overflowed=self._overflow,
+            metrics=context.metrics,
+            n_separate=MOST_SEPARATE,
+        )
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def __enter__(self) -> Self:
-        self._visit.listen(self.fail)
+        self._request_context.listen(self.fail)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._visit.forget(self.fail)
+        self._request_context.forget(self.fail)
         self._end()
 
     def begin(self, request: Infer, *, note: str = "") -> int:
@@ -147,7 +96,7 @@ class RequestTurns:
         Raises:
             InferenceCenterError: See ``Sessions.infer``.
         """
-        traceparent = self._visit.caller.traceparent
+        traceparent = self._request_context.caller.traceparent
         if request.traceparent is None and traceparent is not None:
             request = request.model_copy(update={"traceparent": traceparent})
         sink = _TurnSink(len(self._sinks), request, self)
@@ -159,7 +108,6 @@ class RequestTurns:
         """End all turns now; the reader of ``batches`` gets ``reason`` instead of queued events."""
         if self._failure is None:
             self._failure = reason
-            self._queue.clear()
             self._end()
             self._wake()
 
@@ -167,18 +115,7 @@ class RequestTurns:
         """Queue an event of a turn, coalesced with queued text if there is much."""
         if self._failure is not None:
             return
-        queue = self._queue
-        if isinstance(event, Text):
-            self._said = True
-            if len(queue) >= MOST_SEPARATE and self._join(index, event):
-                self._bytes += len(text_of(event))
-            else:
-                queue.append((index, event))
-                self._bytes += size_of(event)
-            if self._bytes > self._context.settings.outbox_bytes and not self._overflowed:
-                self._overflow()
-        else:
-            queue.append((index, event))
+        self._queue.put_event(index, event)
         self._wake()
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Event]], None]:
@@ -197,40 +134,17 @@ class RequestTurns:
                 await self._wait(quiet_until)
             if self._failure is not None:
                 raise self._failure
-            said, self._said = self._said, False
-            if taken := self._taken():
-                yield taken
+            queued = self._queue.pop_all()
+            had_text = any(isinstance(event, events.Text) for _, event in queued)
+            if queued:
+                yield queued
             if self._failure is None and not self._queue and all(sink.over for sink in self._sinks):
                 return
-            if not said and clock() >= quiet_until:
+            if not had_text and clock() >= quiet_until:
                 yield []
-                said = True
-            if said:
+                had_text = True
+            if had_text:
                 quiet_until = clock() + keepalive_s
-
-    def _join(self, index: int, event: Text) -> bool:
-        """Append text to the turn's last queued entry, unless another event of the turn came after it."""
-        for place in range(len(self._queue) - 1, max(-1, len(self._queue) - 1 - len(self._sinks)), -1):
-            other, waiting = self._queue[place]
-            if other != index:
-                continue
-            if isinstance(waiting, TextRun):
-                return waiting.add(event)
-            if not isinstance(waiting, Text):
-                return False
-            run = TextRun(waiting)
-            if run.add(event):
-                self._queue[place] = index, run
-                return True
-            return False
-        return False
-
-    def _taken(self) -> list[tuple[int, Event]]:
-        queue = self._queue
-        taken = [(index, each.joined() if type(each) is TextRun else each) for index, each in queue]
-        queue.clear()
-        self._bytes = 0
-        return taken  # type: ignore[return-value]  # what is no run is an event
 
     async def _wait(self, until: float) -> None:
         loop = asyncio.get_running_loop()
@@ -247,14 +161,13 @@ class RequestTurns:
             self._waiter.set_result(None)
 
     def _overflow(self) -> None:
-        self._overflowed = True
-        self._context.metrics.outbox_overflows.inc()
+        self._failure = InferenceCenterError(ErrorCode.OVERLOADED, "the response was not read fast enough")
         # Not at once: a session may be in the middle of publishing.
-        error = InferenceCenterError(ErrorCode.OVERLOADED, "the response was not read fast enough")
-        asyncio.get_running_loop().call_soon(self.fail, error)
+        asyncio.get_running_loop().call_soon(self._end)
 
     def _end(self) -> None:
-        """Abort unfinished turns, or detach from them."""
+        """Drop what is queued, and abort unfinished turns or detach from them."""
+        self._queue.clear()
         sessions = self._context.sessions
         for sink in self._sinks:
             over, sink.over = sink.over, True

@@ -1,6 +1,6 @@
 """All events that the daemon sends."""
 
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -495,6 +495,10 @@ AnyEvent = (
 
 
 Text: TypeAlias = Token | Reasoning | ToolCall
+"""Events that carry text."""
+
+MAX_JOINED_BYTES: Final = 64 * 1024
+"""Text in one coalesced event: below the default limit of WebSocket clients (1 MiB), with room for JSON around it."""
 
 
 def text_of(event: Text) -> str:

@@ -1,7 +1,7 @@
 """Outbox: the only writer of a connection; sends at once while the peer reads, and otherwise queues up to a limit.
 
-Control frames are never dropped. Queued text of a turn is coalesced into one frame. Beyond the limit of bytes the peer
-counts as too slow, and the connection is closed.
+Control frames are never dropped. Queued text of a turn is coalesced. Beyond the limit of bytes the peer counts as too
+slow, and the connection is closed.
 
 Bulk data requested by the client, such as missed events or a transcript, may exceed that limit although the client
 reads. It is *replayed*: it keeps its place in the order, is encoded only once the peer has read what precedes it, and
@@ -13,13 +13,15 @@ written (``wait_replayed``), so that at most one is queued.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol, TypeGuard
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, TypeGuard, TypeVar
 
 import orjson
 
 from inferencecenter.protocol.codec import PIECE_BYTES, encode, encode_in_pieces
 from inferencecenter.protocol.events import Reasoning, Token, ToolCall, goes_on, text_of
+from inferencecenter.server.coalescing_queue import CoalescingQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.events import Text
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
-# Below the default limit of WebSocket clients (1 MiB), with room for JSON around it.
-MAX_JOINED_BYTES: Final = 64 * 1024
+QueueT = TypeVar("QueueT", bound="CoalescingQueue[Any, Any, Any, Any]")
+
 _LEAST_BYTES: Final = 1024
 """Cost of encoding a short event, as the number of bytes of a long one that takes the same time."""
 
@@ -87,17 +89,9 @@ class TextFrames:
             return b'%b%d%b%b"}' % (self._head, seq, self._middle, content)
         return b'%b%b"}' % (self._head, content)
 
-
-class _Run:
-    """Text of one turn that is queued as one frame."""
-
-    __slots__ = ("content", "frames", "seq", "session_id")
-
-    def __init__(self, session_id: str, frames: TextFrames) -> None:
-        self.session_id = session_id
-        self.frames = frames
-        self.seq = 0
-        self.content = bytearray()
+    def join(self, seq: int, parts: Sequence[bytes]) -> bytes:
+        """Return the frame of all parts of a content."""
+        return self.frame(seq, b"".join(parts))
 
 
 class _Replayed:
@@ -110,38 +104,92 @@ class _Replayed:
         self.pieces: Iterator[tuple[bytes, bool]] | None = None
 
 
-class Outbox:
-    """Queue of events to one client.
+class SocketOutbox(ABC, Generic[QueueT]):
+    """Writes to one socket what its subclass sends, and queues it while the peer is behind.
 
     Args:
         wire: The socket.
+        queue: Makes the queue.
         limit_bytes: Maximum number of queued bytes.
         overflowed: Called once beyond the limit; the outbox then accepts nothing more.
         metrics: Where frames and bytes are counted.
     """
 
-    def __init__(self, wire: Wire, *, limit_bytes: int, overflowed: Callable[[], None], metrics: DaemonMetrics) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        queue: Callable[..., QueueT],
+        limit_bytes: int,
+        overflowed: Callable[[], None],
+        metrics: DaemonMetrics,
+    ) -> None:
         self._wire = wire
-        self._limit_bytes = limit_bytes
+        self._frames_out = metrics.frames_out
         self._overflowed = overflowed
-        self._metrics = metrics
-        self._dagger_only = True
-        self._queue: deque[bytes | _Run | _Replayed] = deque()
+        self._queue = queue(limit_bytes=limit_bytes, overflowed=self._overflow, metrics=metrics)
+        self._entries = self._queue.entries
         self._flushing: asyncio.Handle | None = None
-        self._n_replayed = 0
-        self._replayed: asyncio.Future[None] | None = None
-        self._bytes = 0
-        self._runs: dict[str, _Run] = {}
-        self._frames: dict[str, TextFrames] = {}
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Outbox {len(self._queue)} frames, {self._bytes} bytes{', closed' if self._closed else ''}>"
+        closed = ", closed" if self._closed else ""
+        return f"<{type(self).__name__} {len(self._entries)} frames, {self.waiting_bytes} bytes{closed}>"
 
     @property
     def waiting_bytes(self) -> int:
         """Queued bytes."""
-        return self._bytes
+        return self._queue.n_bytes
+
+    def flush(self) -> None:
+        """Write queued frames while the peer keeps up; of events still to be encoded one piece, and the rest soon."""
+        n_bytes = 0
+        while self._entries and self._wire.takes_frames:
+            if n_bytes >= PIECE_BYTES:
+                if self._flushing is None:
+                    self._flushing = asyncio.get_running_loop().call_soon(self._flush_on)
+                return
+            n_bytes += self._write_next()
+
+    def close(self, *, write_rest: bool) -> None:
+        """Accept nothing more; queued frames are passed to the transport or dropped."""
+        self._closed = True
+        while write_rest and self._entries:
+            self._write_next()
+        if self._flushing is not None:
+            self._flushing.cancel()
+        self._queue.clear()
+
+    @abstractmethod
+    def _write_next(self) -> int:
+        """Write the first entry, or a piece of it, and return the bytes encoded for it at this moment."""
+
+    def _write(self, frame: bytes) -> None:
+        self._wire.write_text(frame)
+        self._frames_out.inc()
+
+    def _flush_on(self) -> None:
+        self._flushing = None
+        self.flush()
+
+    def _overflow(self) -> None:
+        self.close(write_rest=False)
+        self._overflowed()
+
+
+_FrameQueue: TypeAlias = CoalescingQueue[str | None, TextFrames, bytes, bytes | _Replayed]
+
+
+class Outbox(SocketOutbox[_FrameQueue]):
+    """Outbox of a socket of the daemon's own protocol; see ``SocketOutbox``."""
+
+    def __init__(self, wire: Wire, *, limit_bytes: int, overflowed: Callable[[], None], metrics: DaemonMetrics) -> None:
+        queue = partial(_FrameQueue, TextFrames.join)
+        super().__init__(wire, queue=queue, limit_bytes=limit_bytes, overflowed=overflowed, metrics=metrics)
+        self._dagger_only = True
+        self._frames: dict[str, TextFrames] = {}
+        self._n_replayed = 0
+        self._replayed: asyncio.Future[None] | None = None
 
     def enable_v1(self) -> None:
         """From now on send all ops and fields, not only those of the first protocol."""
@@ -155,18 +203,21 @@ class Outbox:
         if (type(event) is Token or self._joins(event)) and event.logprobs is None and event.id is None:
             self._send_text(event)
             return
-        self._begin_anew(event)
+        session_id = self._forget_text(event)
         frame = encode(event, dagger_only=self._dagger_only)
-        if frame is not None:
-            self._put(frame.encode())
+        if frame is None:
+            return
+        if not self._entries and self._wire.takes_frames:
+            self._write(frame.encode())
+        else:
+            self._queue.put(session_id, frame.encode(), len(frame))
 
     def replay(self, events: Sequence[Event]) -> None:
         """Queue events to be encoded once the peer has read what precedes them."""
         if self._closed:
             return
         for event in events:
-            self._begin_anew(event)
-            self._queue.append(_Replayed(event))
+            self._queue.put(self._forget_text(event), _Replayed(event), 0)
             self._n_replayed += 1
         self.flush()
 
@@ -181,26 +232,10 @@ class Outbox:
             self._replayed = asyncio.get_running_loop().create_future()
             await self._replayed
 
-    def flush(self) -> None:
-        """Write queued frames while the peer keeps up; of events still to be encoded one piece, and the rest soon."""
-        n_bytes = 0
-        while self._queue and self._wire.takes_frames:
-            if n_bytes >= PIECE_BYTES:
-                if self._flushing is None:
-                    self._flushing = asyncio.get_running_loop().call_soon(self._flush_on)
-                return
-            n_bytes += self._write_next()
-
     def close(self, *, write_rest: bool) -> None:
         """Accept nothing more; queued frames are passed to the transport or dropped."""
-        self._closed = True
-        while write_rest and self._queue:
-            self._write_next()
-        if self._flushing is not None:
-            self._flushing.cancel()
-        self._grow(-self._bytes)
-        for held in (self._queue, self._runs, self._frames):
-            held.clear()
+        super().close(write_rest=write_rest)
+        self._frames.clear()
         self._n_replayed = 0
         self._end_replay()
 
@@ -211,57 +246,29 @@ class Outbox:
         )
 
     def _send_text(self, event: Text) -> None:
-        frames = self._frames.get(event.session_id)
+        session_id = event.session_id
+        frames = self._frames.get(session_id)
         if frames is None or not frames.take(event):
-            frames = self._frames[event.session_id] = TextFrames(event, dagger_only=self._dagger_only)
+            frames = self._frames[session_id] = TextFrames(event, dagger_only=self._dagger_only)
         content = orjson.dumps(event.content if type(event) is Token else text_of(event))[1:-1]
-        if not self._queue and self._wire.takes_frames:
+        if not self._entries and self._wire.takes_frames:
             self._write(frames.frame(event.seq, content))
-            return
-        run = self._runs.get(event.session_id)
-        if run is None or run.frames is not frames or len(run.content) + len(content) > MAX_JOINED_BYTES:
-            run = self._runs[event.session_id] = _Run(event.session_id, frames)
-            self._queue.append(run)
-        run.seq = event.seq
-        run.content += content
-        self._grow(len(content))
+        else:
+            self._queue.put_text(session_id, frames, event.seq, content)
 
-    def _put(self, frame: bytes) -> None:
-        if not self._queue and self._wire.takes_frames:
-            self._write(frame)
-            return
-        self._queue.append(frame)
-        self._grow(len(frame))
-
-    def _begin_anew(self, event: Event) -> None:
-        """Prevent later text of an event's session from being joined to text before it, and drop its encoder."""
+    def _forget_text(self, event: Event) -> str | None:
+        """Drop the encoder of an event's session, so that later text is not joined to text before; return its id."""
         session_id: str | None = getattr(event, "session_id", None)
         if session_id is not None:
-            self._runs.pop(session_id, None)
             self._frames.pop(session_id, None)
-
-    def _end_replay(self) -> None:
-        if self._replayed is not None and not self._replayed.done():
-            self._replayed.set_result(None)
-
-    def _flush_on(self) -> None:
-        self._flushing = None
-        self.flush()
+        return session_id
 
     def _write_next(self) -> int:
-        """Write the next frame, or a piece of it, and return its cost in bytes."""
-        entry = self._queue[0]
-        if isinstance(entry, _Replayed):
-            return self._write_piece(entry)
-        del self._queue[0]
-        if isinstance(entry, bytes):
-            self._grow(-len(entry))
-            self._write(entry)
-            return 0
-        if self._runs.get(entry.session_id) is entry:
-            del self._runs[entry.session_id]
-        self._grow(-len(entry.content))
-        self._write(entry.frames.frame(entry.seq, bytes(entry.content)))
+        if isinstance(replayed := self._queue.head, _Replayed):
+            return self._write_piece(replayed)
+        _, frame = self._queue.pop()
+        assert isinstance(frame, bytes), "replayed events are handled above"
+        self._write(frame)
         return 0
 
     def _write_piece(self, entry: _Replayed) -> int:
@@ -271,7 +278,7 @@ class Outbox:
             entry.pieces = iter(()) if self._dagger_only else encode_in_pieces(entry.event)
         piece, last = next(entry.pieces, (b"", True))
         if last:
-            del self._queue[0]
+            self._queue.pop()
             self._n_replayed -= 1
             if not self._n_replayed:
                 self._end_replay()
@@ -279,20 +286,12 @@ class Outbox:
             self._write(piece)
         elif piece:
             self._wire.write_piece(piece, first=first, last=last)
-            self._metrics.frames_out.inc(last)
+            self._frames_out.inc(last)
         return max(len(piece), _LEAST_BYTES)
 
-    def _write(self, frame: bytes) -> None:
-        self._wire.write_text(frame)
-        self._metrics.frames_out.inc()
-
-    def _grow(self, n_bytes: int) -> None:
-        self._bytes += n_bytes
-        self._metrics.outbox_bytes.inc(n_bytes)
-        if self._bytes > self._limit_bytes and not self._closed:
-            self.close(write_rest=False)
-            self._metrics.outbox_overflows.inc()
-            self._overflowed()
+    def _end_replay(self) -> None:
+        if self._replayed is not None and not self._replayed.done():
+            self._replayed.set_result(None)
 
 
 def _field(event: Text) -> bytes:

@@ -22,7 +22,7 @@ import structlog
 from inferencecenter.core.errors import ERRORS, ErrorCode
 from inferencecenter.protocol import events
 from inferencecenter.protocol.codec import encode
-from inferencecenter.protocol.events import Reasoning, Token, ToolCall, goes_on, text_of, with_text
+from inferencecenter.protocol.events import MAX_JOINED_BYTES, Reasoning, Token, ToolCall, goes_on, text_of, with_text
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability, Usage
 from inferencecenter.sessions.journal import TokensAppended
 from inferencecenter.sessions.output_parsing import parts
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 NumberedEvent: TypeAlias = "SessionEvent | Error"
 """An event with a number; an error has one if it ends a turn."""
-MAX_JOINED_BYTES: Final = 64 * 1024
-"""Token text in one event: below the default limit of WebSocket clients (1 MiB), with room for the JSON around it."""
 _TOKEN_BYTES: Final = 64
 _LOGPROB_BYTES: Final = 64
 

@@ -1,4 +1,4 @@
-"""Counters and histograms for a single thread, without locks: a sixth of the cost of prometheus_client's own.
+"""Counters, gauges and histograms for a single thread, without locks: a sixth of the cost of prometheus_client's own.
 
 The daemon counts on its event loop only, in part for each token of each turn. The exposition format is the same.
 """
@@ -9,7 +9,7 @@ from bisect import bisect_left
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
@@ -141,6 +141,13 @@ class Counts(_Family[Count]):
 
     def _family(self) -> CounterMetricFamily:
         return CounterMetricFamily(self._name, self._documentation, labels=self._labels)
+
+
+class Gauges(Counts):
+    """A Prometheus gauge that is changed by amounts."""
+
+    def _family(self) -> GaugeMetricFamily:  # type: ignore[override]
+        return GaugeMetricFamily(self._name, self._documentation, labels=self._labels)
 
 
 class Histograms(_Family[Distribution]):

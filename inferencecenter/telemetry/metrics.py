@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from inferencecenter import __version__
 from inferencecenter.core.errors import ErrorCode
 from inferencecenter.telemetry.engine_metrics import EngineMetrics
-from inferencecenter.telemetry.instruments import BoundedLabel, Counts, Histograms, label_text
+from inferencecenter.telemetry.instruments import BoundedLabel, Counts, Gauges, Histograms, label_text
 from inferencecenter.telemetry.loop_monitor import BOUNDS_S
 from inferencecenter.telemetry.machine_metrics import MachineMetrics
 
@@ -100,9 +100,9 @@ class DaemonMetrics:
         ).labels()
         self.frames_in = Counts("inferencecenter_frames_in", "WebSocket frames received.", registry=registry).labels()
         self.frames_out = Counts("inferencecenter_frames_out", "WebSocket frames sent.", registry=registry).labels()
-        self.outbox_bytes = Gauge(
+        self.outbox_bytes = Gauges(
             "inferencecenter_outbox_bytes", "Bytes that wait for slow readers.", registry=registry
-        )
+        ).labels()
         self.outbox_overflows = Counts(
             "inferencecenter_outbox_overflows", "Sockets aborted because they stopped reading.", registry=registry
         ).labels()

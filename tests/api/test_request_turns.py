@@ -115,7 +115,7 @@ def test_coalesced_text_is_equal(groups: list[tuple[int, list[Any]]]) -> None:
     given_events = [(index, event) for index, group in groups for event in group]
     for index, event in given_events:
         turns.on_event(index, event)
-    taken = turns._taken()
+    taken = turns._queue.pop_all()
     assert _spelled(taken) == _spelled(given_events)
     assert len(taken) <= len(given_events)
 
@@ -140,7 +140,7 @@ def test_queue_length_is_bounded_by_coalescing() -> None:
     turns = two_turn_stream()
     for number in range(1000):
         turns.on_event(0, token("x", seq=number + 1))
-    taken = turns._taken()
+    taken = turns._queue.pop_all()
     assert len(taken) <= MOST_SEPARATE + 1
     assert taken[-1][1].seq == 1000  # type: ignore[attr-defined]
 
@@ -159,6 +159,25 @@ async def test_stalled_reader_has_its_turn_aborted() -> None:
         with pytest.raises(InferenceCenterError) as caught:
             await next_batch(turns)
     assert caught.value.code is ErrorCode.OVERLOADED
+
+
+async def test_queued_events_are_counted_until_they_are_read_or_dropped() -> None:
+    """Bytes of streams over HTTP are in the gauge of all slow readers, and none is left in it at the end."""
+    context = stub_context()
+
+    def n_bytes() -> float | None:
+        return context.metrics.registry.get_sample_value("inferencecenter_outbox_bytes")
+
+    with RequestTurns(context, request_of_kitchen()) as turns:
+        turn = start_turn(context, turns)
+        _engine(context).begin(turn)
+        _engine(context).say(turn, "x" * 1000)
+        assert (n_bytes() or 0) > 1000
+        await next_batch(turns)
+        assert n_bytes() == 0
+        _engine(context).say(turn, "x" * 1000)
+        assert n_bytes() == 1000
+    assert n_bytes() == 0
 
 
 async def test_leaving_the_context_discards_the_turn() -> None:

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.protocol import events
 from inferencecenter.protocol.codec import PIECE_BYTES, encode, encode_in_pieces
+from inferencecenter.protocol.events import MAX_JOINED_BYTES
 from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, TranscriptTurn, TurnStats, Usage
 from inferencecenter.server import outbox as outbox_module
-from inferencecenter.server.outbox import MAX_JOINED_BYTES, Outbox
+from inferencecenter.server.outbox import Outbox
 from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.server.harness import StubWire
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.protocol.events import Error, Progress, Queued, Token
+from inferencecenter.protocol.events import MAX_JOINED_BYTES, Error, Progress, Queued, Token
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability
-from inferencecenter.sessions.event_log import MAX_JOINED_BYTES, ReplayBuffer
+from inferencecenter.sessions.event_log import ReplayBuffer
 
 if TYPE_CHECKING:
     from inferencecenter.sessions.event_log import NumberedEvent

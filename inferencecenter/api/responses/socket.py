@@ -14,7 +14,6 @@ from starlette.datastructures import Headers
 from inferencecenter.api.body import checked
 from inferencecenter.api.errors import error_body, error_headers, error_object
 from inferencecenter.api.request_context import admit
-from inferencecenter.api.responses.outbox import ResponseOutbox
 from inferencecenter.api.responses.request_mapping import prepare_turn, start_turn
 from inferencecenter.api.responses.request_schemas import CancelOnSocket, CreateOnSocket
 from inferencecenter.api.responses.response_events import ResponseEventBuilder
@@ -27,8 +26,10 @@ from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
 from inferencecenter.protocol.requests import Abort
 from inferencecenter.protocol.scopes import Scope
+from inferencecenter.server.coalescing_queue import EventQueue
 from inferencecenter.server.handshake import chooses_v1
 from inferencecenter.server.hub import EXPIRED, Deadline
+from inferencecenter.server.outbox import SocketOutbox
 from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
 from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S, SCOPE_KEY
 
@@ -41,14 +42,87 @@ if TYPE_CHECKING:
     from inferencecenter.api.request_context import Caller
     from inferencecenter.api.responses.streams import ResponseStream
     from inferencecenter.auth.account import Account
+    from inferencecenter.protocol.base import Event
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.outbox import Wire
+    from inferencecenter.telemetry.metrics import DaemonMetrics
 
 _MAX_LANE_CHARS: Final = 64
 _Result = TypeVar("_Result")
 _GONE: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
 
 _log = structlog.get_logger(__name__)
+
+
+class ResponseOutbox(SocketOutbox["EventQueue[ResponseEventBuilder | None, bytes]"]):
+    """Outbox of a Responses socket; see ``SocketOutbox``.
+
+    Events of turns are queued, and frames are made from them when they are sent, so that the sequence numbers of each
+    response have no gap, even where text was coalesced.
+
+    Args:
+        wire: The transport.
+        limit_bytes: Maximum number of queued bytes.
+        overflowed: Called once beyond the limit; the outbox then accepts nothing more.
+        broken: Called with each response whose events cannot be encoded because of a defect.
+        metrics: Where frames and bytes are counted.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        limit_bytes: int,
+        overflowed: Callable[[], None],
+        broken: Callable[[ResponseEventBuilder], object],
+        metrics: DaemonMetrics,
+    ) -> None:
+        super().__init__(wire, queue=EventQueue, limit_bytes=limit_bytes, overflowed=overflowed, metrics=metrics)
+        self._on_broken = broken
+        self._broken: set[ResponseEventBuilder] = set()
+
+    def send_frame(self, frame: bytes) -> None:
+        """Send a frame that belongs to no response, now or once the peer has caught up."""
+        if self._closed:
+            return
+        if self._keeps_up:
+            self._write(frame)
+        else:
+            self._queue.put(None, frame, len(frame))
+
+    def send_event(self, builder: ResponseEventBuilder, event: Event) -> None:
+        """Send an event of a response's turn, now or once the peer has caught up."""
+        if self._closed:
+            return
+        if self._keeps_up:
+            self._feed(builder, event)
+        else:
+            self._queue.put_event(builder, event)
+
+    @property
+    def _keeps_up(self) -> bool:
+        return not self._entries and self._wire.takes_frames
+
+    def _write_next(self) -> int:
+        builder, item = self._queue.pop()
+        if isinstance(item, bytes):
+            self._write(item)
+        elif builder is not None:
+            self._feed(builder, item)
+        return 0
+
+    def _feed(self, builder: ResponseEventBuilder, event: Event) -> None:
+        if builder in self._broken:
+            return
+        try:
+            frames = builder.feed(event)
+        except Exception:  # noqa: BLE001 - boundary: a defect in one response must not end the others
+            _log.exception("response_untold")
+            self._broken.add(builder)
+            self._on_broken(builder)
+            return
+        for frame in frames:
+            self._write(frame.data)
 
 
 class ResponsesSocket:

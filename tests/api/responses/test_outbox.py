@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from inferencecenter.api.responses.outbox import ResponseOutbox
 from inferencecenter.api.responses.response_events import ResponseEvent, ResponseEventBuilder
+from inferencecenter.api.responses.socket import ResponseOutbox
 from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.api.responses.test_response_events import echo, end, queued, reasoning_token, token
 from tests.server.harness import StubWire

@@ -1,0 +1,173 @@
+"""What waits for a slow reader: a FIFO bounded in bytes, in which text of one turn is coalesced.
+
+Text is appended to the last text of its key, which is a session, a response or a turn, unless another entry of that key
+came after it; so the events of a key stay in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from inferencecenter.protocol.events import MAX_JOINED_BYTES, Text, Token, goes_on, text_of, with_text
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence, Sized
+
+    from inferencecenter.protocol.base import Event
+    from inferencecenter.telemetry.metrics import DaemonMetrics
+
+_EVENT_BYTES: Final = 256
+_TOKEN_BYTES: Final = 64
+_LOGPROB_BYTES: Final = 96
+
+KeyT = TypeVar("KeyT", bound="Hashable")
+TextT = TypeVar("TextT")
+PartT = TypeVar("PartT", bound="Sized")
+ItemT = TypeVar("ItemT")
+OtherT = TypeVar("OtherT")
+
+
+class _Entry(Generic[KeyT, ItemT]):
+    __slots__ = ("item", "key", "n_bytes")
+
+    def __init__(self, key: KeyT, item: ItemT, n_bytes: int) -> None:
+        self.key = key
+        self.item = item
+        self.n_bytes = n_bytes
+
+
+class _Run(Generic[KeyT, TextT, PartT]):
+    """Parts of one text, which become one item."""
+
+    __slots__ = ("key", "n_bytes", "parts", "seq", "text")
+
+    def __init__(self, key: KeyT, text: TextT) -> None:
+        self.key = key
+        self.text = text
+        self.parts: list[PartT] = []
+        self.n_bytes = 0
+        self.seq = 0
+
+
+class CoalescingQueue(Generic[KeyT, TextT, PartT, ItemT]):
+    """A queue to one reader.
+
+    Args:
+        join: Returns the item of consecutive parts of a text, given also the number of the last part's event.
+        limit_bytes: Maximum number of queued bytes.
+        overflowed: Called once beyond the limit, when the queue was emptied; nothing may be put into it afterwards.
+        metrics: Where bytes and overflows are counted.
+    """
+
+    def __init__(
+        self,
+        join: Callable[[TextT, int, Sequence[PartT]], ItemT],
+        *,
+        limit_bytes: int,
+        overflowed: Callable[[], None],
+        metrics: DaemonMetrics,
+    ) -> None:
+        self.entries: deque[_Entry[KeyT, ItemT] | _Run[KeyT, TextT, PartT]] = deque()
+        self.n_bytes = 0
+        self._runs: dict[KeyT, _Run[KeyT, TextT, PartT]] = {}
+        self._join = join
+        self._limit_bytes = limit_bytes
+        self._overflowed = overflowed
+        self._metrics = metrics
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def head(self) -> ItemT | None:
+        """The first item, ``None`` if it is text."""
+        first = self.entries[0]
+        return first.item if isinstance(first, _Entry) else None
+
+    def put(self, key: KeyT, item: ItemT, n_bytes: int) -> None:
+        """Append an item; later text of its key is not joined to text before it."""
+        self._runs.pop(key, None)
+        self.entries.append(_Entry(key, item, n_bytes))
+        self._grow(n_bytes)
+
+    def put_text(self, key: KeyT, text: TextT, seq: int, part: PartT) -> None:
+        """Append a part of a text to those of the same text that are queued, or as an entry of its own."""
+        n_bytes = len(part)
+        run = self._runs.get(key)
+        if run is None or run.text is not text or run.n_bytes + n_bytes > MAX_JOINED_BYTES:
+            run = self._runs[key] = _Run(key, text)
+            self.entries.append(run)
+        run.seq = seq
+        run.parts.append(part)
+        run.n_bytes += n_bytes
+        self._grow(n_bytes)
+
+    def pop(self) -> tuple[KeyT, ItemT]:
+        """Remove the first entry, and return its key and its item."""
+        entry = self.entries.popleft()
+        if self._runs.get(entry.key) is entry:
+            del self._runs[entry.key]
+        self._grow(-entry.n_bytes)
+        return entry.key, self._item(entry)
+
+    def pop_all(self) -> list[tuple[KeyT, ItemT]]:
+        """Remove all entries, and return their keys and items."""
+        items = [(entry.key, self._item(entry)) for entry in self.entries]
+        self.clear()
+        return items
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self._grow(-self.n_bytes)
+        self.entries.clear()
+        self._runs.clear()
+
+    def _item(self, entry: _Entry[KeyT, ItemT] | _Run[KeyT, TextT, PartT]) -> ItemT:
+        return entry.item if isinstance(entry, _Entry) else self._join(entry.text, entry.seq, entry.parts)
+
+    def _grow(self, n_bytes: int) -> None:
+        self.n_bytes += n_bytes
+        self._metrics.outbox_bytes.inc(n_bytes)
+        if self.n_bytes > self._limit_bytes:
+            self.clear()
+            self._metrics.outbox_overflows.inc()
+            self._overflowed()
+
+
+class EventQueue(CoalescingQueue[KeyT, Text, str, "Event | OtherT"], Generic[KeyT, OtherT]):
+    """A queue of events of turns, and of other items; sizes are approximate.
+
+    Args:
+        limit_bytes: Maximum number of queued bytes.
+        overflowed: See ``CoalescingQueue``.
+        metrics: Where bytes and overflows are counted.
+        n_separate: Number of entries from which text is coalesced.
+    """
+
+    def __init__(
+        self, *, limit_bytes: int, overflowed: Callable[[], None], metrics: DaemonMetrics, n_separate: int = 0
+    ) -> None:
+        super().__init__(_joined, limit_bytes=limit_bytes, overflowed=overflowed, metrics=metrics)
+        self._n_separate = n_separate
+
+    def put_event(self, key: KeyT, event: Event) -> None:
+        """Append an event, or its text to that of the last one of its key."""
+        if (type(event) is Token or isinstance(event, Text)) and event.logprobs is None:
+            run = self._runs.get(key)
+            joins = run is not None and len(self.entries) >= self._n_separate and goes_on(run.text, event)
+            self.put_text(key, run.text if run is not None and joins else event, event.seq, text_of(event))
+        else:
+            self.put(key, event, _size_of(event))
+
+
+def _joined(first: Text, seq: int, parts: Sequence[str]) -> Text:
+    if len(parts) == 1 and seq == first.seq:
+        return first
+    return with_text(first, "".join(parts), seq=seq, logprobs=None)
+
+
+def _size_of(event: Event) -> int:
+    if not isinstance(event, Text):
+        return _EVENT_BYTES
+    return _TOKEN_BYTES + len(text_of(event)) + _LOGPROB_BYTES * sum(1 + len(each.top) for each in event.logprobs or ())
