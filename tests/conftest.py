@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MOST_WORKERS = 8
-for _name in ("COLUMNS", "LINES"):  # the size of no terminal, which readline leaves to processes that are started
+for _name in ("COLUMNS", "LINES"):  # a zero terminal size, which readline passes on to child processes
     os.environ.pop(_name, None)
 
-# Daemons obey SIGHUP and programs SIGINT unless they were started to ignore them, as `nohup` and a shell's `&` do.
+# Daemons handle SIGHUP and programs SIGINT unless started to ignore them, as by `nohup` and a shell's `&`.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Hypothesis would have each example end within 200 ms; no test asserts a time, since machines are busy with other work.
+# Hypothesis would limit each example to 200 ms; no test asserts a time, since the machine may be busy.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -32,7 +32,7 @@ _BUNDLED = Path(inferencecenter.__file__).parent / "demo" / "demo.gguf"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Run the whole suite on all processors, and what is named on the command line in this process."""
+    """Use all processors for the whole suite, and this process for paths named on the command line."""
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
     return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
@@ -45,17 +45,17 @@ def demo_model_path() -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left_open() -> Iterator[None]:
-    """Close what a test that failed halfway has left open."""
+def _close_leftovers() -> Iterator[None]:
+    """Close what a failed test has left open."""
     with leftovers:
         yield
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Where no bytecode may be left beside the code, have the processes that tests start share it in pytest's cache.
+    """Share bytecode in pytest's cache among the processes that tests start, if none may be written beside the code.
 
-    There are hundreds of them, and each would compile everything again.
+    There are hundreds of such processes, and each would compile every module again.
     """
     with pytest.MonkeyPatch.context() as environment:
         if os.environ.get("PYTHONDONTWRITEBYTECODE"):

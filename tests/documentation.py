@@ -1,4 +1,4 @@
-"""The documentation as tests read it: pages, their headings, links, spans of code and fenced blocks."""
+"""Parser of the documentation for tests: pages, headings, links, code spans and fenced blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STOPS: Final = frozenset({"|", "||", "&&", ";", "&", ">", ">>", "<", "(", ")"})
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text without indentation, and where it begins."""
+    """A fenced block: language, text without indentation, and position."""
 
     page: str
     line: int
@@ -47,7 +47,7 @@ class Page:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """The fenced blocks, in their order."""
+        """The fenced blocks in order."""
         return tuple(
             Block(
                 page=self.path,
@@ -60,23 +60,23 @@ class Page:
 
     @cached_property
     def prose(self) -> str:
-        """What is not in fenced blocks."""
+        """The text outside fenced blocks."""
         return _FENCE.sub("", self.source)
 
     @cached_property
     def spans(self) -> tuple[str, ...]:
-        """The spans of code in the prose, each on one line."""
+        """The code spans of the prose, each on one line."""
         paragraphs = re.split(r"\n\s*\n", self.prose)
         return tuple(" ".join(span.split()) for text in paragraphs for span in _SPAN.findall(text))
 
     @cached_property
     def links(self) -> tuple[str, ...]:
-        """Where the links of the prose lead."""
+        """The link targets of the prose."""
         return tuple(_LINK.findall(_SPAN.sub("", self.prose)))
 
     @cached_property
     def anchors(self) -> frozenset[str]:
-        """The headings, as forges name them in addresses."""
+        """The headings' anchors as forges generate them."""
         found: list[str] = []
         for title in _HEADING.findall(self.prose):
             plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower()
@@ -92,16 +92,16 @@ def read_page(path: str) -> Page:
 
 
 def all_pages() -> tuple[Page, ...]:
-    """Return every page that people read."""
+    """Return every page of the documentation."""
     files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     return tuple(read_page(str(path.relative_to(ROOT))) for path in sorted(files))
 
 
 def commands_in(text: str) -> list[list[str]]:
-    """Return the simple commands of shell text, word by word.
+    """Return the simple commands of shell text as words.
 
-    Prompts, comments, `sudo` with its options, assignments before a command and variables for more words are left
-    out, as are drawings and lines that no shell would read.
+    Prompts, comments, `sudo` with its options, leading assignments and trailing variables are dropped. Drawings and
+    lines that are not valid shell syntax are skipped.
     """
     found = []
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():

@@ -1,4 +1,4 @@
-"""What tests leave open when they fail halfway, so that it is closed after them and nobody else fails for it."""
+"""Resources that a failed test leaves open, which a fixture closes after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event loop's timers, which come due when a test says so."""
+"""Timers of the event loop that a test advances."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class _Timer:
 
 
 class LoopClock:
-    """Lets time pass for what is arranged with ``call_later`` from now on, sleeping included.
+    """Controls timers scheduled with ``call_later`` from now on, sleeping included.
 
-    Limits of a test may so be far longer than any machine stands still, and need not be waited for. ``asyncio.timeout``
-    is not meant, since it guards tests, unless it is to be.
+    Limits of a test can exceed any stall of the machine without a wait. ``asyncio.timeout`` keeps real time,
+    since it guards tests, unless ``timeouts`` is set.
 
     Args:
-        monkeypatch: Undoes it after the test.
-        timeouts: Whether ``asyncio.timeout`` is meant too.
+        monkeypatch: Restores the loop after the test.
+        timeouts: Whether ``asyncio.timeout`` is controlled too.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, timeouts: bool = False) -> None:
         self._loop = asyncio.get_running_loop()
-        # Of the two, each kind of loop has made the other.
+        # Each kind of loop implements one with the other.
         self._arrange = self._loop.call_later if isinstance(self._loop, uvloop.Loop) else self._arrange_at
         self._at = self._loop.call_at
         self._ahead_s = 0.0

@@ -1,4 +1,4 @@
-"""Plans as `status` tells them, for tests of what is made of them."""
+"""Placement plans as `status` reports them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from inferencecenter.protocol.values import EnginePlan, PlannedDevice, PlannedHo
 def engine_plan(
     devices: tuple[PlannedDevice, ...] = (), *, weight_bytes: int = 1, reasons: tuple[PlanReason, ...] = ()
 ) -> EnginePlan:
-    """Return a plan with these GPUs, and with so many bytes of weights in main memory."""
+    """Return a plan with these GPUs and this many bytes of weights in main memory."""
     return EnginePlan(
         fits=True,
         layers=29,

@@ -1,4 +1,4 @@
-"""Tests of what is read of usage when a daemon starts, and while it runs."""
+"""Usage that is read at start and while the daemon runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    """Settings of a daemon whose clients have used something today and before."""
+    """Settings of a daemon with usage of today and earlier."""
     today = datetime.now(UTC).date().isoformat()
     with contextlib.closing(open_writing(tmp_path / DATABASE_NAME)) as database:
         database.executemany(
@@ -31,27 +31,27 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(state_dir=tmp_path)
 
 
-def test_what_counts_today_is_known_by_token(settings: Settings) -> None:
-    """Tokens of prompts that were read, not those that were still there, and those generated."""
+def test_todays_usage_is_restored_by_token(settings: Settings) -> None:
+    """Prefilled and generated tokens count, cached ones do not."""
     assert used_today(settings) == {("ada", "aabb"): 47, ("ada", ""): 47}
 
 
-def test_a_client_has_one_line_a_day(settings: Settings) -> None:
-    """Whatever its tokens; what is older than asked is left out."""
+def test_client_usage_has_one_line_a_day(settings: Settings) -> None:
+    """Summed over its tokens; days before the requested ones are absent."""
     lines = usage_reader(settings)("ada", "2026-01-02")
     assert next((line.day, line.turns) for line in lines) == ("2026-01-02", 1)
     assert [line.turns for line in usage_reader(settings)("ada", "2026-01-03")] == [2]
     assert usage_reader(settings)("eve", "") == []
 
 
-def test_where_sessions_are_not_kept_nothing_is(settings: Settings) -> None:
-    """Also if another daemon kept them there before."""
+def test_without_stored_sessions_there_is_no_usage(settings: Settings) -> None:
+    """Also if an earlier daemon stored some."""
     not_kept = Settings.model_validate({"state_dir": settings.state_dir, "sessions": {"store": False}})
     assert usage_reader(not_kept)("ada", "") == ()
 
 
-def test_a_file_that_cannot_be_read_keeps_no_daemon_from_starting(settings: Settings) -> None:
-    """Counts begin anew then, with a warning; who asks for usage is told."""
+def test_unreadable_file_does_not_prevent_the_start(settings: Settings) -> None:
+    """Counters start at zero with a warning, and a usage request is an error."""
     (settings.state_dir / DATABASE_NAME).write_bytes(b"no database at all" * 100)
     with capture_logs() as logs:
         assert used_today(settings) == {}
@@ -62,8 +62,8 @@ def test_a_file_that_cannot_be_read_keeps_no_daemon_from_starting(settings: Sett
     assert caught.value.message == "usage cannot be read at the moment", "no path, and nothing that SQLite says"
 
 
-async def test_another_program_is_asked_only_if_there_is_one(settings: Settings) -> None:
-    """Without an address there is none."""
+async def test_external_auth_requires_an_address(settings: Settings) -> None:
+    """Without one there is no provider."""
     assert other_accounts(settings) is None
     asked = other_accounts(Settings.model_validate({"external_auth": {"url": "https://localhost/"}}))
     assert asked is not None

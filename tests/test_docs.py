@@ -1,4 +1,4 @@
-"""Tests of the generated documentation."""
+"""The generated documentation."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ DOCUMENTS = documents()
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_generated_files_are_current(name: str) -> None:
-    """What lies in the repository is what the code says; `make docs` writes it."""
+    """The files in the repository equal the generator's output; `make docs` writes them."""
     assert (ROOT / name).read_text(encoding="utf-8") == DOCUMENTS[name]
 
 
-def test_no_page_knows_the_machine_it_was_made_on() -> None:
-    """Defaults that depend on a machine or a user are told in words."""
+def test_pages_are_independent_of_the_machine() -> None:
+    """Defaults that depend on a machine or user are described in words."""
     for name, text in DOCUMENTS.items():
         assert str(ROOT) not in text, name
         assert str(Path.home()) not in text or str(Path.home()) == "/", name
 
 
-def test_every_op_has_its_section() -> None:
-    """Requests and events are all there, marked † where the first protocol has them."""
+def test_every_op_has_a_section() -> None:
+    """Requests and events, marked † if the first protocol has them."""
     page = DOCUMENTS["docs/protocol.md"]
     for kind in (*get_args(AnyRequest), *get_args(AnyEvent)):
         op = get_args(kind.model_fields["op"].annotation)[0]
@@ -52,8 +52,8 @@ def test_every_parameter_and_alias_is_listed() -> None:
     assert missing == []
 
 
-def test_references_between_values_lead_somewhere() -> None:
-    """Each link inside the page of the protocol has its heading."""
+def test_internal_references_resolve() -> None:
+    """Each link within the protocol page has its heading."""
     page = DOCUMENTS["docs/protocol.md"]
     headings = {line.removeprefix("### ").lower() for line in page.splitlines() if line.startswith("### ")}
     links = set(re.findall(r"\]\(#(\w+)\)", page))
@@ -61,7 +61,7 @@ def test_references_between_values_lead_somewhere() -> None:
     assert links <= headings
 
 
-def test_the_schema_resolves_its_own_references() -> None:
+def test_schema_references_resolve() -> None:
     """Each ``$ref`` points into the document."""
     document = json.loads(DOCUMENTS["docs/protocol.schema.json"])
     references = set(re.findall(r'"\$ref": "#/([^"]+)"', DOCUMENTS["docs/protocol.schema.json"]))
@@ -72,8 +72,8 @@ def test_the_schema_resolves_its_own_references() -> None:
             place = place[part]
 
 
-def test_the_example_of_several_models_is_valid(tmp_path: Path) -> None:
-    """What the page of operations shows is read without a complaint, and means what is said beside it."""
+def test_multi_model_example_is_valid(tmp_path: Path) -> None:
+    """The operations page's example loads without a warning and has the described models."""
     page = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"## Several models\n\n```toml\n(.*?)```", page, flags=re.DOTALL)
     config = tmp_path / "example.toml"
@@ -94,15 +94,15 @@ def test_every_error_is_listed() -> None:
 
 
 def test_every_setting_is_listed_with_its_variable() -> None:
-    """The page of settings and the annotated default name all of them."""
+    """On the settings page and in the annotated default file."""
     page, default = DOCUMENTS["docs/configuration.md"], DOCUMENTS["config/inferencecenter.toml"]
     for name, _ in setting_fields():
         assert f"| `{name}` |" in page
         assert f"\n#{name.rpartition('.')[2]} = " in default
 
 
-def test_the_default_file_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is, and with every setting that has a value uncommented, it gives the defaults."""
+def test_default_file_gives_the_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is, and with every value uncommented."""
     monkeypatch.delenv("INFERENCECENTER_TEST_MODEL", raising=False)
     text = DOCUMENTS["config/inferencecenter.toml"]
     uncommented = re.sub(r"^#(\w+ = (?!\.\.\.))", r"\1", text, flags=re.MULTILINE)

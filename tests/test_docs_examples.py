@@ -1,7 +1,7 @@
-"""The examples of the documentation, run as they are written against a daemon on the demo model, but for its port.
+"""The examples of the documentation, run unchanged but for the port against a daemon on the demo model.
 
-On a page, blocks of shell are one script. A block of Python that imports something is a program; one that does not goes
-on with the block before it.
+The shell blocks of a page are one script. A Python block with imports is a program; one without continues the previous
+block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 PORT = "3000"
 STATE_DIR = ".local/state/inferencecenter"
 TIMEOUT_S = 120
-# Any complaint of a server ends the script, and a server that does not answer does too.
+# An error of any server, or its absence, ends the script.
 PRELUDE = """
 set -euo pipefail
 curl() { command curl --silent --show-error --fail-with-body --max-time 60 "$@"; echo; }
@@ -39,19 +39,19 @@ PAGES = [page for page in all_pages() if page.path not in RUN_ELSEWHERE]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home directory, where the daemon keeps its state and programs look for the token."""
+    """A home directory with the daemon's state, where programs find the token."""
     return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(scope="module")
 def daemon(home: Path, demo_model_path: Path) -> Iterator[Daemon]:
-    """A daemon that was started for the first time."""
+    """A daemon after its first start."""
     with run_daemon(home / STATE_DIR, demo_model_path) as running:
         yield running
 
 
 def run(daemon: Daemon, home: Path, command: list[str], *, folder: Path) -> str:
-    """Run a command as a user of this daemon would, in an empty folder, and return what it prints."""
+    """Run a command as a user of the daemon in an empty folder, and return its output."""
     done = subprocess.run(
         command,
         cwd=folder,
@@ -72,13 +72,13 @@ def run(daemon: Daemon, home: Path, command: list[str], *, folder: Path) -> str:
     return done.stdout
 
 
-def here(text: str, daemon: Daemon) -> str:
-    """Return an example that asks this daemon."""
+def with_port(text: str, daemon: Daemon) -> str:
+    """Return an example with the daemon's port."""
     return text.replace(f"127.0.0.1:{PORT}", f"127.0.0.1:{daemon.port}")
 
 
 def programs() -> list[tuple[str, str]]:
-    """Return each program in Python, with the place where it begins."""
+    """Return each Python program and its position."""
     found: list[tuple[str, str]] = []
     for page in PAGES:
         blocks = [block for block in page.blocks if block.language == "python"]
@@ -91,16 +91,16 @@ def programs() -> list[tuple[str, str]]:
 
 
 def scripts() -> list[tuple[str, str]]:
-    """Return each page's commands for a shell."""
+    """Return each page's shell commands."""
     texts = {page.path: "\n".join(each.text for each in page.blocks if each.language == "sh") for page in PAGES}
     return [(path, text) for path, text in texts.items() if text]
 
 
 @pytest.mark.parametrize("program", [pytest.param(text, id=place) for place, text in programs()])
 def test_programs_run(program: str, daemon: Daemon, home: Path, tmp_path: Path) -> None:
-    """They end well, print something, and where they tell the model a name it knows it afterwards."""
+    """They exit with 0 and print something; one that states a name to the model recalls it."""
     script = tmp_path / "example.py"
-    script.write_text(here(program, daemon), encoding="utf-8")
+    script.write_text(with_port(program, daemon), encoding="utf-8")
     printed = run(daemon, home, [sys.executable, str(script), daemon.admin_token], folder=tmp_path)
     assert printed.strip()
     if '"What is my name?"' in program:
@@ -109,40 +109,40 @@ def test_programs_run(program: str, daemon: Daemon, home: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("script", [pytest.param(text, id=place) for place, text in scripts()])
 def test_scripts_run(script: str, daemon: Daemon, home: Path, tmp_path: Path) -> None:
-    """Each command succeeds, and no answer over HTTP is an error."""
-    printed = run(daemon, home, ["bash", "-c", PRELUDE + here(script, daemon)], folder=tmp_path)
+    """Each command succeeds, and no HTTP response is an error."""
+    printed = run(daemon, home, ["bash", "-c", PRELUDE + with_port(script, daemon)], folder=tmp_path)
     assert printed.strip()
     if "What is my name?" in script:
         assert "Your name is Ada." in printed
 
 
-def test_answers_are_shown_as_they_are(daemon: Daemon, home: Path, tmp_path: Path) -> None:
-    """A block of JSON behind a call has the fields of that call's answer."""
+def test_shown_answers_have_the_real_fields(daemon: Daemon, home: Path, tmp_path: Path) -> None:
+    """A JSON block after a call has the fields of that call's answer."""
     blocks = read_page("docs/openai.md").blocks
     token, *_ = (block for block in blocks if block.language == "sh")
     shown = [pair for pair in pairwise(blocks) if is_call_with_answer(*pair)]
     assert shown
     for call, answer in shown:
-        script = PRELUDE + here("\n".join(dict.fromkeys([first_line(token), call.text])), daemon)
+        script = PRELUDE + with_port("\n".join(dict.fromkeys([first_line(token), call.text])), daemon)
         assert shape(json.loads(run(daemon, home, ["bash", "-c", script], folder=tmp_path))) == shape(
             json.loads(answer.text)
         ), str(answer)
 
 
 def is_call_with_answer(call: Block, answer: Block) -> bool:
-    """Tell whether a block shows what the one before it is answered."""
+    """Return whether a block is the answer to the previous one."""
     return call.language == "sh" and answer.language == "json"
 
 
 def first_line(block: Block) -> str:
-    """Return where the page says which token it uses."""
+    """Return the position of a block for the test id."""
     line = block.text.splitlines()[0]
     assert line.startswith("TOKEN="), line
     return line
 
 
 def shape(value: Any) -> Any:
-    """Return a JSON value with types in the place of its texts and numbers."""
+    """Return a JSON value with types instead of its texts and numbers."""
     if isinstance(value, dict):
         return {name: shape(each) for name, each in value.items()}
     if isinstance(value, list):

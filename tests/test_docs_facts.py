@@ -1,4 +1,4 @@
-"""What pages name exists: commands and their options, settings, variables, files, addresses, frames."""
+"""Everything that pages name exists: commands, options, settings, variables, files, addresses and frames."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def blocks_of(*languages: str) -> list[Block]:
     return [block for page in PAGES for block in page.blocks if block.language in languages]
 
 
-def test_blocks_are_in_languages_that_are_looked_at() -> None:
-    """Each kind of block is run, or checked here, or drawn."""
+def test_block_languages_are_known() -> None:
+    """Each kind of block is executed, checked here, or a drawing."""
     known = {"", "sh", "python", "toml", "json", "jsonl", "js", "html", "mermaid", "nginx"}
     assert [str(block) for page in PAGES for block in page.blocks if block.language not in known] == []
 
 
 def complaint(words: list[str]) -> str | None:
-    """Return what the command line would say against a command; ``None`` if it would begin."""
+    """Return the command line's error for a command; ``None`` if it would run."""
     command: Any = typer.main.get_command(app)
     path, rest = [words[0]], words[1:]
     while hasattr(command, "get_command") and rest and not rest[0].startswith("-"):
@@ -61,7 +61,7 @@ def complaint(words: list[str]) -> str | None:
 
 
 def is_ours(words: list[str]) -> bool:
-    """Tell whether a command is the program's, wherever that lies."""
+    """Return whether a command is the program's, whatever its path."""
     return words[0].rpartition("/")[2] == "inferencecenter" and len(words) > 1
 
 
@@ -73,12 +73,12 @@ def commands_shown(page: Page) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_commands_are_understood(page: Page) -> None:
-    """Each has a name, options and values that the command line takes."""
+def test_commands_are_valid(page: Page) -> None:
+    """Each has an existing name, options and values."""
     wrong = []
     for words in filter(is_ours, commands_shown(page)):
         said = complaint(words)
-        if said is not None and not said.startswith("Missing "):  # a sentence need not say everything
+        if said is not None and not said.startswith("Missing "):  # a sentence may omit required arguments
             wrong.append(f"{' '.join(words)}: {said}")
     assert wrong == []
 
@@ -93,13 +93,13 @@ def test_commands_are_understood(page: Page) -> None:
         ("inferencecenter backup a b", "b"),
     ],
 )
-def test_wrong_commands_are_noticed(command: str, said: str) -> None:
-    """What does not exist is found by the same means."""
+def test_invalid_commands_are_detected(command: str, said: str) -> None:
+    """The check itself finds unknown names."""
     assert said in (complaint(command.split()) or "")
 
 
 def command_names(command: Any, *path: str) -> list[str]:
-    """Return the names of a command's commands that people call."""
+    """Return the names of a command's subcommands."""
     if not hasattr(command, "list_commands"):
         return [] if command.hidden else [" ".join(path)]
     return [
@@ -109,8 +109,8 @@ def command_names(command: Any, *path: str) -> list[str]:
     ]
 
 
-def test_every_command_is_told_of() -> None:
-    """Some page shows it."""
+def test_every_command_is_documented() -> None:
+    """On some page."""
     shown = [" ".join(words[1:]) for page in PAGES for words in filter(is_ours, commands_shown(page))]
     names = command_names(typer.main.get_command(app))
     assert "session export" in names
@@ -118,8 +118,8 @@ def test_every_command_is_told_of() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_targets_of_make_exist(page: Page) -> None:
-    """So do the variables that are given to it."""
+def test_make_targets_exist(page: Page) -> None:
+    """So do their variables."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for words in commands_shown(page):
         for word in words[1:] if words[0] == "make" else ():
@@ -129,7 +129,7 @@ def test_targets_of_make_exist(page: Page) -> None:
 
 @pytest.mark.parametrize("page", WRITTEN, ids=str)
 def test_settings_exist(page: Page) -> None:
-    """A name with the dot of a section is a setting, and a value beside it one that it takes."""
+    """A name with the dot of a section is a setting, and the value beside it is valid."""
     for span in page.spans:
         found = re.fullmatch(r"([a-z_]+)\.([a-z_]+)(?: = (.+))?", span)
         if found is None or found[1] not in SECTIONS:
@@ -140,15 +140,15 @@ def test_settings_exist(page: Page) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_variables_of_the_environment_exist(page: Page) -> None:
-    """Each is read by the daemon or the command line."""
+def test_environment_variables_exist(page: Page) -> None:
+    """The daemon or the command line reads each."""
     named = set(re.findall(r"\bINFERENCECENTER_[A-Z_]*[A-Z]\b(?!_?\*)", page.source))
     assert named - VARIABLES == set()
 
 
 @pytest.mark.parametrize("block", blocks_of("toml"), ids=str)
 def test_configuration_is_valid(block: Block, tmp_path: Path) -> None:
-    """Each piece is a file that the daemon would take, as its configuration or its ``clients.toml``."""
+    """Each block is accepted as a configuration file or as ``clients.toml``."""
     config = tmp_path / "example.toml"
     config.write_text(block.text, encoding="utf-8")
     if block.text.startswith("[[client]]"):
@@ -158,8 +158,8 @@ def test_configuration_is_valid(block: Block, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("block", blocks_of("json", "jsonl"), ids=str)
-def test_frames_are_of_the_protocol(block: Block) -> None:
-    """What has an op is a request that the daemon takes, or an event that it may send; all else is JSON."""
+def test_frames_match_the_protocol(block: Block) -> None:
+    """A block with an op is a request or event; other blocks are JSON."""
     schema = json.loads((ROOT / "docs/protocol.schema.json").read_text(encoding="utf-8"))
     for text in FRAMES_IN[block.language](block.text):
         frame = json.loads(text)
@@ -181,7 +181,7 @@ def events_of(schema: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_files_exist(page: Page) -> None:
-    """Paths in the repository, or in the package, lead to something."""
+    """Paths in the repository or the package resolve."""
     for span in page.spans:
         is_path = re.fullmatch(r"(docs|config|tools|tests|systemd|examples|inferencecenter)/[\w./-]+", span)
         if (is_path or re.fullmatch(r"[\w/-]+\.py", span)) and span not in FOREIGN_FILES:
@@ -190,7 +190,7 @@ def test_files_exist(page: Page) -> None:
 
 @pytest.mark.parametrize("page", WRITTEN, ids=str)
 def test_addresses_exist(page: Page) -> None:
-    """What is asked for over HTTP is served."""
+    """Every HTTP address is served."""
     described = json.loads((ROOT / "docs/openapi.json").read_text(encoding="utf-8"))["paths"]
     plain = {"/", "/metrics", "/healthz", "/readyz", "/openapi.json"}
     for span in page.spans:
@@ -201,7 +201,7 @@ def test_addresses_exist(page: Page) -> None:
 
 
 def methods_of_the_package() -> dict[str, set[str]]:
-    """Return the names that each class of the package defines, by its name."""
+    """Return the names that each class of the package defines."""
     found: dict[str, set[str]] = {}
     for path in sorted((ROOT / "inferencecenter").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -212,7 +212,7 @@ def methods_of_the_package() -> dict[str, set[str]]:
 
 
 def test_methods_exist() -> None:
-    """A method that the page of the architecture names is one of that class."""
+    """The architecture page names existing methods."""
     methods = methods_of_the_package()
     named = [
         found for span in read_page("docs/architecture.md").spans if (found := re.fullmatch(r"([A-Z]\w+)\.(\w+)", span))

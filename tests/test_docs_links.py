@@ -1,4 +1,4 @@
-"""Tests of the documentation's links; nothing is fetched."""
+"""Links of the documentation, without network access."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGES = {page.path: page for page in all_pages()}
 
 
 def target_of(page: Page, link: str) -> tuple[str, str]:
-    """Return the path in the repository and the anchor that a relative link leads to."""
+    """Return the repository path and anchor of a relative link."""
     path, _, anchor = unquote(link).partition("#")
     if not path:
         return page.path, anchor
@@ -23,13 +23,13 @@ def target_of(page: Page, link: str) -> tuple[str, str]:
 
 
 def is_outside(link: str) -> bool:
-    """Tell whether a link leads to another machine."""
+    """Return whether a link leads to another machine."""
     return bool(urlsplit(link).scheme)
 
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=str)
-def test_links_lead_somewhere(page: Page) -> None:
-    """Files are there, and so are the headings that anchors name."""
+def test_links_resolve(page: Page) -> None:
+    """Files and anchors exist."""
     broken = []
     for link in filter(lambda each: not is_outside(each), page.links):
         path, anchor = target_of(page, link)
@@ -39,16 +39,16 @@ def test_links_lead_somewhere(page: Page) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES.values(), ids=str)
-def test_links_to_other_machines_are_encrypted(page: Page) -> None:
-    """They are whole addresses of https."""
+def test_external_links_use_https(page: Page) -> None:
+    """They are full addresses."""
     for link in filter(is_outside, page.links):
         parts = urlsplit(link)
         assert parts.scheme == "https", link
         assert "." in parts.netloc, link
 
 
-def test_every_page_is_found_from_the_first() -> None:
-    """Whoever follows links from README.md comes to all of them."""
+def test_every_page_is_reachable_from_the_readme() -> None:
+    """By following links."""
     found, ahead = set(), ["README.md"]
     while ahead:
         path = ahead.pop()
@@ -61,8 +61,8 @@ def test_every_page_is_found_from_the_first() -> None:
     assert PAGES.keys() - found - decisions == set()
 
 
-def test_anchors_are_those_of_forges() -> None:
-    """Marks are left out, capitals are made small, spaces are hyphens, and a title's repetitions are counted."""
+def test_anchors_follow_the_forges_rules() -> None:
+    """Punctuation is dropped, capitals become lower case, spaces become hyphens, and repeated titles are numbered."""
     page = Page(
         "x.md", "# What's `new`? (v1)\n\n## [Linked](a.md) *twice*\n\n## Same\n\n## Same\n\n```\n# no title\n```\n"
     )

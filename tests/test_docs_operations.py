@@ -1,4 +1,4 @@
-"""What the page of operations shows works: nginx before a daemon, reading the log, the form of ``clients.toml``."""
+"""The operations page works: nginx in front of a daemon, reading the log, the format of ``clients.toml``."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ needs_jq = pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not inst
 
 
 def block(language: str, mark: str) -> str:
-    """Return the one block of the page in a language that has a mark."""
+    """Return the page's one block in a language that contains a mark."""
     (found,) = (each.text for each in PAGE.blocks if each.language == language and mark in each.text)
     return found
 
 
-def test_every_key_of_a_client_is_explained() -> None:
-    """The table has the keys that the file may have, in the order of the example's meaning, and no other."""
+def test_every_client_key_is_documented() -> None:
+    """The table has exactly the keys of the file, in the order of the example."""
     section = PAGE.source.partition("clients.toml\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert sorted(rows) == sorted(ClientEntry.model_fields)
 
 
 @needs_jq
-def test_the_log_is_read_as_the_page_says(tmp_path: Path) -> None:
-    """Lines that are no JSON, and JSON that is no line of the log, end nothing and are left out."""
+def test_log_commands_work(tmp_path: Path) -> None:
+    """Lines that are no JSON or no log record are skipped."""
     (command,) = re.findall(r"`journalctl -u inferencecenter -o cat \| (jq [^`]+)`", PAGE.source)
     log = tmp_path / "log"
     log.write_text(
@@ -71,7 +71,7 @@ def test_the_log_is_read_as_the_page_says(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class Proxied:
-    """A daemon behind nginx, as the page configures both."""
+    """A daemon behind nginx with the page's configuration."""
 
     daemon: Started
     own_port: int
@@ -80,7 +80,7 @@ class Proxied:
 
     @property
     def token(self) -> str:
-        """The administrator's."""
+        """The administrator's token."""
         return (self.daemon.state_dir / "admin.token").read_text().strip()
 
     def connect(self, path: str) -> Any:
@@ -91,7 +91,7 @@ class Proxied:
 
     @contextlib.contextmanager
     def request(self, method: str, path: str, body: Any = None, **headers: str) -> Iterator[http.client.HTTPResponse]:
-        """Ask through the proxy; the connection ends with the block."""
+        """Send a request through the proxy; the connection ends with the block."""
         asking = http.client.HTTPSConnection(
             "127.0.0.1", self.port, timeout=GUARD_S, context=self.tls, source_address=(CALLER, 0)
         )
@@ -103,7 +103,7 @@ class Proxied:
 
 @pytest.fixture(scope="module")
 def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
-    """The page's nginx before a daemon with the page's settings, but for ports and certificates."""
+    """The page's nginx and daemon settings with test ports and certificates."""
     folder = tmp_path_factory.mktemp("proxied")
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
@@ -141,7 +141,7 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
 
 @contextlib.contextmanager
 def nginx(folder: Path, servers: str, port: int) -> Iterator[None]:
-    """Run nginx with the page's configuration inside the least that it needs, all of its files in one folder."""
+    """Run nginx with the page's configuration in a minimal one, with all files in one folder."""
     places = "".join(f"{kind}_temp_path {folder}/{kind};" for kind in ("proxy", "fastcgi", "uwsgi", "scgi"))
     whole = (
         f"{'user root root;' if os.geteuid() == 0 else ''} daemon off; worker_processes 1; pid {folder}/nginx.pid;"
@@ -155,7 +155,7 @@ def nginx(folder: Path, servers: str, port: int) -> Iterator[None]:
         command = [NGINX, "-p", str(folder), "-e", "stderr", "-c", str(folder / "nginx.conf")]
         process = subprocess.Popen(command, stdout=output, stderr=output)
     try:
-        until(lambda: process.poll() is not None or reachable(port))
+        wait_until(lambda: process.poll() is not None or reachable(port))
         assert process.poll() is None, log.read_text()
         yield
     finally:
@@ -164,12 +164,12 @@ def nginx(folder: Path, servers: str, port: int) -> Iterator[None]:
 
 
 def reachable(port: int) -> bool:
-    """Tell whether something listens."""
+    """Return whether something listens."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def until(reached: Callable[[], bool]) -> None:
+def wait_until(reached: Callable[[], bool]) -> None:
     """Wait for a state of other processes.
 
     Raises:
@@ -183,8 +183,8 @@ def until(reached: Callable[[], bool]) -> None:
 
 @needs_nginx
 @pytest.mark.slow
-def test_a_socket_streams_through_the_proxy(proxied: Proxied) -> None:
-    """It is upgraded, text comes while the answer goes on, and what the client says reaches the daemon meanwhile."""
+def test_websocket_streams_through_the_proxy(proxied: Proxied) -> None:
+    """Text arrives while the answer is generated, and client frames pass meanwhile."""
     with proxied.connect("/inference/ws") as websocket:
         assert json.loads(websocket.recv(timeout=GUARD_S))["op"] == "hello"
 
@@ -210,8 +210,8 @@ def test_a_socket_streams_through_the_proxy(proxied: Proxied) -> None:
 
 @needs_nginx
 @pytest.mark.slow
-def test_a_stream_over_http_is_not_held_back(proxied: Proxied) -> None:
-    """Its first piece is there while most of the answer has not been decoded."""
+def test_http_stream_is_not_buffered(proxied: Proxied) -> None:
+    """Its first piece arrives while most of the answer is outstanding."""
     body = {"model": "echo", "stream": True, "messages": [{"role": "user", "content": LONG_PROMPT}]}
     with proxied.request(
         "POST", "/inference/v1/chat/completions", body, Authorization=f"Bearer {proxied.token}"
@@ -222,14 +222,14 @@ def test_a_stream_over_http_is_not_held_back(proxied: Proxied) -> None:
             piece = answer.read1(65536)
             assert piece, seen
             seen += piece
-        # A proxy that holds text back does so until a page of memory is full, which is a score of tokens.
+        # A buffering proxy holds text until a page of memory is full, which takes about twenty tokens.
         assert len(seen) < HELD_BACK_BYTES
 
 
 @needs_nginx
 @pytest.mark.slow
-def test_a_body_as_large_as_the_daemon_takes_passes(proxied: Proxied) -> None:
-    """None is refused by nginx that the daemon would read, whose answer is about what stands in it."""
+def test_largest_body_passes_the_proxy(proxied: Proxied) -> None:
+    """The proxy refuses no body that the daemon accepts."""
     body = {"model": "echo", "messages": "x" * (8 * 2**20 - 100)}
     with proxied.request(
         "POST", "/inference/v1/chat/completions", body, Authorization=f"Bearer {proxied.token}"
@@ -239,8 +239,8 @@ def test_a_body_as_large_as_the_daemon_takes_passes(proxied: Proxied) -> None:
 
 @needs_nginx
 @pytest.mark.slow
-def test_pages_move_below_the_base_path(proxied: Proxied) -> None:
-    """Health is there through the proxy and beside it, and nothing above; metrics are for those who ask directly."""
+def test_base_path_applies_to_pages(proxied: Proxied) -> None:
+    """Health is served through the proxy and directly below the base path only; metrics only directly."""
     statuses = {}
     for path in ("/inference/healthz", "/inference/readyz", "/inference/metrics", "/healthz", "/metrics", "/"):
         with proxied.request("GET", path) as answer:
@@ -261,8 +261,8 @@ def test_pages_move_below_the_base_path(proxied: Proxied) -> None:
 
 @needs_nginx
 @pytest.mark.slow
-def test_the_page_of_browsers_is_served_below_the_base_path(proxied: Proxied) -> None:
-    """Its files are, too, over TLS and from its own origin."""
+def test_web_page_is_served_below_the_base_path(proxied: Proxied) -> None:
+    """With its files, over TLS and from its own origin."""
     with proxied.request("GET", "/inference/", Accept="text/html") as answer:
         page = answer.read().decode()
     (script, *_) = re.findall(r'src="([^"]+\.js)"', page)
@@ -277,8 +277,8 @@ def test_the_page_of_browsers_is_served_below_the_base_path(proxied: Proxied) ->
 
 @needs_nginx
 @pytest.mark.slow
-def test_the_daemon_sees_the_caller_and_not_the_proxy(proxied: Proxied) -> None:
-    """The address of a refused login is the client's own, whatever the client says of itself."""
+def test_daemon_sees_the_client_address(proxied: Proxied) -> None:
+    """The address of a refused login is the client's, whatever headers the client sends."""
     with proxied.request(
         "GET", "/inference/v1/models", **{"Authorization": "Bearer wrong", "X-Forwarded-For": "198.51.100.7"}
     ) as answer:

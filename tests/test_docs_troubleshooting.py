@@ -1,4 +1,4 @@
-"""What the page of troubleshooting says of errors, of ``doctor`` and of the log is what there is."""
+"""The troubleshooting page matches the errors, ``doctor`` and the log."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def rows(title: str, *, page: str = PAGE.source) -> list[list[str]]:
 
 
 def names(cell: str) -> list[str]:
-    """Return what is written as code."""
+    """Return the code spans."""
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_every_error_has_its_row() -> None:
+def test_every_error_has_a_row() -> None:
     """In the order of the error table."""
     assert [names(row[0]) for row in rows("Errors by code")] == [[code.value] for code in ErrorCode]
 
 
-def test_exit_codes_are_those_of_the_error_table() -> None:
-    """What is said of the daemon's end is what its errors have."""
+def test_exit_codes_match_the_error_table() -> None:
+    """Of errors that end the daemon."""
     meant = {
         "78": ErrorCode.INVALID_CONFIG,
         "66": ErrorCode.INVALID_MODEL_FILE,
@@ -48,8 +48,8 @@ def test_exit_codes_are_those_of_the_error_table() -> None:
     assert [str(ERRORS[code].exit_code) for code in meant.values()] == list(meant)
 
 
-def test_every_line_of_doctor_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it looks at here has a row."""
+def test_every_doctor_check_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each check on this machine has a row."""
     config = tmp_path / "config.toml"
     config.write_text('[engine]\nbackend = "echo"\n')
     monkeypatch.setenv("INFERENCECENTER_STATE_DIR", str(tmp_path))
@@ -57,8 +57,8 @@ def test_every_line_of_doctor_is_explained(tmp_path: Path, monkeypatch: pytest.M
     assert {check.name for check in examine(config, None)} <= explained
 
 
-def test_events_of_the_log_exist() -> None:
-    """Each is logged somewhere."""
+def test_log_events_exist() -> None:
+    """Each is logged by some module."""
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "inferencecenter").rglob("*.py"))
     events = [name for row in rows("What the log says") for name in names(row[0])]
     assert [event for event in events if f'"{event}"' not in source] == []
@@ -67,8 +67,8 @@ def test_events_of_the_log_exist() -> None:
 @pytest.mark.parametrize(
     "message", ["Python lacks venv", "there is no C++ compiler", "CUDA=1 needs nvcc"], ids=lambda text: text.split()[0]
 )
-def test_messages_of_the_build_are_those_of_the_tools(message: str) -> None:
-    """What the page of building quotes is said by ``tools/install`` or ``tools/llama-flags``."""
+def test_build_messages_match_the_tools(message: str) -> None:
+    """``tools/install`` or ``tools/llama-flags`` prints each quoted message."""
     said = "".join((ROOT / "tools" / name).read_text(encoding="utf-8") for name in ("install", "llama-flags"))
     quoted = [
         cell
@@ -79,7 +79,7 @@ def test_messages_of_the_build_are_those_of_the_tools(message: str) -> None:
     assert any(message in cell for cell in quoted)
 
 
-def test_the_version_that_is_built_again_is_the_one_that_is_needed() -> None:
-    """The command of the page of building names the range of pyproject.toml."""
+def test_rebuilt_version_matches_the_requirement() -> None:
+    """The build page's command has the version range of pyproject.toml."""
     (wanted,) = re.findall(r'"(llama-cpp-python[^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     assert f"'{wanted}'" in read_page("docs/building.md").source

@@ -1,4 +1,4 @@
-"""Tests of what is read again; that it reaches clients is in tests/service."""
+"""Reloading of the configuration; tests/service covers its effect on clients."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ UNREADABLE = InferenceCenterError(ErrorCode.INVALID_CONFIG, "the file is broken"
 
 
 @dataclass
-class World:
-    """A daemon that takes down what it is told; ``now`` is what its configuration says, or why it cannot be read."""
+class ReloadHarness:
+    """A daemon that records its reloads; ``now`` is the configuration, or the error of reading it."""
 
     now: Settings | InferenceCenterError
-    told: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
     registries: list[Registry] = field(default_factory=list)
     limits: list[AccessLimits] = field(default_factory=list)
     reports: list[ReloadReport] = field(default_factory=list)
@@ -46,7 +46,7 @@ class World:
             read=self.read,
             accounts=cast("Accounts", self),
             certificate=None,
-            close_clients=lambda clients: self.told.append(f"close {sorted(clients)}"),
+            close_clients=lambda clients: self.events.append(f"close {sorted(clients)}"),
             limits_changed=self.limits.append,
             announced=self.announced,
             apply_models=self.registries.append,
@@ -59,18 +59,18 @@ class World:
         raise self.now
 
     def replace_static(self, clients: Mapping[str, StaticClient]) -> Collection[str]:
-        """Stand in for ``Accounts``."""
+        """Implement the method of ``Accounts``."""
         return set(clients)
 
     @contextmanager
     def announced(self) -> Iterator[None]:
-        """Note the beginning and the end."""
-        self.told.append("begin")
+        """Record begin and end."""
+        self.events.append("begin")
         yield
-        self.told.append("end")
+        self.events.append("end")
 
     def run(self, now: Settings | InferenceCenterError) -> Sequence[Mapping[str, Any]]:
-        """Read again what is ``now`` there, and return the lines of the log."""
+        """Reload with this configuration, and return the log records."""
         self.now = now
         with capture_logs() as logs:
             self.reports.append(self.reload.run())
@@ -78,10 +78,10 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
-    """A daemon whose log stays where it is."""
+def harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ReloadHarness:
+    """A harness that does not change the log."""
     monkeypatch.setattr("inferencecenter.telemetry.logs.apply", lambda _settings: None)
-    return World(_settings(tmp_path))
+    return ReloadHarness(_settings(tmp_path))
 
 
 def _settings(folder: Path, **tables: Any) -> Settings:
@@ -96,13 +96,13 @@ def _waiting(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name for line in lines if line["event"] == "settings_need_restart" for name in line["settings"]]
 
 
-def test_nothing_has_changed_between_equal_settings() -> None:
-    """Defaults that were read twice are the same."""
+def test_equal_settings_have_no_changes() -> None:
+    """Defaults that were read twice are equal."""
     assert changed_settings(Settings(), Settings()) == frozenset()
 
 
 @given(st.sets(st.sampled_from(BOOLEANS)))
-def test_what_has_changed_is_named(names: set[str]) -> None:
+def test_changed_settings_are_named(names: set[str]) -> None:
     """Each by its dotted name, and no other."""
     tables: dict[str, dict[str, bool]] = {}
     before = Settings()
@@ -112,18 +112,18 @@ def test_what_has_changed_is_named(names: set[str]) -> None:
     assert changed_settings(before, Settings.model_validate(tables)) == names
 
 
-def test_models_are_applied(world: World, tmp_path: Path) -> None:
-    """Entries, the default, and what lies in the directory by now; nothing of it waits for a restart."""
+def test_models_are_applied(harness: ReloadHarness, tmp_path: Path) -> None:
+    """Entries, the default and the directory's files; none of it needs a restart."""
     (tmp_path / "pulled.gguf").write_bytes(b"GGUF")
     now = _settings(
         tmp_path, models={"phi": {"slots": 2}}, model={"name": "phi"}, engine={"backend": "echo", "slots": 3}
     )
-    lines = world.run(now)
-    (registry,) = world.registries
+    lines = harness.run(now)
+    (registry,) = harness.registries
     assert registry.default == "phi"
     assert {name: spec.engine.slots for name, spec in registry.models.items()} == {"phi": 2, "pulled": 3}
     assert (_not_reloaded(lines), _waiting(lines)) == ({}, [])
-    assert world.told == ["begin", "close []", "end"]
+    assert harness.events == ["begin", "close []", "end"]
 
 
 @pytest.mark.parametrize(
@@ -137,60 +137,58 @@ def test_models_are_applied(world: World, tmp_path: Path) -> None:
         ({"model": {"name": "phi"}, "engine": {"backend": "llama"}}, "model.name"),
     ],
 )
-def test_what_is_wrong_with_models_changes_none(
-    world: World, tmp_path: Path, tables: dict[str, Any], wrong: str
-) -> None:
-    """It is told by name; what else was changed takes effect."""
-    lines = world.run(_settings(tmp_path, **tables, limits={"concurrent_turns": 2}))
+def test_invalid_models_change_none(harness: ReloadHarness, tmp_path: Path, tables: dict[str, Any], wrong: str) -> None:
+    """The problem is reported, and other changes take effect."""
+    lines = harness.run(_settings(tmp_path, **tables, limits={"concurrent_turns": 2}))
     assert _not_reloaded(lines) == {"models": wrong}
-    assert world.registries == []
-    assert [limits.concurrent_turns for limits in world.limits] == [2]
-    assert world.told[-1] == "end"
+    assert harness.registries == []
+    assert [limits.concurrent_turns for limits in harness.limits] == [2]
+    assert harness.events[-1] == "end"
 
 
-def test_settings_that_cannot_be_read_leave_what_was_read_last(world: World, tmp_path: Path) -> None:
-    """And not what the daemon was started with: that may be long gone."""
-    world.run(_settings(tmp_path, models={"phi": {}}, limits={"concurrent_turns": 2}))
-    lines = world.run(UNREADABLE)
+def test_unreadable_settings_keep_the_last_ones(harness: ReloadHarness, tmp_path: Path) -> None:
+    """Not those of the start."""
+    harness.run(_settings(tmp_path, models={"phi": {}}, limits={"concurrent_turns": 2}))
+    lines = harness.run(UNREADABLE)
     assert _not_reloaded(lines) == {"settings": "server.port"}
-    assert world.registries[0] == world.registries[1]
-    assert sorted(world.registries[1].models) == ["echo", "phi"]
-    assert [limits.concurrent_turns for limits in world.limits] == [2, 2]
+    assert harness.registries[0] == harness.registries[1]
+    assert sorted(harness.registries[1].models) == ["echo", "phi"]
+    assert [limits.concurrent_turns for limits in harness.limits] == [2, 2]
 
 
-def test_settings_that_never_could_be_read(world: World) -> None:
-    """Are those of the start."""
-    assert _not_reloaded(world.run(UNREADABLE)) == {"settings": "server.port"}
-    assert [registry.default for registry in world.registries] == ["echo"]
+def test_without_a_successful_reload_the_first_settings_stay(harness: ReloadHarness) -> None:
+    """Those of the start."""
+    assert _not_reloaded(harness.run(UNREADABLE)) == {"settings": "server.port"}
+    assert [registry.default for registry in harness.registries] == ["echo"]
 
 
-def test_the_report_has_what_was_not_taken(world: World, tmp_path: Path) -> None:
-    """The log says that all was reloaded only when it was."""
-    lines = world.run(UNREADABLE)
+def test_report_lists_rejected_parts(harness: ReloadHarness, tmp_path: Path) -> None:
+    """The log reports a full reload only if every part was applied."""
+    lines = harness.run(UNREADABLE)
     assert "reloaded" not in [line["event"] for line in lines]
-    assert [(each.what, each.code, each.message, each.hint) for each in world.reports[-1].problems] == [
+    assert [(each.what, each.code, each.message, each.hint) for each in harness.reports[-1].problems] == [
         ("settings", ErrorCode.INVALID_CONFIG, "the file is broken", "Mend it.")
     ]
-    lines = world.run(_settings(tmp_path, server={"port": 4000}))
+    lines = harness.run(_settings(tmp_path, server={"port": 4000}))
     assert [line["event"] for line in lines] == ["settings_need_restart", "reloaded"]
-    assert world.reports[-1] == ReloadReport(needs_restart=("server.port",))
+    assert harness.reports[-1] == ReloadReport(needs_restart=("server.port",))
 
 
-def test_an_unexpected_failure_of_one_part_is_reported_and_keeps_none_back(world: World, tmp_path: Path) -> None:
-    """Any exception of a reader becomes a problem of that part, and models are applied all the same."""
+def test_failure_of_one_part_does_not_block_others(harness: ReloadHarness, tmp_path: Path) -> None:
+    """Any exception becomes a problem of that part, and models are still applied."""
 
     def fail(_clients: Mapping[str, StaticClient]) -> Collection[str]:
         raise RuntimeError("unforeseen")
 
-    vars(world)["replace_static"] = fail
-    world.run(_settings(tmp_path))
-    assert [(each.what, each.code) for each in world.reports[-1].problems] == [("clients", ErrorCode.INTERNAL)]
-    assert "unforeseen" in world.reports[-1].problems[0].message
-    assert len(world.registries) == 1
+    vars(harness)["replace_static"] = fail
+    harness.run(_settings(tmp_path))
+    assert [(each.what, each.code) for each in harness.reports[-1].problems] == [("clients", ErrorCode.INTERNAL)]
+    assert "unforeseen" in harness.reports[-1].problems[0].message
+    assert len(harness.registries) == 1
 
 
-def test_what_waits_for_a_restart_is_named(world: World, tmp_path: Path) -> None:
-    """As long as it waits, and nothing that has taken effect; what concerns no single engine waits too."""
+def test_settings_that_need_a_restart_are_named(harness: ReloadHarness, tmp_path: Path) -> None:
+    """As long as they differ from the running ones, also if they concern no single engine."""
     now = _settings(
         tmp_path,
         engine={
@@ -209,21 +207,21 @@ def test_what_waits_for_a_restart_is_named(world: World, tmp_path: Path) -> None
     )
     engine = ["engine.exit_when_failed", "engine.max_client_crashes", "engine.max_resident"]
     waiting = [*engine, "kv.ram_mib", "params", "server.port"]
-    assert _waiting(world.run(now)) == waiting
-    assert _waiting(world.run(now)) == waiting
-    assert _waiting(world.run(_settings(tmp_path))) == []
+    assert _waiting(harness.run(now)) == waiting
+    assert _waiting(harness.run(now)) == waiting
+    assert _waiting(harness.run(_settings(tmp_path))) == []
 
 
-def test_what_waits_for_a_restart_runs_no_model_otherwise(world: World, tmp_path: Path) -> None:
-    """Engines that are the same go on."""
-    world.run(_settings(tmp_path))
-    world.run(_settings(tmp_path, engine={"backend": "echo", "max_resident": 2, "exit_when_failed": True}))
-    assert world.registries[0] == world.registries[1]
+def test_restart_settings_do_not_change_running_engines(harness: ReloadHarness, tmp_path: Path) -> None:
+    """Engines with equal settings continue."""
+    harness.run(_settings(tmp_path))
+    harness.run(_settings(tmp_path, engine={"backend": "echo", "max_resident": 2, "exit_when_failed": True}))
+    assert harness.registries[0] == harness.registries[1]
 
 
-def test_what_is_odd_in_the_models_directory_is_logged(world: World, tmp_path: Path) -> None:
+def test_models_directory_problems_are_logged(harness: ReloadHarness, tmp_path: Path) -> None:
     """One line at each reload."""
     (tmp_path / "My Model.gguf").write_bytes(b"GGUF")
-    reasons = [line["reason"] for line in world.run(_settings(tmp_path)) if line["event"] == "models_dir"]
+    reasons = [line["reason"] for line in harness.run(_settings(tmp_path)) if line["event"] == "models_dir"]
     assert len(reasons) == 1
     assert "'My Model'" in reasons[0]

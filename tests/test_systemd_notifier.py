@@ -1,4 +1,4 @@
-"""Tests of the notifications to the service manager; tests of the whole daemon are in tests/service."""
+"""Notifications to the service manager; tests/service covers the whole daemon."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ NO_SESSIONS = Totals(
 
 
 @dataclass
-class Heard:
-    """A service manager, and what it was told."""
+class RecordingManager:
+    """A service manager that records notifications."""
 
     watchdog_s: float | None = None
     words: list[dict[str, str | int]] = field(default_factory=list)
 
     def send(self, **words: str | int) -> None:
-        """Take note."""
+        """Record it."""
         self.words.append(words)
 
     def all(self, name: str) -> list[str | int]:
-        """Return each value that a word had."""
+        """Return each value of a field."""
         return [words[name] for words in self.words if name in words]
 
 
 @dataclass
-class World:
-    """A reporter with everything around it."""
+class NotifierHarness:
+    """A notifier with stubs of its dependencies."""
 
-    heard: Heard = field(default_factory=Heard)
+    manager: RecordingManager = field(default_factory=RecordingManager)
     status: EngineStatus = LOADING
     totals: Totals = NO_SESSIONS
     gave_up: bool = False
@@ -67,24 +67,24 @@ class World:
     listeners: list[Callable[[EngineStatus], None]] = field(default_factory=list)
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
-        """Tell ``listener`` of each state."""
+        """Register ``listener`` for each state."""
         self.listeners.append(listener)
 
-    def become(self, status: EngineStatus) -> None:
-        """Have the engine change."""
+    def set_status(self, status: EngineStatus) -> None:
+        """Change the engine's status."""
         self.status = status
         for listener in self.listeners:
             listener(status)
 
     def read_gpu(self) -> GpuReading:
-        """Look at the GPU."""
+        """Return the GPU's reading."""
         self.gpu_looks += 1
         return self.gpu
 
     def reporter(self, *, silent: bool = False) -> SystemdNotifier:
-        """Return the reporter."""
+        """Return the notifier."""
         return SystemdNotifier(
-            None if silent else cast("Notifier", self.heard),
+            None if silent else cast("Notifier", self.manager),
             engine=cast("EnginePort", self),
             totals=lambda: self.totals,
             read_gpu=self.read_gpu,
@@ -96,22 +96,22 @@ class World:
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """A daemon whose status is told without waiting."""
+def harness(monkeypatch: pytest.MonkeyPatch) -> NotifierHarness:
+    """A daemon whose status is published without delay."""
     monkeypatch.setattr(systemd_notifier, "STATUS_EVERY_S", 0.0)
-    return World()
+    return NotifierHarness()
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Let the event loop run until something is so."""
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Run the event loop until a condition is true."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - a step of the loop, without any time
             await asyncio.sleep(0)
 
 
-async def test_without_a_manager_nothing_runs(world: World) -> None:
-    """No subscription, no timer, no task, whatever happens."""
-    reporter = world.reporter(silent=True)
+async def test_without_a_manager_nothing_runs(harness: NotifierHarness) -> None:
+    """No subscription, timer or task."""
+    reporter = harness.reporter(silent=True)
     drained: list[int] = []
 
     async def drain() -> None:
@@ -121,159 +121,161 @@ async def test_without_a_manager_nothing_runs(world: World) -> None:
     with reporter.reloading():
         pass
     await reporter.drain_and_stop(drain)
-    assert (world.listeners, world.heard.words, drained) == ([], [], [1])
+    assert (harness.listeners, harness.manager.words, drained) == ([], [], [1])
     await reporter.close()
 
 
-async def test_ready_is_said_once(world: World) -> None:
-    """At the first time that the engine is ready, and not when another is."""
-    reporter = world.reporter()
+async def test_ready_is_sent_once(harness: NotifierHarness) -> None:
+    """At the first time that the engine is ready, not at a later one."""
+    reporter = harness.reporter()
     reporter.begin()
-    world.become(LOADING)
-    assert world.heard.all("READY") == []
+    harness.set_status(LOADING)
+    assert harness.manager.all("READY") == []
     for status in (READY, replace(READY, state=EngineState.BACKOFF), LOADING, READY):
-        world.become(status)
-    assert world.heard.all("READY") == [1]
+        harness.set_status(status)
+    assert harness.manager.all("READY") == [1]
     await reporter.close()
 
 
-async def test_a_daemon_that_goes_on_without_an_engine_has_started(world: World) -> None:
-    """It would be said to start forever, and be ended, although it was told to go on."""
-    reporter = world.reporter()
+async def test_daemon_without_an_engine_is_ready(harness: NotifierHarness) -> None:
+    """A configured start without an engine must not time out."""
+    reporter = harness.reporter()
     reporter.begin()
-    world.become(replace(LOADING, state=EngineState.FAILED, detail="the engine ended"))
-    assert world.heard.all("READY") == []
-    world.gave_up = True
-    world.become(replace(LOADING, state=EngineState.FAILED, detail="the engine ended"))
-    assert world.heard.all("READY") == [1]
-    await until(lambda: "the engine ended" in str(world.heard.all("STATUS")))
+    harness.set_status(replace(LOADING, state=EngineState.FAILED, detail="the engine ended"))
+    assert harness.manager.all("READY") == []
+    harness.gave_up = True
+    harness.set_status(replace(LOADING, state=EngineState.FAILED, detail="the engine ended"))
+    assert harness.manager.all("READY") == [1]
+    await wait_until(lambda: "the engine ended" in str(harness.manager.all("STATUS")))
     await reporter.close()
 
 
-async def test_a_start_is_extended_until_it_is_done(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as the event loop runs, and no longer."""
+async def test_start_timeout_is_extended_while_loading(
+    harness: NotifierHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only while the event loop runs."""
     monkeypatch.setattr(systemd_notifier, "_EXTEND_EVERY_S", 0.0)
-    reporter = world.reporter()
+    reporter = harness.reporter()
     reporter.begin()
-    await until(lambda: len(world.heard.all("EXTEND_TIMEOUT_USEC")) > 3)
-    world.become(READY)
-    said = len(world.heard.all("EXTEND_TIMEOUT_USEC"))
-    await until(lambda: bool(world.heard.all("STATUS")))
-    assert len(world.heard.all("EXTEND_TIMEOUT_USEC")) == said
+    await wait_until(lambda: len(harness.manager.all("EXTEND_TIMEOUT_USEC")) > 3)
+    harness.set_status(READY)
+    said = len(harness.manager.all("EXTEND_TIMEOUT_USEC"))
+    await wait_until(lambda: bool(harness.manager.all("STATUS")))
+    assert len(harness.manager.all("EXTEND_TIMEOUT_USEC")) == said
     await reporter.close()
 
 
-async def test_a_reload_before_readiness_does_not_say_it(world: World) -> None:
-    """READY would end the start, though no turn can run."""
-    reporter = world.reporter()
+async def test_reload_before_readiness_sends_no_ready(harness: NotifierHarness) -> None:
+    """READY would end the start before a turn can run."""
+    reporter = harness.reporter()
     reporter.begin()
     with reporter.reloading():
         pass
-    assert world.heard.all("READY") == world.heard.all("RELOADING") == []
-    world.become(READY)
+    assert harness.manager.all("READY") == harness.manager.all("RELOADING") == []
+    harness.set_status(READY)
     with reporter.reloading():
-        assert world.heard.words[-1] == {"RELOADING": 1, "MONOTONIC_USEC": 0}
-    assert world.heard.words[-1] == {"READY": 1}
+        assert harness.manager.words[-1] == {"RELOADING": 1, "MONOTONIC_USEC": 0}
+    assert harness.manager.words[-1] == {"READY": 1}
     await reporter.close()
 
 
-async def test_a_status_that_cannot_be_told_is_told_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reading that fails once is a line of the log, and the next change is told."""
+async def test_failed_status_is_sent_again(harness: NotifierHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed reading is one log line, and the next change is sent."""
     monkeypatch.setattr(tasks, "RESTART_MIN_S", 0.0)
     faults = iter([ValueError("a reading that was not expected")])
-    read = world.read_gpu
+    read = harness.read_gpu
 
     def fail_once() -> GpuReading:
         for fault in faults:
             raise fault
         return read()
 
-    monkeypatch.setattr(world, "read_gpu", fail_once)
-    reporter = world.reporter()
+    monkeypatch.setattr(harness, "read_gpu", fail_once)
+    reporter = harness.reporter()
     reporter.begin()
     with capture_logs() as logs:
-        world.become(READY)
-        await until(lambda: bool(logs) and not reporter._status_task_runs)
+        harness.set_status(READY)
+        await wait_until(lambda: bool(logs) and not reporter._status_task_runs)
     assert ("task_restarts", "reporter:status") in [(line["event"], line["task"]) for line in logs]
-    world.become(replace(READY, running=1))
-    await until(lambda: "1 turns running" in str(world.heard.all("STATUS")))
+    harness.set_status(replace(READY, running=1))
+    await wait_until(lambda: "1 turns running" in str(harness.manager.all("STATUS")))
     await reporter.close()
 
 
-async def test_an_unchanged_status_is_not_told_again(world: World) -> None:
-    """And when nothing runs, the status is not polled."""
-    reporter = world.reporter()
+async def test_unchanged_status_is_not_sent_again(harness: NotifierHarness) -> None:
+    """An idle daemon's status is not polled."""
+    reporter = harness.reporter()
     reporter.begin()
     for _ in range(3):
-        world.become(READY)
-        await until(lambda: not reporter._status_task_runs)
-    assert len(world.heard.all("STATUS")) == 1
-    looks = world.gpu_looks
+        harness.set_status(READY)
+        await wait_until(lambda: not reporter._status_task_runs)
+    assert len(harness.manager.all("STATUS")) == 1
+    looks = harness.gpu_looks
     for _ in range(100):
         await asyncio.sleep(0)
-    assert world.gpu_looks == looks
+    assert harness.gpu_looks == looks
     await reporter.close()
 
 
-async def test_while_turns_run_the_status_follows(world: World) -> None:
+async def test_status_is_updated_while_turns_run(harness: NotifierHarness) -> None:
     """Until the last has ended."""
-    reporter = world.reporter()
+    reporter = harness.reporter()
     reporter.begin()
-    world.become(replace(READY, running=2, waiting=1))
-    await until(lambda: "2 turns running, 1 waiting" in str(world.heard.all("STATUS")))
-    world.status = replace(READY, running=1)
-    await until(lambda: "1 turns running, 0 waiting" in str(world.heard.all("STATUS")))
-    world.status = READY
-    await until(lambda: not reporter._status_task_runs)
-    assert "0 turns running" in str(world.heard.all("STATUS")[-1])
+    harness.set_status(replace(READY, running=2, waiting=1))
+    await wait_until(lambda: "2 turns running, 1 waiting" in str(harness.manager.all("STATUS")))
+    harness.status = replace(READY, running=1)
+    await wait_until(lambda: "1 turns running, 0 waiting" in str(harness.manager.all("STATUS")))
+    harness.status = READY
+    await wait_until(lambda: not reporter._status_task_runs)
+    assert "0 turns running" in str(harness.manager.all("STATUS")[-1])
     await reporter.close()
 
 
-async def test_the_watchdog_looks_for_what_has_changed(world: World) -> None:
-    """A session that came between two beats is seen without a timer of its own."""
-    world.heard.watchdog_s = 0.0
-    reporter = world.reporter()
+async def test_watchdog_tick_updates_the_status(harness: NotifierHarness) -> None:
+    """A new session between two ticks needs no timer."""
+    harness.manager.watchdog_s = 0.0
+    reporter = harness.reporter()
     reporter.begin()
-    world.become(READY)
-    await until(lambda: len(world.heard.all("WATCHDOG")) > 3)
-    world.totals = replace(NO_SESSIONS, total_sessions=5)
-    await until(lambda: "5 sessions" in str(world.heard.all("STATUS")))
+    harness.set_status(READY)
+    await wait_until(lambda: len(harness.manager.all("WATCHDOG")) > 3)
+    harness.totals = replace(NO_SESSIONS, total_sessions=5)
+    await wait_until(lambda: "5 sessions" in str(harness.manager.all("STATUS")))
     await reporter.close()
-    said = len(world.heard.words)
+    said = len(harness.manager.words)
     await asyncio.sleep(0)
-    assert len(world.heard.words) == said
+    assert len(harness.manager.words) == said
 
 
-async def test_an_engine_that_outlives_its_kill_ends_the_feeding(world: World) -> None:
-    """Not before it has had its time, and only while it is there."""
-    world.heard.watchdog_s = 0.0
-    reporter = world.reporter()
+async def test_unkillable_engine_stops_the_watchdog(harness: NotifierHarness) -> None:
+    """After its grace period, and only while the process exists."""
+    harness.manager.watchdog_s = 0.0
+    reporter = harness.reporter()
     reporter.begin()
-    world.become(READY)
-    world.killed = True
-    await until(lambda: reporter._killed is not None)
-    world.now_s = KILLED_ENGINE_S - 1
-    fed = len(world.heard.all("WATCHDOG"))
-    await until(lambda: len(world.heard.all("WATCHDOG")) > fed + 2)
-    world.now_s = KILLED_ENGINE_S
-    fed = len(world.heard.all("WATCHDOG"))
+    harness.set_status(READY)
+    harness.killed = True
+    await wait_until(lambda: reporter._killed is not None)
+    harness.now_s = KILLED_ENGINE_S - 1
+    fed = len(harness.manager.all("WATCHDOG"))
+    await wait_until(lambda: len(harness.manager.all("WATCHDOG")) > fed + 2)
+    harness.now_s = KILLED_ENGINE_S
+    fed = len(harness.manager.all("WATCHDOG"))
     for _ in range(50):
         await asyncio.sleep(0)
-    assert len(world.heard.all("WATCHDOG")) == fed
-    world.killed = False
-    await until(lambda: len(world.heard.all("WATCHDOG")) > fed)
+    assert len(harness.manager.all("WATCHDOG")) == fed
+    harness.killed = False
+    await wait_until(lambda: len(harness.manager.all("WATCHDOG")) > fed)
     await reporter.close()
 
 
-async def test_stopping_is_said_before_anything_is_drained(world: World) -> None:
-    """With the time that it may take."""
-    reporter = world.reporter()
+async def test_stopping_is_sent_before_draining(harness: NotifierHarness) -> None:
+    """With the drain's time limit."""
+    reporter = harness.reporter()
     reporter.begin()
-    world.become(READY)
+    harness.set_status(READY)
     seen: list[Any] = []
 
     async def drain() -> None:
-        seen.append(world.heard.words[-1])
+        seen.append(harness.manager.words[-1])
 
     await reporter.drain_and_stop(drain)
     assert seen == [{"STOPPING": 1, "STATUS": "stopping", "EXTEND_TIMEOUT_USEC": 33_000_000}]
@@ -299,8 +301,8 @@ async def test_stopping_is_said_before_anything_is_drained(world: World) -> None
         ),
     ],
 )
-def test_the_status_is_a_line(status: EngineStatus, gpu: GpuReading, *, stopping: bool, expected: str) -> None:
-    """State first, then who is there, then the GPU where there is one."""
+def test_status_line(status: EngineStatus, gpu: GpuReading, *, stopping: bool, expected: str) -> None:
+    """State first, then sessions, then the GPU if there is one."""
     assert describe(status, NO_SESSIONS, gpu, stopping=stopping) == expected
 
 
@@ -315,14 +317,14 @@ def test_the_status_is_a_line(status: EngineStatus, gpu: GpuReading, *, stopping
         ("", False),
     ],
 )
-def test_a_kill_that_the_kernel_holds_back_is_seen(tmp_path: Path, content: str, *, expected: bool) -> None:
-    """Among the signals of the process or of its first thread, or as an end that is not over."""
+def test_pending_kill_is_detected(tmp_path: Path, content: str, *, expected: bool) -> None:
+    """In the signals of the process or its first thread, or as an exit in progress."""
     (tmp_path / "77").mkdir()
     (tmp_path / "77" / "status").write_text(content)
     assert kill_is_pending(77, proc=tmp_path) is expected
 
 
-def test_a_process_that_lives_or_is_gone_has_no_kill_pending(tmp_path: Path) -> None:
-    """The kernel's own file of this process is understood."""
+def test_live_or_absent_process_has_no_pending_kill(tmp_path: Path) -> None:
+    """The kernel's own file of this process is parsed."""
     assert not kill_is_pending(os.getpid())
     assert not kill_is_pending(77, proc=tmp_path)

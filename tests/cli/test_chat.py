@@ -35,7 +35,7 @@ async def test_each_line_is_a_turn_and_only_answers_are_written(
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        assert peer.heard[-1]["system"] == "Be brief."
+        assert peer.received[-1]["system"] == "Be brief."
         first = await answer(peer, "Nice to meet you, ", "Ada!")
         second = await answer(peer, "Ada.")
         assert [first["prompt"], second["prompt"]] == ["My name is Ada.", "What is my name?"]
@@ -53,15 +53,15 @@ async def test_each_line_is_a_turn_and_only_answers_are_written(
 
 async def test_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
     """``/params`` holds for the next turns, ``/new`` opens one, ``/stats`` shows the last turn, ``//`` escapes."""
-    heard: list[dict[str, object]] = []
+    received: list[dict[str, object]] = []
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session("s1")
-        heard.append(await answer(peer, "one", session_id="s1"))
+        received.append(await answer(peer, "one", session_id="s1"))
         await peer.open_session("s2")
-        heard.append(await answer(peer, "two", session_id="s2"))
-        heard.append(await answer(peer, "three", session_id="s2"))
+        received.append(await answer(peer, "two", session_id="s2"))
+        received.append(await answer(peer, "three", session_id="s2"))
 
     lines = [
         *("/params temperature 0.5", "a", "/stats", "/new", "/params reset", "//b", "/params top_k 3", "c"),
@@ -69,7 +69,7 @@ async def test_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Sta
     ]
     result = await converse(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
     assert result.code == 0, result.err
-    assert [(turn["session_id"], turn["prompt"], turn.get("params")) for turn in heard] == [
+    assert [(turn["session_id"], turn["prompt"], turn.get("params")) for turn in received] == [
         ("s1", "a", {"temperature": 0.5}),
         ("s2", "/b", None),
         ("s2", "c", {"top_k": 3}),
@@ -82,16 +82,16 @@ async def test_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Sta
 
 async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
     """``/undo`` rewinds to the turn before, ``/fork`` goes on in a copy, ``/back`` closes it and returns."""
-    heard: list[tuple[object, ...]] = []
+    received: list[tuple[object, ...]] = []
 
     async def turn(peer: Peer, turn_id: str) -> None:
         infer = await peer.begin(turn_id)
-        heard.append((infer["session_id"], infer["prompt"]))
+        received.append((infer["session_id"], infer["prompt"]))
         await peer.end(turn_id, str(infer["session_id"]))
 
     async def undo(peer: Peer) -> None:
-        frame = await peer.hear()
-        heard.append((frame["session_id"], frame["op"], frame["turn"]))
+        frame = await peer.receive()
+        received.append((frame["session_id"], frame["op"], frame["turn"]))
         rewound = {"turn": frame["turn"], "messages": 0}
         await peer.numbered("session_rewound", str(frame["session_id"]), id=frame["id"], **rewound)
 
@@ -101,12 +101,12 @@ async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
         await turn(peer, "t1")
         await turn(peer, "t2")
         await peer.open_session("s2")
-        heard.append((peer.heard[-1]["session_id"], peer.heard[-1]["op"], peer.heard[-1].get("turn")))
+        received.append((peer.received[-1]["session_id"], peer.received[-1]["op"], peer.received[-1].get("turn")))
         await undo(peer)
         await turn(peer, "t3")
-        close = await peer.hear()
-        heard.append((close["session_id"], close["op"]))
-        await peer.say(op="session_closed", id=close["id"], session_id="s2")
+        close = await peer.receive()
+        received.append((close["session_id"], close["op"]))
+        await peer.send(op="session_closed", id=close["id"], session_id="s2")
         await undo(peer)
         await undo(peer)
         await turn(peer, "t4")
@@ -114,7 +114,7 @@ async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
     lines = ["a", "b", "/fork", "/undo", "c", "/back", "/undo", "/undo", "d"]
     result = await converse(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
     assert result.code == 0, result.err
-    assert heard == [
+    assert received == [
         ("s1", "a"),
         ("s1", "b"),
         ("s1", "fork_session", None),
@@ -157,9 +157,9 @@ async def test_a_refused_turn_ends_a_script(cli: Cli, monkeypatch: pytest.Monkey
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        infer = await peer.hear()
+        infer = await peer.receive()
         text = {"message": "full", "error": "full", "hint": "Open another session.", "retryable": False}
-        await peer.say(op="error", id=infer["id"], code="context_full", **text)
+        await peer.send(op="error", id=infer["id"], code="context_full", **text)
 
     result = await converse(cli, monkeypatch, await scripted(daemon), "hello\n")
     assert result.code == 65
@@ -171,10 +171,10 @@ async def test_waiting_for_the_model(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("inferencecenter.cli.chat_loop._LOADING_POLL_S", 0)
 
     async def daemon(peer: Peer) -> None:
-        await peer.say(**{**HELLO, "status": "loading", "message": "loading 10 %"})
-        await peer.say(**AUTH_SUCCESS, id=(await peer.hear())["id"])
+        await peer.send(**{**HELLO, "status": "loading", "message": "loading 10 %"})
+        await peer.send(**AUTH_SUCCESS, id=(await peer.receive())["id"])
         for status in ("loading", "ready"):
-            await peer.say(**{**HELLO, "status": status, "message": status}, id=(await peer.hear())["id"])
+            await peer.send(**{**HELLO, "status": status, "message": status}, id=(await peer.receive())["id"])
         await peer.open_session()
         await answer(peer, "Here.")
 
@@ -200,9 +200,9 @@ def _summary(session_id: str, last_used_at: float, **fields: object) -> dict[str
 
 
 async def _list(peer: Peer, *sessions: dict[str, object]) -> None:
-    request = await peer.hear()
+    request = await peer.receive()
     assert request["op"] == "list_sessions"
-    await peer.say(op="sessions", id=request["id"], sessions=list(sessions))
+    await peer.send(op="sessions", id=request["id"], sessions=list(sessions))
 
 
 SAID = [
@@ -239,12 +239,12 @@ async def test_a_script_leaves_no_conversation_behind(
         await peer.open_session("s2")
 
     assert (await converse(cli, monkeypatch, await scripted(daemon), "a\n/fork\n")).code == 0
-    assert [(frame["op"], frame["session_id"]) for frame in peers[0].heard[4:]] == [
+    assert [(frame["op"], frame["session_id"]) for frame in peers[0].received[4:]] == [
         ("close_session", "s1"),
         ("close_session", "s2"),
     ]
     assert (await converse(cli, monkeypatch, await scripted(daemon), "\n")).code == 0
-    assert [frame["op"] for frame in peers[1].heard] == ["auth"]
+    assert [frame["op"] for frame in peers[1].received] == ["auth"]
 
 
 @pytest.mark.parametrize("option", ["--resume", "--continue"])
@@ -262,14 +262,14 @@ async def test_going_on_with_a_conversation(
         assert (await peer.resumed(**PAST))["session_id"] == "s1"
         peer.skip(7)
         await answer(peer, "Ada.")
-        rewind = await peer.hear()
+        rewind = await peer.receive()
         assert rewind["turn"] == "t2"
         await peer.numbered("session_rewound", id=rewind["id"], turn="t2", messages=4)
 
     options = [option, "s1"] if option == "--resume" else [option]
     result = await converse(cli, monkeypatch, await scripted(daemon), "My name?\n/undo\n", *options)
     assert (result.code, result.out, result.err) == (0, "Ada.\n", "")
-    assert "close_session" not in [frame["op"] for frame in peers[0].heard]
+    assert "close_session" not in [frame["op"] for frame in peers[0].received]
 
 
 async def test_a_script_waits_for_a_turn_that_still_runs(
@@ -321,20 +321,20 @@ async def test_sessions_are_listed_and_taken_up_by_number(
 ) -> None:
     """The latest first, with how each begins; a number that is not there is refused."""
     sessions = [_summary("s1", 10.0, metadata={"title": "Of\x1b[2J ships"}), _summary("s2", 20.0, messages=12)]
-    heard: list[object] = []
+    received: list[object] = []
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await _list(peer, *sessions)
-        heard.append((await peer.resumed(**PAST))["session_id"])
+        received.append((await peer.resumed(**PAST))["session_id"])
         await _list(peer, *sessions)
-        heard.append((await peer.resumed(**PAST))["session_id"])
+        received.append((await peer.resumed(**PAST))["session_id"])
         await _list(peer, *sessions)
 
     result = await converse(
         cli, monkeypatch, await scripted(daemon), "/sessions\n/resume 2\n/resume\n/sessions\n/resume 3\n"
     )
-    assert heard == ["s1", "s2"]
+    assert received == ["s1", "s2"]
     assert result.code == 64
     assert "3 is not in the list" in result.err
     lines = [line.split() for line in result.out.splitlines()]
@@ -375,7 +375,7 @@ async def test_ctrl_c_ends_the_answer_and_then_the_program(scripted: Start) -> N
         await peer.open_session()
         await peer.begin("t")
         await peer.token("t", "One, two")
-        abort = await peer.hear()
+        abort = await peer.receive()
         assert abort["op"] == "abort"
         aborted.set()
         await peer.end("t", id=abort["id"], finish_reason="aborted")
@@ -408,9 +408,9 @@ async def test_ctrl_d_leaves_and_a_refused_turn_does_not(scripted: Start) -> Non
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        infer = await peer.hear()
+        infer = await peer.receive()
         text = {"message": "the queue is full", "error": "the queue is full", "retryable": True}
-        await peer.say(op="error", id=infer["id"], code="queue_full", **text)
+        await peer.send(op="error", id=infer["id"], code="queue_full", **text)
         await answer(peer, "\x1b[2JDone.")
 
     with on_terminal(await scripted(daemon)) as (process, terminal):
@@ -435,14 +435,14 @@ async def test_a_lost_connection_is_shown_below_the_answer_and_gone_when_it_goes
         await peer.welcome()
         await peer.open_session()
         await peer.begin("t")
-        await peer.say(op="engine", state="restarting")
+        await peer.send(op="engine", state="restarting")
         await seen.acquire()
-        await peer.say(op="engine", state="ready")
+        await peer.send(op="engine", state="ready")
         await peer.token("t", "One, ")
         await seen.acquire()
-        await peer.say(op="engine", state="restarting")
+        await peer.send(op="engine", state="restarting")
         await seen.acquire()
-        await peer.say(op="engine", state="ready")
+        await peer.send(op="engine", state="ready")
         await peer.token("t", "two, ")
         await seen.acquire()
         peer.socket.transport.abort()
@@ -507,14 +507,14 @@ async def test_at_the_limit_a_user_is_told_how_to_close_a_conversation(scripted:
         await peer.welcome()
         await peer.open_session("s1")
         await answer(peer, "One.", session_id="s1")
-        await peer.refuse(await peer.hear(), "session_limit", retryable=True)
-        resume = await peer.hear()
-        await peer.say(
+        await peer.refuse(await peer.receive(), "session_limit", retryable=True)
+        resume = await peer.receive()
+        await peer.send(
             op="session_resumed", id=resume["id"], session_id="s1", resumed=True, state="idle", epoch="e", seq=2
         )
-        close = await peer.hear()
+        close = await peer.receive()
         closed.append((resume["op"], close["op"], close["session_id"]))
-        await peer.say(op="session_closed", id=close["id"], session_id="s1")
+        await peer.send(op="session_closed", id=close["id"], session_id="s1")
         await peer.open_session("s2")
         await answer(peer, "Two.", session_id="s2")
 

@@ -25,7 +25,7 @@ WARM_LINE = "the GPU is warm at 81 °C: half of the slots are in use"
 
 
 async def _refuse_loading(peer: Peer, op: str) -> dict[str, object]:
-    request = await peer.hear()
+    request = await peer.receive()
     assert request["op"] == op
     await peer.refuse(request, "model_loading", retryable=True, retry_after_ms=0)
     return request
@@ -40,7 +40,7 @@ async def test_a_model_is_chosen_and_waited_for(cli: Cli, monkeypatch: pytest.Mo
         await peer.open_session("s1")
         await answer(peer, "One.", session_id="s1")
         await peer.open_session("s2")
-        assert peer.heard[-1]["model"] == "phi"
+        assert peer.received[-1]["model"] == "phi"
         await answer(peer, "Two.", session_id="s2")
 
     url = await scripted(daemon)
@@ -79,7 +79,7 @@ async def test_a_terminal_shows_what_is_loaded_and_ctrl_c_gives_it_up(scripted: 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         while not is_loaded:
-            request = await peer.hear()
+            request = await peer.receive()
             await peer.refuse(request, "model_loading", retryable=True, retry_after_ms=10)
         await peer.open_session()
         assert (await answer(peer, "Two."))["prompt"] == "b"
@@ -106,8 +106,8 @@ async def test_news_are_told_on_a_terminal(scripted: Start) -> None:
         await peer.open_session()
         await peer.begin("t")
         await peer.token("t", "One, ")
-        await peer.say(**CHANGED.model_dump(exclude_none=True))
-        await peer.say(**WARM.model_dump(exclude_none=True))
+        await peer.send(**CHANGED.model_dump(exclude_none=True))
+        await peer.send(**WARM.model_dump(exclude_none=True))
         await peer.token("t", "two.")
         await peer.end("t")
 

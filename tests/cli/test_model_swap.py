@@ -33,10 +33,10 @@ def swaps(*frames: dict[str, Any]) -> Any:
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        asked = await peer.hear()
+        asked = await peer.receive()
         assert (asked["op"], asked["name"]) == ("load_model", "phi")
         for frame in frames:
-            await peer.say(op="swap", id=asked["id"], model="phi", **frame)
+            await peer.send(op="swap", id=asked["id"], model="phi", **frame)
 
     return daemon
 
@@ -46,9 +46,9 @@ def tells(*models: dict[str, Any]) -> Any:
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        asked = await peer.hear()
+        asked = await peer.receive()
         assert asked["op"] == "list_models"
-        await peer.say(op="models", id=asked["id"], models=models)
+        await peer.send(op="models", id=asked["id"], models=models)
 
     return daemon
 
@@ -104,7 +104,7 @@ async def test_what_the_daemon_refuses(cli: Cli, scripted: Start, command: str, 
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        await peer.refuse(await peer.hear(), code, message="no")
+        await peer.refuse(await peer.receive(), code, message="no")
 
     result = await run(cli, command, "phi", url=await scripted(daemon))
     assert (result.code, result.out) == (exit_code, "")
@@ -116,7 +116,7 @@ async def test_a_daemon_that_goes_away_while_it_loads(cli: Cli, scripted: Start)
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        await peer.hear()
+        await peer.receive()
         peer.socket.transport.abort()
 
     result = await run(cli, "load", "phi", url=await scripted(daemon))
@@ -150,9 +150,9 @@ async def test_a_model_is_unloaded(cli: Cli, scripted: Start) -> None:
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        asked = await peer.hear()
+        asked = await peer.receive()
         assert (asked["op"], asked["name"]) == ("unload_model", "phi")
-        await peer.say(op="model_unloaded", id=asked["id"], model="phi")
+        await peer.send(op="model_unloaded", id=asked["id"], model="phi")
 
     url = await scripted(daemon)
     told = await run(cli, "unload", "phi", url=url)
@@ -200,7 +200,7 @@ async def test_the_list_needs_no_daemon(cli: Cli, scripted: Start) -> None:
 
     async def refuses(peer: Peer) -> None:
         await peer.welcome()
-        await peer.refuse(await peer.hear(), "forbidden", message="this requires the scope user")
+        await peer.refuse(await peer.receive(), "forbidden", message="this requires the scope user")
 
     url = await scripted(refuses)
     refused = await run(cli, "list", url=url)

@@ -35,7 +35,7 @@ _TIMEOUT_S = 60
 
 async def answer(peer: Peer, *, rate: float = 87.6) -> dict[str, Any]:
     """Answer a question about how the daemon is, and return it."""
-    frame = await peer.hear()
+    frame = await peer.receive()
     body: dict[str, Any]
     match frame["op"]:
         case "metrics":
@@ -49,7 +49,7 @@ async def answer(peer: Peer, *, rate: float = 87.6) -> dict[str, Any]:
             await peer.refuse(frame, "unknown_op")
             assert op == "list_models"
             return frame
-    await peer.say(**body, id=frame["id"])
+    await peer.send(**body, id=frame["id"])
     return frame
 
 
@@ -147,8 +147,8 @@ async def test_a_daemon_that_comes_back(scripted: Start) -> None:
         await peer.welcome()
         for _ in range(5):
             await answer(peer)
-        await peer.hear()
-        await peer.say(op="going_away", deadline_ms=1000, resume=True)
+        await peer.receive()
+        await peer.send(op="going_away", deadline_ms=1000, resume=True)
         await peer.socket.close(1012, "restart")
 
     seen: list[Glance] = []
@@ -166,7 +166,7 @@ async def test_heat_is_shown_at_once(scripted: Start) -> None:
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        await peer.say(op="thermal", state="warm", temp=82.0, action="half of the slots")
+        await peer.send(op="thermal", state="warm", temp=82.0, action="half of the slots")
         for _ in range(5):
             await answer(peer)
 
@@ -180,17 +180,17 @@ async def test_an_administrator_sees_clients(scripted: Start) -> None:
     """They are requested every ten seconds, as the daemon audits it; other accounts may not list them."""
 
     async def daemon(peer: Peer) -> None:
-        await peer.say(**HELLO)
-        auth = await peer.hear()
-        await peer.say(**AUTH_SUCCESS | {"scopes": ["user", "admin"]}, id=auth["id"])
+        await peer.send(**HELLO)
+        auth = await peer.receive()
+        await peer.send(**AUTH_SUCCESS | {"scopes": ["user", "admin"]}, id=auth["id"])
         for look in range(5):
             for _ in range(5):
                 await answer(peer)
             if look in (0, 3):
-                asked = await peer.hear()
+                asked = await peer.receive()
                 assert asked["op"] == "list_clients"
                 ada = {"connections": 1, "addresses": 1, "sessions": 2, "busy": look, "tokens_today": 7}
-                await peer.say(op="clients", id=asked["id"], clients=[{"client_id": "ada", **ada}])
+                await peer.send(op="clients", id=asked["id"], clients=[{"client_id": "ada", **ada}])
 
     seen: list[Glance] = []
     watch = Watch("here", monotonic=lambda: 4.0 * len(seen))

@@ -1,4 +1,4 @@
-"""A scripted daemon for the client's tests."""
+"""Fixtures of the client's tests."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[Start]:
-    """Start daemons that follow a script."""
+    """Return a function that starts scripted daemons."""
     async with scripted_daemon() as start:
         yield start

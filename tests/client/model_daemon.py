@@ -1,7 +1,7 @@
-"""A session of a daemon as the protocol promises it, without sockets, and a client's end of it that can be cut.
+"""A session of a daemon as the protocol promises it, without sockets, and a client's end that can be disconnected.
 
-What can be lost is lost at random: frames on their way in both directions, events past the replay ring, the daemon's
-memory of them altogether.
+Everything that can be lost is lost at random: frames in flight in both directions, events beyond the replay buffer,
+and the daemon's whole buffer.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ NumberedEvent = Queued | Token | End | Error
 
 @dataclass
 class ModelDaemon:
-    """One session that answers with ``pieces`` and keeps what it promises."""
+    """A session that answers with ``pieces`` and keeps the protocol's promises."""
 
     pieces: list[str]
     epoch: int = 1
     seq: int = 0
-    said: int = 0
+    n_emitted: int = 0
     turn: str | None = None
     key: str | None = None
     turns_begun: int = 0
@@ -41,23 +41,23 @@ class ModelDaemon:
     turns: list[TranscriptTurn] = field(default_factory=list)
 
     def infer(self, request_id: str, key: str) -> list[NumberedEvent]:
-        """Begin the turn, or attach to it, or repeat its end."""
+        """Begin the turn, attach to it, or repeat its end."""
         if key in self.ended:
             return [self.ended[key].model_copy(update={"id": request_id})]
         if self.turn is None:
             self.turns_begun += 1
-            self.turn, self.key, self.said = f"t{self.turns_begun}", key, 0
+            self.turn, self.key, self.n_emitted = f"t{self.turns_begun}", key, 0
         assert self.key == key
-        return [self._tell(Queued(id=request_id, turn_id=self.turn, position=0, **self._number()))]
+        return [self._publish(Queued(id=request_id, turn_id=self.turn, position=0, **self._number()))]
 
     def step(self) -> list[NumberedEvent]:
-        """Say one more piece, or end the turn."""
+        """Emit the next piece, or end the turn."""
         if self.turn is None:
             return []
-        if self.said < len(self.pieces):
-            piece = self.pieces[self.said]
-            self.said += 1
-            return [self._tell(Token(turn_id=self.turn, content=piece, **self._number()))]
+        if self.n_emitted < len(self.pieces):
+            piece = self.pieces[self.n_emitted]
+            self.n_emitted += 1
+            return [self._publish(Token(turn_id=self.turn, content=piece, **self._number()))]
         end = End.model_validate(
             {
                 "turn_id": self.turn,
@@ -79,27 +79,27 @@ class ModelDaemon:
         assert self.key is not None
         self.ended[self.key] = end
         self.turn = None
-        return [self._tell(end)]
+        return [self._publish(end)]
 
     def fail(self) -> list[NumberedEvent]:
-        """End the turn with an error; nothing is left of it."""
+        """End the turn with an error and discard it."""
         if self.turn is None:
             return []
         error = Error(
             code="internal", message="broke", error="broke", turn_id=self.turn, retryable=False, **self._number()
         )
         self.turn = None
-        return [self._tell(error)]
+        return [self._publish(error)]
 
     def forget(self, *, restarted: bool) -> None:
-        """Lose the replay ring, and with a restart also the numbers."""
+        """Lose the replay buffer, and with a restart also the sequence numbers."""
         self.ring = []
         if restarted:
             self.epoch += 1
             self.seq = 0
 
     def resume(self, epoch: str | None, last_seq: int, *, joined: bool) -> list[Event]:
-        """Answer ``resume_session``, with the missing events if they are there."""
+        """Answer ``resume_session``, with the missed events if they are buffered."""
         missing = [event for event in self.ring if event.seq is not None and event.seq > last_seq]
         complete = epoch == f"e{self.epoch}" and len(missing) == self.seq - last_seq
         common: dict[str, Any] = {
@@ -115,7 +115,7 @@ class ModelDaemon:
             SessionResumed(
                 resumed=False,
                 reason="too_old",
-                content="".join(self.pieces[: self.said]) if self.turn else None,
+                content="".join(self.pieces[: self.n_emitted]) if self.turn else None,
                 transcript=tuple(self.transcript),
                 turns=tuple(self.turns),
                 **common,
@@ -126,14 +126,14 @@ class ModelDaemon:
         self.seq += 1
         return {"session_id": "s", "seq": self.seq}
 
-    def _tell(self, event: NumberedEvent) -> NumberedEvent:
+    def _publish(self, event: NumberedEvent) -> NumberedEvent:
         self.ring.append(event)
         return event
 
 
 @dataclass
 class ModelClient:
-    """The other end: position and stream, put together as a session does."""
+    """The client's end: position and stream, combined as a session does."""
 
     daemon: ModelDaemon
     stream: TurnStream = field(default_factory=lambda: TurnStream("s"))
@@ -145,11 +145,11 @@ class ModelClient:
 
     @property
     def text(self) -> str:
-        """What a person has seen."""
+        """The text shown so far."""
         return "".join(event.content for event in self.events if isinstance(event, Token))
 
-    def ask_if_due(self, *, arrives: bool = True) -> None:
-        """Send ``infer`` if the stream wants it; it may be lost on the way."""
+    def send_if_due(self, *, arrives: bool = True) -> None:
+        """Send ``infer`` if the stream requests it; it may be lost in flight."""
         if self.stream.due and not self.stream.over and not self.inbound:
             self.n_asked += 1
             self.stream.asked(f"c{self.n_asked}")
@@ -157,14 +157,14 @@ class ModelClient:
                 self.inbound += self.daemon.infer(f"c{self.n_asked}", "key")
 
     def read(self, n_frames: int) -> None:
-        """Take some of the frames that are on their way."""
+        """Take some of the frames in flight."""
         for _ in range(min(n_frames, len(self.inbound))):
             event = self.inbound.pop(0)
             if not self.stream.over and self._counts(event):
                 self.events += self.stream.take(event)
 
-    def cut(self, happens: Callable[[], None], *, joined: bool) -> None:
-        """Lose the socket with all that is on its way, let something happen, and come back."""
+    def disconnect(self, happens: Callable[[], None], *, joined: bool) -> None:
+        """Lose the socket with the frames in flight, let the daemon continue, and reconnect."""
         self.inbound = []
         self.missing = True
         happens()
@@ -189,7 +189,7 @@ class ModelClient:
 
 
 def _joined(events: list[NumberedEvent]) -> list[NumberedEvent]:
-    """The same events with the text of neighbouring tokens of one turn in one."""
+    """Join the text of neighbouring tokens of one turn."""
     joined: list[NumberedEvent] = []
     for event in events:
         last = joined[-1] if joined else None

@@ -1,4 +1,4 @@
-"""A daemon that follows a script, to see what a client says and does."""
+"""A scripted daemon that records what a client sends and answers as a test says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Script = Callable[["Peer"], Awaitable[None]]
 
     class Start(Protocol):
-        """Starts a daemon that follows scripts, and returns its address."""
+        """Starts a scripted daemon and returns its address."""
 
         async def __call__(self, *scripts: Script) -> str:
             """Start it."""
@@ -62,49 +62,49 @@ class Peer:
 
     def __init__(self, socket: ServerConnection, seqs: dict[str, int]) -> None:
         self.socket = socket
-        self.heard: list[dict[str, Any]] = []
+        self.received: list[dict[str, Any]] = []
         self._seqs = seqs
 
-    async def say(self, **event: Any) -> None:
+    async def send(self, **event: Any) -> None:
         """Send one event."""
         await self.socket.send(json.dumps(event))
 
-    async def hear(self) -> dict[str, Any]:
-        """The next frame of the client."""
+    async def receive(self) -> dict[str, Any]:
+        """Return the client's next frame."""
         frame: dict[str, Any] = json.loads(await self.socket.recv())
-        self.heard.append(frame)
+        self.received.append(frame)
         return frame
 
     async def welcome(self) -> None:
-        """Greet, and accept whatever credential comes."""
-        await self.say(**HELLO)
-        auth = await self.hear()
-        await self.say(**AUTH_SUCCESS, id=auth["id"])
+        """Send hello and accept any credential."""
+        await self.send(**HELLO)
+        auth = await self.receive()
+        await self.send(**AUTH_SUCCESS, id=auth["id"])
 
     async def open_session(self, session_id: str = "s1") -> None:
         """Answer a ``create_session``."""
-        frame = await self.hear()
+        frame = await self.receive()
         created = {"epoch": "e", "model": "demo", "n_ctx": 1024, "params": {}, "warnings": []}
-        await self.say(op="session_created", id=frame["id"], session_id=session_id, **created)
+        await self.send(op="session_created", id=frame["id"], session_id=session_id, **created)
 
     async def numbered(self, op: str, session_id: str = "s1", **fields: Any) -> None:
         """Send an event of a session with the number that comes next."""
         self._seqs[session_id] = self._seqs.get(session_id, 0) + 1
-        await self.say(op=op, session_id=session_id, seq=self._seqs[session_id], **fields)
+        await self.send(op=op, session_id=session_id, seq=self._seqs[session_id], **fields)
 
     def skip(self, n_events: int, session_id: str = "s1") -> None:
-        """Leave numbers out, of events that are sent with numbers of their own."""
+        """Skip sequence numbers of events sent with explicit numbers."""
         self._seqs[session_id] = self._seqs.get(session_id, 0) + n_events
 
     async def begin(self, turn_id: str = "t1") -> dict[str, Any]:
-        """Hear an ``infer``, acknowledge it and return it."""
-        infer = await self.hear()
+        """Receive an ``infer``, acknowledge it and return it."""
+        infer = await self.receive()
         assert infer["op"] == "infer", infer
         await self.numbered("queued", infer["session_id"], id=infer["id"], turn_id=turn_id, position=0)
         return infer
 
     async def token(self, turn_id: str, content: str, session_id: str = "s1") -> None:
-        """Send a piece of an answer."""
+        """Send a token of an answer."""
         await self.numbered("token", session_id, turn_id=turn_id, content=content)
 
     async def end(self, turn_id: str, session_id: str = "s1", **fields: Any) -> None:
@@ -113,34 +113,34 @@ class Peer:
         await self.numbered("end", session_id, turn_id=turn_id, **body)
 
     async def resumed(self, **fields: Any) -> dict[str, Any]:
-        """Hear a ``resume_session``, answer it and return it; without more fields nothing is missing."""
-        request = await self.hear()
+        """Receive a ``resume_session``, answer it and return it; by default no event was missed."""
+        request = await self.receive()
         assert request["op"] == "resume_session", request
         session_id = request["session_id"]
         seq = self._seqs.get(session_id, 0)
         body: dict[str, Any] = {"resumed": True, "state": "busy", "epoch": "e", "seq": seq, **fields}
-        await self.say(op="session_resumed", id=request["id"], session_id=session_id, **body)
+        await self.send(op="session_resumed", id=request["id"], session_id=session_id, **body)
         return request
 
-    async def let_go(self) -> None:
-        """Close every session that the client closes, until it leaves."""
+    async def close_sessions(self) -> None:
+        """Close every session that the client closes, until it disconnects."""
         with contextlib.suppress(ConnectionClosed):
             while True:
-                frame = await self.hear()
+                frame = await self.receive()
                 if frame["op"] == "close_session":
-                    await self.say(op="session_closed", id=frame["id"], session_id=frame["session_id"])
+                    await self.send(op="session_closed", id=frame["id"], session_id=frame["session_id"])
 
     async def refuse(self, request: dict[str, Any], code: str, **fields: Any) -> None:
         """Answer a request with an error."""
         body = {"message": code, "error": code, "retryable": False, **fields}
-        await self.say(op="error", id=request["id"], code=code, **body)
+        await self.send(op="error", id=request["id"], code=code, **body)
 
 
 @contextlib.asynccontextmanager
 async def scripted_daemon() -> AsyncIterator[Start]:
-    """Yield what starts a daemon and returns its address.
+    """Yield a function that starts a daemon and returns its address.
 
-    It follows one script on its first socket, the next on the one after, and the last on all that come later.
+    The first socket follows the first script, the next socket the next one, and all later sockets the last one.
     """
     async with contextlib.AsyncExitStack() as stack:
 
@@ -152,7 +152,7 @@ async def scripted_daemon() -> AsyncIterator[Start]:
                 script = left.pop(0) if len(left) > 1 else left[0]
                 peer = Peer(socket, seqs)
                 await script(peer)
-                await peer.let_go()
+                await peer.close_sessions()
 
             server = await stack.enter_async_context(
                 serve(handle, "127.0.0.1", 0, subprotocols=[Subprotocol(SUBPROTOCOL)], ping_interval=None)

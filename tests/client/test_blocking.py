@@ -1,4 +1,4 @@
-"""The client without asyncio: from plain code, from threads, and where an event loop is running already."""
+"""The blocking client: from plain code, from threads, and beside a running event loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ READINGS = {
 
 @pytest.fixture
 def start() -> Iterator[Starts]:
-    """Start daemons that follow a script, in a thread of their own."""
+    """Return a function that starts scripted daemons in a thread."""
     thread = LoopThread()
     with contextlib.ExitStack() as stack:
         stack.callback(thread.close)
@@ -49,18 +49,18 @@ def start() -> Iterator[Starts]:
 
 
 async def echo(peer: Peer) -> None:
-    """Answer each question with itself, a word a token; one that ends in ``…`` goes on until it is aborted."""
+    """Answer each prompt with its own words; one that ends in ``…`` continues until it is aborted."""
     await peer.welcome()
     n_sessions = 0
     running: str | None = None
     while True:
-        frame = await peer.hear()
+        frame = await peer.receive()
         session_id = frame.get("session_id", "")
         match frame["op"]:
             case "create_session":
                 n_sessions += 1
                 created = {"epoch": "e", "model": "demo", "n_ctx": 1024, "params": {}, "warnings": []}
-                await peer.say(op="session_created", id=frame["id"], session_id=f"s{n_sessions}", **created)
+                await peer.send(op="session_created", id=frame["id"], session_id=f"s{n_sessions}", **created)
             case "infer":
                 turn_id = frame["turn_key"]
                 await peer.numbered("queued", session_id, id=frame["id"], turn_id=turn_id, position=0)
@@ -74,15 +74,15 @@ async def echo(peer: Peer) -> None:
             case "rewind_session":
                 await peer.numbered("session_rewound", session_id, id=frame["id"], turn=frame["turn"], messages=0)
             case "close_session":
-                await peer.say(op="session_closed", id=frame["id"], session_id=session_id)
+                await peer.send(op="session_closed", id=frame["id"], session_id=session_id)
             case "list_models":
-                await peer.say(op="models", id=frame["id"], models=[])
+                await peer.send(op="models", id=frame["id"], models=[])
             case _:
-                await peer.say(op="pong", id=frame["id"])
+                await peer.send(op="pong", id=frame["id"])
 
 
-def test_a_conversation_in_plain_code(start: Starts) -> None:
-    """Text in a loop, whole answers, all events, and what else a session can do."""
+def test_conversation_in_blocking_code(start: Starts) -> None:
+    """Text in a loop, whole answers, all events, and the session's other methods."""
     with BlockingClient(start(echo), "ic_a_b") as client:
         assert client.connected
         assert (client.hello.model, client.account.client_id) == ("demo", "admin")
@@ -99,8 +99,8 @@ def test_a_conversation_in_plain_code(start: Starts) -> None:
     assert not client.connected
 
 
-def test_leaving_a_loop_ends_the_turn(start: Starts) -> None:
-    """The next question comes after the end of the one that was left."""
+def test_leaving_a_loop_aborts_the_turn(start: Starts) -> None:
+    """The next prompt is sent after the end of the aborted turn."""
     with BlockingClient(start(echo), "ic_a_b") as client, client.session() as session:
         turn = session.infer("on and on …")
         for text in turn:
@@ -111,40 +111,40 @@ def test_leaving_a_loop_ends_the_turn(start: Starts) -> None:
 
 
 def test_threads_share_a_client(start: Starts) -> None:
-    """Each has sessions of its own, all at once, and hears its own answers."""
+    """Each uses its own sessions concurrently and receives its own answers."""
     with BlockingClient(start(echo), "ic_a_b") as client, ThreadPoolExecutor(8) as threads:
 
-        def talk(number: int) -> list[str]:
+        def converse(number: int) -> list[str]:
             with client.session() as session:
                 return ["".join(session.infer(f"{number} {turn}")).strip() for turn in range(5)]
 
-        answers = list(threads.map(talk, range(16)))
+        answers = list(threads.map(converse, range(16)))
     assert answers == [[f"{number} {turn}" for turn in range(5)] for number in range(16)]
 
 
-async def test_a_running_event_loop_does_not_matter(start: Starts) -> None:
-    """As in a cell of a notebook, which its own loop runs."""
+async def test_client_works_beside_a_running_event_loop(start: Starts) -> None:
+    """As in a notebook cell."""
     with BlockingClient(start(echo), "ic_a_b") as client, client.session() as session:
         assert list(session.infer("one two")) == ["one ", "two "]
 
 
-def test_another_thread_may_abort(start: Starts) -> None:
-    """The reader of the turn continues to its end."""
+def test_abort_from_another_thread(start: Starts) -> None:
+    """The turn's reader receives its end."""
     with BlockingClient(start(echo), "ic_a_b") as client, client.session() as session:
         turn = session.infer("on and on …")
-        heard = []
+        received = []
         for text in turn:
-            heard.append(text)
+            received.append(text)
             if text == "… ":
                 thread = threading.Thread(target=session.abort)
                 thread.start()
                 thread.join()
-        assert "".join(heard) == "on and on … "
+        assert "".join(received) == "on and on … "
         assert turn.finish_reason == "aborted"
 
 
-def test_ctrl_c_ends_the_wait_and_the_turn(start: Starts) -> None:
-    """The exception is raised where the text is waited for, and the session can be used again."""
+def test_ctrl_c_interrupts_the_wait_and_aborts_the_turn(start: Starts) -> None:
+    """The exception is raised in the waiting call, and the session stays usable."""
     with BlockingClient(start(echo), "ic_a_b") as client, client.session() as session:
 
         def interrupt_when_all_is_read() -> None:
@@ -159,7 +159,7 @@ def test_ctrl_c_ends_the_wait_and_the_turn(start: Starts) -> None:
 
 
 def test_closing_the_client_fails_all_waiting_threads(start: Starts) -> None:
-    """Whatever thread closes it, those that wait are told."""
+    """Whichever thread closes it."""
     client = BlockingClient(start(echo), "ic_a_b")
     client.open()
     session = client.create_session()
@@ -176,13 +176,13 @@ def test_closing_the_client_fails_all_waiting_threads(start: Starts) -> None:
         client.models()
 
 
-def test_a_client_that_is_refused_leaves_no_thread(start: Starts) -> None:
-    """The error is that of the other client, and nothing of it stays."""
+def test_refused_client_leaves_no_thread(start: Starts) -> None:
+    """The async client's error is raised."""
 
     async def refuse(peer: Peer) -> None:
-        await peer.say(**HELLO)
-        auth = await peer.hear()
-        await peer.say(op="auth_failed", id=auth["id"], reason="no such token", retry_after_ms=1)
+        await peer.send(**HELLO)
+        auth = await peer.receive()
+        await peer.send(op="auth_failed", id=auth["id"], reason="no such token", retry_after_ms=1)
 
     url = start(refuse)
     before = threading.active_count()
@@ -191,47 +191,47 @@ def test_a_client_that_is_refused_leaves_no_thread(start: Starts) -> None:
     assert threading.active_count() == before
 
 
-def test_a_client_may_be_opened_again(start: Starts) -> None:
-    """A notebook that closed it opens it."""
+def test_client_can_be_reopened(start: Starts) -> None:
+    """As in a notebook that has closed it."""
     client = BlockingClient(start(echo), "ic_a_b")
     for _ in range(2):
         with client:
             assert client.models() == ()
 
 
-def test_a_callback_that_would_wait_for_itself_is_told(start: Starts) -> None:
-    """In place of standing still for ever."""
-    told: list[RuntimeError] = []
+def test_blocking_call_in_a_callback_is_refused(start: Starts) -> None:
+    """It would deadlock."""
+    errors: list[RuntimeError] = []
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        ping = await peer.hear()
-        await peer.say(op="going_away", deadline_ms=1000, resume=True)
-        await peer.say(op="pong", id=ping["id"])
+        ping = await peer.receive()
+        await peer.send(op="going_away", deadline_ms=1000, resume=True)
+        await peer.send(op="pong", id=ping["id"])
 
     def ask(_notice: object) -> None:
         with pytest.raises(RuntimeError) as caught:
             client.models()
-        told.append(caught.value)
+        errors.append(caught.value)
 
     with BlockingClient(start(daemon), "ic_a_b", on_notice=ask) as client:
         client.request(Ping(op="ping"))
-    assert "cannot make a blocking call" in str(told[0])
+    assert "cannot make a blocking call" in str(errors[0])
 
 
-def test_readings_are_iterated_over(start: Starts) -> None:
-    """One for each look, until the loop is left."""
+def test_stats_are_iterated(start: Starts) -> None:
+    """One item for each sample until the loop ends."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         while True:
-            frame = await peer.hear()
-            await peer.say(op="metrics", id=frame["id"], timestamp=float(len(peer.heard)), **READINGS)
+            frame = await peer.receive()
+            await peer.send(op="metrics", id=frame["id"], timestamp=float(len(peer.received)), **READINGS)
 
     with BlockingClient(start(daemon), "ic_a_b") as client:
-        seen = []
+        timestamps = []
         for reading in client.metrics(interval_s=0.001):
-            seen.append(reading.timestamp)
-            if len(seen) == 3:
+            timestamps.append(reading.timestamp)
+            if len(timestamps) == 3:
                 break
-    assert seen == [2.0, 3.0, 4.0]
+    assert timestamps == [2.0, 3.0, 4.0]

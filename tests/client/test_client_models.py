@@ -1,4 +1,4 @@
-"""A client asks which models there are, has one loaded and one unloaded."""
+"""Listing, loading and unloading models through the client."""
 
 from __future__ import annotations
 
@@ -20,57 +20,57 @@ DEMO = {"name": "demo", "default": True, "state": "loaded", "n_ctx": 1024, "slot
 PHI = {"name": "phi", "default": False, "state": "unloaded"}
 
 
-async def at_once(_seconds: float) -> None:
-    """Wait for nothing before the next attempt."""
+async def no_sleep(_seconds: float) -> None:
+    """Return at once instead of waiting for the next attempt."""
 
 
 async def swap(peer: Peer, *frames: dict[str, Any]) -> dict[str, Any]:
-    """Hear a ``load_model``, answer it frame by frame and return it."""
-    request = await peer.hear()
+    """Receive a ``load_model``, answer it with these frames and return it."""
+    request = await peer.receive()
     assert request["op"] == "load_model", request
     for frame in frames:
-        await peer.say(op="swap", id=request["id"], model=request["name"], **frame)
+        await peer.send(op="swap", id=request["id"], model=request["name"], **frame)
     return request
 
 
-async def test_the_models_there_are(scripted: Start) -> None:
-    """As the daemon lists them; what it does not know is absent."""
+async def test_models_are_listed(scripted: Start) -> None:
+    """Unknown values are absent."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        asked = await peer.hear()
-        await peer.say(op="models", id=asked["id"], models=[DEMO, PHI])
+        request = await peer.receive()
+        await peer.send(op="models", id=request["id"], models=[DEMO, PHI])
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
         assert await client.models() == tuple(ModelSummary.model_validate(each) for each in (DEMO, PHI))
 
 
-async def test_a_model_is_loaded(scripted: Start) -> None:
-    """The callback receives the progress; the call returns with the last event of its own swap."""
+async def test_model_is_loaded(scripted: Start) -> None:
+    """The callback receives the progress; the call returns the last event of its own swap."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        await peer.say(op="swap", id="another", model="phi", phase="failed", detail="not ours")
+        await peer.send(op="swap", id="another", model="phi", phase="failed", detail="not ours")
         await swap(peer, {"phase": "draining"}, {"phase": "loading", "done": 0.5}, {"phase": "done", "done": 1.0})
-        await peer.say(op="model_changed", model="phi", n_ctx=2048)
+        await peer.send(op="model_changed", model="phi", n_ctx=2048)
         await swap(peer, {"phase": "loading"}, {"phase": "done", "done": 1.0})
 
-    heard: list[Swap] = []
+    received: list[Swap] = []
     async with Client(await scripted(daemon), token="ic_a_b") as client:
-        await client.load_model("phi", on_progress=heard.append)
-        assert [(each.phase, each.done) for each in heard] == [("draining", 0.0), ("loading", 0.5)]
+        await client.load_model("phi", on_progress=received.append)
+        assert [(each.phase, each.done) for each in received] == [("draining", 0.0), ("loading", 0.5)]
         await client.load_model("phi")
         assert client.hello.model == "phi"
 
 
-async def test_a_model_that_cannot_be_loaded(scripted: Start) -> None:
-    """The daemon's reason is raised, and the connection goes on."""
+async def test_model_load_failure_is_raised(scripted: Start) -> None:
+    """The daemon's reason is raised, and the connection stays open."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await swap(peer, {"phase": "loading"}, {"phase": "failed", "detail": "phi.gguf ends too early"})
-        await peer.refuse(await peer.hear(), "model_not_found", message="no model is named 'psi'")
-        await peer.refuse(await peer.hear(), "model_loading", retryable=True, retry_after_ms=1000)
+        await peer.refuse(await peer.receive(), "model_not_found", message="no model is named 'psi'")
+        await peer.refuse(await peer.receive(), "model_loading", retryable=True, retry_after_ms=1000)
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
         with pytest.raises(InferenceCenterError, match=r"phi cannot be loaded: phi\.gguf ends") as failed:
@@ -84,24 +84,24 @@ async def test_a_model_that_cannot_be_loaded(scripted: Start) -> None:
         assert (other.value.code, other.value.retry_after_ms) == (ErrorCode.MODEL_LOADING, 1000)
 
 
-async def test_a_socket_that_is_lost_while_a_model_is_loaded(scripted: Start) -> None:
-    """Its outcome is unknown, and it is not repeated; a read is."""
+async def test_connection_lost_during_load_is_not_retried(scripted: Start) -> None:
+    """The outcome is unknown; a read is retried."""
 
-    async def cut(peer: Peer) -> None:
+    async def disconnect(peer: Peer) -> None:
         await peer.welcome()
         await swap(peer, {"phase": "loading"})
-        await peer.hear()
+        await peer.receive()
         peer.socket.transport.abort()
 
-    async def back(peer: Peer) -> None:
+    async def reconnect(peer: Peer) -> None:
         await peer.welcome()
-        asked = await peer.hear()
-        assert asked["op"] == "list_models"
-        await peer.say(op="models", id=asked["id"], models=[DEMO])
+        request = await peer.receive()
+        assert request["op"] == "list_models"
+        await peer.send(op="models", id=request["id"], models=[DEMO])
 
     notices: list[Notice] = []
-    url = await scripted(cut, back)
-    async with Client(url, token="ic_a_b", on_notice=notices.append, timing=Timing(sleep=at_once)) as client:
+    url = await scripted(disconnect, reconnect)
+    async with Client(url, token="ic_a_b", on_notice=notices.append, timing=Timing(sleep=no_sleep)) as client:
         load, models = asyncio.create_task(client.load_model("phi")), asyncio.create_task(client.models())  # noqa: TID251
         with pytest.raises(InferenceCenterError, match="load_model") as lost:
             await load
@@ -110,15 +110,15 @@ async def test_a_socket_that_is_lost_while_a_model_is_loaded(scripted: Start) ->
         assert any(isinstance(notice, Connected) for notice in notices)
 
 
-async def test_a_model_is_unloaded(scripted: Start) -> None:
-    """Done when the daemon says so, and refused to those who may not."""
+async def test_model_is_unloaded(scripted: Start) -> None:
+    """The call returns on the daemon's answer, and raises its refusal."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        asked = await peer.hear()
-        assert (asked["op"], asked["name"]) == ("unload_model", "phi")
-        await peer.say(op="model_unloaded", id=asked["id"], model="phi")
-        await peer.refuse(await peer.hear(), "forbidden")
+        request = await peer.receive()
+        assert (request["op"], request["name"]) == ("unload_model", "phi")
+        await peer.send(op="model_unloaded", id=request["id"], model="phi")
+        await peer.refuse(await peer.receive(), "forbidden")
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
         await client.unload_model("phi")

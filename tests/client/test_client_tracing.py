@@ -1,4 +1,4 @@
-"""A turn belongs to the span in which it was asked for."""
+"""A turn belongs to the span in which it was created."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _SPAN = trace.NonRecordingSpan(
 _PARENT = "00-00000000000000000000000000000abc-0000000000000def-01"
 
 
-async def test_a_turn_goes_out_with_the_callers_span(scripted: Start) -> None:
-    """That of the moment at which it is made, and none where there is none."""
-    heard: list[str | None] = []
+async def test_turn_carries_the_callers_span(scripted: Start) -> None:
+    """Of the moment of its creation, and none without a span."""
+    received: list[str | None] = []
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
         for turn_id in ("t1", "t2"):
-            heard.append((await peer.begin(turn_id)).get("traceparent"))
+            received.append((await peer.begin(turn_id)).get("traceparent"))
             await peer.end(turn_id)
 
     async with Client(await scripted(daemon), "ic_a_b") as client:
@@ -37,11 +37,11 @@ async def test_a_turn_goes_out_with_the_callers_span(scripted: Start) -> None:
             turn = session.infer("hi")
         await turn.result()
         await session.ask("hi")
-    assert heard == [_PARENT, None]
+    assert received == [_PARENT, None]
 
 
-def test_programs_without_opentelemetry_have_no_span(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not imported for that."""
+def test_without_opentelemetry_no_span_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client does not import it."""
     with trace.use_span(_SPAN):
         assert current_traceparent() == _PARENT
         monkeypatch.delitem(sys.modules, "opentelemetry.trace")

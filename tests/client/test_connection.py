@@ -1,4 +1,4 @@
-"""Tests of the client's socket against a scripted daemon."""
+"""The client's connection to a scripted daemon."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ async def _collect(session: ClientSession, prompt: str, **params: Any) -> list[A
     return [event async for event in session.infer(prompt, params=params or None).events()]
 
 
-async def test_connect_greets_and_authenticates(scripted: Start) -> None:
-    """The greeting and the account are there, the token went out in the auth frame of a v1 socket."""
-    heard: list[Any] = []
+async def test_connect_authenticates(scripted: Start) -> None:
+    """Hello and account are available, and the token was sent in the auth frame of a v1 socket."""
+    received: list[Any] = []
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        heard.extend([*peer.heard, peer.socket.subprotocol])
+        received.extend([*peer.received, peer.socket.subprotocol])
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
         assert client.hello.model == "demo"
         assert client.account.client_id == "admin"
-    auth, subprotocol = heard
+    auth, subprotocol = received
     assert (auth["op"], auth["token"], auth["protocol"]) == ("auth", "ic_a_b", 1)
     assert subprotocol == "inferencecenter.v1"
 
 
-async def test_a_refused_credential_names_the_reason(scripted: Start) -> None:
+async def test_refused_credential_raises_its_reason(scripted: Start) -> None:
     """``auth_failed`` raises ``not_authenticated`` with the daemon's reason."""
 
     async def daemon(peer: Peer) -> None:
-        await peer.say(**HELLO)
-        auth = await peer.hear()
-        await peer.say(op="auth_failed", id=auth["id"], reason="unknown token")
-        await peer.hear()
-        await peer.say(**HELLO)
+        await peer.send(**HELLO)
+        auth = await peer.receive()
+        await peer.send(op="auth_failed", id=auth["id"], reason="unknown token")
+        await peer.receive()
+        await peer.send(**HELLO)
 
     with pytest.raises(InferenceCenterError, match="unknown token") as caught:
         async with Client(await scripted(daemon), token="ic_a_b"):
@@ -56,14 +56,14 @@ async def test_a_refused_credential_names_the_reason(scripted: Start) -> None:
 
 
 @pytest.mark.parametrize("told_when", [True, False])
-async def test_a_credential_at_a_bad_time_is_not_a_wrong_one(scripted: Start, told_when: bool) -> None:
-    """After too many failures or with too many sockets the daemon refuses any credential: ``rate_limited``."""
+async def test_rate_limited_login_is_not_a_wrong_credential(scripted: Start, told_when: bool) -> None:
+    """Too many failures or sockets raise ``rate_limited``."""
 
     async def daemon(peer: Peer) -> None:
-        await peer.say(**HELLO)
-        auth = await peer.hear()
+        await peer.send(**HELLO)
+        auth = await peer.receive()
         when = {"retry_after_ms": 500} if told_when else {}
-        await peer.say(op="auth_failed", id=auth["id"], reason="too many", **when)
+        await peer.send(op="auth_failed", id=auth["id"], reason="too many", **when)
         await peer.socket.close(4429)
 
     with pytest.raises(InferenceCenterError, match="too many") as caught:
@@ -74,19 +74,19 @@ async def test_a_credential_at_a_bad_time_is_not_a_wrong_one(scripted: Start, to
 
 
 @pytest.mark.parametrize("credential", [{}, {"client_id": "a"}, {"token": "t", "client_id": "a", "api_key": "b"}])
-async def test_half_a_credential_is_refused_before_it_is_sent(scripted: Start, credential: dict[str, str]) -> None:
-    """Neither, half a pair, or both ways at once is the caller's mistake."""
+async def test_incomplete_credential_is_refused_locally(scripted: Start, credential: dict[str, str]) -> None:
+    """None, half a pair, or both kinds at once."""
 
     async def daemon(peer: Peer) -> None:
-        await peer.say(**HELLO)
+        await peer.send(**HELLO)
 
     with pytest.raises(RequestError, match="give either token"):
         async with Client(await scripted(daemon), **credential):  # type: ignore[arg-type]
             pass
 
 
-async def test_a_closed_port_is_daemon_unreachable() -> None:
-    """A refused connection names the address and what to do."""
+async def test_closed_port_is_daemon_unreachable() -> None:
+    """The error has the address and what to do."""
     with pytest.raises(InferenceCenterError, match=r"ws://127\.0\.0\.1:1/") as caught:
         async with Client("ws://127.0.0.1:1/", token="ic_a_b"):
             pass
@@ -95,15 +95,15 @@ async def test_a_closed_port_is_daemon_unreachable() -> None:
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/", "nonsense"])
-async def test_a_wrong_address_is_daemon_unreachable(url: str) -> None:
-    """An address that is no WebSocket's is named, not raised as a foreign error."""
+async def test_invalid_url_is_daemon_unreachable(url: str) -> None:
+    """The error names the URL instead of raising a library's exception."""
     with pytest.raises(InferenceCenterError, match=url):
         async with Client(url, token="ic_a_b"):
             pass
 
 
-async def test_another_program_is_told_apart(scripted: Start) -> None:
-    """A WebSocket that does not greet like the daemon is refused."""
+async def test_other_websocket_server_is_refused(scripted: Start) -> None:
+    """A server without the daemon's hello."""
 
     async def echo(peer: Peer) -> None:
         await peer.socket.send("welcome to something else")
@@ -113,8 +113,8 @@ async def test_another_program_is_told_apart(scripted: Start) -> None:
             pass
 
 
-async def test_a_turn_streams_to_its_end(scripted: Start) -> None:
-    """Events arrive in order, the last being ``End``; prompt and parameters went out as given."""
+async def test_turn_streams_to_its_end(scripted: Start) -> None:
+    """Events arrive in order and end with ``End``; prompt and parameters are sent unchanged."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -135,7 +135,7 @@ async def test_a_turn_streams_to_its_end(scripted: Start) -> None:
 
 
 async def test_two_sessions_stream_on_one_socket(scripted: Start) -> None:
-    """Interleaved events of two turns reach the iterator of their own session."""
+    """Interleaved events reach the iterator of their own session."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -156,15 +156,15 @@ async def test_two_sessions_stream_on_one_socket(scripted: Start) -> None:
     assert texts == ["s1:1 s1:2 ", "s2:1 s2:2 "]
 
 
-async def test_abort_ends_the_turn_through_its_iterator(scripted: Start) -> None:
-    """The ``end`` that echoes the abort's id is still the turn's last event."""
+async def test_abort_ends_the_turns_iterator(scripted: Start) -> None:
+    """The ``end`` with the abort's id is the turn's last event."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
         await peer.begin()
         await peer.token("t1", "One")
-        abort = await peer.hear()
+        abort = await peer.receive()
         assert (abort["op"], abort["turn_id"]) == ("abort", "t1")
         await peer.end("t1", id=abort["id"], finish_reason="aborted")
 
@@ -179,16 +179,16 @@ async def test_abort_ends_the_turn_through_its_iterator(scripted: Start) -> None
     assert reasons == ["aborted"]
 
 
-async def test_a_late_refusal_of_an_abort_does_not_touch_the_next_turn(scripted: Start) -> None:
-    """``nothing_to_abort`` for a turn that had just ended is not an error of the turn after it."""
+async def test_late_abort_refusal_does_not_affect_the_next_turn(scripted: Start) -> None:
+    """``nothing_to_abort`` for an ended turn is not an error of the next one."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        abort = await peer.hear()
+        abort = await peer.receive()
         await peer.begin("t2")
         text = {"code": "nothing_to_abort", "message": "nothing", "error": "nothing", "retryable": False}
-        await peer.say(op="error", id=abort["id"], session_id="s1", **text)
+        await peer.send(op="error", id=abort["id"], session_id="s1", **text)
         await peer.end("t2")
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
@@ -198,16 +198,16 @@ async def test_a_late_refusal_of_an_abort_does_not_touch_the_next_turn(scripted:
 
 
 @pytest.mark.parametrize("place", ["reply", "turn"])
-async def test_errors_raise_with_everything_the_daemon_said(scripted: Start, place: str) -> None:
-    """A refused ``infer`` and a turn that fails later both raise at the iterator."""
+async def test_errors_carry_all_fields(scripted: Start, place: str) -> None:
+    """A refused ``infer`` and a turn that fails later raise at the iterator."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        infer = await (peer.hear() if place == "reply" else peer.begin())
+        infer = await (peer.receive() if place == "reply" else peer.begin())
         where = {"id": infer["id"]} if place == "reply" else {"session_id": "s1", "turn_id": "t1", "seq": 2}
         text = {"message": "too hot", "error": "too hot", "hint": "lower", "field": "params.temp", "retryable": False}
-        await peer.say(op="error", code="invalid_request", **text, **where)
+        await peer.send(op="error", code="invalid_request", **text, **where)
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session()
@@ -217,7 +217,7 @@ async def test_errors_raise_with_everything_the_daemon_said(scripted: Start, pla
     assert (error.code, error.hint, error.field) == (ErrorCode.INVALID_REQUEST, "lower", "params.temp")
 
 
-async def test_without_reconnecting_a_lost_socket_is_the_end(scripted: Start) -> None:
+async def test_lost_socket_without_reconnect_raises(scripted: Start) -> None:
     """A running turn raises with the close code, and so does the next request."""
 
     async def daemon(peer: Peer) -> None:
@@ -236,12 +236,12 @@ async def test_without_reconnecting_a_lost_socket_is_the_end(scripted: Start) ->
         assert client.ended is caught.value
 
 
-async def test_a_revoked_token_is_told_apart_from_a_lost_daemon(scripted: Start) -> None:
+async def test_revoked_token_differs_from_a_lost_daemon(scripted: Start) -> None:
     """Close code 4401 raises ``not_authenticated``."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        await peer.hear()
+        await peer.receive()
         await peer.socket.close(4401, "token revoked")
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
@@ -250,15 +250,15 @@ async def test_a_revoked_token_is_told_apart_from_a_lost_daemon(scripted: Start)
     assert caught.value.code is ErrorCode.NOT_AUTHENTICATED
 
 
-async def test_unknown_events_are_passed_over(scripted: Start) -> None:
-    """An op of a later version does not disturb the turn."""
+async def test_unknown_events_are_ignored(scripted: Start) -> None:
+    """An op of a later version does not affect the turn."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
         await peer.begin()
         await peer.numbered("weather", sky="blue")
-        await peer.say(op="forecast", sky="grey")
+        await peer.send(op="forecast", sky="grey")
         await peer.token("t1", "ok")
         await peer.end("t1")
 
@@ -267,13 +267,13 @@ async def test_unknown_events_are_passed_over(scripted: Start) -> None:
         assert [type(event) for event in await _collect(session, "hi")] == [Queued, Token, End]
 
 
-async def test_hello_can_be_asked_again(scripted: Start) -> None:
-    """``refresh_hello`` brings the loading progress of now."""
+async def test_hello_can_be_refreshed(scripted: Start) -> None:
+    """``refresh_hello`` returns the current loading progress."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        again = await peer.hear()
-        await peer.say(**{**HELLO, "status": "loading", "message": "loading 40 %"}, id=again["id"])
+        again = await peer.receive()
+        await peer.send(**{**HELLO, "status": "loading", "message": "loading 40 %"}, id=again["id"])
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
         assert (await client.refresh_hello()).message == "loading 40 %"
@@ -281,15 +281,15 @@ async def test_hello_can_be_asked_again(scripted: Start) -> None:
 
 
 async def test_metadata_is_replaced(scripted: Start) -> None:
-    """The daemon's answer is returned; what another connection set disturbs nothing."""
+    """The daemon's answer is returned; another connection's change has no effect on it."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session("s1")
-        await peer.say(op="metadata_set", session_id="s1", metadata={"title": "elsewhere"})
-        request = await peer.hear()
+        await peer.send(op="metadata_set", session_id="s1", metadata={"title": "elsewhere"})
+        request = await peer.receive()
         assert (request["op"], request["session_id"]) == ("set_metadata", "s1")
-        await peer.say(op="metadata_set", id=request["id"], session_id="s1", metadata=request["metadata"])
+        await peer.send(op="metadata_set", id=request["id"], session_id="s1", metadata=request["metadata"])
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session(metadata={"title": "old"})
@@ -299,25 +299,25 @@ async def test_metadata_is_replaced(scripted: Start) -> None:
 
 
 async def test_fork_rewind_and_append(scripted: Start) -> None:
-    """Each sends its op and returns the daemon's answer; a fork is a session of its own."""
+    """Each sends its op and returns the daemon's answer; a fork is a separate session."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session("s1")
-        assert peer.heard[-1]["on_full"] == "stop"
-        append = await peer.hear()
+        assert peer.received[-1]["on_full"] == "stop"
+        append = await peer.receive()
         assert append["messages"] == [{"role": "user", "content": "hi"}]
-        await peer.say(op="appended", id=append["id"], session_id="s1", seq=1, messages=1)
+        await peer.send(op="appended", id=append["id"], session_id="s1", seq=1, messages=1)
         await peer.open_session("s2")
-        assert (peer.heard[-1]["op"], peer.heard[-1]["turn"]) == ("fork_session", "t1")
-        rewind = await peer.hear()
+        assert (peer.received[-1]["op"], peer.received[-1]["turn"]) == ("fork_session", "t1")
+        rewind = await peer.receive()
         assert (rewind["op"], rewind["session_id"], rewind["turn"]) == ("rewind_session", "s2", "start")
-        await peer.say(op="session_rewound", id=rewind["id"], session_id="s2", seq=1, turn="start", messages=0)
+        await peer.send(op="session_rewound", id=rewind["id"], session_id="s2", seq=1, turn="start", messages=0)
         await peer.open_session("s3")
-        assert "turn" not in peer.heard[-1]
+        assert "turn" not in peer.received[-1]
         refusal = {"code": "turn_not_found", "message": "no turn", "error": "no turn", "retryable": False}
-        await peer.say(op="error", id=(await peer.hear())["id"], session_id="s1", **refusal)
-        await peer.say(op="pong", id=(await peer.hear())["id"])
+        await peer.send(op="error", id=(await peer.receive())["id"], session_id="s1", **refusal)
+        await peer.send(op="pong", id=(await peer.receive())["id"])
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
         session = await client.create_session(on_full="stop")
@@ -333,8 +333,8 @@ async def test_fork_rewind_and_append(scripted: Start) -> None:
             await session.rewind("t1")
 
 
-async def test_a_client_that_is_closed_at_once_leaves_no_socket(scripted: Start) -> None:
-    """Before anything of it has run, the daemon hears that it is gone."""
+async def test_client_closed_immediately_leaves_no_socket(scripted: Start) -> None:
+    """The daemon sees the disconnect before any task of the client has run."""
     gone = asyncio.Event()
 
     async def daemon(peer: Peer) -> None:
@@ -349,14 +349,14 @@ async def test_a_client_that_is_closed_at_once_leaves_no_socket(scripted: Start)
         await gone.wait()
 
 
-async def test_a_callback_that_fails_ends_nothing(scripted: Start, caplog: pytest.LogCaptureFixture) -> None:
-    """The event loop tells of it, and the connection goes on."""
+async def test_failing_callback_is_logged(scripted: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """The event loop reports it, and the connection stays open."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        ping = await peer.hear()
-        await peer.say(op="going_away", deadline_ms=1000, resume=True)
-        await peer.say(op="pong", id=ping["id"])
+        ping = await peer.receive()
+        await peer.send(op="going_away", deadline_ms=1000, resume=True)
+        await peer.send(op="pong", id=ping["id"])
 
     def fail(_notice: object) -> None:
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""Every row of the error table has a class, by what a caller does about it."""
+"""Every row of the error table has an exception class."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from inferencecenter.protocol.events import Error
 
 
 @pytest.mark.parametrize("code", ErrorCode)
-def test_every_code_has_a_class_of_its_own_kind(code: ErrorCode) -> None:
-    """None is the bare base, and what may succeed later is one of two classes, always."""
+def test_every_code_has_a_specific_class(code: ErrorCode) -> None:
+    """None is the bare base class, and retryable ones are one of two classes."""
     kind = error_class(code)
     assert kind is not InferenceCenterError
     assert (kind in (TryLaterError, UnreachableError)) == ERRORS[code].retryable
@@ -40,15 +40,13 @@ def test_every_code_has_a_class_of_its_own_kind(code: ErrorCode) -> None:
         (TryLaterError, "overloaded rate_limited queue_full queue_timeout session_busy model_loading session_limit"),
     ],
 )
-def test_codes_that_clients_meet_are_where_a_caller_looks_for_them(
-    kind: type[InferenceCenterError], codes: str
-) -> None:
-    """Each by what is to be done about it."""
+def test_codes_have_their_class(kind: type[InferenceCenterError], codes: str) -> None:
+    """By what the caller can do about them."""
     assert {error_class(ErrorCode(code)) for code in codes.split()} == {kind}
 
 
-def test_a_code_of_a_later_daemon_is_its_fault() -> None:
-    """What is not known cannot be mended by asking differently."""
+def test_unknown_code_is_a_server_error() -> None:
+    """A different request cannot avoid it."""
     error = as_exception(Error(code="tea_time", message="m", error="m", retryable=False))
     assert isinstance(error, DaemonError)
     assert error.code is ErrorCode.INTERNAL

@@ -1,4 +1,4 @@
-"""Each program in examples/ does what it says, run as its reader would run it."""
+"""Each program in examples/ works when run as its reader would run it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import pytest
 from playwright.async_api import async_playwright, expect
 
-from tests.client.test_real_daemon import wire_to
+from tests.client.test_real_daemon import proxy_to
 from tests.e2e.harness import Daemon, free_port, run_daemon
 from tests.web.browser import find_browser, launch
 
@@ -50,7 +50,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> I
 
 
 def environment(daemon: Daemon) -> dict[str, str]:
-    """What the examples are told of their daemon."""
+    """Return the environment with the daemon's address and token."""
     return {
         **os.environ,
         "INFERENCECENTER_URL": f"http://127.0.0.1:{daemon.port}",
@@ -59,12 +59,12 @@ def environment(daemon: Daemon) -> dict[str, str]:
     }
 
 
-def run(daemon: Daemon, name: str, *arguments: str, said: str = "") -> str:
-    """Run an example to its end, and return what it writes."""
+def run(daemon: Daemon, name: str, *arguments: str, typed: str = "") -> str:
+    """Run an example to its end and return its output."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],
         env=environment(daemon),
-        input=said,
+        input=typed,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -75,42 +75,42 @@ def run(daemon: Daemon, name: str, *arguments: str, said: str = "") -> str:
 
 
 def test_every_example_is_tested() -> None:
-    """One that is added has something to say here."""
+    """A new example needs its expected output here."""
     assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == SAYS.keys() | ELSEWHERE
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_programs_say_what_they_are_about(daemon: Daemon, name: str) -> None:
-    """They end by themselves, and well."""
+def test_examples_print_the_expected_output(daemon: Daemon, name: str) -> None:
+    """They exit with 0."""
     assert re.search(SAYS[name], run(daemon, name))
 
 
-def test_a_conversation_from_a_pipe(daemon: Daemon) -> None:
-    """The second question finds the answer in the first."""
-    first, second = run(daemon, "chat.py", said="My name is Ada.\nWhat is my name?\n").splitlines()
+def test_piped_conversation_remembers(daemon: Daemon) -> None:
+    """The second question is answered from the first."""
+    first, second = run(daemon, "chat.py", typed="My name is Ada.\nWhat is my name?\n").splitlines()
     assert first
     assert "Ada" in second
 
 
-def test_an_answer_outlives_the_program_that_asked(daemon: Daemon) -> None:
-    """Killed in the middle, its session has the whole answer for the next one."""
-    asking = subprocess.Popen(
+def test_answer_survives_the_asking_program(daemon: Daemon) -> None:
+    """The program is killed midway, and the next one reads the whole answer."""
+    program = subprocess.Popen(
         [sys.executable, EXAMPLES / "resume.py"], env=environment(daemon), stdout=subprocess.PIPE, text=True
     )
-    assert asking.stdout is not None
-    with asking.stdout as output:
+    assert program.stdout is not None
+    with program.stdout as output:
         session_id = output.readline().strip()
-        begun = output.read(20)
-        asking.kill()
-        asking.wait()
-        begun += output.read()
+        first_part = output.read(20)
+        program.kill()
+        program.wait()
+        first_part += output.read()
     whole = run(daemon, "resume.py", session_id)
-    assert whole.startswith(begun.rstrip("\n"))
-    assert len(whole) > len(begun)
+    assert whole.startswith(first_part.rstrip("\n"))
+    assert len(whole) > len(first_part)
 
 
-def test_a_service_passes_answers_on(daemon: Daemon) -> None:
-    """Piece by piece, with the daemon's refusals as statuses, and with no session left behind."""
+def test_service_streams_answers(daemon: Daemon) -> None:
+    """In pieces, with refusals as HTTP statuses, and without leftover sessions."""
     sessions = daemon.figure("sessions")
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "--app-dir", str(EXAMPLES), "--port", str(port), "fastapi_proxy:app"]
@@ -142,8 +142,8 @@ def _post(port: int, body: bytes) -> str:
             time.sleep(0.05)
 
 
-async def test_a_page_goes_on_after_a_cut(tmp_path: Path) -> None:
-    """Its socket is lost in the middle of an answer, and the answer is whole: without a library, of another origin."""
+async def test_browser_page_resumes_after_a_disconnect(tmp_path: Path) -> None:
+    """The answer is whole after the socket was lost midway: no library, another origin."""
     find_browser()
     port = free_port()
     question = "".join(f"{number} bottles, " for number in range(60))
@@ -152,8 +152,8 @@ async def test_a_page_goes_on_after_a_cut(tmp_path: Path) -> None:
         "INFERENCECENTER_ENGINE__ECHO_DELAY_MS": "4",
         "INFERENCECENTER_SERVER__ALLOWED_ORIGINS": f'["http://127.0.0.1:{port}"]',
     }
-    with served(EXAMPLES, port), run_daemon(tmp_path / "state", Path("/dev/null"), **settings) as daemon:
-        async with wire_to(daemon.port) as (wire, url), async_playwright() as playwright:
+    with serve_folder(EXAMPLES, port), run_daemon(tmp_path / "state", Path("/dev/null"), **settings) as daemon:
+        async with proxy_to(daemon.port) as (proxy, url), async_playwright() as playwright:
             browser = await launch(playwright)
             page = await browser.new_page()
             await page.goto(f"http://127.0.0.1:{port}/browser.html")
@@ -163,7 +163,7 @@ async def test_a_page_goes_on_after_a_cut(tmp_path: Path) -> None:
             await page.get_by_role("button", name="Ask").click()
             answer = page.get_by_role("status")
             await expect(answer).to_contain_text("9 bottles")
-            wire.cut()
+            proxy.disconnect()
             await expect(page.locator("#state")).to_contain_text("tokens", timeout=TIMEOUT_S * 1000)
             assert await answer.text_content() == question
             await page.get_by_role("button", name="Ask").click()
@@ -175,12 +175,12 @@ async def test_a_page_goes_on_after_a_cut(tmp_path: Path) -> None:
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager
-def served(folder: Path, port: int) -> Iterator[None]:
-    """Serve a folder as `python -m http.server` does."""
+def serve_folder(folder: Path, port: int) -> Iterator[None]:
+    """Serve a folder like `python -m http.server`."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", port), partial(_Quiet, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -191,8 +191,8 @@ def served(folder: Path, port: int) -> Iterator[None]:
             thread.join()
 
 
-async def test_a_program_that_forgets_to_close_its_client_ends(daemon: Daemon) -> None:
-    """The thread of the blocking client does not keep a program from exiting."""
+async def test_unclosed_client_does_not_block_exit(daemon: Daemon) -> None:
+    """The blocking client's thread is a daemon thread."""
     program = (
         "import os\nfrom inferencecenter.client.blocking import Client\n"
         "client = Client(os.environ['INFERENCECENTER_URL'], os.environ['INFERENCECENTER_TOKEN'])\n"

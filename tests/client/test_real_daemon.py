@@ -1,4 +1,4 @@
-"""Tests of the client and of ``chat`` on a daemon in its own process that is killed under them; the engine echoes."""
+"""The client and ``chat`` across kills of a daemon in its own process, with the echo backend."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 _ECHO = {"INFERENCECENTER_ENGINE__BACKEND": "echo", "INFERENCECENTER_ENGINE__ECHO_DELAY_MS": "4"}
 PROMPT = "".join(f"{n} bottles, " for n in range(40))
-HARMED_AFTER_CHARS = 100
+INTERRUPTED_AFTER_CHARS = 100
 
 
 @dataclass
-class Box:
-    """A machine with a daemon that may be gone for a while."""
+class DaemonHost:
+    """A host whose daemon can be killed and restarted."""
 
     state_dir: Path
     daemon: Daemon
 
     async def kill_and_start(self) -> None:
-        """What a crash and a service manager do."""
+        """Kill and restart the daemon, as after a crash."""
         self.daemon.process.kill()
         await asyncio.to_thread(self.daemon.process.wait)
         port = self.daemon.port
@@ -43,27 +43,27 @@ class Box:
 
 
 @pytest.fixture
-def box(tmp_path: Path) -> Iterator[Box]:
-    """A machine with a daemon that is ready."""
+def host(tmp_path: Path) -> Iterator[DaemonHost]:
+    """A host with a ready daemon."""
     state_dir = tmp_path / "state"
-    box = Box(state_dir, start_daemon(state_dir, Path("/dev/null"), **_ECHO))
+    host = DaemonHost(state_dir, start_daemon(state_dir, Path("/dev/null"), **_ECHO))
     try:
-        box.daemon.wait_ready()
-        yield box
+        host.daemon.wait_ready()
+        yield host
     finally:
-        box.daemon.process.kill()
-        box.daemon.process.wait()
+        host.daemon.process.kill()
+        host.daemon.process.wait()
 
 
-class Wire:
-    """A TCP connection between clients and a daemon that can be cut."""
+class TcpProxy:
+    """A TCP proxy between clients and a daemon that can be disconnected."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self._ends: set[asyncio.StreamWriter] = set()
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection until one of its ends is gone."""
+        """Relay one connection until either end closes."""
         with contextlib.suppress(OSError):
             far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
             ends = {writer, far_writer}
@@ -71,8 +71,8 @@ class Wire:
             await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
             self._ends -= ends
 
-    def cut(self) -> None:
-        """Cut what is connected now."""
+    def disconnect(self) -> None:
+        """Drop all current connections."""
         for end in self._ends:
             end.transport.abort()
 
@@ -84,20 +84,20 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def wire_to(port: int) -> AsyncIterator[tuple[Wire, str]]:
-    """A wire, and the address at its near end."""
-    wire = Wire(port)
-    server = await asyncio.start_server(wire.carry, "127.0.0.1", 0)
+async def proxy_to(port: int) -> AsyncIterator[tuple[TcpProxy, str]]:
+    """A proxy and its address."""
+    proxy = TcpProxy(port)
+    server = await asyncio.start_server(proxy.carry, "127.0.0.1", 0)
     async with server:
-        yield wire, f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+        yield proxy, f"ws://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
 
 
 async def _answer(
-    url: str, token: str, harm: Callable[[], Coroutine[None, None, None]], *, every_chars: int
+    url: str, token: str, interrupt: Callable[[], Coroutine[None, None, None]], *, every_chars: int
 ) -> tuple[str, list[End], str]:
-    """The text of an answer that is harmed again and again, its ends, and the answer after it."""
+    """Return the text of an answer that is interrupted repeatedly, its ends, and the next answer."""
     text, ends = "", []
-    due = HARMED_AFTER_CHARS
+    due = INTERRUPTED_AFTER_CHARS
     async with asyncio.timeout(START_TIMEOUT_S), Client(url, token=token) as client:
         session = await client.create_session()
         async for event in session.infer(PROMPT, params={"max_tokens": 1000}).events():
@@ -106,17 +106,17 @@ async def _answer(
                 assert PROMPT.startswith(text)
                 if len(text) >= due:
                     due = len(text) + every_chars
-                    await harm()
+                    await interrupt()
             elif isinstance(event, End):
                 ends.append(event)
         following = [event.content async for event in session.infer("next").events() if isinstance(event, Token)]
     return text, ends, "".join(following)
 
 
-async def test_a_killed_daemon_and_one_unbroken_answer(box: Box) -> None:
-    """The daemon is killed in the middle and started again: no character is missing, none comes twice, one end."""
+async def test_killed_daemon_gives_one_unbroken_answer(host: DaemonHost) -> None:
+    """After the restart no character is missing or repeated, and the turn ends once."""
     text, ends, following = await _answer(
-        box.daemon.url, box.daemon.admin_token, box.kill_and_start, every_chars=len(PROMPT)
+        host.daemon.url, host.daemon.admin_token, host.kill_and_start, every_chars=len(PROMPT)
     )
     assert text == PROMPT
     assert [end.finish_reason for end in ends] == ["stop"]
@@ -124,28 +124,28 @@ async def test_a_killed_daemon_and_one_unbroken_answer(box: Box) -> None:
 
 
 @pytest.mark.slow
-async def test_a_wire_that_is_cut_again_and_again(box: Box) -> None:
-    """Each time the client comes back for the rest."""
+async def test_repeated_disconnects_give_one_unbroken_answer(host: DaemonHost) -> None:
+    """The client resumes each time."""
     cuts = 0
-    async with wire_to(box.daemon.port) as (wire, url):
+    async with proxy_to(host.daemon.port) as (proxy, url):
 
-        async def cut() -> None:
+        async def disconnect() -> None:
             nonlocal cuts
             cuts += 1
-            wire.cut()
+            proxy.disconnect()
 
-        text, ends, following = await _answer(url, box.daemon.admin_token, cut, every_chars=60)
+        text, ends, following = await _answer(url, host.daemon.admin_token, disconnect, every_chars=60)
     assert cuts >= 3
     assert (text, len(ends), following) == (PROMPT, 1, "next")
 
 
 @pytest.mark.slow
-async def test_a_chat_does_not_notice_that_its_daemon_was_killed(box: Box) -> None:
-    """In a pipe: the answer is whole on standard output, and only standard error tells of the loss."""
-    command = [sys.executable, "-m", "inferencecenter", "chat", "--url", box.daemon.url, "-p", "max_tokens=1000"]
+async def test_chat_continues_after_the_daemon_was_killed(host: DaemonHost) -> None:
+    """In a pipe the answer is whole on standard output, and only standard error reports the loss."""
+    command = [sys.executable, "-m", "inferencecenter", "chat", "--url", host.daemon.url, "-p", "max_tokens=1000"]
     chat = await asyncio.create_subprocess_exec(
         *command,
-        *("--token", box.daemon.admin_token),
+        *("--token", host.daemon.admin_token),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -156,10 +156,10 @@ async def test_a_chat_does_not_notice_that_its_daemon_was_killed(box: Box) -> No
     chat.stdin.write(f"{PROMPT}\nnext\n".encode())
     chat.stdin.close()
     async with asyncio.timeout(START_TIMEOUT_S):
-        written = await chat.stdout.readexactly(HARMED_AFTER_CHARS)
-        await box.kill_and_start()
+        written = await chat.stdout.readexactly(INTERRUPTED_AFTER_CHARS)
+        await host.kill_and_start()
         written += await chat.stdout.read()
-        told = await chat.stderr.read()
-        assert await chat.wait() == 0, told
+        errors = await chat.stderr.read()
+        assert await chat.wait() == 0, errors
     assert written.decode() == f"{PROMPT.strip()}\nnext\n"
-    assert told.decode() == "connection lost, reconnecting…\n"
+    assert errors.decode() == "connection lost, reconnecting…\n"

@@ -1,4 +1,4 @@
-"""Tests of a client whose socket is lost, against daemons that follow a script for each socket."""
+"""A client whose socket is lost, against daemons with a script for each socket."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ SUMMARY = {
 
 @dataclass
 class FakeTime:
-    """A clock that only sleeping moves, and draws that are always the largest."""
+    """A clock advanced only by sleeping, with jitter that is always the maximum."""
 
     now: float = 0.0
     slept: list[float] = field(default_factory=list)
     on_sleep: Callable[[float], Awaitable[None]] | None = None
 
     def timing(self) -> Timing:
-        """What a client is given."""
+        """Return the clock, sleep and random functions of a client."""
         return Timing(monotonic=lambda: self.now, sleep=self.sleep, random=lambda: 1.0)
 
     async def sleep(self, seconds: float) -> None:
-        """Let that time pass at once."""
+        """Advance the time at once."""
         self.slept.append(seconds)
         self.now += seconds
         if self.on_sleep is not None:
@@ -80,9 +80,9 @@ def _lost(**fields: Any) -> dict[str, Any]:
     return {"resumed": False, "reason": "other_epoch", "epoch": "e2", "state": "idle", **fields}
 
 
-async def test_an_answer_goes_on_where_it_was_cut(scripted: Start) -> None:
-    """The client says how far it came, takes only what is new, and tells of the loss and the return."""
-    asked: list[Any] = []
+async def test_answer_resumes_at_the_exact_event(scripted: Start) -> None:
+    """The client sends its position, yields only new events, and reports loss and return."""
+    requests: list[Any] = []
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
@@ -93,11 +93,11 @@ async def test_an_answer_goes_on_where_it_was_cut(scripted: Start) -> None:
 
     async def after(peer: Peer) -> None:
         await peer.welcome()
-        asked.append(await peer.resumed(turn_id="t1"))
-        await peer.say(op="token", session_id="s1", seq=2, turn_id="t1", content="Hel")
+        requests.append(await peer.resumed(turn_id="t1"))
+        await peer.send(op="token", session_id="s1", seq=2, turn_id="t1", content="Hel")
         await peer.token("t1", "lo")
         await peer.end("t1")
-        await peer.say(op="pong", id=(await peer.hear())["id"])
+        await peer.send(op="pong", id=(await peer.receive())["id"])
 
     notices: list[Notice] = []
     url = await scripted(before, after)
@@ -108,7 +108,7 @@ async def test_an_answer_goes_on_where_it_was_cut(scripted: Start) -> None:
         assert client.connected
     assert [type(event) for event in events] == [Queued, Token, Token, End]
     assert _text(events) == "Hello"
-    assert (asked[0]["epoch"], asked[0]["last_seq"]) == ("e", 2)
+    assert (requests[0]["epoch"], requests[0]["last_seq"]) == ("e", 2)
     lost, back, over = notices
     assert isinstance(lost, Reconnecting)
     assert (lost.attempt, lost.in_s) == (1, 0.2)
@@ -117,8 +117,8 @@ async def test_an_answer_goes_on_where_it_was_cut(scripted: Start) -> None:
     assert isinstance(over, Ended)
 
 
-async def test_a_restarted_daemon_tells_what_was_said(scripted: Start) -> None:
-    """With another epoch the rest of what was said follows, and the numbers begin anew."""
+async def test_restarted_daemon_completes_the_answer(scripted: Start) -> None:
+    """With a new epoch the rest of the text follows, and numbers begin anew."""
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
@@ -130,8 +130,8 @@ async def test_a_restarted_daemon_tells_what_was_said(scripted: Start) -> None:
     async def after(peer: Peer) -> None:
         await peer.welcome()
         await peer.resumed(**_lost(turn_id="t1", content="Hello", seq=1, state="busy", transcript=[], turns=[]))
-        await peer.say(op="token", session_id="s1", seq=2, turn_id="t1", content=" you")
-        await peer.say(
+        await peer.send(op="token", session_id="s1", seq=2, turn_id="t1", content=" you")
+        await peer.send(
             op="error",
             code="engine_crashed",
             message="x",
@@ -145,15 +145,15 @@ async def test_a_restarted_daemon_tells_what_was_said(scripted: Start) -> None:
     url = await scripted(before, after)
     async with Client(url, token="ic_a_b", timing=FakeTime().timing()) as client:
         session = await client.create_session()
-        heard: list[Any] = []
+        frames: list[Any] = []
         with pytest.raises(InferenceCenterError) as caught:
-            await _collect(session, into=heard)
-    assert _text(heard) == "Hello you"
+            await _collect(session, into=frames)
+    assert _text(frames) == "Hello you"
     assert caught.value.code is ErrorCode.ENGINE_CRASHED
 
 
-async def test_a_turn_that_ended_in_the_gap(scripted: Start) -> None:
-    """The rest comes from the transcript, the end from asking again with the same key, though its number is old."""
+async def test_turn_that_ended_while_disconnected(scripted: Start) -> None:
+    """The rest is read from the transcript, the end from repeating the key, though its number is old."""
     keys: list[Any] = []
 
     async def before(peer: Peer) -> None:
@@ -165,10 +165,10 @@ async def test_a_turn_that_ended_in_the_gap(scripted: Start) -> None:
 
     async def after(peer: Peer) -> None:
         await peer.welcome()
-        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello"}]
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Hello"}]
         turns = [{"turn_id": "t1", "finish_reason": "stop", "messages": 2, "usage": USAGE}]
-        await peer.resumed(**_lost(seq=40, transcript=said, turns=turns))
-        again = await peer.hear()
+        await peer.resumed(**_lost(seq=40, transcript=messages, turns=turns))
+        again = await peer.receive()
         keys.append(again["turn_key"])
         await peer.end("t1", id=again["id"])
 
@@ -180,22 +180,22 @@ async def test_a_turn_that_ended_in_the_gap(scripted: Start) -> None:
     assert keys[0] == keys[1]
 
 
-async def test_a_question_that_was_never_acknowledged_is_sent_again(scripted: Start) -> None:
-    """With the same key and another id, and again while the daemon is still loading its model."""
-    heard: list[Any] = []
+async def test_unacknowledged_turn_is_sent_again(scripted: Start) -> None:
+    """With the same key and a new id, and again while the daemon is loading its model."""
+    frames: list[Any] = []
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        heard.append(await peer.hear())
+        frames.append(await peer.receive())
         await peer.socket.close(1012)
 
     async def after(peer: Peer) -> None:
         await peer.welcome()
         await peer.resumed(state="idle")
-        heard.append(await peer.hear())
-        await peer.refuse(heard[-1], "model_loading", retryable=True, retry_after_ms=700)
-        heard.append(await peer.begin())
+        frames.append(await peer.receive())
+        await peer.refuse(frames[-1], "model_loading", retryable=True, retry_after_ms=700)
+        frames.append(await peer.begin())
         await peer.token("t1", "Hello")
         await peer.end("t1")
 
@@ -203,13 +203,13 @@ async def test_a_question_that_was_never_acknowledged_is_sent_again(scripted: St
     async with Client(await scripted(before, after), token="ic_a_b", timing=time.timing()) as client:
         events = await _collect(await client.create_session())
     assert _text(events) == "Hello"
-    assert len({frame["turn_key"] for frame in heard}) == 1
-    assert len({frame["id"] for frame in heard}) == 3
+    assert len({frame["turn_key"] for frame in frames}) == 1
+    assert len({frame["id"] for frame in frames}) == 3
     assert time.slept == [0.2, pytest.approx(0.9)]
 
 
-async def test_a_lost_session_fails_its_waiting_readers(scripted: Start) -> None:
-    """``session_not_found`` reaches the turn of that session; others go on."""
+async def test_lost_session_fails_its_waiting_readers(scripted: Start) -> None:
+    """``session_not_found`` reaches its turn; other sessions continue."""
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
@@ -221,7 +221,7 @@ async def test_a_lost_session_fails_its_waiting_readers(scripted: Start) -> None
 
     async def after(peer: Peer) -> None:
         await peer.welcome()
-        first = await peer.hear()
+        first = await peer.receive()
         await peer.refuse(first, "session_not_found")
         await peer.resumed(turn_id="t1")
         await peer.token("t1", "ok", "s2")
@@ -238,21 +238,21 @@ async def test_a_lost_session_fails_its_waiting_readers(scripted: Start) -> None
 
 
 async def test_requests_in_flight(scripted: Start) -> None:
-    """What only reads or closes is asked again; of what changes something the outcome is unknown, and that is told."""
+    """Reads and closes are repeated; changes raise an unknown outcome."""
     n_lost = 8
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
         for _ in range(n_lost):
-            await peer.hear()
+            await peer.receive()
         await peer.socket.close(1012)
 
     async def after(peer: Peer) -> None:
         await peer.welcome()
         await peer.resumed(state="idle")
         for _ in range(3):
-            request = await peer.hear()
+            request = await peer.receive()
             answers: dict[str, dict[str, Any]] = {
                 "ping": {"op": "pong"},
                 "list_sessions": {"op": "sessions", "sessions": [{"session_id": "s1", **SUMMARY}]},
@@ -260,7 +260,7 @@ async def test_requests_in_flight(scripted: Start) -> None:
             if request["op"] == "close_session":
                 await peer.refuse(request, "session_not_found")
             else:
-                await peer.say(**answers[request["op"]], id=request["id"])
+                await peer.send(**answers[request["op"]], id=request["id"])
 
     url = await scripted(before, after)
     async with Client(url, token="ic_a_b", timing=FakeTime().timing()) as client:
@@ -289,7 +289,7 @@ async def test_requests_in_flight(scripted: Start) -> None:
 
 
 async def test_requests_wait_for_the_connection(scripted: Start) -> None:
-    """What is asked while the socket is lost goes out once every session is resumed."""
+    """They are sent once every session is resumed."""
     order: list[str] = []
 
     async def before(peer: Peer) -> None:
@@ -300,9 +300,9 @@ async def test_requests_wait_for_the_connection(scripted: Start) -> None:
     async def after(peer: Peer) -> None:
         await peer.welcome()
         order.append((await peer.resumed(state="idle"))["op"])
-        ping = await peer.hear()
+        ping = await peer.receive()
         order.append(ping["op"])
-        await peer.say(op="pong", id=ping["id"])
+        await peer.send(op="pong", id=ping["id"])
 
     lost = asyncio.Event()
     url = await scripted(before, after)
@@ -319,8 +319,8 @@ async def test_requests_wait_for_the_connection(scripted: Start) -> None:
     assert order == ["resume_session", "ping"]
 
 
-async def test_an_abort_in_a_gap_is_remembered(scripted: Start) -> None:
-    """It goes out with the turn's id once the session is resumed, and the turn ends through its iterator."""
+async def test_abort_while_disconnected_is_sent_after_resume(scripted: Start) -> None:
+    """With the turn's id, and the turn ends through its iterator."""
     aborts: list[Any] = []
 
     async def before(peer: Peer) -> None:
@@ -333,7 +333,7 @@ async def test_an_abort_in_a_gap_is_remembered(scripted: Start) -> None:
     async def after(peer: Peer) -> None:
         await peer.welcome()
         await peer.resumed(turn_id="t1")
-        aborts.append(await peer.hear())
+        aborts.append(await peer.receive())
         await peer.end("t1", id=aborts[0]["id"], finish_reason="aborted")
 
     time = FakeTime()
@@ -350,8 +350,8 @@ async def test_an_abort_in_a_gap_is_remembered(scripted: Start) -> None:
     assert [(abort["op"], abort["turn_id"]) for abort in aborts] == [("abort", "t1")]
 
 
-async def test_an_abort_that_was_sent_into_a_dying_socket_is_sent_again(scripted: Start) -> None:
-    """Until the turn's end arrives, it is unknown whether the daemon received the abort."""
+async def test_abort_without_confirmation_is_sent_again(scripted: Start) -> None:
+    """Until the turn's end arrives, the daemon may not have received the abort."""
     aborts: list[Any] = []
 
     async def before(peer: Peer) -> None:
@@ -359,13 +359,13 @@ async def test_an_abort_that_was_sent_into_a_dying_socket_is_sent_again(scripted
         await peer.open_session()
         await peer.begin()
         await peer.token("t1", "One")
-        aborts.append(await peer.hear())
+        aborts.append(await peer.receive())
         peer.socket.transport.abort()
 
     async def after(peer: Peer) -> None:
         await peer.welcome()
         await peer.resumed(turn_id="t1")
-        aborts.append(await peer.hear())
+        aborts.append(await peer.receive())
         await peer.end("t1", finish_reason="aborted")
 
     url = await scripted(before, after)
@@ -378,21 +378,21 @@ async def test_an_abort_that_was_sent_into_a_dying_socket_is_sent_again(scripted
     assert [abort["turn_id"] for abort in aborts] == ["t1", "t1"]
 
 
-async def test_an_abort_of_a_question_that_never_arrived(scripted: Start) -> None:
-    """The question is sent again under its key, and its turn aborted as soon as it has a name."""
-    heard: list[Any] = []
+async def test_abort_of_an_undelivered_turn(scripted: Start) -> None:
+    """The turn is sent again with its key and aborted once it has an id."""
+    frames: list[Any] = []
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        await peer.hear()
+        await peer.receive()
         await peer.socket.close(1012)
 
     async def after(peer: Peer) -> None:
         await peer.welcome()
         await peer.resumed(state="idle")
         await peer.begin("t7")
-        heard.append(await peer.hear())
+        frames.append(await peer.receive())
         await peer.end("t7", finish_reason="aborted")
 
     time = FakeTime()
@@ -406,11 +406,11 @@ async def test_an_abort_of_a_question_that_never_arrived(scripted: Start) -> Non
         sessions.append(await client.create_session())
         events = await _collect(sessions[0])
     assert events[-1].finish_reason == "aborted"
-    assert (heard[0]["op"], heard[0]["turn_id"]) == ("abort", "t7")
+    assert (frames[0]["op"], frames[0]["turn_id"]) == ("abort", "t7")
 
 
-async def test_a_token_that_was_revoked_meanwhile_is_the_end(scripted: Start) -> None:
-    """A wrong credential raises ``not_authenticated`` wherever something waits, and is not tried again."""
+async def test_revoked_token_while_disconnected_is_final(scripted: Start) -> None:
+    """All waiting calls raise ``not_authenticated``, and it is not retried."""
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
@@ -419,11 +419,11 @@ async def test_a_token_that_was_revoked_meanwhile_is_the_end(scripted: Start) ->
         await peer.socket.close(1012)
 
     async def after(peer: Peer) -> None:
-        await peer.say(**HELLO)
-        auth = await peer.hear()
-        await peer.say(op="auth_failed", id=auth["id"], reason="revoked")
-        await peer.hear()
-        await peer.say(**HELLO)
+        await peer.send(**HELLO)
+        auth = await peer.receive()
+        await peer.send(op="auth_failed", id=auth["id"], reason="revoked")
+        await peer.receive()
+        await peer.send(**HELLO)
 
     time = FakeTime()
     async with Client(await scripted(before, after), token="ic_a_b", timing=time.timing()) as client:
@@ -439,8 +439,8 @@ async def test_a_token_that_was_revoked_meanwhile_is_the_end(scripted: Start) ->
 @pytest.mark.parametrize(
     ("code", "kind"), [(1000, "daemon_unreachable"), (1001, "daemon_unreachable"), (1008, "forbidden")]
 )
-async def test_a_final_close_is_the_end(scripted: Start, code: int, kind: str) -> None:
-    """No other socket is opened."""
+async def test_final_close_code_is_not_retried(scripted: Start, code: int, kind: str) -> None:
+    """No further socket is opened."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -457,8 +457,8 @@ async def test_a_final_close_is_the_end(scripted: Start, code: int, kind: str) -
     assert time.slept == []
 
 
-async def test_a_daemon_that_is_away_for_an_hour(scripted: Start) -> None:
-    """With all the time in the world the answer goes on when it is back; attempts are ten seconds apart at most."""
+async def test_daemon_absent_for_an_hour(scripted: Start) -> None:
+    """Without a time limit the answer resumes; attempts are at most ten seconds apart."""
     reached: list[str] = []
 
     async def before(peer: Peer) -> None:
@@ -488,8 +488,8 @@ async def test_a_daemon_that_is_away_for_an_hour(scripted: Start) -> None:
     assert max(time.slept) == 10.0
 
 
-async def test_giving_up(scripted: Start) -> None:
-    """A daemon that does not come back in time is ``daemon_unreachable``, with the last reason."""
+async def test_retries_end_at_the_limit(scripted: Start) -> None:
+    """The error is ``daemon_unreachable`` with the last reason."""
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
@@ -511,8 +511,8 @@ async def test_giving_up(scripted: Start) -> None:
     assert time.now == pytest.approx(30.0)
 
 
-async def test_a_daemon_that_cannot_resume_yet_is_tried_again(scripted: Start) -> None:
-    """A refusal that will pass costs an attempt, with the wait that it asks for, and not the session."""
+async def test_temporary_resume_refusal_is_retried(scripted: Start) -> None:
+    """It costs an attempt with the requested delay, not the session."""
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
@@ -522,7 +522,7 @@ async def test_a_daemon_that_cannot_resume_yet_is_tried_again(scripted: Start) -
 
     async def busy(peer: Peer) -> None:
         await peer.welcome()
-        await peer.refuse(await peer.hear(), "storage_unavailable", retryable=True, retry_after_ms=3000)
+        await peer.refuse(await peer.receive(), "storage_unavailable", retryable=True, retry_after_ms=3000)
 
     async def after(peer: Peer) -> None:
         await peer.welcome()
@@ -536,39 +536,39 @@ async def test_a_daemon_that_cannot_resume_yet_is_tried_again(scripted: Start) -
     assert time.slept == [0.2, 3.4]
 
 
-async def test_missing_events_are_asked_for(scripted: Start) -> None:
-    """A number that is skipped before anything but a token has the session resumed on the open socket."""
-    asked: list[Any] = []
+async def test_missing_events_are_requested(scripted: Start) -> None:
+    """A skipped number before anything but a token resumes the session on the open socket."""
+    requests: list[Any] = []
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
         await peer.begin()
-        await peer.say(op="progress", session_id="s1", seq=3, turn_id="t1", done=2, total=2)
-        asked.append(await peer.resumed(turn_id="t1", seq=3))
-        await peer.say(op="progress", session_id="s1", seq=2, turn_id="t1", done=1, total=2)
-        await peer.say(op="progress", session_id="s1", seq=3, turn_id="t1", done=2, total=2)
-        await peer.say(op="token", session_id="s1", seq=6, turn_id="t1", content="joined")
+        await peer.send(op="progress", session_id="s1", seq=3, turn_id="t1", done=2, total=2)
+        requests.append(await peer.resumed(turn_id="t1", seq=3))
+        await peer.send(op="progress", session_id="s1", seq=2, turn_id="t1", done=1, total=2)
+        await peer.send(op="progress", session_id="s1", seq=3, turn_id="t1", done=2, total=2)
+        await peer.send(op="token", session_id="s1", seq=6, turn_id="t1", content="joined")
         peer.skip(5)
         await peer.end("t1")
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
         events = await _collect(await client.create_session())
     assert [event.op for event in events] == ["queued", "progress", "progress", "token", "end"]
-    assert [(request["epoch"], request["last_seq"]) for request in asked] == [("e", 1)]
+    assert [(request["epoch"], request["last_seq"]) for request in requests] == [("e", 1)]
 
 
-async def test_taking_up_a_session_from_elsewhere(scripted: Start) -> None:
-    """What was said comes as the transcript, the running turn through ``follow``: its beginning at once, then live."""
+async def test_session_of_another_client_program_is_resumed(scripted: Start) -> None:
+    """The transcript is returned, and ``follow`` yields the running turn from its beginning."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        said = [{"role": "user", "content": "hi"}]
+        messages = [{"role": "user", "content": "hi"}]
         request = await peer.resumed(
-            **_lost(turn_id="t1", content="Hel", seq=5, state="busy", transcript=said, turns=[])
+            **_lost(turn_id="t1", content="Hel", seq=5, state="busy", transcript=messages, turns=[])
         )
         assert (request["session_id"], "epoch" in request) == ("s1", False)
-        await peer.say(op="token", session_id="s1", seq=6, turn_id="t1", content="lo")
+        await peer.send(op="token", session_id="s1", seq=6, turn_id="t1", content="lo")
         peer.skip(6)
         await peer.end("t1")
         await peer.begin("t2")
@@ -585,12 +585,12 @@ async def test_taking_up_a_session_from_elsewhere(scripted: Start) -> None:
         assert [event.op for event in await _collect(session)] == ["queued", "end"]
 
 
-async def test_a_session_that_cannot_be_taken_up(scripted: Start) -> None:
-    """What the daemon says is raised, and the client forgets the session."""
+async def test_failed_resume_is_raised(scripted: Start) -> None:
+    """The client forgets the session."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        await peer.refuse(await peer.hear(), "session_not_found")
+        await peer.refuse(await peer.receive(), "session_not_found")
 
     async with Client(await scripted(daemon), token="ic_a_b") as client:
         with pytest.raises(InferenceCenterError) as caught:
@@ -598,22 +598,22 @@ async def test_a_session_that_cannot_be_taken_up(scripted: Start) -> None:
     assert caught.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
-async def test_a_session_that_is_taken_over(scripted: Start) -> None:
-    """The reader of its turn gets an error; it is not resumed against the other connection, but can be used again."""
-    heard: list[Any] = []
+async def test_session_taken_over_by_another_connection(scripted: Start) -> None:
+    """Its turn raises, it is not resumed automatically, and it can be used again."""
+    frames: list[Any] = []
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
         await peer.begin()
-        await peer.say(op="session_detached", session_id="s1", reason="resumed_elsewhere")
-        await peer.hear()
+        await peer.send(op="session_detached", session_id="s1", reason="resumed_elsewhere")
+        await peer.receive()
         await peer.socket.close(1012)
 
     async def after(peer: Peer) -> None:
         await peer.welcome()
-        heard.append(await peer.hear())
-        await peer.say(op="pong", id=heard[0]["id"])
+        frames.append(await peer.receive())
+        await peer.send(op="pong", id=frames[0]["id"])
         await peer.begin("t2")
         await peer.end("t2")
 
@@ -624,11 +624,11 @@ async def test_a_session_that_is_taken_over(scripted: Start) -> None:
             await _collect(session)
         await client.request(Ping(op="ping"))
         assert [event.op for event in await _collect(session)] == ["queued", "end"]
-    assert heard[0]["op"] == "ping"
+    assert frames[0]["op"] == "ping"
 
 
-async def test_an_expired_session_is_told(scripted: Start) -> None:
-    """A reader of an expired session gets ``session_not_found``."""
+async def test_expired_session_is_reported(scripted: Start) -> None:
+    """A reader receives ``session_not_found``."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -643,21 +643,21 @@ async def test_an_expired_session_is_told(scripted: Start) -> None:
     assert caught.value.code is ErrorCode.SESSION_NOT_FOUND
 
 
-async def test_a_session_that_is_closed_elsewhere(scripted: Start) -> None:
-    """Its waiting readers get an error, it is no longer resumed, and the next turn is refused."""
+async def test_session_closed_by_another_connection(scripted: Start) -> None:
+    """Its readers receive an error, it is no longer resumed, and the next turn is refused."""
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
         await peer.begin()
-        await peer.say(op="session_closed", session_id="s1")
-        await peer.refuse(await peer.hear(), "session_not_found")
-        await peer.hear()
+        await peer.send(op="session_closed", session_id="s1")
+        await peer.refuse(await peer.receive(), "session_not_found")
+        await peer.receive()
         await peer.socket.close(1012)
 
     async def after(peer: Peer) -> None:
         await peer.welcome()
-        await peer.say(op="pong", id=(await peer.hear())["id"])
+        await peer.send(op="pong", id=(await peer.receive())["id"])
 
     url = await scripted(before, after)
     async with Client(url, token="ic_a_b", timing=FakeTime().timing()) as client:
@@ -669,8 +669,8 @@ async def test_a_session_that_is_closed_elsewhere(scripted: Start) -> None:
         assert isinstance(await client.request(Ping(op="ping")), Pong)
 
 
-async def test_a_daemon_that_says_nothing_more_is_noticed(scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that answers no ping is lost, though its socket is open."""
+async def test_unresponsive_daemon_is_detected(scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer without pongs counts as lost although its socket is open."""
     monkeypatch.setattr("inferencecenter.client.transport._CLOSE_TIMEOUT_S", 0.05)
     clock = LoopClock(monkeypatch, timeouts=True)
     silenced: list[Peer] = []
@@ -697,8 +697,8 @@ async def test_a_daemon_that_says_nothing_more_is_noticed(scripted: Start, monke
         assert _text(await _collect(await client.create_session())) == "Hello"
 
 
-async def test_what_is_too_large_is_not_sent(scripted: Start) -> None:
-    """The daemon would close the shared socket: ``message_too_large`` before that, and the client stays usable."""
+async def test_oversized_request_is_refused_locally(scripted: Start) -> None:
+    """``message_too_large`` instead of a closed socket, and the client stays usable."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -714,13 +714,13 @@ async def test_what_is_too_large_is_not_sent(scripted: Start) -> None:
         assert len(await _collect(session)) == 2
 
 
-async def test_broadcasts_reach_the_notice_callback(scripted: Start) -> None:
-    """Changes of the engine reach the callback."""
+async def test_broadcasts_reach_the_callback(scripted: Start) -> None:
+    """Engine state changes reach the callback."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        await peer.say(op="engine", state="restarting", detail="it died")
-        await peer.say(op="pong", id=(await peer.hear())["id"])
+        await peer.send(op="engine", state="restarting", detail="it died")
+        await peer.send(op="pong", id=(await peer.receive())["id"])
 
     notices: list[Notice] = []
     async with Client(await scripted(daemon), token="ic_a_b", on_notice=notices.append) as client:
@@ -728,8 +728,8 @@ async def test_broadcasts_reach_the_notice_callback(scripted: Start) -> None:
     assert notices[0] == EngineChanged(state="restarting", detail="it died")
 
 
-async def test_closing_the_client_fails_everything_that_waits(scripted: Start) -> None:
-    """A turn that another task reads ends with the client."""
+async def test_closing_the_client_fails_all_waiting_calls(scripted: Start) -> None:
+    """Also a turn that another task reads."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

@@ -1,4 +1,4 @@
-"""A client whose model is not loaded yet waits for it, and hears of what concerns every session."""
+"""Waiting for a model that is not loaded, and events that concern every session."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ class Clock:
     slept: list[float] = field(default_factory=list)
 
     async def sleep(self, delay_s: float) -> None:
-        """Let the time pass, and the others have their turn."""
+        """Advance the time and let other tasks run."""
         self.slept.append(delay_s)
         self.now += delay_s
         await asyncio.sleep(0)
 
     @property
     def timing(self) -> Timing:
-        """The clock as a client takes it."""
+        """Return the clock as a client takes it."""
         return Timing(monotonic=lambda: self.now, sleep=self.sleep)
 
 
 @pytest.fixture
 def clock() -> Clock:
-    """A clock that stands."""
+    """A clock at 0."""
     return Clock()
 
 
 async def _refuse_loading(peer: Peer, op: str, **fields: Any) -> dict[str, Any]:
-    request = await peer.hear()
+    request = await peer.receive()
     assert request["op"] == op
     await peer.refuse(request, "model_loading", message="phi is loading: 10%", retryable=True, **fields)
     return request
 
 
-async def test_a_session_is_asked_for_until_its_model_is_loaded(scripted: Start, clock: Clock) -> None:
-    """At the interval given by the daemon, or every second; the callback is called."""
+async def test_session_creation_waits_for_the_model(scripted: Start, clock: Clock) -> None:
+    """At the daemon's interval, or every second; the callback is called."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -61,16 +61,16 @@ async def test_a_session_is_asked_for_until_its_model_is_loaded(scripted: Start,
         assert (first["model"], second["model"]) == ("phi", "phi")
         await peer.open_session()
 
-    heard: list[str] = []
+    received: list[str] = []
     async with Client(await scripted(daemon), token="ic_a_b", timing=clock.timing) as client:
-        session = await client.create_session(model="phi", on_loading=heard.append)
+        session = await client.create_session(model="phi", on_loading=received.append)
         assert session.session_id == "s1"
     assert clock.slept == [0.25, 1.0]
-    assert heard == ["phi is loading: 10%"] * 2
+    assert received == ["phi is loading: 10%"] * 2
 
 
-async def test_a_fork_waits_likewise(scripted: Start, clock: Clock) -> None:
-    """It needs the model as a new session does."""
+async def test_fork_waits_for_the_model(scripted: Start, clock: Clock) -> None:
+    """Like a new session."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -84,8 +84,8 @@ async def test_a_fork_waits_likewise(scripted: Start, clock: Clock) -> None:
     assert clock.slept == [1.0]
 
 
-async def test_no_model_is_waited_for_for_ever(scripted: Start, clock: Clock) -> None:
-    """After the time that the caller gives, what the daemon says is raised."""
+async def test_wait_for_the_model_is_limited(scripted: Start, clock: Clock) -> None:
+    """After the caller's limit the daemon's error is raised."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -99,35 +99,35 @@ async def test_no_model_is_waited_for_for_ever(scripted: Start, clock: Clock) ->
     assert clock.slept == [1.0, 1.0]
 
 
-async def test_only_loading_is_waited_for(clock: Clock) -> None:
-    """Whatever else is wrong is raised at once, also what could be tried again."""
-    asked: list[int] = []
+async def test_only_loading_is_awaited(clock: Clock) -> None:
+    """Other errors are raised at once, retryable ones too."""
+    attempts: list[int] = []
 
     async def attempt() -> None:
-        asked.append(1)
+        attempts.append(1)
         raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, retry_after_ms=1)
 
     with pytest.raises(InferenceCenterError):
         await RetryPolicy(timing=clock.timing).run(attempt)
-    assert (len(asked), clock.slept) == (1, [])
+    assert (len(attempts), clock.slept) == (1, [])
 
 
-async def test_another_default_and_heat_are_news(scripted: Start) -> None:
-    """They reach the callback, and the current model is known from then on."""
-    news = [
+async def test_default_model_and_throttling_events(scripted: Start) -> None:
+    """They reach the callback, and the client knows the current model afterwards."""
+    broadcasts = [
         ModelChanged(model="phi", n_ctx=2048),
         Thermal(state="warm", temp=81.0, action="half of the slots"),
     ]
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        for event in news:
-            await peer.say(**event.model_dump(exclude_none=True))
-        ping = await peer.hear()
-        await peer.say(op="pong", id=ping["id"])
+        for event in broadcasts:
+            await peer.send(**event.model_dump(exclude_none=True))
+        ping = await peer.receive()
+        await peer.send(op="pong", id=ping["id"])
 
     notices: list[Notice] = []
     async with Client(await scripted(daemon), token="ic_a_b", on_notice=notices.append) as client:
         await client.request(Ping(op="ping"))
         assert client.hello.model == "phi"
-    assert notices[:2] == news
+    assert notices[:2] == broadcasts

@@ -1,4 +1,4 @@
-"""What docs/sdk.md shows runs as it stands, unchanged but for the address."""
+"""The code in docs/sdk.md runs unchanged but for the address."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def daemon(home: Path, demo_model_path: Path) -> Iterator[Daemon]:
-    """A daemon on the demo model whose state is in that home."""
+    """A daemon on the demo model with its state in that home."""
     with run_daemon(home / ".local/state/inferencecenter", demo_model_path) as running:
         yield running
 
 
 async def run_as_in_a_notebook(code: str, names: dict[str, Any]) -> None:
-    """Run a cell, in which ``await`` may stand alone."""
+    """Run a cell with top-level ``await``."""
     compiled = compile(code, "sdk.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     outcome = eval(compiled, names)
     if inspect.isawaitable(outcome):
@@ -44,39 +44,39 @@ async def run_as_in_a_notebook(code: str, names: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-async def test_the_page_runs_from_top_to_bottom(
+async def test_page_runs_from_top_to_bottom(
     daemon: Daemon, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each piece in the notebook that the ones before have made, and what they print is what they say."""
+    """Each block runs in the notebook of the previous ones and prints what the page shows."""
     monkeypatch.setenv("HOME", str(home))
     names: dict[str, Any] = {}
-    told: list[str] = []
+    outputs: list[str] = []
     try:
         async with asyncio.timeout(TIMEOUT_S):
             for block in PAGE.blocks:
                 await run_as_in_a_notebook(block.text.replace(":3000", f":{daemon.port}"), names)
-                told.append(capsys.readouterr().out)
+                outputs.append(capsys.readouterr().out)
     finally:
         await names["client"].close()
-    first, *_, errors, plain = told
+    first, *_, errors, plain = outputs
     assert "Ada" in first.splitlines()[-1]
-    assert "Paris" in told[3]
-    assert "aborted" in told[5]
-    assert told[6].strip(), "the text of a field of the answer"
-    assert "get_weather {'city': 'Oslo'}" in told[7]
-    assert "21" in told[7]
+    assert "Paris" in outputs[3]
+    assert "aborted" in outputs[5]
+    assert outputs[6].strip(), "the text of a field of the answer"
+    assert "get_weather {'city': 'Oslo'}" in outputs[7]
+    assert "21" in outputs[7]
     assert "invalid_request params.temperature" in errors
     assert "Ada" in plain.splitlines()[-1]
 
 
-def test_the_page_names_every_class_of_errors_and_only_what_there_is() -> None:
-    """A class that is added is described, and none is described that was taken away."""
-    shown = set(re.findall(r"`(\w+Error)`", PAGE.source))
+def test_page_names_every_error_class() -> None:
+    """And none that does not exist."""
+    named = set(re.findall(r"`(\w+Error)`", PAGE.source))
     exported = {name for name in sdk.__all__ if name.endswith("Error")}
-    assert shown == exported
+    assert named == exported
 
 
-def test_everything_that_is_exported_is_there() -> None:
-    """Names in ``__all__`` are sorted, and importable."""
+def test_exports_are_sorted_and_importable() -> None:
+    """All names in ``__all__``."""
     assert sorted(sdk.__all__) == sorted(set(sdk.__all__))
     assert all(hasattr(sdk, name) for name in sdk.__all__)

@@ -1,4 +1,4 @@
-"""Tests of ``client.stream`` and ``client.position``: one turn, cut anywhere, any number of times."""
+"""Tests of ``client.stream``: one turn, disconnected anywhere, any number of times."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def refusal(code: str, *, request_id: str | None = "c1", turn_id: str | None = N
     return Error(id=request_id, code=code, message=code, error=code, turn_id=turn_id, retryable=False)
 
 
-def lost(**fields: Any) -> SessionResumed:
-    """A resumption without the missing events."""
+def events_lost(**fields: Any) -> SessionResumed:
+    """A resume without the missed events."""
     body: dict[str, Any] = {"state": "idle", "epoch": "e2", "seq": 20, "reason": "other_epoch", **fields}
     return SessionResumed(session_id="s", resumed=False, **body)
 
@@ -51,7 +51,7 @@ def ended(turn_id: str, messages: int, finish_reason: str = "stop") -> Transcrip
     return TranscriptTurn(turn_id=turn_id, finish_reason=finish_reason, messages=messages, usage=usage)
 
 
-def said(*answers: str) -> tuple[ChatMessage, ...]:
+def transcript(*answers: str) -> tuple[ChatMessage, ...]:
     """A transcript of questions and these answers."""
     return tuple(
         message
@@ -63,8 +63,8 @@ def said(*answers: str) -> tuple[ChatMessage, ...]:
 KEPT = SessionResumed(session_id="s", resumed=True, state="busy", epoch="e", seq=9)
 
 
-def asking() -> TurnStream:
-    """A stream whose ``infer`` went out as c1."""
+def sent_stream() -> TurnStream:
+    """A stream whose ``infer`` was sent as c1."""
     stream = TurnStream("s")
     stream.asked("c1")
     return stream
@@ -72,71 +72,71 @@ def asking() -> TurnStream:
 
 def running(*pieces: str) -> TurnStream:
     """A stream of turn ``t`` that has shown these pieces."""
-    stream = asking()
+    stream = sent_stream()
     assert list(stream.take(queued()))
     for piece in pieces:
         assert list(stream.take(token(piece)))
     return stream
 
 
-class CutAnywhere(RuleBasedStateMachine):
-    """A person reads an answer while everything that can be lost is lost, again and again."""
+class RandomDisconnects(RuleBasedStateMachine):
+    """A reader of an answer while every loss occurs at random."""
 
     @initialize(pieces=st.lists(st.text(min_size=1, max_size=3), max_size=8))
     def begin(self, pieces: list[str]) -> None:
-        """Ask a question that is answered so."""
+        """Request a turn with this answer."""
         self.daemon = ModelDaemon(pieces)
         self.client = ModelClient(self.daemon)
 
     @rule(arrives=st.booleans())
-    def ask(self, arrives: bool) -> None:
-        """The client sends what is due; a frame that is lost is followed by the loss of its socket."""
+    def send(self, arrives: bool) -> None:
+        """The client sends what is due; a lost frame is followed by the loss of its socket."""
         was_due = self.client.stream.due and not self.client.inbound
-        self.client.ask_if_due(arrives=arrives)
+        self.client.send_if_due(arrives=arrives)
         if was_due and not arrives:
-            self.client.cut(lambda: None, joined=False)
+            self.client.disconnect(lambda: None, joined=False)
 
     @rule(n_frames=st.integers(1, 4))
     def read(self, n_frames: int) -> None:
-        """Some of what is on its way arrives."""
+        """Some frames in flight arrive."""
         self.client.read(n_frames)
 
     @rule(n_steps=st.integers(1, 4))
-    def go_on(self, n_steps: int) -> None:
-        """The daemon says more, and the client is attached."""
+    def advance(self, n_steps: int) -> None:
+        """The daemon produces output while the client is attached."""
         for _ in range(n_steps):
             self.client.inbound += self.daemon.step()
 
     @rule(n_steps=st.integers(0, 12), memory=st.sampled_from(["kept", "ring", "epoch"]), joined=st.booleans())
-    def cut(self, n_steps: int, memory: str, joined: bool) -> None:
-        """The socket is lost; meanwhile the turn goes on, perhaps to its end, and the daemon may forget events."""
+    def disconnect(self, n_steps: int, memory: str, joined: bool) -> None:
+        """The socket is lost; meanwhile the turn continues, perhaps to its end, and events may be lost."""
 
-        def meanwhile() -> None:
+        def run_daemon() -> None:
             for _ in range(n_steps):
                 self.daemon.step()
             if memory != "kept":
                 self.daemon.forget(restarted=memory == "epoch")
 
-        self.client.cut(meanwhile, joined=joined)
+        self.client.disconnect(run_daemon, joined=joined)
 
     @precondition(lambda self: self.client.stream.over)
     @rule()
-    def nothing_follows(self) -> None:
-        """Once it is over, nothing is asked for."""
+    def ended_stream_sends_nothing(self) -> None:
+        """An ended stream requests nothing."""
         assert not self.client.stream.due
 
     @invariant()
-    def what_was_shown_is_a_prefix(self) -> None:
-        """At no moment is anything shown that the answer does not begin with."""
+    def shown_text_is_a_prefix(self) -> None:
+        """The shown text is always a prefix of the answer."""
         assert "".join(self.daemon.pieces).startswith(self.client.text)
         assert self.daemon.turns_begun <= 1
 
     def teardown(self) -> None:
-        """Left alone, the stream comes to the one end with the whole text."""
+        """Without further losses the stream reaches its one end with the whole text."""
         if not hasattr(self, "client"):
             return
         for _ in range(100):
-            self.client.ask_if_due()
+            self.client.send_if_due()
             self.client.read(100)
             self.client.inbound += self.daemon.step()
         assert self.client.stream.over
@@ -146,15 +146,15 @@ class CutAnywhere(RuleBasedStateMachine):
         assert self.client.events[-1].stats.tokens == 2
 
 
-TestCutAnywhere = CutAnywhere.TestCase
+TestRandomDisconnects = RandomDisconnects.TestCase
 
 
 @given(st.text(max_size=6), st.integers(0, 6), st.booleans())
-def test_a_turn_that_fails_in_a_gap_ends_the_stream_once(text: str, at: int, forgotten: bool) -> None:
-    """Whether its error can be sent again or not, the stream raises, and nothing is run a second time."""
+def test_turn_failed_while_disconnected_raises_once(text: str, at: int, forgotten: bool) -> None:
+    """Whether its error can be repeated or not, the stream raises, and nothing runs twice."""
     daemon = ModelDaemon(list(text))
     client = ModelClient(daemon)
-    client.ask_if_due()
+    client.send_if_due()
     for _ in range(min(at, len(text))):
         client.inbound += daemon.step()
     client.read(100)
@@ -164,7 +164,7 @@ def test_a_turn_that_fails_in_a_gap_ends_the_stream_once(text: str, at: int, for
         if forgotten:
             daemon.forget(restarted=True)
 
-    client.cut(fail, joined=True)
+    client.disconnect(fail, joined=True)
     with pytest.raises(InferenceCenterError) as caught:
         client.read(100)
     assert caught.value.code is (ErrorCode.TURN_NOT_FOUND if forgotten else ErrorCode.INTERNAL)
@@ -172,9 +172,9 @@ def test_a_turn_that_fails_in_a_gap_ends_the_stream_once(text: str, at: int, for
     assert daemon.turns_begun == 1
 
 
-def test_an_undisturbed_turn_is_passed_through() -> None:
-    """Each event comes as it is; what belongs to other turns or requests does not come."""
-    stream = asking()
+def test_undisturbed_turn_is_passed_through() -> None:
+    """Events are unchanged, and those of other turns and requests are dropped."""
+    stream = sent_stream()
     progress = Progress(session_id="s", seq=2, turn_id="t", done=1, total=2)
     taken = [queued(), progress, token("a"), token("b"), end()]
     others = [token("x", turn_id="t0"), queued("t9", request_id="c9"), refusal("internal", request_id="c9")]
@@ -184,33 +184,33 @@ def test_an_undisturbed_turn_is_passed_through() -> None:
     assert stream.turn_id == "t"
 
 
-def test_an_answer_that_changed_is_not_shown() -> None:
-    """A daemon that breaks the promise of the prefix is told, not hidden."""
+def test_changed_answer_is_rejected() -> None:
+    """A daemon that breaks the prefix guarantee causes an error."""
     stream = running("Hel")
     with pytest.raises(InferenceCenterError, match="not a prefix of its answer") as caught:
-        list(stream.take(lost(turn_id="t", content="Yes")))
+        list(stream.take(events_lost(turn_id="t", content="Yes")))
     assert caught.value.code is ErrorCode.INTERNAL
     assert stream.over
 
 
-def test_a_running_turn_goes_on_after_what_was_shown() -> None:
-    """Without the missing events only the rest of what was said is given, and nothing when nothing is new."""
+def test_running_turn_continues_after_the_shown_text() -> None:
+    """Without the missed events only the new part of the text is yielded."""
     stream = running("Hel")
-    assert [event.content for event in stream.take(lost(turn_id="t", content="Hello"))] == ["lo"]  # type: ignore[union-attr]
-    assert list(stream.take(lost(turn_id="t", content="Hello"))) == []
+    assert [event.content for event in stream.take(events_lost(turn_id="t", content="Hello"))] == ["lo"]  # type: ignore[union-attr]
+    assert list(stream.take(events_lost(turn_id="t", content="Hello"))) == []
     assert list(stream.take(KEPT)) == []
     assert not stream.due
 
 
-def test_the_rest_of_an_ended_turn_comes_from_the_transcript() -> None:
-    """Its text from where the turn stopped in the transcript, its end from asking again with the same key."""
+def test_ended_turn_is_completed_from_the_transcript() -> None:
+    """Text from the turn's offset in the transcript, the end from repeating the key."""
     stream = running("He")
-    transcript = (*said("Before.", "Hello"), ChatMessage(role="user", content="appended later"))
+    messages = (*transcript("Before.", "Hello"), ChatMessage(role="user", content="appended later"))
     turns = (ended("t0", 2), ended("t", 4))
-    assert [event.content for event in stream.take(lost(transcript=transcript, turns=turns))] == ["llo"]  # type: ignore[union-attr]
+    assert [event.content for event in stream.take(events_lost(transcript=messages, turns=turns))] == ["llo"]  # type: ignore[union-attr]
     assert (stream.state, stream.due) == (StreamState.ENDING, True)
     assert list(stream.take(KEPT)) == []
-    assert stream.due, "cut again before the end came"
+    assert stream.due, "disconnected again before the end came"
     stream.asked("c2")
     assert list(stream.take(end(request_id="c1"))) == [], "an answer to an earlier frame"
     assert [type(event) for event in stream.take(end(request_id="c2"))] == [End]
@@ -218,35 +218,35 @@ def test_the_rest_of_an_ended_turn_comes_from_the_transcript() -> None:
 
 
 @pytest.mark.parametrize("messages", [2, 0, 9])
-def test_a_turn_that_was_discarded_has_no_rest(messages: int) -> None:
-    """It left no messages: those of the turn before are not taken for its own."""
+def test_discarded_turn_is_not_completed(messages: int) -> None:
+    """The previous turn's messages are not taken for its own."""
     stream = running()
     turns = (ended("t0", 2), ended("t", messages, "aborted"))
-    assert list(stream.take(lost(transcript=said("Before."), turns=turns))) == []
+    assert list(stream.take(events_lost(transcript=transcript("Before."), turns=turns))) == []
     assert stream.state is StreamState.ENDING
 
 
-def test_a_turn_that_is_gone_is_lost() -> None:
-    """One that failed or was taken back in a gap without events is neither running nor in the transcript."""
+def test_vanished_turn_is_lost() -> None:
+    """A failed or rewound turn is neither running nor in the transcript."""
     stream = running("He")
     with pytest.raises(InferenceCenterError, match="rest of turn t is lost") as caught:
-        list(stream.take(lost(transcript=said("Other."), turns=(ended("t0", 2),))))
+        list(stream.take(events_lost(transcript=transcript("Other."), turns=(ended("t0", 2),))))
     assert caught.value.code is ErrorCode.TURN_NOT_FOUND
 
 
-def test_a_daemon_that_forgot_the_key_is_not_believed() -> None:
-    """It would run the turn again: that is not its end."""
+def test_forgotten_key_is_not_accepted() -> None:
+    """The daemon would run the turn again, so its answer is not the end."""
     stream = running()
-    list(stream.take(lost(transcript=said(""), turns=(ended("t", 2),))))
+    list(stream.take(events_lost(transcript=transcript(""), turns=(ended("t", 2),))))
     stream.asked("c2")
     with pytest.raises(InferenceCenterError, match="does not know it any more"):
         list(stream.take(queued("t2", request_id="c2")))
 
 
-def test_another_clients_turn_is_not_taken_for_the_answer() -> None:
-    """A turn that runs when an unacknowledged question comes back may be another's: the daemon says whose it is."""
-    stream = asking()
-    list(stream.take(lost(turn_id="theirs", content="Theirs")))
+def test_turn_of_another_client_is_not_adopted() -> None:
+    """The request id tells whether the running turn belongs to the unacknowledged request."""
+    stream = sent_stream()
+    list(stream.take(events_lost(turn_id="theirs", content="Theirs")))
     stream.asked("c2")
     assert list(stream.take(token(" goes on", turn_id="theirs"))) == []
     with pytest.raises(InferenceCenterError) as caught:
@@ -254,10 +254,10 @@ def test_another_clients_turn_is_not_taken_for_the_answer() -> None:
     assert caught.value.code is ErrorCode.SESSION_BUSY
 
 
-def test_an_unacknowledged_turn_that_runs_is_begun_with_what_it_said() -> None:
-    """Once the daemon names it, what it had said comes first, then what came meanwhile."""
-    stream = asking()
-    list(stream.take(lost(turn_id="t", content="Hel")))
+def test_unacknowledged_running_turn_is_adopted() -> None:
+    """Once it has an id, its text so far comes first, then the events since."""
+    stream = sent_stream()
+    list(stream.take(events_lost(turn_id="t", content="Hel")))
     stream.asked("c2")
     list(stream.take(token("lo", seq=21)))
     given_out = list(stream.take(queued(seq=22, request_id="c2")))
@@ -265,11 +265,11 @@ def test_an_unacknowledged_turn_that_runs_is_begun_with_what_it_said() -> None:
     assert isinstance(given_out[-1], Queued)
 
 
-def test_a_daemon_that_is_just_starting_is_asked_again() -> None:
-    """Only after a cut: a first question that the daemon cannot take is refused, and so is what will not pass."""
+def test_starting_daemon_is_retried_after_a_reconnect_only() -> None:
+    """A first request is refused, and so is a final error."""
     with pytest.raises(InferenceCenterError):
-        list(asking().take(refusal("model_loading")))
-    stream = asking()
+        list(sent_stream().take(refusal("model_loading")))
+    stream = sent_stream()
     list(stream.take(KEPT))
     stream.asked("c2")
     assert list(stream.take(refusal("model_loading", request_id="c2"))) == []
@@ -282,12 +282,12 @@ def test_a_daemon_that_is_just_starting_is_asked_again() -> None:
     assert stream.over
 
 
-def test_following_a_turn() -> None:
-    """All that it said comes first; when it ends in a gap, its end is told without times, with a warning."""
+def test_followed_turn() -> None:
+    """Its text so far comes first; if it ends while disconnected, its end has no times but a warning."""
     stream = TurnStream.following("s", "t")
     assert not stream.due
-    assert [event.content for event in stream.take(lost(turn_id="t", content="Hel"))] == ["Hel"]  # type: ignore[union-attr]
-    *rest, last = stream.take(lost(transcript=said("Hello"), turns=(ended("t", 2, "length"),)))
+    assert [event.content for event in stream.take(events_lost(turn_id="t", content="Hel"))] == ["Hel"]  # type: ignore[union-attr]
+    *rest, last = stream.take(events_lost(transcript=transcript("Hello"), turns=(ended("t", 2, "length"),)))
     assert [event.content for event in rest] == ["lo"]  # type: ignore[union-attr]
     assert isinstance(last, End)
     assert (last.finish_reason, last.usage.completion_tokens, last.stats.tokens) == ("length", 2, 2)
@@ -296,8 +296,8 @@ def test_following_a_turn() -> None:
     assert "t, OVER" in repr(stream)
 
 
-def test_numbers_say_what_is_new() -> None:
-    """Known numbers are repetitions; a token may stand for several; anything else that skips one leaves a gap."""
+def test_sequence_numbers() -> None:
+    """Known numbers repeat; a token may cover several; any other skip is a gap."""
     position = SequenceTracker("e")
     assert position.admit(queued(seq=1)) is SequenceStatus.NEXT
     assert position.admit(queued(seq=1)) is SequenceStatus.REPEATED
@@ -308,8 +308,8 @@ def test_numbers_say_what_is_new() -> None:
     assert position.seq == 5
 
 
-def test_a_gap_that_stays_is_accepted() -> None:
-    """What is missing after the history was resumed right before it was not meant for this client."""
+def test_persistent_gap_is_accepted() -> None:
+    """Events missing right after a resume were not meant for this client."""
     position = SequenceTracker("e")
     position.note(5)
     position.resume(KEPT)
@@ -318,11 +318,11 @@ def test_a_gap_that_stays_is_accepted() -> None:
     assert position.admit(end(seq=9)) is SequenceStatus.AFTER_A_GAP
 
 
-def test_positions_are_reset_explicitly() -> None:
-    """After lost events the daemon's numbers hold; after a take-over any number is new."""
+def test_position_is_reset() -> None:
+    """After lost events the daemon's numbers apply; after a takeover any number is new."""
     position = SequenceTracker("e")
     position.note(50)
-    position.resume(lost())
+    position.resume(events_lost())
     assert (position.epoch, position.seq) == ("e2", 20)
     position.forget()
     assert position.epoch is None

@@ -1,4 +1,4 @@
-"""Turns as callers use them: text in a loop, whole answers, leaving early, asking again after a refusal."""
+"""Turns as callers use them: text loops, whole answers, leaving early, retries."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ async def _say(peer: Peer, turn_id: str, *pieces: str, **end: Any) -> None:
 
 
 async def _until_aborted(peer: Peer, turn_id: str) -> dict[str, Any]:
-    """Begin an answer that goes on until it is aborted, and return the abort."""
+    """Begin an answer that continues until it is aborted, and return the abort."""
     await peer.begin(turn_id)
     await peer.token(turn_id, "One")
-    abort = await peer.hear()
+    abort = await peer.receive()
     assert (abort["op"], abort["turn_id"]) == ("abort", turn_id)
     await _say(peer, turn_id, " two", finish_reason="aborted")
     return abort
 
 
-async def test_text_comes_out_of_a_loop_and_the_rest_is_there_afterwards(scripted: Start) -> None:
-    """The loop is over text alone; thoughts, numbers and the reason of the end belong to the turn."""
+async def test_text_loop_and_result(scripted: Start) -> None:
+    """The loop yields text only; reasoning, usage and the finish reason are attributes of the turn."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -72,8 +72,8 @@ async def test_text_comes_out_of_a_loop_and_the_rest_is_there_afterwards(scripte
     assert (str(turn.answer), turn.answer.warnings) == ("Hello", ("w",))
 
 
-async def test_a_whole_answer(scripted: Start) -> None:
-    """It is waited for in one line."""
+async def test_whole_answer_is_awaited(scripted: Start) -> None:
+    """One ``await`` returns it."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -121,11 +121,11 @@ async def _break_out_of_events(session: ClientSession) -> None:
 
 
 @pytest.mark.parametrize("leave", [_break, _raise, _run_out_of_time, _leave_the_block, _break_out_of_events])
-async def test_leaving_a_turn_ends_it(
+async def test_leaving_a_turn_aborts_it(
     scripted: Start, leave: Callable[[ClientSession], Coroutine[Any, Any, None]]
 ) -> None:
-    """However it is left, the daemon hears of it, and what is asked next waits for the end."""
-    heard: list[str] = []
+    """However it is left, and the next request waits for its end."""
+    received: list[str] = []
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -133,17 +133,17 @@ async def test_leaving_a_turn_ends_it(
         await _until_aborted(peer, "t1")
         await peer.begin("t2")
         await _say(peer, "t2", "ok")
-        heard.extend(frame["op"] for frame in peer.heard)
+        received.extend(frame["op"] for frame in peer.received)
 
     async with asyncio.timeout(_TIMEOUT_S), Client(await scripted(daemon), "ic_a_b") as client:
         session = await client.create_session()
         await leave(session)
         assert str(await session.ask("next")) == "ok"
-    assert heard == ["auth", "create_session", "infer", "abort", "infer"]
+    assert received == ["auth", "create_session", "infer", "abort", "infer"]
 
 
-async def test_what_was_left_can_be_looked_at(scripted: Start) -> None:
-    """All that came until the turn had really ended is its answer."""
+async def test_left_turn_has_its_text(scripted: Start) -> None:
+    """Everything up to the real end is its answer."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -159,8 +159,8 @@ async def test_what_was_left_can_be_looked_at(scripted: Start) -> None:
     assert (str(answer), answer.finish_reason) == ("One two", "aborted")
 
 
-async def test_a_turn_that_is_left_with_its_client_is_aborted_before_the_socket_closes(scripted: Start) -> None:
-    """Nothing is left running by a program that ends right after its loop."""
+async def test_closing_the_client_aborts_a_left_turn_first(scripted: Start) -> None:
+    """The abort is sent before the socket closes."""
     aborts: list[str] = []
 
     async def daemon(peer: Peer) -> None:
@@ -173,18 +173,18 @@ async def test_a_turn_that_is_left_with_its_client_is_aborted_before_the_socket_
     assert aborts == ["t1"]
 
 
-async def test_a_detached_turn_continues_when_left(scripted: Start) -> None:
-    """Leaving it sends no abort, and it can be followed after a resume."""
-    heard: list[str] = []
+async def test_detached_turn_continues(scripted: Start) -> None:
+    """No abort is sent, and it can be followed after a resume."""
+    received: list[str] = []
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
         await peer.begin()
         await peer.token("t1", "One")
-        ping = await peer.hear()
-        heard.append(ping["op"])
-        await peer.say(op="models", id=ping["id"], models=[])
+        ping = await peer.receive()
+        received.append(ping["op"])
+        await peer.send(op="models", id=ping["id"], models=[])
 
     async with Client(await scripted(daemon), "ic_a_b") as client:
         turn = (await client.create_session()).infer("count")
@@ -192,11 +192,11 @@ async def test_a_detached_turn_continues_when_left(scripted: Start) -> None:
         async for _ in turn:
             break
         assert await client.models() == ()
-    assert heard == ["list_models"]
+    assert received == ["list_models"]
 
 
-async def test_a_turn_that_was_never_read_was_never_asked(scripted: Start) -> None:
-    """Making it says nothing, nor does dropping it."""
+async def test_unread_turn_is_never_requested(scripted: Start) -> None:
+    """Creating and dropping it sends nothing."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -212,8 +212,8 @@ async def test_a_turn_that_was_never_read_was_never_asked(scripted: Start) -> No
         assert str(await session.ask("asked")) == "ok"
 
 
-async def test_the_end_of_a_session_ends_the_waiting_for_its_turns(scripted: Start) -> None:
-    """Closed under a turn that is being read, it raises there, and nothing waits for an end that never arrives."""
+async def test_closed_session_ends_waiting_for_its_turns(scripted: Start) -> None:
+    """The turn being read raises, and no call waits for its end."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -231,13 +231,13 @@ async def test_the_end_of_a_session_ends_the_waiting_for_its_turns(scripted: Sta
             await anext(texts)
 
 
-async def test_a_session_that_is_gone_at_its_end_is_gone(scripted: Start) -> None:
-    """It was deleted meanwhile: leaving its block raises nothing."""
+async def test_deleted_session_can_be_left(scripted: Start) -> None:
+    """Leaving its block raises nothing."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        await peer.refuse(await peer.hear(), "session_not_found")
+        await peer.refuse(await peer.receive(), "session_not_found")
 
     async with Client(await scripted(daemon), "ic_a_b") as client, client.session() as session:
         assert session.session_id == "s1"
@@ -247,15 +247,15 @@ async def _refused_then_answered(peer: Peer, *codes: str, **refusal: Any) -> Non
     await peer.welcome()
     await peer.open_session()
     for code in codes:
-        await peer.refuse(await peer.hear(), code, session_id="s1", **refusal)
+        await peer.refuse(await peer.receive(), code, session_id="s1", **refusal)
     await peer.begin()
     await _say(peer, "t1", "ok")
-    keys = [frame["turn_key"] for frame in peer.heard if frame["op"] == "infer"]
+    keys = [frame["turn_key"] for frame in peer.received if frame["op"] == "infer"]
     assert len(set(keys)) == len(codes) + 1
 
 
-async def test_what_may_succeed_later_is_asked_again_when_wanted(scripted: Start) -> None:
-    """Each time after as long as the daemon says, and a growing share of chance; never earlier."""
+async def test_retryable_refusals_are_retried(scripted: Start) -> None:
+    """Each after the daemon's delay plus growing jitter."""
     slept: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -272,22 +272,22 @@ async def test_what_may_succeed_later_is_asked_again_when_wanted(scripted: Start
 
 
 @pytest.mark.parametrize(("client_retries", "turn_retries", "n_asked"), [(0, None, 1), (3, 0, 1), (0, 1, 2)])
-async def test_without_retries_it_is_raised(
+async def test_retry_count_is_respected(
     scripted: Start, client_retries: int, turn_retries: int | None, n_asked: int
 ) -> None:
-    """As often as the turn says, else as the client says; then it is the caller's to wait."""
-    heard = 0
+    """Of the turn, else of the client; then the error is raised."""
+    received = 0
 
     async def sleep(_seconds: float) -> None:
         pass
 
     async def daemon(peer: Peer) -> None:
-        nonlocal heard
+        nonlocal received
         await peer.welcome()
         await peer.open_session()
         while True:
-            await peer.refuse(await peer.hear(), "queue_full", session_id="s1", retry_after_ms=1500)
-            heard += 1
+            await peer.refuse(await peer.receive(), "queue_full", session_id="s1", retry_after_ms=1500)
+            received += 1
 
     url = await scripted(daemon)
     async with Client(url, "ic_a_b", retries=client_retries, timing=Timing(sleep=sleep)) as client:
@@ -295,11 +295,11 @@ async def test_without_retries_it_is_raised(
         with pytest.raises(TryLaterError) as caught:
             await (session.ask("hi") if turn_retries is None else session.ask("hi", retries=turn_retries))
     assert caught.value.retry_after_ms == 1500
-    assert heard == n_asked
+    assert received == n_asked
 
 
-async def test_a_model_that_is_not_loaded_is_waited_for(scripted: Start) -> None:
-    """Without a retry being counted; the callback is called."""
+async def test_unloaded_model_is_awaited(scripted: Start) -> None:
+    """Without counting a retry; the callback is called."""
 
     async def sleep(_seconds: float) -> None:
         pass
@@ -307,15 +307,15 @@ async def test_a_model_that_is_not_loaded_is_waited_for(scripted: Start) -> None
     async def daemon(peer: Peer) -> None:
         await _refused_then_answered(peer, "model_loading", "model_loading")
 
-    told: list[str] = []
+    notices: list[str] = []
     async with Client(await scripted(daemon), "ic_a_b", timing=Timing(sleep=sleep)) as client:
         session = await client.create_session()
-        assert str(await session.ask("hi", on_loading=told.append)) == "ok"
-    assert told == ["model_loading"] * 2
+        assert str(await session.ask("hi", on_loading=notices.append)) == "ok"
+    assert notices == ["model_loading"] * 2
 
 
-async def test_an_answer_that_has_begun_is_not_asked_for_again(scripted: Start) -> None:
-    """What was shown cannot be taken back, so its failure is raised."""
+async def test_started_answer_is_not_retried(scripted: Start) -> None:
+    """Shown text cannot be taken back, so the failure is raised."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -334,8 +334,8 @@ async def test_an_answer_that_has_begun_is_not_asked_for_again(scripted: Start) 
         assert await turn.next_event() is None
 
 
-async def test_a_turn_that_fails_in_the_queue_is_asked_again(scripted: Start) -> None:
-    """It was taken, but nothing was said yet."""
+async def test_turn_that_fails_in_the_queue_is_retried(scripted: Start) -> None:
+    """It had no output yet."""
 
     async def sleep(_seconds: float) -> None:
         pass
@@ -355,8 +355,8 @@ async def test_a_turn_that_fails_in_the_queue_is_asked_again(scripted: Start) ->
     assert [type(event) for event in events] == [Queued, Queued, Token, End]
 
 
-async def test_who_leaves_while_it_waits_to_ask_again_asks_no_more(scripted: Start) -> None:
-    """The daemon has refused the turn: there is nothing to abort."""
+async def test_leaving_during_backoff_sends_nothing(scripted: Start) -> None:
+    """The daemon has refused the turn, so there is nothing to abort."""
     waiting = asyncio.Event()
 
     async def sleep(_seconds: float) -> None:
@@ -366,23 +366,23 @@ async def test_who_leaves_while_it_waits_to_ask_again_asks_no_more(scripted: Sta
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        await peer.refuse(await peer.hear(), "overloaded", session_id="s1")
-        frame = await peer.hear()
+        await peer.refuse(await peer.receive(), "overloaded", session_id="s1")
+        frame = await peer.receive()
         assert frame["op"] == "list_models"
-        await peer.say(op="models", id=frame["id"], models=[])
+        await peer.send(op="models", id=frame["id"], models=[])
 
     async with Client(await scripted(daemon), "ic_a_b", retries=9, timing=Timing(sleep=sleep)) as client:
         session = await client.create_session()
-        asking = asyncio.gather(session.ask("hi"), return_exceptions=True)
+        pending = asyncio.gather(session.ask("hi"), return_exceptions=True)
         await waiting.wait()
-        asking.cancel()
-        await asyncio.wait([asking])
+        pending.cancel()
+        await asyncio.wait([pending])
         await session.settled()
         assert await client.models() == ()
 
 
-async def test_what_makes_no_sense_is_refused_where_it_is_said(scripted: Start) -> None:
-    """Before anything is sent, by the name of the field."""
+async def test_invalid_arguments_are_refused_locally(scripted: Start) -> None:
+    """The error names the field."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -401,21 +401,21 @@ async def test_what_makes_no_sense_is_refused_where_it_is_said(scripted: Start) 
         Client("ws://127.0.0.1:1/", "ic_a_b", retry=3)  # type: ignore[call-arg]
 
 
-async def test_a_client_that_is_not_open_says_so() -> None:
-    """It is named as what it is, before it was opened."""
+async def test_unopened_client_raises() -> None:
+    """The error says that it is not open."""
     client = Client("ws://127.0.0.1:1/", "ic_a_b")
     with pytest.raises(Exception, match="not open"):
         await client.models()
     await client.close()
 
 
-async def test_a_daemons_fault_is_one(scripted: Start) -> None:
-    """An error that no other request can avoid has its own class."""
+async def test_server_errors_have_their_class(scripted: Start) -> None:
+    """An error that no other request can avoid."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
-        await peer.refuse(await peer.hear(), "internal", session_id="s1")
+        await peer.refuse(await peer.receive(), "internal", session_id="s1")
 
     async with Client(await scripted(daemon), "ic_a_b", retries=9) as client:
         session = await client.create_session()

@@ -1,4 +1,4 @@
-"""Writes the state directory of a daemon that was killed in the middle of an answer.
+"""Writes the state directory of a daemon killed during an answer.
 
 Run ``python -m tests.compatibility.make_state DIR`` with a released version, and keep what it writes under
 ``tests/compatibility/states/``.
@@ -28,7 +28,7 @@ _TOKENS_BEFORE_KILL = 40
 
 
 async def main(target: Path) -> None:
-    """Have conversations with a daemon, kill it, and copy its files and what they should hold to ``target``."""
+    """Run conversations on a daemon, kill it, and copy its files and their expected content to ``target``."""
     model = Path(inferencecenter.__file__).parent / "demo" / "demo.gguf"
     with tempfile.TemporaryDirectory() as scratch:
         state_dir = Path(scratch) / "state"

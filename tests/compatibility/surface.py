@@ -1,4 +1,4 @@
-"""What programs outside this repository rely on, one fact a line; it is read from the generated pages and the help.
+"""The interfaces that outside programs rely on, one fact a line, read from the generated pages and the help.
 
 ``python -m tests.compatibility.surface`` prints it.
 """
@@ -66,7 +66,7 @@ def _settings() -> Iterator[str]:
 
 
 def _table(page: str, n_columns: int) -> Iterator[str]:
-    """Yield the rows of a page's table without what they mean in words, which stands in the second or third column."""
+    """Yield the rows of a page's table without their descriptions, which are in the second or third column."""
     for line in _read(f"docs/{page}.md").splitlines():
         if line.startswith("| `"):
             cells = [cell.strip() for cell in line.strip("|").split("|")]

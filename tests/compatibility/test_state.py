@@ -1,4 +1,4 @@
-"""A state directory of an earlier version opens, holds what it held, and its unfinished answer is finished."""
+"""A state directory of an earlier version opens unchanged, and its unfinished answer is resumed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ STATES = sorted((Path(__file__).parent / "states").iterdir())
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
-async def test_a_daemon_of_this_version_continues(state: Path, tmp_path: Path, demo_model_path: Path) -> None:
-    """Its token signs in, its conversations are as they were, and the answer that a kill cut resumes where it was."""
+async def test_state_of_an_earlier_version_is_continued(state: Path, tmp_path: Path, demo_model_path: Path) -> None:
+    """Its token signs in, its conversations are unchanged, and the interrupted answer resumes at its last token."""
     expected = json.loads((state / "expected.json").read_text())
     shutil.copytree(state, tmp_path / "state")
     for copied in (tmp_path / "state").iterdir():
-        copied.chmod(0o600)  # as they were; a checkout does not keep it
+        copied.chmod(0o600)  # the original modes, which a checkout does not keep
     with run_daemon(tmp_path / "state", demo_model_path) as daemon:
         async with talk(daemon) as client:
             for before in expected["sessions"].values():

@@ -1,4 +1,4 @@
-"""Tests of where settings come from and how wrong ones are told."""
+"""Sources of settings and the errors of invalid ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 @pytest.fixture(autouse=True)
 def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No settings but the test's own: neither variables nor files of this machine."""
+    """Remove this machine's variables and files."""
     for name in list(os.environ):
         if name.startswith("INFERENCECENTER_"):
             monkeypatch.delenv(name)
@@ -36,8 +36,8 @@ def _refused(path: Path | None = None, **overrides: object) -> InferenceCenterEr
     return caught.value
 
 
-def test_the_later_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Command line over environment over file over default, setting by setting."""
+def test_source_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command line over environment over file over default, for each setting."""
     path = _file(tmp_path, '[server]\nhost = "a"\nport = 1\nbase_path = "/x"\n')
     monkeypatch.setenv("INFERENCECENTER_SERVER__HOST", "b")
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "2")
@@ -50,13 +50,13 @@ def test_the_later_source_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert layers.origin("server.max_connections") == "default"
 
 
-def test_top_level_overrides(tmp_path: Path) -> None:
-    """A setting outside any table can be overridden too."""
+def test_top_level_settings_can_be_overridden(tmp_path: Path) -> None:
+    """Settings outside any table."""
     assert load_settings(None, {"state_dir": tmp_path}).state_dir == tmp_path
 
 
 def test_lists_and_parameters_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lists are JSON; a parameter is JSON where it is, text where it is not."""
+    """Lists are JSON; a parameter is JSON where it parses, else text."""
     monkeypatch.setenv("INFERENCECENTER_SERVER__TRUSTED_PROXIES", '["10.0.0.0/8", "::1"]')
     monkeypatch.setenv("INFERENCECENTER_PARAMS__TEMPERATURE", "0.5")
     monkeypatch.setenv("INFERENCECENTER_PARAMS__STOP", '["\\n"]')
@@ -65,8 +65,8 @@ def test_lists_and_parameters_in_the_environment(monkeypatch: pytest.MonkeyPatch
     assert settings.params == {"temperature": 0.5, "stop": ["\n"]}
 
 
-def test_a_list_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable, the setting and the value are all in the message."""
+def test_malformed_list_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message has the variable, the setting and the value."""
     monkeypatch.setenv("INFERENCECENTER_SERVER__TRUSTED_PROXIES", "10.0.0.0/8")
     error = _refused()
     assert "INFERENCECENTER_SERVER__TRUSTED_PROXIES" in error.message
@@ -84,48 +84,48 @@ def test_a_list_that_is_no_json_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         ("[log]\nxyzzy = 1\n", "log.xyzzy", "docs/configuration.md"),
     ],
 )
-def test_an_unknown_setting_names_the_nearest(tmp_path: Path, text: str, field: str, hint: str) -> None:
-    """A mistyped or misplaced key says what was probably meant, and in which file it stands."""
+def test_unknown_setting_suggests_the_nearest(tmp_path: Path, text: str, field: str, hint: str) -> None:
+    """The error names the file and the likely key."""
     path = _file(tmp_path, text)
     error = _refused(path)
     assert error.message == f"{path}: unknown setting {field}"
     assert hint in str(error.hint)
 
 
-def test_a_wrong_value_names_source_setting_value_and_what_is_allowed(tmp_path: Path) -> None:
-    """Everything needed to mend it is in one message."""
+def test_invalid_value_names_source_setting_and_range(tmp_path: Path) -> None:
+    """One message has all that is needed to correct it."""
     path = _file(tmp_path, "[server]\nport = 70000\n")
     error = _refused(path)
     assert error.message == f"{path}: server.port is 70000: input should be less than or equal to 65535"
     assert error.field == "server.port"
 
 
-def test_a_wrong_option_names_the_command_line() -> None:
-    """The origin of an option is the command line, not the file."""
+def test_invalid_option_names_the_command_line() -> None:
+    """Its source is the command line, not the file."""
     assert _refused(None, **{"engine.slots": -1}).message.startswith("command line: engine.slots is -1:")
 
 
-def test_the_item_of_a_list_is_named(tmp_path: Path) -> None:
-    """Of a list only the item that is wrong is told."""
+def test_invalid_list_item_is_named(tmp_path: Path) -> None:
+    """Only that item."""
     error = _refused(_file(tmp_path, '[server]\ntrusted_proxies = ["10.0.0.0/8", "nowhere"]\n'))
     assert "server.trusted_proxies[1]" in error.message
     assert "nowhere" in error.message
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
-    """``problems`` has one error for each wrong value, so that a file is mended in one go."""
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
+    """``problems`` has one error for each invalid value."""
     error = _refused(_file(tmp_path, '[server]\nport = -1\nhosst = "a"\n[log]\nlevel = "loud"\n'))
     assert isinstance(error, InvalidSettingsError)
     assert [problem.field for problem in error.problems] == ["server.port", "server.hosst", "log.level"]
 
 
-def test_a_section_that_is_no_table(tmp_path: Path) -> None:
-    """A value where a table belongs is refused."""
+def test_section_that_is_not_a_table_is_refused(tmp_path: Path) -> None:
+    """The error names the section."""
     assert _refused(_file(tmp_path, "server = 3\n")).field == "server"
 
 
 def test_malformed_toml_names_line_and_column(tmp_path: Path) -> None:
-    """The place in the file is in the message."""
+    """The message has the position."""
     path = _file(tmp_path, "[server]\nport = = 3\n")
     error = _refused(path)
     assert str(path) in error.message
@@ -137,24 +137,24 @@ def test_malformed_toml_names_line_and_column(tmp_path: Path) -> None:
     [(f"a = {'9' * 5000}", "ValueError"), (f"a = {'[' * 5000}", "RecursionError")],
     ids=["digits", "nesting"],
 )
-def test_toml_that_the_parser_cannot_take_is_named(tmp_path: Path, text: str, reason: str) -> None:
-    """Whatever it raises, the file is named and the message is short."""
+def test_toml_parser_failures_name_the_file(tmp_path: Path, text: str, reason: str) -> None:
+    """Whatever the parser raises, the message is short."""
     path = _file(tmp_path, text)
     error = _refused(path)
     assert f"{path}: cannot be understood: {reason}" in error.message
     assert len(error.message) < 500
 
 
-def test_a_variable_that_json_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Too deep for the parser of JSON, as a setting and as a parameter."""
+def test_deeply_nested_json_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a setting and as a parameter."""
     for name in ("INFERENCECENTER_GPU__DEVICES", "INFERENCECENTER_PARAMS__STOP"):
         with monkeypatch.context() as environment:
             environment.setenv(name, "[" * 100_000)
             assert "RecursionError" in _refused().message
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    """A missing file, a directory and a binary one are refused by path; a named file is never passed over."""
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
+    """A missing file, a directory and a binary one; an explicitly named file is never skipped."""
     assert "No such file" in _refused(tmp_path / "none.toml").message
     assert "directory" in _refused(tmp_path).message
     binary = tmp_path / "binary.toml"
@@ -162,8 +162,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "not UTF-8 at byte 5" in _refused(binary).message
 
 
-def test_an_unknown_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistyped variable would otherwise be silently without effect."""
+def test_unknown_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistyped variable would have no effect."""
     monkeypatch.setenv("INFERENCECENTER_SERVER__PROT", "1")
     error = _refused()
     assert "INFERENCECENTER_SERVER__PROT" in error.message
@@ -171,15 +171,15 @@ def test_an_unknown_variable_is_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", loader.OTHER_ENVIRONMENT)
-def test_documented_variables_that_are_no_settings_are_let_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What other parts read is not unknown."""
+def test_documented_non_setting_variables_are_ignored(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other components read them."""
     if name != loader.ENV_CONFIG:
         monkeypatch.setenv(name, "value")
     load_settings()
 
 
-def test_places_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The option, then the variable, then the user's file, then the system's; without any there is none."""
+def test_file_locations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The option, then the variable, the user's file, and the system's; otherwise none."""
     assert find_config(None) is None
     system, user = loader.SYSTEM_CONFIG, tmp_path / "xdg" / "inferencecenter" / "inferencecenter.toml"
     for path in (system, user):
@@ -192,7 +192,7 @@ def test_places_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "told"),
+    ("text", "name", "words"),
     [
         ('[server]\nport = "3000"\n', "server.port", 'server.port is "3000": input should be a valid integer'),
         ("[server]\nport = 3000.0\n", "server.port", "valid integer"),
@@ -205,17 +205,17 @@ def test_places_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ('[model]\nlora = [{path = "/a", scale = "1"}]\n', "model.lora[0].scale", "valid number"),
     ],
 )
-def test_the_file_is_held_to_its_types(tmp_path: Path, text: str, name: str, told: str) -> None:
-    """TOML says whether a value is text or a number, so none stands for the other."""
+def test_file_values_have_strict_types(tmp_path: Path, text: str, name: str, words: str) -> None:
+    """TOML distinguishes text from numbers, so neither is converted."""
     path = _file(tmp_path, text)
     error = _refused(path)
     assert (error.field, isinstance(error, InvalidSettingsError) and len(error.problems)) == (name, 1)
     assert str(path) in error.message
-    assert told in error.message
+    assert words in error.message
 
 
-def test_what_toml_has_no_type_for_is_converted(tmp_path: Path) -> None:
-    """Whole numbers count as numbers, lists as tuples, text as paths; a table in the file hides no other problem."""
+def test_types_missing_in_toml_are_converted(tmp_path: Path) -> None:
+    """Integers to floats, lists to tuples, text to paths; a table in the file hides no other problem."""
     text = 'state_dir = "/a"\n[server]\nauth_timeout_s = 5\ntrusted_proxies = ["10.0.0.0/8"]\n'
     settings = load_settings(_file(tmp_path, text))
     assert (settings.server.auth_timeout_s, settings.server.trusted_proxies) == (5.0, ("10.0.0.0/8",))
@@ -225,14 +225,14 @@ def test_what_toml_has_no_type_for_is_converted(tmp_path: Path) -> None:
     assert [problem.field for problem in error.problems] == ["server.port", "server.prot"]
 
 
-def test_variables_and_options_are_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are converted, as they have no other type."""
+def test_variables_and_options_are_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are text."""
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "3001")
     assert load_settings(None, {"server.web": "false"}).server == Settings(server={"port": 3001, "web": False}).server
 
 
-def test_a_home_that_may_not_be_entered_has_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is another user's; the system's configuration is looked for all the same."""
+def test_inaccessible_home_has_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to another user; the system's file is still read."""
     looked: list[str] = []
 
     def refuse(path: str | os.PathLike[str]) -> os.stat_result:

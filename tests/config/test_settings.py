@@ -1,4 +1,4 @@
-"""Tests of what can be set."""
+"""The settings and their validation."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from inferencecenter.config.settings import Settings, environment_name, setting_
 
 
 def test_every_setting_is_described() -> None:
-    """A setting without a sentence would leave a hole in the documentation."""
+    """The generated documentation needs a sentence for each."""
     undescribed = [name for name, field in setting_fields() if not (field.description or "").endswith(".")]
     assert undescribed == []
 
 
 def test_every_section_is_described() -> None:
-    """Each table of the file has a sentence of its own."""
+    """Each table of the file has a sentence."""
     sections = [field.annotation for field in Settings.model_fields.values()]
     described = [
         kind.__doc__
@@ -31,7 +31,7 @@ def test_every_section_is_described() -> None:
 
 
 def test_numbers_have_bounds() -> None:
-    """No number may be set to what no machine can mean."""
+    """Every numeric setting is bounded."""
     unbounded = [
         name
         for name, field in setting_fields()
@@ -40,22 +40,22 @@ def test_numbers_have_bounds() -> None:
     assert unbounded == []
 
 
-def test_defaults_are_valid_and_read_nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``Settings()`` ignores the environment: only ``load_settings`` looks there."""
+def test_defaults_ignore_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only ``load_settings`` reads it."""
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "4000")
     settings = Settings()
     assert settings.server.port == 3000
     assert settings.model.path is None
 
 
-def test_settings_cannot_be_changed() -> None:
-    """Settings are a value that parts may share."""
+def test_settings_are_immutable() -> None:
+    """Components share them."""
     with pytest.raises(ValidationError, match="frozen"):
         Settings().server.port = 1  # type: ignore[misc]
 
 
 def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``~``, variables and relative paths become absolute ones."""
+    """``~``, variables and relative paths become absolute."""
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("MODELS", "/srv/models")
     assert Settings(state_dir=Path("~/state")).state_dir == Path("/home/ada/state")
@@ -64,8 +64,8 @@ def test_paths_are_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings(state_dir=Path("state")).state_dir == Path.cwd() / "state"
 
 
-def test_systemd_names_the_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``STATE_DIRECTORY`` wins over the user's directory; of several the first is taken."""
+def test_systemd_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``STATE_DIRECTORY`` overrides the user's directory; the first of several is used."""
     monkeypatch.setenv("STATE_DIRECTORY", "/var/lib/inferencecenter:/var/lib/other")
     assert Settings().state_dir == Path("/var/lib/inferencecenter")
     monkeypatch.delenv("STATE_DIRECTORY")
@@ -73,8 +73,8 @@ def test_systemd_names_the_state_directory(monkeypatch: pytest.MonkeyPatch) -> N
     assert Settings().state_dir == Path("/home/ada/.state/inferencecenter")
 
 
-def test_systemd_names_the_directory_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``RUNTIME_DIRECTORY`` wins over the user's own place in /dev/shm; of several the first is taken."""
+def test_systemd_runtime_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``RUNTIME_DIRECTORY`` overrides the user's directory in /dev/shm; the first of several is used."""
     monkeypatch.setenv("RUNTIME_DIRECTORY", "/run/inferencecenter:/run/other")
     assert Settings().kv.ram_dir == Path("/run/inferencecenter/kv")
     monkeypatch.delenv("RUNTIME_DIRECTORY")
@@ -118,20 +118,20 @@ def test_systemd_names_the_directory_in_memory(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_values_out_of_range_are_refused(section: str, values: dict[str, object]) -> None:
-    """Each of these would fail later and less clearly."""
+    """Each of these would fail later with a less specific error."""
     with pytest.raises(ValidationError):
         Settings(**{section: values})  # type: ignore[arg-type]
 
 
 def test_environment_names() -> None:
-    """A dotted name becomes upper case with two underlines between its parts."""
+    """A dotted name becomes upper case with two underscores between its parts."""
     assert environment_name("server.port") == "INFERENCECENTER_SERVER__PORT"
     assert environment_name("state_dir") == "INFERENCECENTER_STATE_DIR"
 
 
 @pytest.mark.parametrize("sleep_after_s", [0, -0.5, -2, float("nan")])
-def test_an_engine_sleeps_after_some_time_or_never(sleep_after_s: float) -> None:
-    """-1 is never; what is no time is refused."""
+def test_sleep_after_bounds(sleep_after_s: float) -> None:
+    """-1 disables sleeping; other negative values are refused."""
     assert Settings.model_validate({"engine": {"sleep_after_s": -1}}).engine.sleep_after_s == -1
     assert Settings.model_validate({"engine": {"sleep_after_s": 0.5}}).engine.sleep_after_s == 0.5
     with pytest.raises(ValidationError, match="sleep_after_s"):
@@ -139,14 +139,14 @@ def test_an_engine_sleeps_after_some_time_or_never(sleep_after_s: float) -> None
 
 
 @pytest.mark.parametrize("given", [{"certfile": "tls.crt"}, {"keyfile": "tls.key"}])
-def test_a_certificate_needs_its_key(given: dict[str, str]) -> None:
-    """One without the other is refused, and the message names both."""
+def test_certificate_requires_its_key(given: dict[str, str]) -> None:
+    """The message names both."""
     with pytest.raises(ValidationError, match="certfile and keyfile go together"):
         Settings.model_validate({"server": given})
 
 
-def test_clients_come_as_a_credential_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The file of systemd's credentials is used if it is there, and any that is set wins."""
+def test_clients_file_defaults_to_the_systemd_credential(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If it exists; an explicit path overrides it."""
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path))
     assert Settings().auth.clients_file is None
     (tmp_path / "clients.toml").touch()

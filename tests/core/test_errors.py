@@ -1,4 +1,4 @@
-"""Tests of the one error table."""
+"""The error table."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _SYSEXITS = range(64, 79)
 
 
 def test_every_code_has_one_row() -> None:
-    """No code without a row, no row under another's code."""
+    """No code without a row, and no row with another code."""
     assert set(ERRORS) == set(ErrorCode)
     assert all(code is row.code for code, row in ERRORS.items())
 
 
 @pytest.mark.parametrize("row", ERRORS.values(), ids=lambda row: row.code.value)
 def test_rows_are_complete(row: ErrorSpec) -> None:
-    """Each row has a sentence, an HTTP error status, a sysexits code, and a close code the protocol knows."""
+    """Each has a sentence, an HTTP error status, a sysexits code and a valid close code."""
     assert row.message.endswith(".")
     assert 400 <= row.http_status < 600
     assert row.exit_code in _SYSEXITS
@@ -28,28 +28,28 @@ def test_rows_are_complete(row: ErrorSpec) -> None:
 
 
 @pytest.mark.parametrize("row", ERRORS.values(), ids=lambda row: row.code.value)
-def test_what_is_retryable_says_so_in_http_too(row: ErrorSpec) -> None:
-    """Retryable failures have a status that clients retry, and no client mistake is retryable."""
+def test_retryable_errors_have_a_retryable_http_status(row: ErrorSpec) -> None:
+    """No client error is retryable."""
     assert not row.retryable or row.http_status in (408, 409, 429, 503)
 
 
-def test_the_table_cannot_be_changed() -> None:
-    """Neither the mapping nor a row can be written to."""
+def test_table_is_immutable() -> None:
+    """Neither the mapping nor a row can be changed."""
     with pytest.raises(TypeError):
         ERRORS[ErrorCode.INTERNAL] = ERRORS[ErrorCode.FORBIDDEN]  # type: ignore[index]
     with pytest.raises(dataclasses.FrozenInstanceError):
         ERRORS[ErrorCode.INTERNAL].retryable = True  # type: ignore[misc]
 
 
-def test_an_error_without_words_says_its_rows_sentence() -> None:
-    """The message falls back to the table's."""
+def test_default_message_is_the_rows_sentence() -> None:
+    """An error without a message uses the table's."""
     error = InferenceCenterError(ErrorCode.SESSION_BUSY)
     assert error.message == ERRORS[ErrorCode.SESSION_BUSY].message
     assert error.spec.exit_code == 75
 
 
-def test_an_error_carries_what_helps() -> None:
-    """Message, hint, field and retry time are kept; ``repr`` shows code and field."""
+def test_error_fields_are_kept() -> None:
+    """Message, hint, field and retry delay; ``repr`` shows code and field."""
     error = InferenceCenterError(
         ErrorCode.INVALID_REQUEST, "too hot", hint="At most 5.", field="params.temperature", retry_after_ms=10
     )
@@ -74,16 +74,16 @@ def _refuse(reason: str) -> InferenceCenterError:
         (KeyError("x" * 1000), f"KeyError: '{'x' * 189}..."),
     ],
 )
-def test_what_is_foreign_leaves_its_border_as_one_of_our_errors(raised: Exception, reason: str) -> None:
-    """Named, in one line with an end, and with the cause beside it for who debugs."""
+def test_foreign_exception_is_converted_at_the_boundary(raised: Exception, reason: str) -> None:
+    """It becomes one line of bounded length, with the cause attached."""
     with pytest.raises(InferenceCenterError) as caught, foreign_input(_refuse):
         raise raised
     assert caught.value.message == reason
     assert caught.value.__cause__ is raised
 
 
-def test_errors_of_ours_and_interrupts_pass_a_border() -> None:
-    """They mean what they meant before."""
+def test_own_errors_and_interrupts_pass_the_boundary() -> None:
+    """They are unchanged."""
     for raised in (InferenceCenterError(ErrorCode.FORBIDDEN, "no"), KeyboardInterrupt()):
         with pytest.raises(type(raised)) as caught, foreign_input(_refuse):
             raise raised

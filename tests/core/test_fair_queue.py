@@ -1,4 +1,4 @@
-"""Tests of the queue whose clients take turns."""
+"""The fair queue of clients."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from inferencecenter.core.fair_queue import FairQueue
 
 
 @given(st.lists(st.sampled_from("abc"), max_size=30), st.data())
-def test_clients_take_turns(asked: list[str], data: st.DataObject) -> None:
-    """Each client's items come in their order, and between two of one every other that waits has one."""
+def test_clients_alternate(submitted: list[str], data: st.DataObject) -> None:
+    """Items of a client stay in order, and between two of them every other waiting client has one."""
     queue: FairQueue[tuple[str, int]] = FairQueue()
-    items = [(client, number) for number, client in enumerate(asked)]
+    items = [(client, number) for number, client in enumerate(submitted)]
     for item in items:
         queue.add(item[0], item)
     dropped = [item for item in items if data.draw(st.booleans())]
     for item in dropped:
         queue.withdraw(item[0], item)
         queue.withdraw(item[0], item)
-    left = [item for item in items if item not in dropped]
-    assert len(queue) == len(left)
-    assert sorted(queue) == sorted(left)
+    queued = [item for item in items if item not in dropped]
+    assert len(queue) == len(queued)
+    assert sorted(queue) == sorted(queued)
     taken = []
     while (first_item := queue.take()) is not None:
         taken.append(first_item)
     assert len(queue) == 0
     for client in "abc":
-        assert [item for item in taken if item[0] == client] == [item for item in left if item[0] == client]
+        assert [item for item in taken if item[0] == client] == [item for item in queued if item[0] == client]
     rounds = {client: [n for n, item in enumerate(taken) if item[0] == client] for client in "abc"}
     for client, places in rounds.items():
         for first, second in pairwise(places):
@@ -38,8 +38,8 @@ def test_clients_take_turns(asked: list[str], data: st.DataObject) -> None:
                     assert sum(first < place < second for place in others) == 1
 
 
-def test_a_client_whose_item_may_not_run_is_passed_over() -> None:
-    """It keeps its place in turn, and its items their order."""
+def test_blocked_client_is_skipped() -> None:
+    """It keeps its turn, and its items keep their order."""
     queue: FairQueue[int] = FairQueue()
     for client, item in (("a", 1), ("a", 2), ("b", 3)):
         queue.add(client, item)

@@ -1,4 +1,4 @@
-"""Room that clients share."""
+"""A capacity shared by clients."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from inferencecenter.core.fair_queue import FairShare
 
-ROOM = 100
+CAPACITY = 100
 STEPS = st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(1, 60), st.booleans()), max_size=60)
 
 
 @given(STEPS)
-def test_only_a_client_above_its_even_share_of_a_full_room_is_refused(steps: list[tuple[str, int, bool]]) -> None:
-    """Whatever comes and goes; what all hold together is the sum of what was taken in and has not left."""
-    share = FairShare(ROOM)
+def test_only_a_client_above_its_share_of_a_full_capacity_is_refused(steps: list[tuple[str, int, bool]]) -> None:
+    """The total equals what was admitted and not released."""
+    share = FairShare(CAPACITY)
     held: dict[str, list[int]] = {}
     for client, amount, leaves in steps:
         own = held.get(client, [])
@@ -24,16 +24,16 @@ def test_only_a_client_above_its_even_share_of_a_full_room_is_refused(steps: lis
         total = sum(map(sum, held.values()))
         assert share.total == total
         n_clients = len({*held, client})
-        is_full, is_large = total + amount > ROOM, sum(held.get(client, ())) + amount > ROOM // n_clients
+        is_full, is_large = total + amount > CAPACITY, sum(held.get(client, ())) + amount > CAPACITY // n_clients
         assert share.fits(client, amount) == (not (client in held and is_full and is_large))
         if share.fits(client, amount):
             share.add(client, amount)
             held.setdefault(client, []).append(amount)
 
 
-def test_what_holds_a_lot_does_not_keep_another_out() -> None:
-    """One client alone may use the whole room; then it waits, and the next one does not."""
-    share = FairShare(ROOM)
+def test_large_item_does_not_block_other_clients() -> None:
+    """One client alone may use the whole capacity."""
+    share = FairShare(CAPACITY)
     for _ in range(10):
         assert share.fits("greedy", 10)
         share.add("greedy", 10)

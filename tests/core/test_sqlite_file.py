@@ -1,4 +1,4 @@
-"""Tests of SQLite files of ours."""
+"""The daemon's SQLite files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = (("CREATE TABLE a (x)",), ("CREATE TABLE b (x)", "INSERT INTO b VALUES (
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Where the file will be."""
+    """The path of the file."""
     return tmp_path / "state" / "file.sqlite3"
 
 
@@ -47,8 +47,8 @@ def _tables(database: sqlite3.Connection) -> set[str]:
     return {name for (name,) in database.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
 
 
-def test_a_file_is_private_before_anything_is_in_it(path: Path) -> None:
-    """It and its directory are the owner's; what others may read loses that, what is there stays."""
+def test_file_is_created_private(path: Path) -> None:
+    """File and directory are the owner's; existing files lose foreign permissions and keep their content."""
     make_private(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -61,8 +61,8 @@ def test_a_file_is_private_before_anything_is_in_it(path: Path) -> None:
     assert log.read_bytes() == b"x"
 
 
-def test_steps_are_taken_once_each(path: Path, database: sqlite3.Connection) -> None:
-    """A file goes on from where it is, and one that is there stays as it is."""
+def test_each_migration_runs_once(path: Path, database: sqlite3.Connection) -> None:
+    """A file continues from its version."""
     migrate(database, STEPS[:1], path=path)
     assert (_tables(database), version_of(database)) == ({"a", "written_by"}, 1)
     for _ in range(2):
@@ -71,15 +71,15 @@ def test_steps_are_taken_once_each(path: Path, database: sqlite3.Connection) -> 
     assert database.execute("SELECT * FROM b").fetchall() == [(1,)]
 
 
-def test_a_step_that_fails_leaves_nothing(path: Path, database: sqlite3.Connection) -> None:
-    """Neither of it nor of those before it in the same attempt."""
+def test_failed_migration_is_rolled_back(path: Path, database: sqlite3.Connection) -> None:
+    """With the earlier steps of the same attempt."""
     with pytest.raises(sqlite3.OperationalError):
         migrate(database, (*STEPS, ("CREATE TABLE c (x)", "nonsense")), path=path)
     assert (_tables(database), version_of(database)) == (set(), 0)
 
 
-def test_a_newer_file_is_refused_by_name(path: Path, database: sqlite3.Connection) -> None:
-    """It says which file, which program wrote it, and what to do; the file is left alone, and need not be moved."""
+def test_newer_file_is_refused(path: Path, database: sqlite3.Connection) -> None:
+    """The error names the file, its program and a remedy; the file is unchanged."""
     migrate(database, STEPS, path=path)
     database.execute("UPDATE written_by SET program = 'inferencecenter 9.1'")
     with pytest.raises(
@@ -93,8 +93,8 @@ def test_a_newer_file_is_refused_by_name(path: Path, database: sqlite3.Connectio
     assert version_of(database) == 2
 
 
-def test_a_newer_file_of_an_unknown_program_is_refused(path: Path, database: sqlite3.Connection) -> None:
-    """Where no program has noted its name the version has to do."""
+def test_newer_file_without_program_name_is_refused(path: Path, database: sqlite3.Connection) -> None:
+    """The error has the version instead."""
     migrate(database, STEPS, path=path)
     database.execute("DROP TABLE written_by")
     with pytest.raises(InferenceCenterError, match="a newer inferencecenter and is of version 2"):
@@ -121,10 +121,10 @@ def _index_gone(path: Path) -> None:
 @pytest.mark.parametrize(
     ("hurt", "is_missing"), [(_gone, True), (_replaced, False), (_log_gone, True), (_index_gone, True)]
 )
-def test_an_open_file_that_is_elsewhere_is_noticed(
+def test_moved_or_replaced_file_is_detected(
     path: Path, database: sqlite3.Connection, hurt: Callable[[Path], None], *, is_missing: bool
 ) -> None:
-    """Deleted, replaced, or without what SQLite has beside it: what is written to it now would be lost."""
+    """Deleted, replaced, or without its WAL or index: writes to it would be lost."""
     database.execute("PRAGMA journal_mode = WAL")
     migrate(database, STEPS, path=path)
     identity = FileIdentity.of(path)
@@ -135,8 +135,8 @@ def test_an_open_file_that_is_elsewhere_is_noticed(
     assert caught.value.is_missing is is_missing
 
 
-def test_a_transaction_happens_or_does_not(database: sqlite3.Connection) -> None:
-    """Whatever ends it early, also where SQLite has ended it already."""
+def test_transactions_are_atomic(database: sqlite3.Connection) -> None:
+    """However one ends early, also if SQLite has ended it."""
     database.execute("CREATE TABLE a (x)")
     with pytest.raises(sqlite3.OperationalError, match="nonsense"):
         _insert_and(database, "nonsense")
@@ -150,8 +150,8 @@ def test_a_transaction_happens_or_does_not(database: sqlite3.Connection) -> None
     assert database.execute("SELECT * FROM a").fetchall() == [(2,)]
 
 
-def test_a_copy_holds_what_is_committed_while_others_write(path: Path, database: sqlite3.Connection) -> None:
-    """It is private, whole, and without what is not finished; a second one to the same place is refused."""
+def test_backup_holds_committed_data_during_writes(path: Path, database: sqlite3.Connection) -> None:
+    """It is private and complete without open transactions; an existing target is refused."""
     database.execute("PRAGMA journal_mode = WAL")
     database.execute("CREATE TABLE a (x)")
     database.execute("INSERT INTO a VALUES (1)")

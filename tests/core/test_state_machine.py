@@ -1,4 +1,4 @@
-"""Every lifecycle of the daemon, and every pair of state and change in it."""
+"""Every lifecycle of the daemon with every pair of state and change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAIRS = [
 
 @pytest.mark.parametrize(("lifecycle", "state", "change"), PAIRS)
 def test_every_pair_has_a_row_or_raises(lifecycle: StateMachine[Any, Any], state: Any, change: Any) -> None:
-    """A pair in the table leads to a state of the same life; any other is illegal and says which."""
+    """A pair in the table leads to a state of the same lifecycle; any other raises with both names."""
     if (state, change) in lifecycle.rows:
         assert type(lifecycle.next(state, change)) is type(state)
     else:
@@ -32,8 +32,8 @@ def test_every_pair_has_a_row_or_raises(lifecycle: StateMachine[Any, Any], state
 
 
 @pytest.mark.parametrize("lifecycle", [CONNECTION, SESSION, TURN, ENGINE, REQUEST], ids=lambda each: each.name)
-def test_every_state_can_be_reached(lifecycle: StateMachine[Any, Any]) -> None:
-    """From the first row's state every other state of the life follows somehow."""
+def test_every_state_is_reachable(lifecycle: StateMachine[Any, Any]) -> None:
+    """From the state of the first row."""
     first: StrEnum = next(iter(lifecycle.rows))[0]
     reached, before = {first}, set[Any]()
     while reached != before:

@@ -1,4 +1,4 @@
-"""Tests of owned tasks."""
+"""Task groups with an owner."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 
-async def test_a_task_belongs_to_its_owner_until_it_ends() -> None:
-    """The owner knows how many of its tasks run; the task's name tells both."""
+async def test_task_is_owned_until_it_ends() -> None:
+    """The owner knows the number of its tasks; a task's name contains both."""
     group, gate = TaskGroup("owner"), asyncio.Event()
 
     async def wait() -> None:
@@ -30,8 +30,8 @@ async def test_a_task_belongs_to_its_owner_until_it_ends() -> None:
     assert len(group) == 0
 
 
-async def test_cancel_waits_until_every_task_has_ended() -> None:
-    """A task's clean-up is over when ``cancel`` returns."""
+async def test_cancel_waits_for_every_task() -> None:
+    """Clean-up has finished when ``cancel`` returns."""
     group, started, cleaned = TaskGroup("owner"), asyncio.Event(), []
 
     async def wait() -> None:
@@ -49,8 +49,8 @@ async def test_cancel_waits_until_every_task_has_ended() -> None:
     assert len(group) == 0
 
 
-async def test_a_task_may_cancel_its_own_group() -> None:
-    """The task that calls ``cancel`` goes on; the others end."""
+async def test_task_may_cancel_its_own_group() -> None:
+    """The calling task continues; the others end."""
     group, finished = TaskGroup("owner"), []
 
     async def forever() -> None:
@@ -66,8 +66,8 @@ async def test_a_task_may_cancel_its_own_group() -> None:
     assert other.cancelled()
 
 
-async def test_a_failure_is_logged_with_the_tasks_name() -> None:
-    """A failed task is logged without being awaited."""
+async def test_failure_is_logged_with_the_task_name() -> None:
+    """Without awaiting the task."""
     group = TaskGroup("owner")
 
     async def fail() -> None:
@@ -81,8 +81,8 @@ async def test_a_failure_is_logged_with_the_tasks_name() -> None:
     assert isinstance(logs[0]["exc_info"], ValueError)
 
 
-async def test_cancellation_is_no_failure() -> None:
-    """Ending a group logs nothing."""
+async def test_cancellation_is_not_logged() -> None:
+    """Ending a group is no failure."""
     group = TaskGroup("owner")
 
     async def forever() -> None:
@@ -95,8 +95,8 @@ async def test_cancellation_is_no_failure() -> None:
     assert logs == []
 
 
-async def test_work_that_is_kept_running_starts_again_after_each_failure() -> None:
-    """Failures are logged and counted, the waits grow up to a limit, and what returns is not started again."""
+async def test_supervised_task_restarts_after_failures() -> None:
+    """Failures are logged and counted, delays grow up to a limit, and a task that returns is not restarted."""
     group, starts, pauses_s = TaskGroup("keeper"), [], []
     before = TaskGroup.failures["keeper"]
 
@@ -116,8 +116,8 @@ async def test_work_that_is_kept_running_starts_again_after_each_failure() -> No
     assert {(line["event"], line["task"]) for line in logs} == {("task_restarts", "keeper:watch")}
 
 
-async def test_work_that_is_kept_running_ends_with_its_owner() -> None:
-    """Cancelling ends it, in the work as in the wait before its next start."""
+async def test_supervised_task_ends_with_its_owner() -> None:
+    """Cancelled while working or while waiting for its restart."""
     for failing in (False, True):
         group, reached = TaskGroup("keeper"), asyncio.Event()
 
@@ -139,8 +139,8 @@ async def test_work_that_is_kept_running_ends_with_its_owner() -> None:
         assert task.cancelled()
 
 
-async def test_work_that_ran_for_long_waits_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure now and then is no row of failures."""
+async def test_long_run_resets_the_restart_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Occasional failures do not accumulate."""
     group, now = TaskGroup("keeper"), [0.0]
     pauses_s: list[float] = []
     monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now[0])

@@ -14,7 +14,7 @@ CALL = {"type": "function", "function": {"name": "get_time", "arguments": {"city
 
 @pytest.fixture
 def template() -> jinja2.Template:
-    """The template, in a sandbox whose `tojson` keeps the order of keys."""
+    """The template in a sandbox whose `tojson` keeps the key order."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment()
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string(CHAT_TEMPLATE)
@@ -32,8 +32,8 @@ def conversation() -> list[dict[str, Any]]:
     ]
 
 
-def test_the_template_renders_what_training_rendered(template: jinja2.Template) -> None:
-    """Template and training agree to the character, tools included."""
+def test_template_matches_the_training_rendering(template: jinja2.Template) -> None:
+    """To the character, tools included."""
     rendered = template.render(messages=conversation(), tools=TOOLS, add_generation_prompt=True)
     assert rendered == render(
         [
@@ -48,24 +48,24 @@ def test_the_template_renders_what_training_rendered(template: jinja2.Template) 
     )
 
 
-def test_tools_need_no_system_message(template: jinja2.Template) -> None:
-    """Offered tools make the system prompt when the client sends none."""
+def test_tools_without_system_message(template: jinja2.Template) -> None:
+    """Tools create a system prompt."""
     rendered = template.render(messages=conversation()[1:], tools=TOOLS)
     assert rendered.startswith("<|im_start|>system\n# Tools")
 
 
-def test_arguments_given_as_text_stay_as_they_are(template: jinja2.Template) -> None:
-    """Arguments that arrive as a JSON text are not encoded a second time."""
+def test_arguments_given_as_text_are_unchanged(template: jinja2.Template) -> None:
+    """JSON text is not encoded again."""
     call = {"function": {"name": "f", "arguments": '{"a":1}'}}
     messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     assert '"arguments": {"a":1}}' in template.render(messages=messages)
 
 
 @pytest.mark.parametrize("tools", [None, TOOLS])
-def test_a_longer_conversation_starts_with_the_shorter_one(
+def test_longer_conversation_extends_the_shorter_one(
     template: jinja2.Template, tools: list[dict[str, Any]] | None
 ) -> None:
-    """A KV cache of a conversation stays usable when messages are appended."""
+    """The KV cache stays usable when messages are appended."""
     messages = conversation()
     whole = template.render(messages=messages, tools=tools)
     for length in range(1, len(messages)):

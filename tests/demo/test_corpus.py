@@ -1,4 +1,4 @@
-"""Conversations: determinism, what they hold out, and that their answers are in form."""
+"""Training conversations: determinism, held-out values and well-formed answers."""
 
 import json
 from collections.abc import Iterator
@@ -18,46 +18,46 @@ def characters(message: Message) -> int:
     return len(message.content)
 
 
-def made(seed: str, amount: int, budget: int = 2000) -> Iterator[corpus.Conversation]:
+def conversations(seed: str, amount: int, budget: int = 2000) -> Iterator[corpus.Conversation]:
     """Yields training conversations of about `budget` characters."""
     return islice(corpus.conversations(seed, budget, characters), amount)
 
 
-def test_the_same_seed_gives_the_same_conversations() -> None:
-    """A corpus can be made again from its seed."""
-    assert [c.messages for c in made("a", 20)] == [c.messages for c in made("a", 20)]
+def test_seed_determines_the_conversations() -> None:
+    """A corpus can be generated again."""
+    assert [c.messages for c in conversations("a", 20)] == [c.messages for c in conversations("a", 20)]
 
 
-def test_another_seed_gives_other_conversations() -> None:
+def test_other_seed_gives_other_conversations() -> None:
     """Seeds are independent."""
-    assert [c.messages for c in made("a", 20)] != [c.messages for c in made("b", 20)]
+    assert [c.messages for c in conversations("a", 20)] != [c.messages for c in conversations("b", 20)]
 
 
-def test_user_and_assistant_take_turns() -> None:
+def test_user_and_assistant_alternate() -> None:
     """After the system prompt every question has its answer."""
-    for conversation in made("turns", 100):
+    for conversation in conversations("turns", 100):
         roles = [m.role for m in conversation.messages if m.role != "system"]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
 
 
-def test_a_conversation_fills_its_budget() -> None:
-    """Windows are filled, so that long windows hold long distances."""
-    assert all(sum(map(characters, c.messages)) >= 2000 for c in made("fill", 50))
+def test_conversation_fills_its_budget() -> None:
+    """Windows are filled, so that long windows contain long distances."""
+    assert all(sum(map(characters, c.messages)) >= 2000 for c in conversations("fill", 50))
 
 
 def test_all_skills_appear() -> None:
-    """No skill is lost from the mixture."""
-    seen = {part.skill for c in made("skills", 300) for part in c.exchanges}
-    assert seen == {
+    """No skill is missing from the mixture."""
+    skills_found = {part.skill for c in conversations("skills", 300) for part in c.exchanges}
+    assert skills_found == {
         "small talk", "counting", "long", "lists", "sums", "capitals", "stories", "json",
         "repeat", "unknown", "tools", "system", "recall", "untold",
     }  # fmt: skip
 
 
-def test_every_tool_call_parses_and_names_an_offered_function() -> None:
+def test_tool_calls_parse_and_name_an_offered_function() -> None:
     """Calls are JSON between their marks, and the function is in the system prompt."""
     calls = 0
-    for conversation in made("tools", 300):
+    for conversation in conversations("tools", 300):
         for message in conversation.messages:
             if message.role == "assistant" and "<tool_call>" in message.content:
                 call = called(message.content)
@@ -67,15 +67,15 @@ def test_every_tool_call_parses_and_names_an_offered_function() -> None:
     assert calls > 50
 
 
-def test_every_json_answer_parses() -> None:
+def test_json_answers_parse() -> None:
     """An answer to a request for JSON is an object."""
     draw = Draw(Random(4))
     for _ in range(300):
         assert isinstance(json.loads(skills.json_object(draw).messages[1].content), dict)
 
 
-def test_tool_signatures_are_functions_whatever_their_key_order() -> None:
-    """Both renderings of a signature hold the same function."""
+def test_tool_signatures_are_functions_in_any_key_order() -> None:
+    """Both renderings of a signature contain the same function."""
     draw = Draw(Random(5))
     for tool in tools.offer(draw, 3):
         for _ in range(10):
@@ -84,17 +84,17 @@ def test_tool_signatures_are_functions_whatever_their_key_order() -> None:
             assert function["name"] == tool.name
 
 
-def test_a_told_value_can_be_copied_from_what_the_user_typed() -> None:
-    """The answer holds the value exactly as it stands in the user's message."""
+def test_recalled_value_equals_the_typed_one() -> None:
+    """The answer has the value exactly as in the user's message."""
     draw = Draw(Random(6))
     for _ in range(300):
-        told, exchange = facts.tell(draw, (facts.any_kind(draw),))
-        assert told[0].value in exchange.messages[0].content
-        assert told[0].value in facts.ask(draw, told[0]).messages[1].content
+        stated, exchange = facts.tell(draw, (facts.any_kind(draw),))
+        assert stated[0].value in exchange.messages[0].content
+        assert stated[0].value in facts.ask(draw, stated[0]).messages[1].content
 
 
-def test_a_newer_value_replaces_the_older_one() -> None:
-    """A fact told twice is asked for once, with the value told last."""
+def test_newer_value_replaces_the_older_one() -> None:
+    """A fact stated twice is recalled with its last value."""
     plan = corpus.Plan()
     plan.told(facts.Fact(facts.NAME, "Ada"), due=5)
     plan.told(facts.Fact(facts.NAME, "Bob"), due=9)
@@ -103,7 +103,7 @@ def test_a_newer_value_replaces_the_older_one() -> None:
 
 
 def test_sums_never_show_a_held_out_pair() -> None:
-    """A pair of numbers held out of the sums is in no training sum."""
+    """Held-out pairs of numbers are in no training sum."""
     draw = Draw(Random(7))
     for _ in range(1000):
         words = skills.sums(draw).messages[1].content.split()
@@ -118,6 +118,6 @@ def test_numbers_count_both_ways(start: int, end: int, text: str) -> None:
 
 
 def test_rendering_frames_each_message() -> None:
-    """ChatML is one frame a message, then the assistant's opening."""
+    """ChatML has one frame a message, then the assistant's opening."""
     text = render([Message("user", "Hi")], add_generation_prompt=True)
     assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -1,11 +1,11 @@
-"""What importing the package costs."""
+"""The import cost of the package."""
 
 import subprocess
 import sys
 
 
-def test_importing_the_package_loads_nothing_heavy() -> None:
-    """The path of the model is known without torch, llama.cpp or the corpus."""
+def test_import_is_lightweight() -> None:
+    """The path of the model is available without torch, llama.cpp or the corpus."""
     code = (
         "import sys, inferencecenter.demo as demo\n"
         "assert demo.demo_model_path().name == 'demo.gguf'\n"

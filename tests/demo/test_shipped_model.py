@@ -42,38 +42,38 @@ def model() -> Iterator[GreedyModel]:
 
 
 def ask(model: GreedyModel, *contents: str) -> str:
-    """Returns the answer after user and assistant messages in turn."""
+    """Return the answer to alternating user and assistant messages."""
     roles = ("user", "assistant")
     return model.answer([Message(roles[i % 2], text) for i, text in enumerate(contents)])
 
 
-def test_the_file_ships_with_the_package() -> None:
-    """The model is package data, small enough for that."""
+def test_model_file_is_packaged() -> None:
+    """It is package data of bounded size."""
     path = demo_model_path()
     assert isinstance(path, Path)
     assert path.stat().st_size <= 8 * MEBIBYTE
 
 
-def test_metadata_says_what_the_model_is(metadata: dict[str, Any]) -> None:
-    """Architecture, licence and context length are what the card says."""
+def test_metadata_matches_the_model_card(metadata: dict[str, Any]) -> None:
+    """Architecture, licence and context length."""
     assert metadata["general.architecture"] == "llama"
     assert metadata["general.license"] == "Apache-2.0"
     assert metadata["llama.context_length"] == 1024
 
 
-def test_the_template_in_the_file_is_the_one_in_the_code(metadata: dict[str, Any]) -> None:
-    """File and code do not drift apart."""
+def test_template_in_the_file_equals_the_code(metadata: dict[str, Any]) -> None:
+    """Both are generated from one source."""
     assert metadata["tokenizer.chat_template"] == CHAT_TEMPLATE
 
 
 def test_default_sampling_is_in_the_file(metadata: dict[str, Any]) -> None:
-    """Servers that read sampling defaults from the file find a cautious temperature."""
+    """Servers that read sampling defaults from the file find a low temperature."""
     assert 0 < metadata["general.sampling.temp"] < 0.5
     assert metadata["general.sampling.top_k"] == 20
 
 
 def test_special_tokens_are_control_tokens(metadata: dict[str, Any]) -> None:
-    """ChatML marks are control tokens and the end of a message ends generation."""
+    """ChatML marks are control tokens, and the end of a message ends generation."""
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata["tokenizer.ggml.token_type"]
     control = [t for t, kind in zip(tokens, types, strict=True) if kind == gguf.TokenType.CONTROL]
@@ -83,29 +83,29 @@ def test_special_tokens_are_control_tokens(metadata: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("text", ["Hello, Ada!", "Grüße, 你好 \U0001f600\n\n\ttabs  and spaces", "x = 1 + 100  "])
-def test_any_text_survives_the_tokenizer(model: GreedyModel, text: str) -> None:
-    """All 256 bytes are tokens, so every UTF-8 text comes back as it was."""
+def test_any_text_round_trips_through_the_tokenizer(model: GreedyModel, text: str) -> None:
+    """All 256 bytes are tokens."""
     assert model.text(model.tokens(text)) == text
 
 
-def test_special_tokens_are_read_as_one_token(model: GreedyModel) -> None:
-    """A ChatML mark in a rendered prompt is its token, not its letters."""
+def test_special_tokens_are_single_tokens(model: GreedyModel) -> None:
+    """A ChatML mark in a rendered prompt is one token."""
     assert len(model.tokens("<|im_start|><|im_end|>")) == 2
 
 
-def test_it_counts(model: GreedyModel) -> None:
-    """Counting reaches its end and stops there."""
+def test_model_counts(model: GreedyModel) -> None:
+    """Counting reaches its end and stops."""
     assert ask(model, "Count to 5.") == "1, 2, 3, 4, 5."
 
 
-def test_it_knows_a_capital(model: GreedyModel) -> None:
-    """A country's capital is named."""
+def test_model_knows_a_capital(model: GreedyModel) -> None:
+    """It names a country's capital."""
     assert "Paris" in ask(model, "What is the capital of France?")
 
 
 @pytest.mark.parametrize("name", ["Ada", "Quorbel"])
-def test_it_remembers_a_name(model: GreedyModel, name: str) -> None:
-    """The name told in this conversation comes back, not another one."""
+def test_model_recalls_a_name(model: GreedyModel, name: str) -> None:
+    """The name stated in this conversation is repeated."""
     answer = ask(
         model,
         f"My name is {name}.",
@@ -117,14 +117,14 @@ def test_it_remembers_a_name(model: GreedyModel, name: str) -> None:
     assert answer == f"Your name is {name}."
 
 
-def test_it_calls_an_offered_tool(model: GreedyModel) -> None:
-    """A request that a tool answers becomes a call in the Hermes form."""
+def test_model_calls_an_offered_tool(model: GreedyModel) -> None:
+    """The call has the Hermes form."""
     system = Message("system", tools_prompt([WEATHER]))
     answer = model.answer([system, Message("user", "What is the weather in Paris?")])
     assert called(answer) == {"name": "get_weather", "arguments": {"city": "Paris"}}
 
 
 @pytest.mark.slow
-def test_it_meets_the_criteria_it_ships_with(model: GreedyModel) -> None:
+def test_model_meets_its_release_criteria(model: GreedyModel) -> None:
     """Counting, capitals and recall over the whole context reach 95 % on unseen prompts."""
     assert meets_criteria(evaluate(model, 40))

@@ -11,8 +11,8 @@ from tools.demo_model.model import LONGEST_WINDOW, DemoModel, Shape  # noqa: E40
 SMALL = Shape(vocabulary=50, layers=1, width=32, heads=4, kv_heads=2, feed_forward=32, context=16)
 
 
-def test_steps_lower_the_loss_on_a_repeated_batch() -> None:
-    """The network learns a batch it sees again and again."""
+def test_training_reduces_the_loss_on_a_repeated_batch() -> None:
+    """The network learns it."""
     torch.manual_seed(0)
     model = DemoModel(SMALL)
     optimizer = train.optimizer_for(model)
@@ -22,8 +22,8 @@ def test_steps_lower_the_loss_on_a_repeated_batch() -> None:
     assert losses[-1] < losses[0] / 2
 
 
-def test_a_position_does_not_see_what_follows_it() -> None:
-    """Attention is causal: a changed last token changes no earlier state."""
+def test_attention_is_causal() -> None:
+    """A changed last token changes no earlier state."""
     torch.manual_seed(0)
     model = DemoModel(SMALL)
     ids = torch.randint(0, 50, (1, 8))
@@ -33,7 +33,7 @@ def test_a_position_does_not_see_what_follows_it() -> None:
     assert torch.allclose(before[:, :-1], after[:, :-1], atol=1e-6)
 
 
-def test_the_schedule_covers_every_step() -> None:
+def test_schedule_covers_every_step() -> None:
     """Every step has a window and a rate, and long windows come before the rate is low."""
     windows = [train.stage_at(step)[1] for step in range(train.TOTAL_STEPS)]
     rates = [train.rate_at(step) for step in range(train.TOTAL_STEPS)]
@@ -42,7 +42,7 @@ def test_the_schedule_covers_every_step() -> None:
     assert rates[windows.index(1024)] > max(rates) / 2
 
 
-def test_after_the_last_step_there_is_no_window() -> None:
-    """The schedule is refused past its end."""
+def test_schedule_ends_after_the_last_step() -> None:
+    """A later step is refused."""
     with pytest.raises(ValueError, match="after the last cycle"):
         train.stage_at(train.TOTAL_STEPS)

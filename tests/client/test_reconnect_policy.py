@@ -1,4 +1,4 @@
-"""Tests of ``client.reconnecting``: how long to wait, when to give up, and which ends are final."""
+"""Backoff, retry limit and final close codes of ``client.reconnect``."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ FOR_EVER = BackoffPolicy(give_up_after_s=None)
 
 
 def backoff(policy: BackoffPolicy = FOR_EVER, *, random: float = 1.0) -> ReconnectBackoff:
-    """A count that begins at 0 s, with the same draw each time."""
+    """A backoff that begins at 0 s, with constant jitter."""
     return ReconnectBackoff(policy, random=lambda: random, now=0.0)
 
 
-def test_the_bound_doubles_to_its_limit() -> None:
-    """0.2 s, twice as much each time, never more than 10 s."""
+def test_bound_doubles_up_to_its_limit() -> None:
+    """0.2 s, doubling each time, at most 10 s."""
     waits = backoff()
     assert [waits.next_wait_s(now=0.0) for _ in range(8)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     assert waits.attempt == 8
 
 
 @given(st.floats(0, 1), st.integers(0, 100))
-def test_waits_are_drawn_from_nothing_to_the_bound(random: float, attempts: int) -> None:
-    """Full jitter: a crowd that lost its daemon does not come back as one."""
+def test_full_jitter_is_applied(random: float, attempts: int) -> None:
+    """Delays are drawn from 0 to the bound, so that many clients do not reconnect at once."""
     waits = backoff(random=random)
     for _ in range(attempts):
         waits.next_wait_s(now=0.0)
@@ -35,15 +35,15 @@ def test_waits_are_drawn_from_nothing_to_the_bound(random: float, attempts: int)
     assert wait_s == pytest.approx(random * min(10.0, 0.2 * 2 ** min(attempts, 30)))
 
 
-def test_what_the_daemon_asked_for_is_waited_at_least() -> None:
-    """The jitter comes on top of it."""
+def test_requested_delay_is_the_minimum() -> None:
+    """The jitter is added to it."""
     assert backoff(random=0.0).next_wait_s(now=0.0, retry_after_s=7.0) == 7.0
     assert backoff(random=1.0).next_wait_s(now=0.0, retry_after_s=7.0) == pytest.approx(7.2)
 
 
 @given(st.floats(1, 1000), st.floats(0, 1), st.lists(st.floats(0, 5), max_size=400))
-def test_giving_up(give_up_after_s: float, random: float, attempts_s: list[float]) -> None:
-    """No attempt begins after the limit, and the last one not before it."""
+def test_attempts_end_at_the_limit(give_up_after_s: float, random: float, attempts_s: list[float]) -> None:
+    """No attempt begins after the limit."""
     waits = backoff(BackoffPolicy(give_up_after_s=give_up_after_s), random=random)
     now = 0.0
     for attempt_s in attempts_s:
@@ -55,13 +55,13 @@ def test_giving_up(give_up_after_s: float, random: float, attempts_s: list[float
         now += wait_s + attempt_s
 
 
-def test_a_wait_beyond_the_limit_is_not_begun() -> None:
-    """When the daemon asks for more time than there is, that is the end."""
+def test_delay_beyond_the_limit_ends_the_attempts() -> None:
+    """If the daemon requests more time than is left."""
     assert backoff(BackoffPolicy(give_up_after_s=5.0)).next_wait_s(now=0.0, retry_after_s=6.0) is None
 
 
-def test_only_a_connection_that_held_counts() -> None:
-    """A daemon that accepts and at once drops connections is not contacted five times a second."""
+def test_only_a_lasting_connection_resets_the_backoff() -> None:
+    """A daemon that accepts and drops connections at once is not flooded."""
     waits = backoff(BackoffPolicy(give_up_after_s=50.0))
     for _ in range(4):
         waits.next_wait_s(now=0.0)
@@ -89,21 +89,21 @@ def test_only_a_connection_that_held_counts() -> None:
         (None, None),
     ],
 )
-def test_which_closes_are_final(code: int | None, final: ErrorCode | None) -> None:
-    """A final one has the code of its reason; any other is a daemon that cannot be reached for now."""
+def test_final_close_codes(code: int | None, final: ErrorCode | None) -> None:
+    """A final one has its error code; any other means temporarily unreachable."""
     error, is_over = closing_error(code, None)
     assert is_over is (final is not None)
     assert error.code is (final or ErrorCode.DAEMON_UNREACHABLE)
 
 
-def test_every_close_code_is_decided() -> None:
-    """The table of close codes and this one do not drift apart: what says to stop is final, and nothing says both."""
+def test_every_close_code_is_classified() -> None:
+    """The protocol's table and the client's agree."""
     finals = {code for code in CloseCode if closing_error(code, None)[1]}
     assert finals == {1000, 1001, 1008, 1009, 4401}
 
 
-def test_which_refusals_are_final() -> None:
-    """A wrong credential stays wrong; a daemon that is full or away does not."""
+def test_final_refusals() -> None:
+    """A wrong credential is final; a full or absent daemon is not."""
     assert is_final(InferenceCenterError(ErrorCode.NOT_AUTHENTICATED))
     assert is_final(InferenceCenterError(ErrorCode.FORBIDDEN))
     assert not is_final(InferenceCenterError(ErrorCode.RATE_LIMITED))
