@@ -206,16 +206,13 @@ class _OneModel:
 
     @property
     def default(self) -> str:
-        """The model's name."""
         return self.spec.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The model's name."""
         return (self.spec.name,)
 
     def engine(self, name: str) -> Supervisor:
-        """Return the model's engine."""
         if name != self.spec.name:
             raise not_registered(name, {self.spec.name: self.spec})
         return self.supervisor
@@ -226,7 +223,6 @@ class _OneModel:
             raise failure
 
     def params_of(self, name: str) -> Mapping[str, Any]:
-        """Return the model's parameters."""
         self.engine(name)
         return self.spec.params
 

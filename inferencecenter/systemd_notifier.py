@@ -162,7 +162,6 @@ class SystemdNotifier:
             self._extend_start()
 
     async def close(self) -> None:
-        """Stop notifying."""
         if self._timer is not None:
             self._timer.cancel()
         await self._tasks.cancel()

@@ -103,7 +103,6 @@ class Accounts:
             self._file.close()
 
     def has_clients(self) -> bool:
-        """Return whether the database has any client."""
         with self._rows("SELECT 1 FROM clients LIMIT 1") as rows:
             return rows.fetchone() is not None
 
@@ -139,7 +138,6 @@ class Accounts:
             self._record(database, audit_entry(event, client_id=client_id, detail=f"scopes {spelled}"))
 
     def has_client(self, client_id: str) -> bool:
-        """Return whether the database has this client."""
         with self._rows("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)) as rows:
             return rows.fetchone() is not None
 

@@ -115,7 +115,6 @@ class AccountsFile:
         return file
 
     def close(self) -> None:
-        """Close the file."""
         with self._reading:
             self._reader.close()
         with self._writing:
@@ -177,17 +176,14 @@ class AccountsFile:
 
 
 def unusable(path: Path, reason: str, *, damaged: bool = False) -> InferenceCenterError:
-    """Return the error for an unusable account database."""
     return sqlite_file.unusable(path, reason, hint=DAMAGED_HINT if damaged else _HINT)
 
 
 def limits_to_json(limits: AccessLimits) -> str:
-    """Encode limits for the column ``limits``."""
     return limits.model_dump_json(include=set(limits.given()))
 
 
 def limits_from_json(text: str) -> AccessLimits:
-    """Decode the column ``limits``."""
     return AccessLimits.model_validate_json(text)
 
 

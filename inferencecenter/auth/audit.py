@@ -114,7 +114,6 @@ class AuditLog:
         self._pruned_at = 0.0
 
     def write(self, database: sqlite3.Connection, line: AuditEntry, *, at: float) -> None:
-        """Write a line."""
         self._insert(database, line, EventCount(at, at))
         self._prune(database, at)
 
@@ -223,7 +222,6 @@ class EventCount(NamedTuple):
     times: int = 1
 
     def plus(self, other: EventCount) -> EventCount:
-        """Return the sum of both."""
         return EventCount(
             min(self.first_at, other.first_at), max(self.last_at, other.last_at), times=self.times + other.times
         )
@@ -249,17 +247,14 @@ class AuditBuffer:
         self._last_uses: dict[str, float] = {}
 
     def add_use(self, token_id: str, *, at: float) -> None:
-        """Record a use of a token."""
         with self._lock:
             self._last_uses[token_id] = at
 
     def add(self, entry: AuditEntry, *, at: float) -> None:
-        """Buffer an entry for the audit log."""
         with self._lock:
             self._add(entry, EventCount(at, at))
 
     def drain(self) -> AuditBatch:
-        """Return the buffered entries and empty the buffer."""
         with self._lock:
             taken = AuditBatch(self._tallies, self._last_uses)
             self._tallies, self._last_uses = {}, {}

@@ -53,7 +53,6 @@ class ClientEntry(BaseModel):
 
     @property
     def key_sha256(self) -> bytes:
-        """SHA-256 of the key."""
         if self.api_key is not None:
             return hashlib.sha256(self.api_key.encode()).digest()
         return bytes.fromhex(self.api_key_sha256 or "")

@@ -59,7 +59,6 @@ class _Answer(_Terms):
 
     @property
     def is_yes(self) -> bool:
-        """Whether it is a valid acceptance."""
         said = [each for each in (self.authorized, self.valid) if each is not None]
         return bool(said) and all(said) and not self.error
 
@@ -140,7 +139,6 @@ class ExternalAuth:
         )
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._transport.aclose()
 
     async def _find_out(self, name: bytes, client_id: str, api_key: str) -> _CachedAnswer:

@@ -51,7 +51,6 @@ class SlidingWindow:
         raise AssertionError("a limit is at least 1")
 
     def count(self, *, now_ms: int) -> None:
-        """Count an event."""
         tick = now_ms // TICK_MS
         self.total(now_ms=now_ms)
         if self._ticks and self._ticks[-1][0] == tick:
@@ -90,7 +89,6 @@ class TokenBucket:
         self._missing += n_tokens * MINUTE_MS
 
     def is_full(self, limit: int, *, now_ms: int) -> bool:
-        """Return whether the bucket is full."""
         self._regain(limit, now_ms)
         return self._missing == 0
 
@@ -223,7 +221,6 @@ class AddressRateLimiter:
         return None if bucket.left >= 1 else math.ceil((1 - bucket.left) / self._per_s * 1000)
 
     def count(self, address: str) -> None:
-        """Count an attempt of ``address``."""
         shared = rate_limit_key(address)
         bucket = self._buckets.setdefault(shared, _Bucket(self._capacity, self._clock()))
         self._refill(bucket)
@@ -234,7 +231,6 @@ class AddressRateLimiter:
             self._buckets.popitem(last=False)
 
     def refund(self, address: str) -> None:
-        """Refund an attempt of ``address``."""
         if (bucket := self._buckets.get(rate_limit_key(address))) is not None:
             bucket.left = min(self._capacity, bucket.left + 1)
 
@@ -281,7 +277,6 @@ class RefusalBackoff:
         self._n_refused = 0
 
     def accepted(self) -> None:
-        """Record an accepted request."""
         self._n_refused //= 2
 
     def refused(self) -> float:
@@ -300,7 +295,6 @@ class RefusalBackoffs:
         return len(self._paces)
 
     def accepted(self, client_id: str) -> None:
-        """Record an accepted request of a client."""
         if (pace := self._paces.get(client_id)) is not None:
             pace.accepted()
 

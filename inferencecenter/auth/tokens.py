@@ -14,12 +14,10 @@ _TOKEN: Final = re.compile(rf"{_MARK}_([0-9a-f]{{{2 * _ID_BYTES}}})_[0-9a-f]{{{2
 
 
 def generate_token() -> tuple[str, str]:
-    """Return a new id and a new secret."""
     return secrets.token_hex(_ID_BYTES), secrets.token_hex(_SECRET_BYTES)
 
 
 def format_token(token_id: str, secret: str) -> str:
-    """Return the token of an id and a secret."""
     return f"{_MARK}_{token_id}_{secret}"
 
 
@@ -36,5 +34,4 @@ def public_id(token: str) -> str | None:
 
 
 def hash_secret(secret: str) -> bytes:
-    """Return the hash that is stored of a secret."""
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()

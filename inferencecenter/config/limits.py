@@ -62,7 +62,6 @@ class AccessLimits(BaseModel):
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
 
     def allows_model(self, name: str) -> bool:
-        """Return whether the model may be used."""
         return self.models is None or name in self.models
 
     def allows_address(self, address: str) -> bool:

@@ -484,5 +484,4 @@ def setting_fields() -> Iterator[tuple[str, FieldInfo]]:
 
 
 def environment_name(name: str) -> str:
-    """Return the environment variable of a dotted setting name."""
     return ENV_PREFIX + name.replace(".", "__").upper()

@@ -162,7 +162,6 @@ class InferenceCenterError(Exception):
 
     @property
     def message(self) -> str:
-        """The message shown to the user."""
         return str(self)
 
     @property

@@ -30,7 +30,6 @@ class FairQueue(Generic[ItemT]):
         return (item for items in self._clients.values() for item in items)
 
     def add(self, client_id: str, item: ItemT) -> None:
-        """Append an item to its client's."""
         self._clients.setdefault(client_id, {})[item] = None
 
     def withdraw(self, client_id: str, item: ItemT) -> None:
@@ -52,7 +51,6 @@ class FairQueue(Generic[ItemT]):
         return None
 
     def clear(self) -> None:
-        """Remove all items."""
         self._clients.clear()
 
 
@@ -81,7 +79,6 @@ class FairShare:
         return self._total
 
     def fits(self, client_id: str, amount: int) -> bool:
-        """Return whether a client may hold ``amount`` more."""
         held = self._held.get(client_id, 0)
         n_clients = len(self._held) + (client_id not in self._held)
         return not held or self._total + amount <= self._room or held + amount <= self._room // n_clients

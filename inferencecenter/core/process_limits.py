@@ -25,7 +25,6 @@ def mapped_bytes() -> int:
 
 
 def resident_bytes() -> int:
-    """Return the resident set size."""
     return _statm_bytes(1)
 
 

@@ -137,7 +137,6 @@ def code_of(error: sqlite3.Error) -> int | None:
 
 
 def version_of(database: sqlite3.Connection) -> int:
-    """Return the schema version of the file."""
     return int(database.execute("PRAGMA user_version").fetchone()[0])
 
 

@@ -61,7 +61,6 @@ class MemoryLimit:
 
     @property
     def left_bytes(self) -> int:
-        """The bytes left below the limit."""
         return max(0, self.total_bytes - self.used_bytes)
 
 
@@ -74,7 +73,6 @@ class ResidentMemory:
 
 
 def machine_memory(proc: Path = PROC) -> MemoryLimit | None:
-    """Return the usage of the machine's memory."""
     fields = _fields(proc / "meminfo")
     total, available = fields.get("MemTotal:", 0) * _KIB, fields.get("MemAvailable:")
     return MemoryLimit(total - available * _KIB, total) if total and available is not None else None

@@ -143,7 +143,6 @@ class ModelShape:
 
     @property
     def has_experts(self) -> bool:
-        """Whether layers have experts."""
         return any(layer.expert_bytes for layer in self.layers)
 
 

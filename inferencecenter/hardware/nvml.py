@@ -114,7 +114,6 @@ class Gpu:
 
     @property
     def present(self) -> bool:
-        """Whether the GPU exists."""
         return self._handle is not None
 
     def read(self) -> GpuReading:

@@ -99,7 +99,6 @@ class Demand:
 
     @property
     def host_bytes(self) -> int:
-        """The total of the host's memory."""
         return self.host_weight_bytes + self.host_kv_bytes + self.host_compute_bytes
 
 

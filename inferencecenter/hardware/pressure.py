@@ -61,7 +61,6 @@ class MemoryUsage:
 
     @property
     def is_over(self) -> bool:
-        """Whether the limit is exceeded."""
         return self.used_bytes > self.limit_bytes
 
     @property

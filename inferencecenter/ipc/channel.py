@@ -87,7 +87,6 @@ class Channel(asyncio.Protocol):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close the socket at once."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -97,7 +96,6 @@ class Channel(asyncio.Protocol):
         return self._fault
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport."""
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=self._window_bytes)
 

@@ -137,5 +137,4 @@ class BlockingChannel:
             self._connection.sendall(frame)
 
     def close(self) -> None:
-        """Close the socket."""
         self._connection.close()

@@ -23,7 +23,6 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 
 def unpack_tokens(packed: bytes) -> list[int]:
-    """Return the token ids packed by ``pack_tokens``."""
     tokens = array("i")
     tokens.frombytes(packed)
     return tokens.tolist()

@@ -68,7 +68,6 @@ class ModelFiles:
 
     @property
     def size_bytes(self) -> int:
-        """The total size of the files."""
         return sum(path.stat().st_size for path in self.paths)
 
     @property
@@ -110,7 +109,6 @@ class IntegrityReport:
 
 
 def manifest_path(directory: Path, name: str) -> Path:
-    """Return the path of a model's manifest."""
     return directory / f"{name}.json"
 
 

@@ -71,7 +71,6 @@ class ModelVariant:
 
     @property
     def size_bytes(self) -> int:
-        """The total size of the files."""
         return sum(file.size_bytes for file in self.files)
 
     def is_quant(self, wanted: str) -> bool:

@@ -502,7 +502,6 @@ MAX_JOINED_BYTES: Final = 64 * 1024
 
 
 def text_of(event: Text) -> str:
-    """Return the text that an event appends."""
     return event.arguments if isinstance(event, ToolCall) else event.content
 
 

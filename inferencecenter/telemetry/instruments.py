@@ -41,7 +41,6 @@ class BoundedLabel:
         self._values: dict[str, str] = {}
 
     def of(self, name: str) -> str:
-        """Return the label value of a name."""
         found = self._values.get(name)
         if found is not None:
             return found
@@ -60,7 +59,6 @@ class Count:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """Add ``amount``."""
         self.value += amount
 
 
@@ -76,11 +74,9 @@ class Distribution:
 
     @property
     def count(self) -> int:
-        """The number of values."""
         return sum(self.counts)
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Record a value, once or several times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
@@ -130,7 +126,6 @@ class Counts(_Family[Count]):
     """A Prometheus counter."""
 
     def collect(self) -> Iterator[CounterMetricFamily]:
-        """Return the family with its samples."""
         family = self._family()
         for values, count in self._instruments.items():
             family.add_metric(values, count.value)
@@ -175,7 +170,6 @@ class Histograms(_Family[Distribution]):
         super().__init__(name, documentation, labels, registry=registry)
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        """Return the family with its samples."""
         family = self._family()
         for values, each in self._instruments.items():
             buckets = list(zip(self._spelled, accumulate(each.counts), strict=True))

@@ -56,12 +56,10 @@ class LogFile(RotatingFileHandler):
             ) from error
 
     def write(self, text: str) -> None:
-        """Write a line."""
         if line := text.rstrip("\n"):
             self.handle(logging.makeLogRecord({"msg": line}))
 
     def isatty(self) -> bool:
-        """Return ``False``: a file is no terminal."""
         return False
 
     def doRollover(self) -> None:  # noqa: N802 - the base class names it so
@@ -198,12 +196,10 @@ class _Unfailing:
         self._stream = stream
 
     def write(self, text: str) -> None:
-        """Write ``text`` if that is possible."""
         with contextlib.suppress(OSError):
             self._stream.write(text)
 
     def flush(self) -> None:
-        """Flush if that is possible."""
         with contextlib.suppress(OSError):
             self._stream.flush()
 

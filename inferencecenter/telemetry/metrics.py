@@ -31,23 +31,23 @@ class TurnFigures(Protocol):
     """A turn's figures. ``finish`` is its ``finish_reason``, or the error code of a failed one."""
 
     @property
-    def client_id(self) -> str: ...  # noqa: D102
+    def client_id(self) -> str: ...
     @property
-    def model(self) -> str: ...  # noqa: D102
+    def model(self) -> str: ...
     @property
-    def finish(self) -> str: ...  # noqa: D102
+    def finish(self) -> str: ...
     @property
-    def queue_ms(self) -> float: ...  # noqa: D102
+    def queue_ms(self) -> float: ...
     @property
-    def ttft_ms(self) -> float: ...  # noqa: D102
+    def ttft_ms(self) -> float: ...
     @property
-    def prompt_tokens(self) -> int: ...  # noqa: D102
+    def prompt_tokens(self) -> int: ...
     @property
-    def cached_tokens(self) -> int: ...  # noqa: D102
+    def cached_tokens(self) -> int: ...
     @property
-    def tokens(self) -> int: ...  # noqa: D102
+    def tokens(self) -> int: ...
     @property
-    def preempted(self) -> int: ...  # noqa: D102
+    def preempted(self) -> int: ...
 
 
 class DaemonMetrics:
@@ -178,7 +178,6 @@ class DaemonMetrics:
         )
 
     def connection_refused(self, status: int) -> None:
-        """Count a connection that was refused with an HTTP status."""
         self.refused_connections.labels(str(status)).inc()
 
     def turn_ended(self, record: TurnFigures) -> None:
@@ -196,7 +195,6 @@ class DaemonMetrics:
         self.client_tokens.labels(client, "generated").inc(record.tokens)
 
     def set_thermal(self, state: str, *, states: Iterable[str]) -> None:
-        """Set the thermal state, one of ``states``."""
         _mark(self.machine.thermal_state, state, states)
 
     def set_memory(

@@ -49,13 +49,13 @@ class SpanStage(Protocol):
     """A stage of a turn in the engine, in seconds of the machine's monotonic clock."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
     @property
-    def began_s(self) -> float: ...  # noqa: D102
+    def began_s(self) -> float: ...
     @property
-    def ended_s(self) -> float: ...  # noqa: D102
+    def ended_s(self) -> float: ...
     @property
-    def tokens(self) -> int: ...  # noqa: D102
+    def tokens(self) -> int: ...
 
 
 class Traces:
@@ -132,7 +132,6 @@ class OtlpTurnTrace:
         self._monotonic = monotonic
 
     def set_attributes(self, figures: Figures) -> None:
-        """Set attributes of the request."""
         self._span.set_attributes(figures)
 
     def add_stages(self, stages: Iterable[SpanStage]) -> None:
@@ -146,7 +145,6 @@ class OtlpTurnTrace:
             span.end(self._at(stage.ended_s))
 
     def add_event(self, event: str, figures: Figures) -> None:
-        """Add an event to the turn's span."""
         self._span.add_event(event, figures, self._at(self._monotonic()))
 
     def end(self, figures: Figures, *, error: str | None) -> None:

@@ -76,12 +76,10 @@ class ResponseAssembler:
 
     @property
     def content(self) -> str:
-        """The text so far."""
         return "".join(self._texts)
 
     @property
     def reasoning(self) -> str:
-        """The reasoning so far."""
         return "".join(self._reasoning)
 
     @property

@@ -32,7 +32,6 @@ class CharStream:
 
     @property
     def n_unread(self) -> int:
-        """Characters that are available and unread."""
         return len(self._pushed_back) + len(self._text) - self._at
 
     def extend(self, text: str) -> None:
@@ -87,7 +86,6 @@ class CharStream:
         self._pushed_back.extend(reversed(since_mark))
 
     def read_blank(self) -> Reading[str]:
-        """Read white space."""
         read = ""
         while (char := (yield from self.next())) and char.isspace():
             read += char

@@ -110,7 +110,6 @@ def calls_grammar(
 
 
 def no_calls_grammar(call_format: ToolCallFormat, *, start: AnswerStart) -> Grammar:
-    """Return the grammar of an answer without tool calls."""
     lark = GrammarBuilder(start.control)
     text = _text(call_format)
     if call_format.trigger not in start.control and not call_format.initial_trigger:

@@ -32,7 +32,6 @@ class GrammarBuilder:
 
     @property
     def text(self) -> str:
-        """The grammar so far."""
         return "\n".join(self._rules) + "\n"
 
     def rule(self, name: str, body: str) -> str:
@@ -54,7 +53,6 @@ class GrammarBuilder:
         return name
 
     def is_control(self, text: str) -> bool:
-        """Return whether a text is a control token."""
         return text in self._control
 
     def literal(self, *texts: str) -> str:
@@ -86,7 +84,6 @@ def joined(*expressions: str) -> str:
 
 
 def either(*expressions: str) -> str:
-    """Return the alternative of expressions."""
     return f"({' | '.join(expressions)})"
 
 
@@ -96,7 +93,6 @@ def repeated(expression: str) -> str:
 
 
 def optional(expression: str) -> str:
-    """Return an optional expression."""
     return f"({expression})?"
 
 

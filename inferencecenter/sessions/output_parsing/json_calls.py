@@ -46,7 +46,6 @@ class JsonCalls:
 
     @property
     def trigger(self) -> str:
-        """The text before calls."""
         return self.opens or _PYTHON_TAG
 
     @property
@@ -56,13 +55,11 @@ class JsonCalls:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The delimiters of calls."""
         return (self.trigger, self.closes) if self.closes else (self.trigger,)
 
     def read(
         self, stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool], trigger: str
     ) -> Reading[bool]:
-        """Parse the calls after a trigger."""
         if trigger == self.initial_trigger:
             called = yield from _read_members(stream, builder, tools=tools)
         else:
@@ -89,7 +86,6 @@ class JsonCalls:
             yield from stream.accept(separator)
 
     def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:
-        """Add the rules for calls of ``tools``."""
         call = lark.rule("call", either(*(self._object(index, tool, lark) for index, tool in enumerate(tools))))
         if self.array:
             return CallRules(

@@ -55,7 +55,6 @@ class NamedCalls:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """The delimiters of calls."""
         texts = (self.opens, _CALL_ID if self.call_ids else "", self.then, self.closes)
         return tuple(text for text in texts if text)
 

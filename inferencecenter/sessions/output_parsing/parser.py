@@ -35,7 +35,6 @@ class PlainTextParser:
     chars_after_reasoning = 0
 
     def feed(self, text: str) -> tuple[Part, ...]:
-        """Return ``text`` as a part."""
         return (TextDelta(text),) if text else ()
 
     def finish(self) -> tuple[Part, ...]:
@@ -188,7 +187,6 @@ class OutputSpec:
         return self.thinking is None and self.call_format is None
 
     def new_parser(self) -> OutputParser:
-        """Return a new parser."""
         if self.plain:
             return PlainTextParser()
         return StructuredOutputParser(

@@ -70,15 +70,12 @@ class PartBuilder:
         self.chars_after_reasoning: int | None = None
 
     def add_text(self, text: str) -> None:
-        """Add text of the answer."""
         self._add(TextDelta, text)
 
     def add_reasoning(self, text: str) -> None:
-        """Add text of the reasoning."""
         self._add(ReasoningDelta, text)
 
     def start_call(self, name: str) -> None:
-        """Begin a call."""
         self._close()
         self._parts.append(ToolCallStart(self._n_calls, name))
         self._n_calls += 1

@@ -141,7 +141,6 @@ class TaggedCalls:
         return True
 
     def rules(self, tools: Sequence[Tool], lark: GrammarBuilder) -> CallRules:
-        """Add the rules for calls of ``tools``."""
         lark.rule("open_text[lazy]", rf"/(.|\n)*\n{escaped(_VALUE_ENDS)}\n/")
         call = lark.rule("call", either(*(_call(index, tool, lark) for index, tool in enumerate(tools))))
         return CallRules(call, joined(lark.literal("\n", _OPENS), call))

@@ -45,7 +45,6 @@ class GenerationBlock(Extension):
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an attribute of instances
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
-        """Return the block's body."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -103,12 +102,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return result
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """Read an attribute for the template and count it."""
         self._spend(1)
         return super().getattr(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """Read an item for the template and count it."""
         self._spend(1)
         return super().getitem(obj, argument)
 

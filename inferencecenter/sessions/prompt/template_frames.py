@@ -42,7 +42,6 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, model: ModelInfo) -> TemplateSource:
-        """Return the template of a model."""
         return cls(model.chat_template, model.special_tokens, model.bos_token, model.eos_token, model.add_bos)
 
 
@@ -130,19 +129,16 @@ def encode(message: LoadTemplate | RenderRequest | WorkerReply) -> bytes:
 
 
 def request_of(conversation: RenderInput) -> RenderRequest:
-    """Return a conversation as a frame."""
     return RenderRequest(
         tuple(conversation.messages), conversation.now.isoformat(), tuple(conversation.tools), conversation.thinking
     )
 
 
 def input_of(request: RenderRequest) -> RenderInput:
-    """Return the conversation of a frame."""
     return RenderInput(request.messages, datetime.fromisoformat(request.now), request.tools, request.thinking)
 
 
 def loaded(capabilities: TemplateCapabilities) -> TemplateLoaded:
-    """Return a model's capabilities as a frame."""
     call_format, thinking = capabilities.call_format, capabilities.thinking
     return TemplateLoaded(
         call_format=None if call_format is None else type(call_format).__name__,
@@ -172,12 +168,10 @@ def capabilities_of(reply: TemplateLoaded) -> TemplateCapabilities:
 
 
 def rendered(prompt: RenderedPrompt) -> RenderReply:
-    """Return a rendered conversation as a frame."""
     rendering = prompt.rendering
     return RenderReply(rendering.text, list(rendering.cuts), sorted(rendering.literals), prompt.system_end)
 
 
 def prompt_of(reply: RenderReply, capabilities: TemplateCapabilities) -> RenderedPrompt:
-    """Return the rendered conversation of a frame."""
     rendering = RenderedText(reply.text, tuple(reply.cuts), frozenset(reply.literals))
     return RenderedPrompt(rendering, reply.system_end, capabilities)

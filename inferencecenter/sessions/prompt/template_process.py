@@ -89,7 +89,6 @@ class TemplateProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     @property
@@ -128,7 +127,6 @@ class TemplateProcess:
             raise WorkerLostError(type(error).__name__) from error
 
     async def end(self) -> None:
-        """Kill the process and wait for its exit."""
         with suppress(ProcessLookupError):
             self._process.kill()
         await self._process.wait()
@@ -193,12 +191,10 @@ class ProcessRenderer:
 
     @property
     def pid(self) -> int | None:
-        """The process id, ``None`` without a process."""
         return self._process.pid if self._process else None
 
     @property
     def busy(self) -> bool:
-        """Whether a rendering is waiting or running."""
         return self._working
 
     @property

@@ -46,7 +46,6 @@ class Reach(NamedTuple):
         return all(map(operator.le, self, other))
 
     def shared(self, other: Reach) -> Reach:
-        """Return the common prefix."""
         return Reach(*map(min, self, other))
 
 
@@ -67,7 +66,6 @@ class Base:
 
 
 def base_of(database: sqlite3.Connection, row: int) -> Base | None:
-    """Return the base of a row."""
     held = database.execute(
         "SELECT base, base_messages, base_pieces, base_marks, base_turns, base_keys FROM sessions WHERE id = ?", (row,)
     ).fetchone()

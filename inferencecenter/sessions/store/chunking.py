@@ -46,7 +46,6 @@ class OpenedChunk:
 
 
 def chunks_of(entry: Entry) -> Iterator[Entry]:
-    """Yield the chunks of an entry."""
     match entry:
         case SessionOpened(parent=None) if _is_long(entry.history.messages, entry.notes.values()):
             yield from _chunks_of_opened(entry)

@@ -165,7 +165,6 @@ def is_busy(error: BaseException) -> bool:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether the disk is full."""
     return isinstance(error, sqlite3.Error) and code_of(error) == sqlite3.SQLITE_FULL
 
 

@@ -511,7 +511,6 @@ def insert_failure(database: sqlite3.Connection, session: int, record: TurnFaile
 
 
 def delete_failures(database: sqlite3.Connection, session: int) -> None:
-    """Delete all failures of a session."""
     database.execute("DELETE FROM failures WHERE session = ?", (session,))
 
 

@@ -43,7 +43,6 @@ class _Facts(BaseModel):
 
 
 def facts_column(config: SessionConfig) -> str:
-    """Return the column ``facts``."""
     held = _Facts(
         mode=config.mode,
         chosen_model=config.chosen_model,
@@ -118,7 +117,6 @@ def turn_row(turn: TranscriptTurn) -> Row:
 
 
 def turns_of(rows: Sequence[Row]) -> tuple[TranscriptTurn, ...]:
-    """Return the turns of rows of ``turn_row``."""
     return _TURNS.validate_python(
         tuple(
             {
@@ -138,7 +136,6 @@ def turns_of(rows: Sequence[Row]) -> tuple[TranscriptTurn, ...]:
 
 
 def ending_column(end: End) -> str:
-    """Return the column ``ending``."""
     return end.model_dump_json(exclude_unset=True)
 
 
@@ -148,7 +145,6 @@ def end_of(column: str) -> End:
 
 
 def error_column(error: Error) -> str:
-    """Return the column ``error``."""
     return error.model_dump_json(exclude_unset=True)
 
 
@@ -164,7 +160,6 @@ def mark_row(mark: TurnCheckpoint) -> Row:
 
 
 def mark_of(row: Row) -> TurnCheckpoint:
-    """Return the mark of a row of ``mark_row``."""
     turn_id, n_before, n_messages, n_tokens, n_chars, kept, resumes_at = row
     return TurnCheckpoint(turn_id, n_before, n_messages, n_tokens, n_chars, HistoryView(kept, resumes_at))
 
@@ -190,7 +185,6 @@ def order_row(spec: TurnSpec) -> Row:
 
 
 def order_of(row: Row) -> TurnSpec:
-    """Return the turn of a row of ``order_row``."""
     *begin, model_fingerprint, kept, resumes_at, model, token_id, note = row
     turn_id, request, params, rank, warnings, submitted_at, rendered_at = begin
     return TurnSpec(

@@ -72,7 +72,6 @@ class DiskReserve:
                 return
 
     def release(self) -> None:
-        """Free the space."""
         if self._file is not None:
             os.ftruncate(self._file, 0)
 
@@ -345,7 +344,6 @@ class WriteQueue:
         return bool(self._lanes or self._unswept)
 
     def write(self, client_id: str, entry: Entry, *, durable: bool) -> None:
-        """Queue an entry."""
         self._add(client_id, _Waiting(entry, durable))
 
     def add_callback(self, client_id: str, callback: ReleaseCallback) -> None:
@@ -368,7 +366,6 @@ class WriteQueue:
         return batch
 
     def take_all(self) -> WriteBatch:
-        """Return everything that is queued."""
         batch = WriteBatch()
         for client_id in tuple(self._lanes):
             while client_id in self._lanes:
