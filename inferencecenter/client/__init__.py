@@ -3,7 +3,7 @@
 The client reconnects automatically and resumes its sessions and turns without losing or repeating events.
 """
 
-from inferencecenter.client.answer import Answer, result
+from inferencecenter.client.answer import Answer, TurnStreamEvent, result
 from inferencecenter.client.client import Client
 from inferencecenter.client.connection import Notice
 from inferencecenter.client.errors import (
@@ -19,7 +19,6 @@ from inferencecenter.client.errors import (
 from inferencecenter.client.options import ClientOptions, InferOptions, SessionOptions
 from inferencecenter.client.retry import Connected, ConnectionState, Ended, Reconnecting, Timing
 from inferencecenter.client.session import ClientSession
-from inferencecenter.client.stream import TurnStreamEvent
 from inferencecenter.client.turn import ClientTurn
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import START

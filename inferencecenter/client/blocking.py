@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping
     from types import TracebackType
 
-    from inferencecenter.client.answer import Answer
+    from inferencecenter.client.answer import Answer, TurnStreamEvent
     from inferencecenter.client.options import ClientOptions, InferOptions, Messages, SessionOptions
     from inferencecenter.client.session import ClientSession
-    from inferencecenter.client.stream import TurnStreamEvent
     from inferencecenter.client.turn import ClientTurn as AsyncTurn
     from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.protocol.base import Event, Request

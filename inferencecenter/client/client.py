@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Final, Unpack
 
 from inferencecenter.client.connection import DaemonConnection, expect
-from inferencecenter.client.errors import failure, made
+from inferencecenter.client.errors import failure, new_request
 from inferencecenter.client.options import Address, ClientOptions, request_fields, retry_options, socket_url
 from inferencecenter.client.retry import BackoffPolicy, Timing
 from inferencecenter.client.session import ClientSession
@@ -56,7 +56,7 @@ class Client:
     def __init__(self, url: str, token: str | None = None, **options: Unpack[ClientOptions]) -> None:
         if unknown := options.keys() - ClientOptions.__annotations__:
             raise TypeError(f"a client has no option {min(unknown)}")
-        credential = made(
+        credential = new_request(
             requests.Auth,
             token=token,
             client_id=options.get("client_id"),
@@ -163,7 +163,7 @@ class Client:
             InferenceCenterError: The daemon's refusal, ``model_loading`` when loading exceeds its timeout, or
                 ``daemon_unreachable``.
         """
-        create = made(requests.CreateSession, **request_fields(options))
+        create = new_request(requests.CreateSession, **request_fields(options))
         retry = self._connection.retry_policy(**retry_options(options))
         created = await retry.run(lambda: self._connection.request(create))
         return ClientSession.opened(self._connection, expect(created, SessionCreated))
@@ -215,7 +215,7 @@ class Client:
         Raises:
             InferenceCenterError: ``forbidden`` or ``daemon_unreachable``.
         """
-        return expect(await self.request(made(requests.Usage, days=days, client_id=client_id)), UsageReport)
+        return expect(await self.request(new_request(requests.Usage, days=days, client_id=client_id)), UsageReport)
 
     async def metrics(self, interval_s: float = 1.0) -> AsyncIterator[Metrics]:
         """Yield samples of GPU, engine and load metrics periodically; waits while the connection is lost.

@@ -115,7 +115,7 @@ def as_exception(event: Error) -> InferenceCenterError:
     return failure(code, event.message, hint=event.hint, field=event.field, retry_after_ms=event.retry_after_ms)
 
 
-def made(kind: type[R], **fields: Any) -> R:
+def new_request(kind: type[R], **fields: Any) -> R:
     """Return a validated request with these fields.
 
     Raises:

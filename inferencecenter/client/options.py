@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
-from inferencecenter.client.errors import made
+from inferencecenter.client.errors import new_request
 from inferencecenter.protocol import requests
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def infer_request(
     }
     if "tools" in fields:
         fields["tools"] = list(fields["tools"])
-    return made(
+    return new_request(
         requests.Infer,
         session_id=session_id,
         prompt=prompt,

@@ -218,11 +218,11 @@ def closing_error(code: int | None, reason: str | None) -> tuple[InferenceCenter
         reason: Close reason.
     """
     row = next((row for row in CLOSE_CODES if row.code == code), None)
-    words = reason or (row.meaning if row else "without a reason")
+    message = reason or (row.meaning if row else "without a reason")
     final = _FINAL_CLOSES.get(code) if code is not None else None
     error = failure(
         final or ErrorCode.DAEMON_UNREACHABLE,
-        f"the connection closed with {code}: {words}",
+        f"the connection closed with {code}: {message}",
         hint=f"{row.client_should.capitalize()}." if row else None,
     )
     return error, final is not None

@@ -8,11 +8,11 @@ import uuid
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Unpack
 
+from inferencecenter.client.answer import TurnStream
 from inferencecenter.client.connection import expect
-from inferencecenter.client.errors import NotFoundError, SessionTakenOverError, UnreachableError, failure, made
+from inferencecenter.client.errors import NotFoundError, SessionTakenOverError, UnreachableError, failure, new_request
 from inferencecenter.client.options import infer_request, retry_options
 from inferencecenter.client.retry import LOAD_TIMEOUT_S
-from inferencecenter.client.stream import TurnStream
 from inferencecenter.client.turn import ClientTurn, TurnReader
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
@@ -214,7 +214,7 @@ class ClientSession:
         Raises:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
-        request = made(requests.Append, session_id=self.session_id, messages=list(messages))
+        request = new_request(requests.Append, session_id=self.session_id, messages=list(messages))
         await self.settled()
         return expect(await self._connection.request(request), Appended)
 
@@ -229,7 +229,7 @@ class ClientSession:
             InferenceCenterError: The daemon's refusal, ``model_loading`` when loading exceeds its timeout, or
                 ``daemon_unreachable``.
         """
-        request = made(requests.ForkSession, session_id=self.session_id, turn=turn)
+        request = new_request(requests.ForkSession, session_id=self.session_id, turn=turn)
         await self.settled()
         retry = self._connection.retry_policy(load_timeout_s=load_timeout_s)
         created = await retry.run(lambda: self._connection.request(request))
@@ -241,7 +241,7 @@ class ClientSession:
         Raises:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
-        request = made(requests.RewindSession, session_id=self.session_id, turn=turn)
+        request = new_request(requests.RewindSession, session_id=self.session_id, turn=turn)
         await self.settled()
         return expect(await self._connection.request(request), SessionRewound)
 
@@ -254,7 +254,7 @@ class ClientSession:
         Raises:
             InferenceCenterError: The daemon's refusal, or ``daemon_unreachable``.
         """
-        request = made(requests.SetMetadata, session_id=self.session_id, metadata=dict(metadata))
+        request = new_request(requests.SetMetadata, session_id=self.session_id, metadata=dict(metadata))
         return expect(await self._connection.request(request), MetadataSet)
 
     async def close(self) -> None:
@@ -271,7 +271,7 @@ class ClientSession:
             # A close repeated after a reconnect may find the session closed by the first attempt.
             if error.code is not ErrorCode.SESSION_NOT_FOUND or self._connection.n_sockets == n_sockets:
                 raise
-        self._gone("the session was closed")
+        self._end("the session was closed")
 
     async def leave(self, *, failed: bool) -> None:
         """Close the session at the end of its block; ignored if it no longer exists.
@@ -338,18 +338,18 @@ class ClientSession:
                 self._connection.detach(self)
                 self.fail(SessionTakenOverError(self.session_id))
             case SessionEvent() | Error(seq=int()):
-                if self._counts(event, direct=direct):
-                    self._hand_out(event)
+                if self._is_new(event, direct=direct):
+                    self._deliver(event)
             case _:
-                self._hand_out(event)
+                self._deliver(event)
         if isinstance(event, SessionExpired):
-            self._gone("the session was idle for too long")
+            self._end("the session was idle for too long")
         elif isinstance(event, SessionClosed) and not direct:
-            self._gone("the session was closed elsewhere")
+            self._end("the session was closed elsewhere")
 
     def fail(self, error: InferenceCenterError) -> None:
         """Raise the error in every reader of a turn of this session."""
-        self._hand_out(error)
+        self._deliver(error)
 
     async def repeat_abort(self, running: str | None) -> None:
         """Send a pending abort again if its turn is still the running one."""
@@ -366,7 +366,7 @@ class ClientSession:
         if reader in self._readers:
             self._readers.remove(reader)
 
-    def _gone(self, why: str) -> None:
+    def _end(self, why: str) -> None:
         self._connection.detach(self)
         self.fail(failure(ErrorCode.SESSION_NOT_FOUND, why))
 
@@ -378,7 +378,7 @@ class ClientSession:
         if self._follows_next:
             self._follows_next = False
             self._follow(resumed.turn_id)
-        self._hand_out(resumed)
+        self._deliver(resumed)
 
     def _follow(self, turn_id: str | None) -> None:
         """Buffer the events of a turn for ``follow``, in place of those of the previous turn."""
@@ -390,7 +390,7 @@ class ClientSession:
             self._following = TurnReader(self._connection, self, stream=stream, infer=None)
             self.begin_reading(self._following)
 
-    def _counts(self, event: SessionEvent | Error, *, direct: bool) -> bool:
+    def _is_new(self, event: SessionEvent | Error, *, direct: bool) -> bool:
         """Return whether the event is new; request the replay of missing events before it."""
         if direct:
             if not self._missing and event.seq is not None:
@@ -404,6 +404,6 @@ class ClientSession:
             self._connection.fill_gap(self)
         return arrival is SequenceStatus.NEXT
 
-    def _hand_out(self, item: Event | InferenceCenterError) -> None:
+    def _deliver(self, item: Event | InferenceCenterError) -> None:
         for reader in self._readers:
             reader.put(item)

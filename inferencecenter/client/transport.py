@@ -160,7 +160,7 @@ async def _enter(socket: ClientConnection, address: Address) -> Transport:
 
 async def _not_let_in(socket: ClientConnection, answer: AuthFailed) -> InferenceCenterError:
     """Return why: an invalid credential, or a valid one at a bad time, after which the daemon closes the socket."""
-    words = f"the daemon refuses the credential: {answer.reason}"
+    message = f"the daemon refuses the credential: {answer.reason}"
     if answer.retry_after_ms is None:
         with contextlib.suppress(TimeoutError, websockets.ConnectionClosed):
             await socket.send(requests.Hello(op="hello", protocol=PROTOCOL_VERSION).model_dump_json(exclude_none=True))
@@ -169,7 +169,7 @@ async def _not_let_in(socket: ClientConnection, answer: AuthFailed) -> Inference
     code = ErrorCode.NOT_AUTHENTICATED
     if answer.retry_after_ms is not None or socket.close_code is not None:
         code = ErrorCode.RATE_LIMITED
-    return failure(code, words, retry_after_ms=answer.retry_after_ms)
+    return failure(code, message, retry_after_ms=answer.retry_after_ms)
 
 
 def _refused(url: str, error: Exception) -> InferenceCenterError:
@@ -180,6 +180,6 @@ def _refused(url: str, error: Exception) -> InferenceCenterError:
     retry_after_ms = int(retry_after) * 1000 if retry_after.isdecimal() else None
     code = _HTTP_ERRORS.get(response.status_code)
     if code is not None:
-        words = f"{url} refuses with HTTP status {response.status_code}"
-        return failure(code, words, retry_after_ms=retry_after_ms)
+        message = f"{url} refuses with HTTP status {response.status_code}"
+        return failure(code, message, retry_after_ms=retry_after_ms)
     return unreachable(url, str(error), retry_after_ms=retry_after_ms)

@@ -8,8 +8,7 @@ from collections import deque
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from inferencecenter.client.answer import Answer, Answered
-from inferencecenter.client.stream import StreamState
+from inferencecenter.client.answer import Answer, Answered, StreamState
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import Token
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from types import TracebackType
 
+    from inferencecenter.client.answer import TurnStream, TurnStreamEvent
     from inferencecenter.client.connection import DaemonConnection
     from inferencecenter.client.retry import ReconnectBackoff, RetryPolicy
     from inferencecenter.client.session import ClientSession
-    from inferencecenter.client.stream import TurnStream, TurnStreamEvent
     from inferencecenter.protocol.base import Event
 
 
@@ -81,7 +80,7 @@ class TurnReader:
         return self._stream.turn_id
 
     @property
-    def is_asked(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the daemon may know the turn."""
         return self._infer is None or self._request_id is not None
 
@@ -123,7 +122,7 @@ class TurnReader:
         stream = self._stream
         # Queued events may change whether and what to send.
         if stream.due and self._inbox.empty():
-            await self._ask()
+            await self._send_infer()
             return
         item = await self._inbox.get()
         if isinstance(item, InferenceCenterError):
@@ -134,7 +133,7 @@ class TurnReader:
         elif self._abort is _Abort.WANTED and stream.state is StreamState.RUNNING:
             await self.abort()
 
-    async def _ask(self) -> None:
+    async def _send_infer(self) -> None:
         """Send ``infer`` (again), after a delay if the daemon refused it temporarily."""
         assert self._infer is not None, "a followed turn is never due"
         if self._stream.refusal is not None:
@@ -146,7 +145,7 @@ class TurnReader:
         self._ignore_answers()
         request = self._connection.numbered(self._infer)
         self._request_id = str(request.id)
-        self._stream.asked(self._request_id)
+        self._stream.requested(self._request_id)
         self._connection.register_listener(self._request_id, self._session)
         try:
             await self._connection.send(request)
@@ -272,7 +271,7 @@ class ClientTurn(Answered):
         if self._over or self._drain is not None:
             return
         reader = self._reader
-        if self._ends_when_left and reader is not None and reader.is_asked and not reader.closed:
+        if self._ends_when_left and reader is not None and reader.is_requested and not reader.closed:
             self._drain = self._session.drain(self._read_to_end(reader))
         if self._drain is None:
             self._over = True

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from inferencecenter.client.answer import TurnStream
 from inferencecenter.client.session import SequenceStatus, SequenceTracker
-from inferencecenter.client.stream import TurnStream
 from inferencecenter.protocol.events import End, Error, Queued, SessionResumed, Token
 from inferencecenter.protocol.values import ChatMessage, TranscriptTurn, Usage
 from tests.client.peer import STATS, USAGE
@@ -18,7 +18,7 @@ from tests.client.peer import STATS, USAGE
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inferencecenter.client.stream import TurnStreamEvent
+    from inferencecenter.client.answer import TurnStreamEvent
     from inferencecenter.protocol.base import Event
 
 NumberedEvent = Queued | Token | End | Error
@@ -152,7 +152,7 @@ class ModelClient:
         """Send ``infer`` if the stream requests it; it may be lost in flight."""
         if self.stream.due and not self.stream.over and not self.inbound:
             self.n_asked += 1
-            self.stream.asked(f"c{self.n_asked}")
+            self.stream.requested(f"c{self.n_asked}")
             if arrives:
                 self.inbound += self.daemon.infer(f"c{self.n_asked}", "key")
 

@@ -1,4 +1,4 @@
-"""Tests of ``client.stream``: one turn, disconnected anywhere, any number of times."""
+"""Tests of ``TurnStream``: one turn, disconnected anywhere, any number of times."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from inferencecenter.client.answer import StreamState, TurnStream
 from inferencecenter.client.session import SequenceStatus, SequenceTracker
-from inferencecenter.client.stream import StreamState, TurnStream
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import End, Error, Progress, Queued, SessionResumed, Token
 from inferencecenter.protocol.values import ChatMessage, TranscriptTurn, Usage
@@ -66,7 +66,7 @@ KEPT = SessionResumed(session_id="s", resumed=True, state="busy", epoch="e", seq
 def sent_stream() -> TurnStream:
     """A stream whose ``infer`` was sent as c1."""
     stream = TurnStream("s")
-    stream.asked("c1")
+    stream.requested("c1")
     return stream
 
 
@@ -211,7 +211,7 @@ def test_ended_turn_is_completed_from_the_transcript() -> None:
     assert (stream.state, stream.due) == (StreamState.ENDING, True)
     assert list(stream.take(KEPT)) == []
     assert stream.due, "disconnected again before the end came"
-    stream.asked("c2")
+    stream.requested("c2")
     assert list(stream.take(end(request_id="c1"))) == [], "an answer to an earlier frame"
     assert [type(event) for event in stream.take(end(request_id="c2"))] == [End]
     assert stream.over
@@ -238,7 +238,7 @@ def test_forgotten_key_is_not_accepted() -> None:
     """The daemon would run the turn again, so its answer is not the end."""
     stream = running()
     list(stream.take(events_lost(transcript=transcript(""), turns=(ended("t", 2),))))
-    stream.asked("c2")
+    stream.requested("c2")
     with pytest.raises(InferenceCenterError, match="does not know it any more"):
         list(stream.take(queued("t2", request_id="c2")))
 
@@ -247,7 +247,7 @@ def test_turn_of_another_client_is_not_adopted() -> None:
     """The request id tells whether the running turn belongs to the unacknowledged request."""
     stream = sent_stream()
     list(stream.take(events_lost(turn_id="theirs", content="Theirs")))
-    stream.asked("c2")
+    stream.requested("c2")
     assert list(stream.take(token(" goes on", turn_id="theirs"))) == []
     with pytest.raises(InferenceCenterError) as caught:
         list(stream.take(refusal("session_busy", request_id="c2")))
@@ -258,7 +258,7 @@ def test_unacknowledged_running_turn_is_adopted() -> None:
     """Once it has an id, its text so far comes first, then the events since."""
     stream = sent_stream()
     list(stream.take(events_lost(turn_id="t", content="Hel")))
-    stream.asked("c2")
+    stream.requested("c2")
     list(stream.take(token("lo", seq=21)))
     given_out = list(stream.take(queued(seq=22, request_id="c2")))
     assert "".join(event.content for event in given_out if isinstance(event, Token)) == "Hello"
@@ -271,11 +271,11 @@ def test_starting_daemon_is_retried_after_a_reconnect_only() -> None:
         list(sent_stream().take(refusal("model_loading")))
     stream = sent_stream()
     list(stream.take(KEPT))
-    stream.asked("c2")
+    stream.requested("c2")
     assert list(stream.take(refusal("model_loading", request_id="c2"))) == []
     assert stream.due
     assert stream.refusal is not None
-    stream.asked("c3")
+    stream.requested("c3")
     assert stream.refusal is None
     with pytest.raises(InferenceCenterError):
         list(stream.take(refusal("session_busy", request_id="c3")))
