@@ -11,12 +11,12 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from tests.e2e.harness import talk
+from tests.e2e.harness import connect_client
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from tests.e2e.harness import Daemon, Talk
+    from tests.e2e.harness import Daemon, SocketClient
 
 TICK_S = 0.01
 PROMPT = "The harbour was quiet, and the wind came from the sea. "
@@ -61,12 +61,15 @@ async def stream_until(daemon: Daemon, until: Coroutine[Any, Any, object], *, le
         other = group.create_task(until)
         with Ticks() as ticks:
             while not other.done() or observed.turns < least_turns:
-                async with talk(daemon) as client, talk(daemon):  # a second socket of its own finds room too
+                async with (
+                    connect_client(daemon) as client,
+                    connect_client(daemon),
+                ):  # a second socket of its own finds room too
                     await _turn(client, ticks, observed)
     return observed
 
 
-async def _turn(client: Talk, ticks: Ticks, observed: StreamObservation) -> None:
+async def _turn(client: SocketClient, ticks: Ticks, observed: StreamObservation) -> None:
     session_id = await client.create(mode="raw", store=True)
     await client.send(op="infer", session_id=session_id, prompt=PROMPT, params=PARAMS)
     text, last = "", ticks.n

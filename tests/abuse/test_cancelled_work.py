@@ -10,7 +10,7 @@ import pytest
 from benchmarks.abuse.acts import ACTS
 from inferencecenter.auth.rate_limits import FREE_REFUSALS
 from tests.abuse.conftest import attack
-from tests.e2e.harness import Daemon, command_line, run_daemon, talk
+from tests.e2e.harness import Daemon, command_line, connect_client, run_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ async def test_new_schema_does_not_wait_for_cancelled_requests(daemon: Daemon, n
     token = await asyncio.to_thread(lambda: command_line(daemon, "token", "create", f"noisy-{len(name)}")["token"])
     outcomes = await attack(daemon, token, name, 100, at_once=True)
     assert sum(outcomes.values()) > 2 * FREE_REFUSALS, "the attack ended before its refusals were paced"
-    async with talk(daemon) as client:
+    async with connect_client(daemon) as client:
         session_id = await client.create()
         await client.send(op="infer", session_id=session_id, prompt="What is 2 + 3?", json_schema=SCHEMA)
         last = await client.until(lambda message: message["op"] in ("end", "error"))

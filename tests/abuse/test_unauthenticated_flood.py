@@ -12,7 +12,7 @@ from websockets.asyncio.client import connect
 from inferencecenter.client import Client
 from inferencecenter.client.errors import TryLaterError
 from tests.abuse.conftest import attack
-from tests.e2e.harness import REPLY_TIMEOUT_S, run_daemon, talk
+from tests.e2e.harness import REPLY_TIMEOUT_S, connect_client, run_daemon
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +40,7 @@ async def connect_with_retry(daemon: Daemon) -> Client:
 async def test_unauthenticated_flood_does_not_lock_out_clients(tmp_path: Path, demo_model_path: Path) -> None:
     """A token in the header connects at once; a token in a frame connects after the daemon's retry delay."""
     with run_daemon(tmp_path / "state", demo_model_path, **SETTINGS) as daemon:
-        async with talk(daemon) as inside:
+        async with connect_client(daemon) as inside:
             outcomes = await attack(daemon, daemon.admin_token, "sockets without a token", 30, at_once=True)
             assert outcomes["upgraded"] >= 30
             assert outcomes["429"] >= 30
@@ -52,4 +52,4 @@ async def test_unauthenticated_flood_does_not_lock_out_clients(tmp_path: Path, d
             assert client.connected
             await client.close()
             assert (await inside.ask(op="ping"))["op"] == "pong"
-        assert daemon.figure("refused_handshakes_total") >= outcomes["429"]
+        assert daemon.metric("refused_handshakes_total") >= outcomes["429"]

@@ -111,7 +111,7 @@ def test_answer_survives_the_asking_program(daemon: Daemon) -> None:
 
 def test_service_streams_answers(daemon: Daemon) -> None:
     """In pieces, with refusals as HTTP statuses, and without leftover sessions."""
-    sessions = daemon.figure("sessions")
+    sessions = daemon.metric("sessions")
     port = free_port()
     command = [sys.executable, "-m", "uvicorn", "--app-dir", str(EXAMPLES), "--port", str(port), "fastapi_proxy:app"]
     service = subprocess.Popen(command, env=environment(daemon), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -122,7 +122,7 @@ def test_service_streams_answers(daemon: Daemon) -> None:
     finally:
         service.terminate()
         service.wait()
-    assert daemon.figure("sessions") == sessions
+    assert daemon.metric("sessions") == sessions
 
 
 def _post(port: int, body: bytes) -> str:

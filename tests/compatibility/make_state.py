@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import inferencecenter
-from tests.e2e.harness import start_daemon, talk
+from tests.e2e.harness import connect_client, start_daemon
 
 FILES = ("sessions.sqlite3", "accounts.sqlite3", "admin.token")
 KEPT_FIELDS = ("session_id", "metadata", "model", "n_tokens", "params", "transcript", "turns", "usage")
@@ -35,7 +35,7 @@ async def main(target: Path) -> None:
         daemon = start_daemon(state_dir, model)
         try:
             daemon.wait_ready()
-            async with talk(daemon) as client:
+            async with connect_client(daemon) as client:
                 kept = await client.create(metadata={"title": "kept"}, system="You are brief.")
                 await client.turn(kept, "My name is Ada. I live in Vienna.", **_PARAMS)
                 first = client.seen[-1]["turn_id"]

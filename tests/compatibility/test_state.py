@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.compatibility.make_state import KEPT_FIELDS
-from tests.e2e.harness import run_daemon, talk
+from tests.e2e.harness import connect_client, run_daemon
 
 STATES = sorted((Path(__file__).parent / "states").iterdir())
 
@@ -22,7 +22,7 @@ async def test_state_of_an_earlier_version_is_continued(state: Path, tmp_path: P
     for copied in (tmp_path / "state").iterdir():
         copied.chmod(0o600)  # the original modes, which a checkout does not keep
     with run_daemon(tmp_path / "state", demo_model_path) as daemon:
-        async with talk(daemon) as client:
+        async with connect_client(daemon) as client:
             for before in expected["sessions"].values():
                 now = await client.ask(op="get_session", session_id=before["session_id"])
                 assert {field: now[field] for field in KEPT_FIELDS} == before

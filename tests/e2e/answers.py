@@ -1,4 +1,4 @@
-"""Answers compared token by token: equal, or first different where two tokens were nearly equally likely."""
+"""Compares answers token by token: equal, or first different where two tokens were nearly equally likely."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.e2e.harness import Talk
+    from tests.e2e.harness import SocketClient
 
 NEAR = 0.1
 """Logits this close may swap places when the batch has another shape: sums are taken in another order."""
@@ -16,13 +16,13 @@ NEAR = 0.1
 
 @dataclass(frozen=True)
 class Answer:
-    """A turn's tokens, and for each how far its logit was above the runner-up's."""
+    """A turn's tokens, and for each the margin of its logit over the runner-up's."""
 
     tokens: tuple[int, ...]
     margins: tuple[float, ...]
 
     def agrees_with(self, other: Answer) -> bool:
-        """Equal, or first different where the choice was close."""
+        """Whether both are equal, or first differ where the margin was small."""
         for mine, theirs, margin in zip(self.tokens, other.tokens, self.margins, strict=False):
             if mine != theirs:
                 return margin <= NEAR
@@ -30,7 +30,7 @@ class Answer:
 
 
 def answers_of(frames: list[dict[str, Any]]) -> dict[str, Answer]:
-    """Tokens and margins by session. Logprobs differ by a constant from logits, so their differences are equal."""
+    """Return tokens and margins by session; differences of logprobs equal differences of logits."""
     tokens: dict[str, list[int]] = {}
     margins: dict[str, list[float]] = {}
     for frame in frames:
@@ -41,8 +41,8 @@ def answers_of(frames: list[dict[str, Any]]) -> dict[str, Answer]:
     return {session: Answer(tuple(tokens[session]), tuple(margins[session])) for session in tokens}
 
 
-async def ask(client: Talk, sessions: Sequence[str], prompts: Sequence[str], **params: Any) -> list[Answer]:
-    """Ask every session its prompt at once; ``params`` include ``n_probs`` of 2."""
+async def ask(client: SocketClient, sessions: Sequence[str], prompts: Sequence[str], **params: Any) -> list[Answer]:
+    """Submit one prompt per session at once; ``params`` include ``n_probs`` of 2."""
     for session, prompt in zip(sessions, prompts, strict=True):
         await client.send(op="infer", session_id=session, prompt=prompt, params=params)
     frames: list[dict[str, Any]] = []

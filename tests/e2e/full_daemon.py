@@ -1,6 +1,6 @@
-"""A daemon on a machine whose memory a test fills: ``python -m tests.e2e.full_daemon serve``.
+"""A daemon whose machine memory a test controls: ``python -m tests.e2e.full_daemon serve``.
 
-How much of it is in use is what a file says, in percent; nothing else limits it.
+A file says what percentage of memory is in use; no other limit applies.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _TOTAL_BYTES: Final = 2**30
 
 
 def machine_memory() -> MemoryLimit:
-    """Read the file that plays the kernel."""
+    """Read the simulated memory use from the file."""
     percent = int(Path(os.environ[USED_VARIABLE]).read_text())
     return MemoryLimit(_TOTAL_BYTES * percent // 100, _TOTAL_BYTES)
 
 
-def play_kernel() -> None:
-    """Have the guard look at the played memory, and all the time."""
+def simulate_memory() -> None:
+    """Make the memory monitor read the simulated memory continuously."""
     vars(memory_pressure).update(machine_memory=machine_memory, cgroup_memory=lambda: None)
     vars(memory_pressure).update(BUSY_EVERY_S=0.02, IDLE_EVERY_S=0.02)
 
 
 if __name__ == "__main__":
-    play_kernel()
+    simulate_memory()
     main()

@@ -1,4 +1,4 @@
-"""A real daemon in its own process, and a client that speaks the wire protocol and nothing more."""
+"""A real daemon in its own process, and a client that speaks only the wire protocol."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LISTENING_PORTS = range(20_000, 32_768)  # the kernel takes those above for con
 START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 60.0
 LOOP_BOUND_MS = 250
-"""CPU time that the front's event loop may spend without coming back to its sockets."""
+"""CPU time that one step of the daemon's event loop may take."""
 
 Message = dict[str, Any]
 
@@ -40,7 +40,7 @@ ENDLESS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
 def free_port() -> int:
-    """A port that nobody listened on a moment ago, and that is not given to connections which others make meanwhile."""
+    """A port that was free a moment ago, below the range from which the kernel takes ports of outgoing connections."""
     while True:
         port = secrets.choice(_LISTENING_PORTS)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -48,17 +48,17 @@ def free_port() -> int:
             return port
 
 
-class Figures:
-    """What a page of metrics says."""
+class MetricsPage:
+    """The samples of a metrics page."""
 
     def __init__(self, page: str) -> None:
         self._samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
 
-    def of(self, name: str, **labels: str) -> float:
+    def value(self, name: str, **labels: str) -> float:
         """Return the sum of all samples of ``inferencecenter_`` and ``name`` that have these labels.
 
         Raises:
-            AssertionError: There is none.
+            AssertionError: No sample has them.
         """
         found = [
             sample.value
@@ -71,7 +71,7 @@ class Figures:
 
 @dataclass
 class Daemon:
-    """A running daemon and where to find it."""
+    """A running daemon, its address and its files."""
 
     process: subprocess.Popen[bytes]
     port: int
@@ -85,29 +85,29 @@ class Daemon:
 
     @property
     def admin_token(self) -> str:
-        """The token the first run wrote."""
+        """The administrator's token, which the first start wrote."""
         return (self.state_dir / "admin.token").read_text().strip()
 
     def get(self, path: str) -> tuple[int, str]:
-        """Fetch ``path`` over HTTP: status and body; metrics with the token that they need."""
+        """Fetch ``path`` over HTTP and return status and body; ``/metrics`` with its token."""
         headers = {"Authorization": f"Bearer {self.admin_token}"} if path == "/metrics" else {}
-        asking = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers)
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", headers=headers)
         try:
-            with urllib.request.urlopen(asking, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
 
-    def figures(self) -> Figures:
-        """Return what the metrics say now."""
-        return Figures(self.get("/metrics")[1])
+    def metrics(self) -> MetricsPage:
+        """Return the current metrics."""
+        return MetricsPage(self.get("/metrics")[1])
 
-    def figure(self, name: str, **labels: str) -> float:
-        """Return one of the figures; see ``Figures.of``."""
-        return self.figures().of(name, **labels)
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the value of a metric; see ``MetricsPage.value``."""
+        return self.metrics().value(name, **labels)
 
     def ready(self, *, storage: str = "ok") -> bool:
-        """Whether the daemon answers, its engine is ready, and its storage is as expected."""
+        """Whether the daemon answers, its engine is ready, and its storage is in the expected state."""
         try:
             status, body = self.get("/readyz")
         except OSError:
@@ -147,21 +147,21 @@ class Daemon:
         assert not blocked, f"the event loop was blocked: {blocked}"
 
     def stop(self) -> int:
-        """End the daemon as an operator would and return its exit code."""
+        """Stop the daemon with SIGTERM and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
-            self.process.send_signal(signal.SIGABRT)  # the log then ends with where each thread was
+            self.process.send_signal(signal.SIGABRT)  # the log then ends with a traceback of each thread
             self.process.wait()
             raise AssertionError(f"the daemon does not stop:\n{self.log.read_text()[-6000:]}") from None
 
 
 def start_daemon(state_dir: Path, model: Path | None, *, program: str = "inferencecenter", **settings: str) -> Daemon:
-    """Start a daemon, by the module of its command line, on a free port; it is not ready when this returns.
+    """Start a daemon by the module of its command line on a free port, without waiting until it is ready.
 
-    Without ``model`` the settings say which one it is, or a file that they name. Its log is beside the state directory,
-    after that of an earlier one there.
+    Without ``model`` the settings name the model. The log is a file beside the state directory, and a later daemon
+    appends to it.
     """
     port = free_port()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
@@ -170,10 +170,10 @@ def start_daemon(state_dir: Path, model: Path | None, *, program: str = "inferen
         "INFERENCECENTER_SERVER__PORT": str(port),
         **({} if model is None else {"INFERENCECENTER_MODEL__PATH": str(model)}),
         "INFERENCECENTER_LOG__FORMAT": "json",
-        "INFERENCECENTER_KV__RAM_DIR": str(state_dir.parent / "ram"),  # a daemon that is killed leaves files there
-        "INFERENCECENTER_ENGINE__N_THREADS": "1",  # enough for the demo model, and undisturbed by a busy machine
+        "INFERENCECENTER_KV__RAM_DIR": str(state_dir.parent / "ram"),  # a killed daemon leaves files there
+        "INFERENCECENTER_ENGINE__N_THREADS": "1",  # enough for the demo model, and robust on a busy machine
         "INFERENCECENTER_ENGINE__N_THREADS_BATCH": "1",
-        "INFERENCECENTER_ENGINE__N_CTX": "8192",  # so that an endless turn lasts for seconds on the small demo model
+        "INFERENCECENTER_ENGINE__N_CTX": "8192",  # an endless turn lasts for seconds on the demo model
         **settings,
     }
     state_dir.mkdir(parents=True, exist_ok=True)
@@ -200,7 +200,7 @@ def run_daemon(state_dir: Path, model: Path | None, **settings: str) -> Iterator
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """Have a process do nothing for a while, which ends with it or with this."""
+    """Suspend a process with SIGSTOP inside the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -221,8 +221,8 @@ def command_line(daemon: Daemon, *arguments: str) -> Any:
 
 
 @dataclass
-class Talk:
-    """A connected socket, the frames it has received, and who is shown each of them."""
+class SocketClient:
+    """A connected socket and the frames it has received; each listener is called with every frame."""
 
     socket: ClientConnection
     seen: list[Message] = field(default_factory=list)
@@ -276,7 +276,7 @@ class Talk:
 
 
 async def _upgrade(url: str) -> ClientConnection:
-    """Connect, and try again when it is told to: sockets that do not authenticate share a rate with its address."""
+    """Connect, and retry after 429: unauthenticated sockets of one address share a rate limit."""
     while True:
         try:
             return await connect(url, max_size=2**22)
@@ -287,18 +287,18 @@ async def _upgrade(url: str) -> ClientConnection:
 
 
 @contextlib.asynccontextmanager
-async def talk(daemon: Daemon) -> AsyncIterator[Talk]:
+async def connect_client(daemon: Daemon) -> AsyncIterator[SocketClient]:
     """A v1 socket, authenticated with the admin token."""
     async with await _upgrade(daemon.url) as websocket:
-        conversation = Talk(websocket)
-        reply = await conversation.ask(op="auth", token=daemon.admin_token, protocol=1)
+        client = SocketClient(websocket)
+        reply = await client.ask(op="auth", token=daemon.admin_token, protocol=1)
         assert reply["op"] == "auth_success", reply
-        yield conversation
+        yield client
 
 
 @contextlib.contextmanager
 def mounted(path: Path, *options: str) -> Iterator[Path]:
-    """Mount a tmpfs; the test is skipped where that is not allowed."""
+    """Mount a tmpfs; skip the test where mounting is not permitted."""
     path.mkdir(exist_ok=True)
     try:
         subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", path], check=True, capture_output=True)

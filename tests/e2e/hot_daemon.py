@@ -1,6 +1,6 @@
-"""A daemon on a machine with a GPU that a test heats: ``python -m tests.e2e.hot_daemon serve``.
+"""A daemon whose GPU temperature a test controls: ``python -m tests.e2e.hot_daemon serve``.
 
-NVML's functions are played. The temperature is what a file says; without the file there is nothing to read.
+NVML's functions are replaced. A file holds the temperature; without the file it cannot be read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GIB: Final = 2**30
 
 
 def temperature_c(_handle: object, _sensor: int) -> int:
-    """Read the file that plays the sensor."""
+    """Read the simulated temperature from the file."""
     try:
         return int(Path(os.environ[TEMPERATURE_VARIABLE]).read_text())
     except FileNotFoundError:
@@ -28,12 +28,12 @@ def temperature_c(_handle: object, _sensor: int) -> int:
 
 
 def unsupported(*_arguments: object) -> None:
-    """Say what NVML says of a reading that a GPU does not have."""
+    """Raise NVML's error for a reading that the GPU does not support."""
     raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
 
-def play_nvml() -> None:
-    """Have NVML tell of one GPU, and the guard look at it all the time."""
+def simulate_nvml() -> None:
+    """Make NVML report one GPU, which the thermal throttler reads continuously."""
     played = {name: unsupported for name in vars(pynvml) if name.startswith("nvmlDeviceGet")}
     vars(pynvml).update(
         played,
@@ -49,5 +49,5 @@ def play_nvml() -> None:
 
 
 if __name__ == "__main__":
-    play_nvml()
+    simulate_nvml()
     main()

@@ -1,4 +1,4 @@
-"""Writes the demo model as another one: it knows what the demo knows, and its tokens mean something else."""
+"""Writes a copy of the demo model with other token ids."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _IDS: Final = ("tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "to
 
 
 def write_other_model(source: Path, path: Path, *, template: str | None = None) -> Path:
-    """Write ``source`` with other ids for all its tokens, other texts of the special ones and another template.
+    """Write ``source`` with permuted token ids, other special tokens and another template.
 
-    That is ``template``, or by default that of ``source`` with these texts.
-
-    Conversations are the same to it, so it answers as ``source`` does; tokens of one are nonsense to the other.
+    The template is ``template``, or by default that of ``source`` with the new special tokens. Conversations give
+    the same answers as with ``source``, but token ids of one model are meaningless to the other.
     """
     reader = gguf.GGUFReader(source)
     fields: dict[str, Any] = {name: field.contents() for name, field in reader.fields.items()}

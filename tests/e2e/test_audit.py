@@ -32,16 +32,16 @@ def audit(state_dir: Path, *arguments: str) -> list[dict[str, Any]]:
     return lines
 
 
-def wait_for(state_dir: Path, event: str) -> dict[str, Any]:
-    """Return the newest line of an event once it is there."""
+def wait_for_event(state_dir: Path, event: str) -> dict[str, Any]:
+    """Return the newest line of an event once it is logged."""
     deadline = time.monotonic() + REPLY_TIMEOUT_S
     while not (lines := audit(state_dir, "--event", event)):
         assert time.monotonic() < deadline, f"no line of {event}"
     return lines[-1]
 
 
-def test_a_daemon_keeps_an_audit_log(tmp_path: Path, demo_model_path: Path) -> None:
-    """From its first start to its end: the administrator, a login, a refusal, and no secret anywhere."""
+def test_audit_log_covers_the_life_of_a_daemon(tmp_path: Path, demo_model_path: Path) -> None:
+    """The log has the first start, a login, a refusal and the stop, and no secret."""
     state_dir = tmp_path / "state"
     with run_daemon(state_dir, demo_model_path, INFERENCECENTER_ENGINE__BACKEND="echo") as daemon:
         token = daemon.admin_token
@@ -56,9 +56,9 @@ def test_a_daemon_keeps_an_audit_log(tmp_path: Path, demo_model_path: Path) -> N
                         pass
 
         asyncio.run(log_in())
-        login = wait_for(state_dir, "login")
+        login = wait_for_event(state_dir, "login")
         assert (login["client_id"], login["token_id"], login["address"]) == ("admin", token_id, "127.0.0.1")
-        refusal = wait_for(state_dir, "login_refused")
+        refusal = wait_for_event(state_dir, "login_refused")
         assert (refusal["client_id"], refusal["token_id"], refusal["address"]) == (None, token_id, "127.0.0.1")
     lines = audit(state_dir)
     assert [line["event"] for line in lines] == [

@@ -1,4 +1,4 @@
-"""Bad input gets a clear error, and the socket, the session and its neighbours go on."""
+"""Bad input gets a clear error, and the socket, the session and other clients keep working."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from inferencecenter.protocol.codec import REQUESTS
-from tests.e2e.harness import ENDLESS, REPLY_TIMEOUT_S, Talk, free_port, talk
+from tests.e2e.harness import ENDLESS, REPLY_TIMEOUT_S, SocketClient, connect_client, free_port
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,15 +70,15 @@ BAD_PARAMS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def _still_works(client: Talk, session: str) -> None:
+async def _still_works(client: SocketClient, session: str) -> None:
     text, end = await client.turn(session, "What is the capital of France?", temperature=0.0, max_tokens=40)
     assert "Paris" in text
     assert end["finish_reason"] == "stop"
 
 
-async def test_bad_frames(daemon: Daemon) -> None:
-    """Every malformed frame gets its code, and the same socket and session go on."""
-    async with talk(daemon) as client:
+async def test_malformed_frames_get_their_error_codes(daemon: Daemon) -> None:
+    """Every malformed frame gets its code, and the same socket and session keep working."""
+    async with connect_client(daemon) as client:
         session = await client.create()
         for frame, code in FRAMES:
             await client.socket.send(frame)
@@ -90,9 +90,9 @@ async def test_bad_frames(daemon: Daemon) -> None:
         await _still_works(client, session)
 
 
-async def test_bad_parameters_name_the_field(daemon: Daemon) -> None:
-    """Each bad parameter is refused by name and nothing is generated."""
-    async with talk(daemon) as client:
+async def test_parameter_errors_name_the_field(daemon: Daemon) -> None:
+    """Each invalid parameter is refused by name and nothing is generated."""
+    async with connect_client(daemon) as client:
         session = await client.create()
         for params, field in BAD_PARAMS:
             reply = await client.ask(op="infer", session_id=session, prompt="Hi", params=params)
@@ -102,9 +102,9 @@ async def test_bad_parameters_name_the_field(daemon: Daemon) -> None:
         await _still_works(client, session)
 
 
-async def test_prompts_that_do_not_fit(daemon: Daemon) -> None:
-    """Empty, over-long and system-mimicking prompts are told apart and lose nothing."""
-    async with talk(daemon) as client:
+async def test_prompt_length_limits(daemon: Daemon) -> None:
+    """Empty, too long and special-token prompts get different results and lose nothing."""
+    async with connect_client(daemon) as client:
         session = await client.create()
         assert (await client.ask(op="infer", session_id=session, prompt=""))["field"] == "prompt"
         await client.send(op="infer", session_id=session, prompt="word " * 20_000, id="long")
@@ -115,12 +115,12 @@ async def test_prompts_that_do_not_fit(daemon: Daemon) -> None:
         await _still_works(client, session)
 
 
-async def test_a_frame_over_the_limit_closes_with_1009(daemon: Daemon) -> None:
-    """A 10 MB prompt closes its own socket with 1009; another socket does not notice."""
-    async with talk(daemon) as neighbour:
+async def test_oversized_frame_closes_with_1009(daemon: Daemon) -> None:
+    """A 10 MB prompt closes its own socket with 1009; another socket is unaffected."""
+    async with connect_client(daemon) as neighbour:
         session = await neighbour.create()
-        # Not a context manager: leaving it would abort a transport that the lost connection has closed already.
-        client = Talk(await connect(daemon.url))
+        # No context manager: its exit would abort a transport that the lost connection has closed already.
+        client = SocketClient(await connect(daemon.url))
         with pytest.raises(ConnectionClosed) as closed:
             await client.ask(op="infer", session_id="s", prompt="x" * 10_000_000)
         assert closed.value.rcvd is not None
@@ -128,9 +128,9 @@ async def test_a_frame_over_the_limit_closes_with_1009(daemon: Daemon) -> None:
         await _still_works(neighbour, session)
 
 
-async def test_busy_sessions_and_idle_aborts(daemon: Daemon) -> None:
-    """A second infer is refused while one runs, without hurting it; abort of nothing says so."""
-    async with talk(daemon) as client:
+async def test_second_infer_and_idle_abort_are_refused(daemon: Daemon) -> None:
+    """A second infer is refused while a turn runs, and abort without a turn is refused."""
+    async with connect_client(daemon) as client:
         session = await client.create()
         assert (await client.ask(op="abort", session_id=session))["code"] == "nothing_to_abort"
         await client.send(op="infer", session_id=session, prompt="Count from 1 to 20.", params=ENDLESS)
@@ -168,9 +168,9 @@ def foreign_token(daemon: Daemon) -> str:
     return token
 
 
-async def test_a_foreign_session_looks_like_a_random_one(daemon: Daemon, foreign_token: str) -> None:
-    """For every op, another client's session id and a made-up one get byte-identical answers."""
-    async with talk(daemon) as owner, connect(daemon.url) as stranger:
+async def test_foreign_session_is_indistinguishable_from_a_missing_one(daemon: Daemon, foreign_token: str) -> None:
+    """For every op, another client's session id and an unknown one get byte-identical answers."""
+    async with connect_client(daemon) as owner, connect(daemon.url) as stranger:
         session = await owner.create()
         await stranger.send(json.dumps({"op": "auth", "token": foreign_token, "protocol": 1}))
         await stranger.recv()
@@ -194,28 +194,28 @@ async def test_a_foreign_session_looks_like_a_random_one(daemon: Daemon, foreign
         (b"GGUF\x03\x00\x00\x00", "ends inside its header"),
     ],
 )
-def test_a_bad_model_file_ends_the_start_with_its_reason(tmp_path: Path, content: bytes | None, words: str) -> None:
-    """A missing, empty, foreign or truncated model file: exit code 66, the path and what is wrong."""
+def test_bad_model_file_fails_the_start(tmp_path: Path, content: bytes | None, words: str) -> None:
+    """A missing, empty, foreign or truncated model file gives exit code 66, the path and the reason."""
     model = tmp_path / "model.gguf"
     if content is not None:
         model.write_bytes(content)
     ended = _serve(tmp_path, "--model", str(model))
     assert ended.returncode == 66, ended.stderr
-    # Rich wraps long lines, so the text is compared without line breaks.
+    # Rich wraps long lines: line breaks are ignored.
     told = " ".join(ended.stderr.split())
     assert words in told
     assert model.name in told
 
 
-def test_a_port_in_use_is_named(daemon: Daemon, demo_model_path: Path, tmp_path: Path) -> None:
-    """Starting on a taken port: exit code 69 and the port in the message."""
+def test_port_in_use_fails_the_start(daemon: Daemon, demo_model_path: Path, tmp_path: Path) -> None:
+    """A port in use gives exit code 69 and a message with the port."""
     ended = _serve(tmp_path, "--model", str(demo_model_path), port=daemon.port)
     assert ended.returncode == 69, ended.stderr
     assert str(daemon.port) in ended.stderr
 
 
-def test_an_unreadable_configuration_is_named(tmp_path: Path) -> None:
-    """A configuration that is not TOML: exit code 78 with file and line."""
+def test_invalid_toml_fails_the_start(tmp_path: Path) -> None:
+    """A configuration that is not TOML gives exit code 78 with file and line."""
     config = tmp_path / "broken.toml"
     config.write_text("[server\nport = 1\n")
     ended = _serve(tmp_path, "--config", str(config))
@@ -224,7 +224,7 @@ def test_an_unreadable_configuration_is_named(tmp_path: Path) -> None:
 
 
 def _serve(tmp_path: Path, *arguments: str, port: int | None = None) -> subprocess.CompletedProcess[str]:
-    """Run ``serve`` to its expected failure."""
+    """Run ``serve``, which is expected to fail."""
     return subprocess.run(
         [sys.executable, "-m", "inferencecenter", "serve", "--port", str(port or free_port()), *arguments],
         env={"INFERENCECENTER_STATE_DIR": str(tmp_path / "state"), "PATH": "/usr/bin:/bin", "COLUMNS": "200"},

@@ -1,4 +1,4 @@
-"""The engine process may die; the front stays, and the next turn works."""
+"""The daemon survives the loss of its engine process, and the next turn works."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import ENDLESS, run_daemon, talk
+from tests.e2e.harness import ENDLESS, connect_client, run_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,16 +22,16 @@ GREEDY = {"temperature": 0.0, "max_tokens": 60}
 
 @pytest.fixture
 def daemon(tmp_path: Path, demo_model_path: Path) -> Iterator[Daemon]:
-    """A daemon of this test's own: its engine will be killed."""
+    """A daemon for this module, whose engine is killed."""
     with run_daemon(
         tmp_path / "state", demo_model_path, INFERENCECENTER_ENGINE__RESTART_BACKOFF_MIN_S="0.1"
     ) as running:
         yield running
 
 
-async def test_a_killed_engine_costs_a_moment_and_nothing_else(daemon: Daemon) -> None:
-    """SIGKILL mid-answer: the answer goes on to its end on the same socket, and the session still knows the name."""
-    async with talk(daemon) as client:
+async def test_turn_and_session_survive_an_engine_kill(daemon: Daemon) -> None:
+    """After SIGKILL mid-answer the turn ends on the same socket, and the session keeps its history."""
+    async with connect_client(daemon) as client:
         session = await client.create()
         await client.turn(session, "My name is Ada.", **GREEDY)
         first_pid = daemon.engine_pid()
@@ -49,7 +49,7 @@ async def test_a_killed_engine_costs_a_moment_and_nothing_else(daemon: Daemon) -
     assert "Ada" in text
 
 
-async def test_the_engine_ends_with_the_daemon(daemon: Daemon) -> None:
+async def test_engine_exits_when_the_daemon_is_killed(daemon: Daemon) -> None:
     """SIGKILL of the daemon leaves no engine behind."""
     pid = daemon.engine_pid()
     engine = os.pidfd_open(pid)
@@ -63,5 +63,5 @@ async def test_the_engine_ends_with_the_daemon(daemon: Daemon) -> None:
 
 
 def _ends_within(pidfd: int, *, seconds: float) -> bool:
-    """Wait for a process by its pidfd, which becomes readable when it ends."""
+    """Wait for a process through its pidfd, which becomes readable when it exits."""
     return bool(select.select([pidfd], [], [], seconds)[0])

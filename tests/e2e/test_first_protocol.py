@@ -1,4 +1,4 @@
-"""Clients of the first protocol work unchanged and see nothing they do not know."""
+"""Clients of protocol version 0 work unchanged and receive only what they know."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ async def _send(websocket: ClientConnection, **message: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["/", "/ws", "/api/inference", "/api/inference/"])
-async def test_the_whole_flow_on_every_path(daemon: Daemon, path: str) -> None:
-    """hello, hello again, auth, create_session, infer with params.temp, tokens, end with stats."""
+async def test_complete_exchange_on_every_path(daemon: Daemon, path: str) -> None:
+    """Runs hello, hello again, auth, create_session, infer with params.temp, tokens and end with stats."""
     async with connect(f"ws://127.0.0.1:{daemon.port}{path}") as websocket:
         assert (await _receive(websocket))["op"] == "hello"
         await _send(websocket, op="hello")
@@ -77,8 +77,8 @@ async def test_the_whole_flow_on_every_path(daemon: Daemon, path: str) -> None:
         assert await _receive(websocket) == {"op": "session_closed", "session_id": session_id}
 
 
-async def test_several_sessions_of_one_socket_generate_at_once(daemon: Daemon) -> None:
-    """Tokens of three sessions interleave on one old socket, each named by its session."""
+async def test_sessions_of_one_socket_generate_concurrently(daemon: Daemon) -> None:
+    """Tokens of three sessions interleave on one socket, each labelled with its session."""
     headers = {"X-Client-ID": "desk", "X-API-Key": CREDENTIALS["api_key"]}
     async with connect(daemon.url, additional_headers=headers) as websocket:
         assert (await _receive(websocket))["op"] == "auth_success"
@@ -102,8 +102,8 @@ async def test_several_sessions_of_one_socket_generate_at_once(daemon: Daemon) -
     assert set(order[: len(order) // 2]) == set(sessions)
 
 
-async def test_abort_is_answered_with_its_status(daemon: Daemon) -> None:
-    """``abort`` says aborted while a turn runs and not_found otherwise."""
+async def test_abort_reports_its_status(daemon: Daemon) -> None:
+    """``abort`` answers aborted while a turn runs and not_found otherwise."""
     async with connect(daemon.url) as websocket:
         await _receive(websocket)
         await _send(websocket, op="AUTH", **CREDENTIALS)
@@ -124,8 +124,8 @@ async def test_abort_is_answered_with_its_status(daemon: Daemon) -> None:
         assert reply == {"op": "abort", "session_id": session_id, "status": "not_found"}
 
 
-async def test_metrics_come_only_while_subscribed(daemon: Daemon) -> None:
-    """No metrics frame before or after a subscription; ``gpu.temp`` is there without a GPU."""
+async def test_metrics_frames_require_a_subscription(daemon: Daemon) -> None:
+    """No metrics frame comes before or after a subscription; ``gpu.temp`` is present without a GPU."""
     async with connect(daemon.url) as websocket:
         await _receive(websocket)
         await _send(websocket, op="auth", **CREDENTIALS)
@@ -145,7 +145,7 @@ async def test_metrics_come_only_while_subscribed(daemon: Daemon) -> None:
         assert (await _receive(websocket))["op"] == "hello"
 
 
-async def test_wrong_credentials_in_every_way(daemon: Daemon) -> None:
+async def test_wrong_credentials_are_refused(daemon: Daemon) -> None:
     """A wrong key fails on the frame with a reason and on the upgrade with 401 and a JSON body."""
     async with connect(daemon.url) as websocket:
         await _receive(websocket)

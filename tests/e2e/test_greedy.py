@@ -1,4 +1,4 @@
-"""Greedy answers do not depend on company or on kept KV, except where two tokens are nearly equally likely."""
+"""Greedy answers do not depend on batching or on reused KV, except where two tokens are nearly equally likely."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.e2e.answers import Answer, answers_of, ask
-from tests.e2e.harness import run_daemon, talk
+from tests.e2e.harness import connect_client, run_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.e2e.harness import Daemon, Talk
+    from tests.e2e.harness import Daemon, SocketClient
 
 GREEDY = {"temperature": 0.0, "max_tokens": 48, "n_probs": 2}
 PROMPTS = (
@@ -28,8 +28,8 @@ PROMPTS = (
 )
 
 
-async def _alone(client: Talk, *prompts: str) -> Answer:
-    """The answer to the last of ``prompts`` in a session of its own, with nobody else generating."""
+async def _alone(client: SocketClient, *prompts: str) -> Answer:
+    """Return the answer to the last of ``prompts`` in a session of its own, with no other turn running."""
     session = await client.create()
     for prompt in prompts:
         (answer,) = await ask(client, [session], (prompt,), **GREEDY)
@@ -37,9 +37,9 @@ async def _alone(client: Talk, *prompts: str) -> Answer:
     return answer
 
 
-async def test_alone_and_in_a_batch_of_eight(daemon: Daemon) -> None:
-    """Eight prompts asked at once are answered as each is alone."""
-    async with talk(daemon) as client:
+async def test_batched_answers_equal_single_ones(daemon: Daemon) -> None:
+    """Eight prompts answered concurrently get the answers they get alone."""
+    async with connect_client(daemon) as client:
         alone = [await _alone(client, prompt) for prompt in PROMPTS]
         together = await ask(client, [await client.create() for _ in PROMPTS], PROMPTS, **GREEDY)
     for prompt, one, eight in zip(PROMPTS, alone, together, strict=True):
@@ -48,18 +48,18 @@ async def test_alone_and_in_a_batch_of_eight(daemon: Daemon) -> None:
 
 
 @pytest.fixture(scope="module")
-def forgetful(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
-    """A daemon that parks nothing: who loses a slot is read again."""
+def daemon_without_offload(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
+    """A daemon that offloads no KV: a session that lost its slot is prefilled again."""
     state_dir = tmp_path_factory.mktemp("forgetful") / "state"
     with run_daemon(state_dir, demo_model_path, INFERENCECENTER_KV__PARKING="false") as running:
         yield running
 
 
 @pytest.mark.parametrize("question", ["What is my name?", "What is 3 plus 9?"])
-async def test_kept_kv_and_a_recomputed_history(forgetful: Daemon, question: str) -> None:
-    """A second turn on kept KV answers as one whose slot was taken by others in between."""
+async def test_reused_and_recomputed_kv_give_equal_answers(daemon_without_offload: Daemon, question: str) -> None:
+    """A second turn on reused KV equals one on KV that was recomputed."""
     first = "My name is Clara. I live in Vienna."
-    async with talk(forgetful) as client:
+    async with connect_client(daemon_without_offload) as client:
         kept = await _alone(client, first, question)
         session = await client.create()
         await ask(client, [session], (first,), **GREEDY)

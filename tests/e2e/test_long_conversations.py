@@ -1,4 +1,4 @@
-"""Conversations longer than their context, on the real model."""
+"""Conversations longer than the context, on the real model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.harness import ENDLESS, Daemon, run_daemon, talk
+from tests.e2e.harness import ENDLESS, Daemon, connect_client, run_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.e2e.harness import Talk
+    from tests.e2e.harness import SocketClient
 
 N_CTX = 256
 GREEDY = {"temperature": 0.0, "max_tokens": 60}
@@ -29,21 +29,21 @@ FILLERS = (
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
-    """A daemon whose contexts hold 256 tokens, for two turns at a time."""
+def small_context(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
+    """A daemon with contexts of 256 tokens and two slots."""
     settings = {"INFERENCECENTER_ENGINE__N_CTX": str(N_CTX), "INFERENCECENTER_ENGINE__SLOTS": "2"}
     with run_daemon(tmp_path_factory.mktemp("small") / "state", demo_model_path, **settings) as running:
         yield running
 
 
-def shifts(client: Talk, session: str) -> list[dict[str, Any]]:
-    """What a session was told about its context so far."""
+def shifts(client: SocketClient, session: str) -> list[dict[str, Any]]:
+    """Return the session's context shift events so far."""
     return [m for m in client.seen if m["op"] == "context_shifted" and m["session_id"] == session]
 
 
-async def test_three_context_lengths_later_prompt_and_latest_facts_are_known(small: Daemon) -> None:
-    """However often the oldest turns go, the system prompt and what was told last are still there."""
-    async with talk(small) as client:
+async def test_system_prompt_and_latest_facts_survive_context_shifts(small_context: Daemon) -> None:
+    """Context shifts drop the oldest turns and keep the system prompt and the latest facts."""
+    async with connect_client(small_context) as client:
         session = await client.create(system=SYSTEM)
         said, fillers = 0, itertools.cycle(FILLERS)
         for city in itertools.cycle(CITIES):
@@ -69,9 +69,9 @@ async def test_three_context_lengths_later_prompt_and_latest_facts_are_known(sma
     assert sum(len(message["content"]) for message in kept["transcript"]) == len(SYSTEM) + said
 
 
-async def test_an_answer_goes_on_over_the_end_of_its_context(small: Daemon) -> None:
-    """A count that fills the context loses no number and says none twice."""
-    async with talk(small) as client:
+async def test_context_shift_during_an_answer(small_context: Daemon) -> None:
+    """A count that fills the context loses and repeats no number."""
+    async with connect_client(small_context) as client:
         session = await client.create(system=SYSTEM)
         n_tokens = 0
         for prompt in itertools.cycle(FILLERS):
@@ -87,9 +87,9 @@ async def test_an_answer_goes_on_over_the_end_of_its_context(small: Daemon) -> N
     assert "Nova" in text
 
 
-async def test_a_first_answer_that_fills_the_context_ends(small: Daemon) -> None:
-    """With no turn to give up it ends as it would without shifting, and all that was said is in the transcript."""
-    async with talk(small) as client:
+async def test_first_answer_that_fills_the_context_ends(small_context: Daemon) -> None:
+    """With no turn to drop the answer ends as without shifting, and the transcript is complete."""
+    async with connect_client(small_context) as client:
         for on_full in ("shift", "stop"):
             session = await client.create(system=SYSTEM, on_full=on_full)
             text, end = await client.turn(session, "Count from 1 to 100.", **ENDLESS)
@@ -100,9 +100,9 @@ async def test_a_first_answer_that_fills_the_context_ends(small: Daemon) -> None
         assert not [message for message in client.seen if message["op"] == "context_shifted"]
 
 
-async def test_raw_text_of_three_contexts_goes_on(small: Daemon) -> None:
-    """Without a template the oldest prompts go likewise."""
-    async with talk(small) as client:
+async def test_raw_text_shifts_too(small_context: Daemon) -> None:
+    """Without a template the oldest prompts are dropped likewise."""
+    async with connect_client(small_context) as client:
         session = await client.create(mode="raw", on_full="shift")
         for number in range(12):
             _, end = await client.turn(session, f"\nThe number {number} stands here.", **{**GREEDY, **ENDLESS})

@@ -1,4 +1,4 @@
-"""Adapters on a real daemon: what it says, what it tells of them, and whose parked KV it goes on with."""
+"""Adapters on a real daemon: their effect, their status, and the KV that they invalidate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import START_TIMEOUT_S, run_daemon, start_daemon, talk
+from tests.e2e.harness import START_TIMEOUT_S, connect_client, run_daemon, start_daemon
 from tests.engine.llama.lora_files import write_adapter
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ def _lora(path: Path, scale: float) -> dict[str, str]:
 
 
 @pytest.mark.slow
-async def test_another_scale_reads_the_history_again(tmp_path: Path, demo_model_path: Path) -> None:
-    """A session goes on with the KV that the last daemon parked; under another scale, which means other KV, without."""
+async def test_another_lora_scale_invalidates_kv(tmp_path: Path, demo_model_path: Path) -> None:
+    """A restart reuses offloaded KV, but not after a change of the adapter's scale."""
     adapter, state_dir = write_adapter(tmp_path / "wanderer.gguf"), tmp_path / "state"
     cached = {}
     for attempt, scale in enumerate((1.0, 1.0, 0.0)):
         with run_daemon(state_dir, demo_model_path, **_lora(adapter, scale)) as daemon:
-            async with talk(daemon) as client:
+            async with connect_client(daemon) as client:
                 if not attempt:
                     shown = await client.ask(op="status", type="model")
                     assert shown["values"]["lora"] == "wanderer x 1"
@@ -41,8 +41,8 @@ async def test_another_scale_reads_the_history_again(tmp_path: Path, demo_model_
     assert cached[2] == 0
 
 
-def test_a_broken_adapter_ends_the_start(tmp_path: Path, demo_model_path: Path) -> None:
-    """As a broken model does: exit code 66, and the log names the file and the reason."""
+def test_broken_adapter_fails_the_start(tmp_path: Path, demo_model_path: Path) -> None:
+    """A broken adapter gives exit code 66, and the log names the file and the reason."""
     adapter = write_adapter(tmp_path / "foreign.gguf", architecture="gemma2")
     daemon = start_daemon(tmp_path / "state", demo_model_path, **_lora(adapter, 1.0))
     try:

@@ -1,4 +1,4 @@
-"""What a session is for: each remembers its own conversation, on the real model."""
+"""Each session remembers its own conversation, on the real model."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
-from tests.e2e.harness import ENDLESS, talk
+from tests.e2e.harness import ENDLESS, connect_client
 
 if TYPE_CHECKING:
-    from tests.e2e.harness import Daemon, Talk
+    from tests.e2e.harness import Daemon, SocketClient
 
 NAMES = ("Ada", "Nora", "Felix", "Oscar", "Clara", "Hugo", "Mira", "Leo")
 CITIES = ("Paris", "Rome", "Oslo", "Lima", "Cairo", "Vienna", "Madrid", "Tokyo")
 GREEDY = {"temperature": 0.0, "max_tokens": 60}
 
 
-async def test_a_session_remembers_a_name_over_three_other_turns(daemon: Daemon) -> None:
-    """A name told first is known after three turns about other things."""
-    async with talk(daemon) as client:
+async def test_session_remembers_a_name_over_three_turns(daemon: Daemon) -> None:
+    """A name stated first is known after three turns about other things."""
+    async with connect_client(daemon) as client:
         session = await client.create()
         await client.turn(session, "My name is Ada.", **GREEDY)
         for prompt in ("Count from 3 to 7.", "What is the capital of France?", "What is 4 plus 5?"):
@@ -28,9 +28,9 @@ async def test_a_session_remembers_a_name_over_three_other_turns(daemon: Daemon)
     assert end["stats"]["cached_tokens"] > 0, "the history was read again instead of being kept in its slot"
 
 
-async def test_eight_sessions_at_once_keep_their_own_facts(daemon: Daemon) -> None:
-    """Eight sessions on one socket, all generating at once, answer with their own facts and no neighbour's."""
-    async with talk(daemon) as client:
+async def test_concurrent_sessions_keep_their_own_facts(daemon: Daemon) -> None:
+    """Eight sessions on one socket, generating concurrently, answer with their own facts only."""
+    async with connect_client(daemon) as client:
         sessions = [await client.create() for _ in NAMES]
         for number, session in enumerate(sessions):
             prompt = f"My name is {NAMES[number]} and I live in {CITIES[number]}."
@@ -44,9 +44,9 @@ async def test_eight_sessions_at_once_keep_their_own_facts(daemon: Daemon) -> No
         assert told == [NAMES[number]], f"session {number} answered {answers[session]!r}"
 
 
-async def test_more_sessions_than_slots_still_remember(daemon: Daemon) -> None:
-    """Sessions that lost their slot to others are computed again from their tokens."""
-    async with talk(daemon) as client:
+async def test_sessions_without_a_slot_are_recomputed(daemon: Daemon) -> None:
+    """Sessions that lost their slot are prefilled again from their tokens."""
+    async with connect_client(daemon) as client:
         sessions = [await client.create() for _ in range(12)]
         for number, session in enumerate(sessions):
             await client.turn(session, f"My name is {NAMES[number % 8]}.", **GREEDY)
@@ -55,12 +55,12 @@ async def test_more_sessions_than_slots_still_remember(daemon: Daemon) -> None:
             assert NAMES[number % 8] in text
 
 
-async def test_two_sockets_stream_at_the_same_time(daemon: Daemon) -> None:
-    """Tokens of two clients' turns arrive interleaved, not one turn after the other."""
-    async with talk(daemon) as one, talk(daemon) as two:
+async def test_two_sockets_stream_concurrently(daemon: Daemon) -> None:
+    """Tokens of two clients' turns interleave."""
+    async with connect_client(daemon) as one, connect_client(daemon) as two:
         order: list[str] = []
 
-        async def run(name: str, client: Talk) -> None:
+        async def run(name: str, client: SocketClient) -> None:
             session = await client.create()
             await client.send(
                 op="infer", session_id=session, prompt="Count from 1 to 30.", params={**ENDLESS, "max_tokens": 1000}
@@ -74,8 +74,8 @@ async def test_two_sockets_stream_at_the_same_time(daemon: Daemon) -> None:
 
 
 async def test_abort_keeps_the_partial_answer(daemon: Daemon) -> None:
-    """After ABORT the part that was shown is in the transcript, and the session goes on."""
-    async with talk(daemon) as client:
+    """After an abort the received part is in the transcript, and the session works."""
+    async with connect_client(daemon) as client:
         session = await client.create()
         await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params=ENDLESS)
         shown = ""
@@ -94,9 +94,9 @@ async def test_abort_keeps_the_partial_answer(daemon: Daemon) -> None:
     assert end["finish_reason"] == "stop"
 
 
-async def test_abort_with_discard_forgets_the_turn(daemon: Daemon) -> None:
-    """``discard`` takes the question and the partial answer out of the history."""
-    async with talk(daemon) as client:
+async def test_abort_with_discard_removes_the_turn(daemon: Daemon) -> None:
+    """``discard`` removes the question and the partial answer from the history."""
+    async with connect_client(daemon) as client:
         session = await client.create()
         await client.turn(session, "My name is Nora.", **GREEDY)
         before = (await client.ask(op="get_session", session_id=session))["transcript"]
@@ -108,8 +108,8 @@ async def test_abort_with_discard_forgets_the_turn(daemon: Daemon) -> None:
     assert "Nora" in text
 
 
-async def _ends(client: Talk, count: int) -> dict[str, str]:
-    """Read until ``count`` turns have ended; the text of each by session."""
+async def _ends(client: SocketClient, count: int) -> dict[str, str]:
+    """Receive frames until ``count`` turns have ended; return the text of each by session."""
     answers: dict[str, str] = {}
     while count:
         message = await client.receive()

@@ -1,4 +1,4 @@
-"""A daemon that nobody asks anything keeps its sockets and sessions, and nothing else."""
+"""An idle daemon unloads its engine and keeps its sockets and sessions."""
 
 from __future__ import annotations
 
@@ -9,90 +9,88 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.e2e.harness import Daemon, run_daemon, talk
-from tests.e2e.witness import Witness
+from tests.e2e.harness import Daemon, connect_client, run_daemon
+from tests.e2e.recording_client import RecordingClient
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.e2e.harness import Talk
+    from tests.e2e.harness import SocketClient
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24}
-TOLD = "My name is Ada. I live in Vienna."
-ASKED = "What is my name?"
+STATEMENT = "My name is Ada. I live in Vienna."
+QUESTION = "What is my name?"
 SETTINGS = {
     "INFERENCECENTER_ENGINE__SLEEP_AFTER_S": "0.5",
-    "INFERENCECENTER_ENGINE__PREFILL_GRID_TOKENS": "16",  # what is shorter is not worth parking
+    "INFERENCECENTER_ENGINE__PREFILL_GRID_TOKENS": "16",  # shorter sessions are not offloaded
 }
 
 
 @pytest.fixture
 def sleepy(tmp_path: Path, demo_model_path: Path) -> Iterator[Daemon]:
-    """A daemon whose engine falls asleep after half a second."""
+    """A daemon whose engine sleeps after half a second of idleness."""
     with run_daemon(tmp_path / "state", demo_model_path, **SETTINGS) as running:
         yield running
 
 
-async def hears(client: Talk, state: str) -> None:
-    """Wait until the engine's state is told."""
+async def wait_for_engine_state(client: SocketClient, state: str) -> None:
+    """Wait until the engine reports a state."""
     await client.until(lambda message: message["op"] == "engine" and message["state"] == state)
 
 
-def engines(daemon: Daemon) -> list[str]:
-    """Return the ids of the daemon's child processes but for those of templates.
+def engine_pids(daemon: Daemon) -> list[str]:
+    """Return the pids of the daemon's children, without template workers.
 
-    One that has ended counts until it is waited for.
+    An exited child counts until it is reaped.
     """
     children = Path(f"/proc/{daemon.process.pid}/task/{daemon.process.pid}/children").read_text().split()
     return [pid for pid in children if b"template_worker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
-async def test_it_knows_what_it_was_told_before_it_slept(sleepy: Daemon, record_property: Any) -> None:
-    """No engine is left meanwhile, and the daemon is ready; the next question finds its KV, over the same socket."""
-    async with talk(sleepy) as client:
-        stored, private = await Witness.open(client), await Witness.open(client, store=False)
-        for witness in (stored, private):
-            await witness.turn(TOLD, **GREEDY)
-        await hears(client, "asleep")
-        assert engines(sleepy) == []
+async def test_session_survives_engine_sleep(sleepy: Daemon, record_property: Any) -> None:
+    """The engine exits and the daemon stays ready; the next turn on the same socket reuses KV."""
+    async with connect_client(sleepy) as client:
+        stored, private = await RecordingClient.open(client), await RecordingClient.open(client, store=False)
+        for recorder in (stored, private):
+            await recorder.turn(STATEMENT, **GREEDY)
+        await wait_for_engine_state(client, "asleep")
+        assert engine_pids(sleepy) == []
         status, body = sleepy.get("/readyz")
         assert (status, json.loads(body)["state"]) == (200, "asleep")
-        assert sleepy.figure("engine_state", state="asleep") == 1
-        assert (sleepy.figure("engine_ready"), sleepy.figure("parked_sessions")) == (1, 2)
+        assert sleepy.metric("engine_state", state="asleep") == 1
+        assert (sleepy.metric("engine_ready"), sleepy.metric("parked_sessions")) == (1, 2)
         assert (await client.ask(op="hello"))["status"] == "ready"
-        created = await Witness.open(client)
+        created = await RecordingClient.open(client)
         begin, asked_at = len(client.seen), time.monotonic()
-        await stored.infer(ASKED, **GREEDY)
+        await stored.infer(QUESTION, **GREEDY)
         await client.until(lambda message: message["op"] == "token")
         record_property("wake_to_first_token_s", round(time.monotonic() - asked_at, 3))
         assert "Ada" in await stored.finish()
         assert stored.end["stats"]["cached_tokens"] > 0
-        assert "Ada" in await private.turn(ASKED, **GREEDY)
+        assert "Ada" in await private.turn(QUESTION, **GREEDY)
         assert private.end["stats"]["cached_tokens"] > 0
         assert await created.turn("What is 7 plus 8?", **GREEDY)
         told = [message["state"] for message in client.seen[begin:] if message["op"] == "engine"]
         assert list(dict.fromkeys(told))[:2] == ["starting", "ready"]
         assert "restarting" not in told
-        assert sleepy.figure("engine_restarts_total") == 0
-        for witness in (stored, private, created):
-            await witness.described()
+        assert sleepy.metric("engine_restarts_total") == 0
+        for recorder in (stored, private, created):
+            await recorder.described()
 
 
-async def test_one_that_sleeps_is_stopped_and_the_next_daemon_finds_its_sessions(
-    tmp_path: Path, demo_model_path: Path
-) -> None:
-    """It ends at once and in order; what was on disk is there still, and what was in memory is not."""
+async def test_restart_while_asleep_keeps_sessions(tmp_path: Path, demo_model_path: Path) -> None:
+    """A sleeping daemon stops in order; KV on disk survives, KV in RAM does not."""
     with run_daemon(tmp_path / "state", demo_model_path, **SETTINGS) as sleeping:
-        async with talk(sleeping) as client:
-            witness = await Witness.open(client)
-            await witness.turn(TOLD, **GREEDY)
-            await hears(client, "asleep")
+        async with connect_client(sleeping) as client:
+            recorder = await RecordingClient.open(client)
+            await recorder.turn(STATEMENT, **GREEDY)
+            await wait_for_engine_state(client, "asleep")
         assert sleeping.stop() == 0
     assert "engine_not_suspended" not in sleeping.log.read_text(), "it waited for an engine that is not there"
     assert not any((tmp_path / "ram").iterdir())
     with run_daemon(tmp_path / "state", demo_model_path, **SETTINGS) as following:
-        async with talk(following) as client:
-            assert (await witness.resume(client))["resumed"] is True
-            assert "Ada" in await witness.turn(ASKED, **GREEDY)
-            assert witness.end["stats"]["cached_tokens"] > 0
-            await witness.described()
+        async with connect_client(following) as client:
+            assert (await recorder.resume(client))["resumed"] is True
+            assert "Ada" in await recorder.turn(QUESTION, **GREEDY)
+            assert recorder.end["stats"]["cached_tokens"] > 0
+            await recorder.described()

@@ -1,4 +1,4 @@
-"""A daemon that drafts answers as one that does not."""
+"""Speculative decoding does not change answers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.e2e.answers import Answer, ask
-from tests.e2e.harness import run_daemon, talk
+from tests.e2e.harness import connect_client, run_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,14 +33,14 @@ def drafting(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) ->
 
 
 async def _answers(daemon: Daemon, *prompts: str) -> list[Answer]:
-    async with talk(daemon) as client:
+    async with connect_client(daemon) as client:
         return await ask(client, [await client.create() for _ in prompts], prompts, **GREEDY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompts", [*((prompt,) for prompt in PROMPTS), PROMPTS])
-async def test_greedy_answers_are_the_same(daemon: Daemon, drafting: Daemon, prompts: tuple[str, ...]) -> None:
-    """Alone and together, up to a choice between tokens that are nearly equally likely; each with its logprobs."""
+async def test_speculation_keeps_greedy_answers(daemon: Daemon, drafting: Daemon, prompts: tuple[str, ...]) -> None:
+    """Answers equal those without drafting, alone and batched, with logprobs for every token."""
     plain, drafted = await _answers(daemon, *prompts), await _answers(drafting, *prompts)
     assert [len(answer.tokens) for answer in drafted] == [GREEDY["max_tokens"]] * len(prompts)
     for prompt, one, other in zip(prompts, plain, drafted, strict=True):
@@ -48,12 +48,12 @@ async def test_greedy_answers_are_the_same(daemon: Daemon, drafting: Daemon, pro
 
 
 @pytest.mark.parametrize("stop", ["age", '"}', "I"])
-async def test_a_stop_string_ends_the_answer_where_it_would(daemon: Daemon, drafting: Daemon, stop: str) -> None:
-    """Also among drafts: text, counts and what the next turn finds in KV are the same."""
+async def test_stop_string_ends_drafted_text(daemon: Daemon, drafting: Daemon, stop: str) -> None:
+    """A stop string among drafted tokens leaves the same text, counts and KV as without drafting."""
     params = {"temperature": 0.0, "max_tokens": 150, "ignore_eos": True, "stop": [stop]}
     told = []
     for each in (daemon, drafting):
-        async with talk(each) as client:
+        async with connect_client(each) as client:
             session = await client.create()
             text, end = await client.turn(session, PROMPTS[0], **params)
             again, after = await client.turn(session, "What is 3 plus 9?", temperature=0.0, max_tokens=20)
@@ -61,9 +61,9 @@ async def test_a_stop_string_ends_the_answer_where_it_would(daemon: Daemon, draf
     assert told[0] == told[1]
 
 
-async def test_several_tokens_come_in_one_frame(drafting: Daemon) -> None:
-    """Where text repeats itself there are fewer frames than tokens, and all numbers say how many they were."""
-    async with talk(drafting) as client:
+async def test_accepted_drafts_share_a_frame(drafting: Daemon) -> None:
+    """Repetitive text takes fewer frames than tokens, and every count is of tokens."""
+    async with connect_client(drafting) as client:
         session = await client.create()
         _, end = await client.turn(session, PROMPTS[0], **GREEDY)
         frames = [frame for frame in client.seen if frame["op"] == "token"]

@@ -1,4 +1,4 @@
-"""A model file whose chat template never ends costs the turns that run into it, and nothing else."""
+"""An endless chat template fails only the turns that use it."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from tests.e2e.harness import run_daemon, start_daemon, talk
+from tests.e2e.harness import connect_client, run_daemon, start_daemon
 from tests.e2e.other_model import write_other_model
-from tests.e2e.witness import Witness
+from tests.e2e.recording_client import RecordingClient
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.e2e.harness import Talk
+    from tests.e2e.harness import SocketClient
 
 TEMPLATE: Final = (
     "{% if messages[-1].content == 'go' %}{% set all = range(99999) %}"
@@ -27,30 +27,34 @@ STREAM: Final[dict[str, Any]] = {"temperature": 0.0, "ignore_eos": True, "max_to
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> dict[str, str]:
-    """Settings of a daemon with the demo and a model with such a template."""
+    """Settings with the demo and a model whose template never ends."""
     folder = tmp_path_factory.mktemp("models")
     write_other_model(demo_model_path, folder / "odd.gguf", template=TEMPLATE)
     return {"INFERENCECENTER_MODELS_DIR": str(folder), "INFERENCECENTER_MODEL__NAME": "demo"}
 
 
-async def opened(client: Talk, model: str) -> Witness:
-    """Open a session of a model, as soon as that is loaded."""
+async def open_session(client: SocketClient, model: str) -> RecordingClient:
+    """Create a session of a model once that is loaded."""
     while (created := await client.ask(op="create_session", model=model))["op"] == "error":
         assert created["code"] == "model_loading", created
         await client.until(lambda frame: frame["op"] == "engine" and frame["state"] == "ready")
-    witness = Witness(client, created["session_id"], created["epoch"])
-    client.listeners.append(witness.see)
-    return witness
+    recorder = RecordingClient(client, created["session_id"], created["epoch"])
+    client.listeners.append(recorder.see)
+    return recorder
 
 
 @pytest.mark.slow
-async def test_a_template_that_never_ends_fails_its_turn_alone(
+async def test_endless_template_fails_only_its_turn(
     tmp_path: Path, demo_model_path: Path, settings: dict[str, str]
 ) -> None:
-    """The turn ends with an error that names the model; a neighbour's answer and the session's next turn are whole."""
+    """The error names the model; a concurrent answer and the session's next turn are complete."""
     with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
-        async with talk(daemon) as client, talk(daemon) as other:
-            odd, alone, beside = await opened(client, "odd"), await Witness.open(other), await Witness.open(other)
+        async with connect_client(daemon) as client, connect_client(daemon) as other:
+            odd, alone, beside = (
+                await open_session(client, "odd"),
+                await RecordingClient.open(other),
+                await RecordingClient.open(other),
+            )
             undisturbed = await alone.turn("Tell me a short story.", **STREAM)
             await odd.infer("go", **GREEDY)
             await beside.infer("Tell me a short story.", **STREAM)
@@ -63,15 +67,15 @@ async def test_a_template_that_never_ends_fails_its_turn_alone(
 
 
 @pytest.mark.slow
-async def test_a_stored_turn_of_such_a_template_is_set_aside_at_the_next_start(
+async def test_stored_turn_with_endless_template_fails_at_restart(
     tmp_path: Path, demo_model_path: Path, settings: dict[str, str]
 ) -> None:
-    """A daemon that was killed over it starts, ends the turn with an error, and serves everything else."""
+    """After a kill the next daemon starts, fails the stored turn and serves all others."""
     first = start_daemon(tmp_path / "state", demo_model_path, **settings)
     try:
         first.wait_ready()
-        async with talk(first) as client:
-            odd, good = await opened(client, "odd"), await Witness.open(client)
+        async with connect_client(first) as client:
+            odd, good = await open_session(client, "odd"), await RecordingClient.open(client)
             await good.turn("My name is Ada.", **GREEDY)
             await odd.infer("go", **GREEDY)
             await odd.until("queued")
@@ -81,7 +85,7 @@ async def test_a_stored_turn_of_such_a_template_is_set_aside_at_the_next_start(
         first.process.kill()
         first.process.wait()
     with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
-        async with talk(daemon) as client:
+        async with connect_client(daemon) as client:
             await odd.resume(client)
             await good.resume(client)
             await good.turn("What is my name?", **GREEDY)

@@ -1,4 +1,4 @@
-"""A GPU that gets hot while a client's turns run, seen from the client."""
+"""A GPU that overheats while turns run, as a client sees it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from tests.e2e.harness import ENDLESS, Daemon, Message, start_daemon, stopped, talk
+from tests.e2e.harness import ENDLESS, Daemon, Message, connect_client, start_daemon, stopped
 from tests.e2e.hot_daemon import TEMPERATURE_VARIABLE
 
 if TYPE_CHECKING:
@@ -19,13 +19,13 @@ LONG = "a story about the sea and the old harbour " * 20
 
 
 @contextlib.contextmanager
-def heated(tmp_path: Path, model: Path, **settings: str) -> Iterator[tuple[Daemon, Callable[[int], None]]]:
-    """Run a daemon on a GPU, with what sets its temperature."""
+def hot_daemon(tmp_path: Path, model: Path, **settings: str) -> Iterator[tuple[Daemon, Callable[[int], None]]]:
+    """Run a daemon on a GPU; yield it with a function that sets the temperature."""
     sensor = tmp_path / "temperature"
 
     def heat(temperature_c: int) -> None:
         (tmp_path / "next").write_text(str(temperature_c))
-        (tmp_path / "next").rename(sensor)  # whole or not at all
+        (tmp_path / "next").rename(sensor)  # written atomically
 
     heat(50)
     daemon = start_daemon(
@@ -48,27 +48,27 @@ def heated(tmp_path: Path, model: Path, **settings: str) -> Iterator[tuple[Daemo
             daemon.stop()
 
 
-def thermal(state: str) -> Callable[[Message], bool]:
-    """Return what recognises the frame that tells of a state."""
+def is_thermal_state(state: str) -> Callable[[Message], bool]:
+    """Return a predicate for the frame that reports a thermal state."""
     return lambda message: message["op"] == "thermal" and message["state"] == state
 
 
-def ends(session_id: str) -> Callable[[Message], bool]:
-    """Return what recognises the end of a session's turn."""
+def ends_turn(session_id: str) -> Callable[[Message], bool]:
+    """Return a predicate for the end of a session's turn."""
     return lambda message: message["op"] == "end" and message["session_id"] == session_id
 
 
-async def test_a_hot_gpu_leaves_slots_to_interactive_turns_only(tmp_path: Path, demo_model_path: Path) -> None:
-    """Clients hear of it; turns of other classes rest, and say the rest when it is cool again."""
-    with heated(tmp_path, demo_model_path, **ECHO) as (daemon, heat):
-        async with talk(daemon) as client:
+async def test_hot_gpu_pauses_background_turns(tmp_path: Path, demo_model_path: Path) -> None:
+    """Clients are notified; turns of other classes pause, and resume when the GPU is cool."""
+    with hot_daemon(tmp_path, demo_model_path, **ECHO) as (daemon, heat):
+        async with connect_client(daemon) as client:
             patient = await client.create(priority="batch")
             urgent = await client.create(priority="interactive")
             await client.send(op="infer", session_id=patient, prompt=LONG)
             await client.until(lambda message: message["op"] == "token")
-            with stopped(daemon.engine_pid()):  # so that its turn is not over before
+            with stopped(daemon.engine_pid()):  # its turn must still run
                 heat(88)
-                hot = await client.until(thermal("hot"))
+                hot = await client.until(is_thermal_state("hot"))
             assert hot["temp"] == 88
             assert "1 of 4 slots" in hot["action"]
             assert "interactive turns only" in hot["action"]
@@ -76,37 +76,37 @@ async def test_a_hot_gpu_leaves_slots_to_interactive_turns_only(tmp_path: Path, 
                 text, _ = await client.turn(urgent, "who is there?")
                 assert text == "who is there?"
             assert not any(message["op"] == "end" and message["session_id"] == patient for message in client.seen)
-            assert daemon.figure("thermal_state", state="hot") == 1
+            assert daemon.metric("thermal_state", state="hot") == 1
             heat(50)
-            await client.until(thermal("warm"))
-            await client.until(thermal("cool"))
-            end = await client.until(ends(patient))
+            await client.until(is_thermal_state("warm"))
+            await client.until(is_thermal_state("cool"))
+            end = await client.until(ends_turn(patient))
             assert end["finish_reason"] == "stop"
             tokens = [m["content"] for m in client.seen if m["op"] == "token" and m["session_id"] == patient]
             assert "".join(tokens) == LONG
 
 
-async def test_an_engine_that_is_started_while_it_is_hot_is_limited(tmp_path: Path, demo_model_path: Path) -> None:
-    """The one before was killed; its batch turn goes on when it is cool, and an interactive one before."""
-    with heated(tmp_path, demo_model_path, **ECHO) as (daemon, heat):
-        async with talk(daemon) as client:
+async def test_engine_started_while_hot_is_throttled(tmp_path: Path, demo_model_path: Path) -> None:
+    """After an engine kill the batch turn resumes when it is cool, and an interactive one before."""
+    with hot_daemon(tmp_path, demo_model_path, **ECHO) as (daemon, heat):
+        async with connect_client(daemon) as client:
             patient = await client.create(priority="batch")
             urgent = await client.create(priority="interactive")
             heat(90)
-            await client.until(thermal("hot"))
+            await client.until(is_thermal_state("hot"))
             await client.send(op="infer", session_id=patient, prompt=LONG)
             os.kill(daemon.engine_pid(), signal.SIGKILL)
             await client.until(lambda message: message["op"] == "engine" and message["state"] == "ready")
             assert (await client.turn(urgent, "still there?"))[0] == "still there?"
             assert not any(message["op"] == "token" and message["session_id"] == patient for message in client.seen)
             heat(50)
-            assert (await client.until(ends(patient)))["finish_reason"] == "stop"
+            assert (await client.until(ends_turn(patient)))["finish_reason"] == "stop"
 
 
-async def test_an_answer_that_rested_is_the_same(tmp_path: Path, demo_model_path: Path) -> None:
-    """With the real backend, for a greedy turn that rests in the middle while others use what is left."""
-    with heated(tmp_path, demo_model_path) as (daemon, heat):
-        async with talk(daemon) as client:
+async def test_paused_answer_is_unchanged(tmp_path: Path, demo_model_path: Path) -> None:
+    """On the real backend a greedy turn paused midway equals an undisturbed one."""
+    with hot_daemon(tmp_path, demo_model_path) as (daemon, heat):
+        async with connect_client(daemon) as client:
             params = ENDLESS | {"max_tokens": 200}
             undisturbed, _ = await client.turn(await client.create(priority="batch"), "Hello!", **params)
             patient, urgent = await client.create(priority="batch"), await client.create(priority="interactive")
@@ -115,12 +115,12 @@ async def test_an_answer_that_rested_is_the_same(tmp_path: Path, demo_model_path
             await client.until(lambda message: message["op"] == "token")
             with stopped(daemon.engine_pid()):
                 heat(88)
-                await client.until(thermal("hot"))
+                await client.until(is_thermal_state("hot"))
             for _ in range(2):
                 await client.turn(urgent, "Who are you?")
-            assert not any(ends(patient)(message) for message in client.seen), "it was over before it could rest"
+            assert not any(ends_turn(patient)(message) for message in client.seen), "it was over before it could rest"
             heat(50)
-            await client.until(ends(patient))
+            await client.until(ends_turn(patient))
             tokens = [m["content"] for m in client.seen[before:] if m["op"] == "token" and m["session_id"] == patient]
             assert "".join(tokens) == undisturbed
-            assert daemon.figure("preemptions_total") == 1
+            assert daemon.metric("preemptions_total") == 1

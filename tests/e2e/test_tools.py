@@ -1,4 +1,4 @@
-"""The demo model asks for tools, is given what they returned, and answers in a form, over the client."""
+"""Tool calls and structured output of the demo model, through the client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from inferencecenter.client import Answer, Client, result
 from inferencecenter.protocol.events import End, ToolCall
 from inferencecenter.protocol.values import Tool
-from tests.e2e.harness import run_daemon, start_daemon, talk
+from tests.e2e.harness import connect_client, run_daemon, start_daemon
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,8 +28,8 @@ GREEDY = {"temperature": 0.0, "max_tokens": 64}
 QUESTION = "What is the weather in Oslo?"
 
 
-async def test_a_tool_is_asked_for_and_its_result_is_read(daemon: Daemon) -> None:
-    """One turn ends in the call, the next says what it returned, and only what is new of it is read."""
+async def test_tool_call_and_result(daemon: Daemon) -> None:
+    """One turn ends in the call, the next uses the result, and only the new tokens are prefilled."""
     async with Client(daemon.url, token=daemon.admin_token) as client:
         session = await client.create_session()
         asked = await session.ask(QUESTION, params=GREEDY, tools=[WEATHER])
@@ -42,14 +42,14 @@ async def test_a_tool_is_asked_for_and_its_result_is_read(daemon: Daemon) -> Non
         assert answer.end is not None
         assert "21" in answer.content
         assert answer.end.usage.cached_tokens >= asked.end.usage.prompt_tokens - 1
-    async with talk(daemon) as socket:
+    async with connect_client(daemon) as socket:
         kept = await socket.ask(op="get_session", session_id=session.session_id)
     assert [message["role"] for message in kept["transcript"]] == ["user", "assistant", "tool", "assistant"]
     assert kept["transcript"][1]["tool_calls"] == [call.model_dump()]
 
 
-async def test_answers_have_the_form_that_is_asked_for(daemon: Daemon) -> None:
-    """By JSON Schema and by an expression, whatever the model would rather say."""
+async def test_answers_match_schema_and_regex(daemon: Daemon) -> None:
+    """Answers follow a JSON Schema and a regular expression."""
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}},
@@ -65,8 +65,8 @@ async def test_answers_have_the_form_that_is_asked_for(daemon: Daemon) -> None:
 
 
 @pytest.mark.slow
-async def test_a_call_outlives_the_daemon(tmp_path: Path, demo_model_path: Path) -> None:
-    """Killed in the middle of a call, the daemon's successor goes on with it: no part is missing, none comes twice."""
+async def test_tool_call_resumes_in_the_next_daemon(tmp_path: Path, demo_model_path: Path) -> None:
+    """After a kill during a call the next daemon completes it; no part is lost or repeated."""
     state_dir = tmp_path / "state"
     whole = Answer()
     with contextlib.ExitStack() as stack:

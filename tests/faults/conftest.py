@@ -1,4 +1,4 @@
-"""One daemon on the echo backend for each module of faults; it is started again when a test has ended it."""
+"""One daemon on the echo backend per module, restarted when a test has ended it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.faults.harness import CROWDED, ECHO, Site, site
+from tests.faults.harness import ECHO, FEW_SLOTS, DaemonHarness, daemon_harness
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def sites(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Site]:
-    """Where the module's daemon runs."""
+def module_daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[DaemonHarness]:
+    """The module's daemon."""
     settings = {"INFERENCECENTER_ENGINE__HANG_TIMEOUT_S": "1"}
-    with site(tmp_path_factory.mktemp("echo"), demo_model_path, **ECHO, **CROWDED, **settings) as found:
+    with daemon_harness(tmp_path_factory.mktemp("echo"), demo_model_path, **ECHO, **FEW_SLOTS, **settings) as found:
         yield found
 
 
 @pytest.fixture
-def echo(sites: Site) -> Site:
-    """A daemon with no traps set: echo on two slots, with turns of eight tokens in each."""
-    sites.ensure()
-    return sites
+def echo(module_daemon: DaemonHarness) -> DaemonHarness:
+    """A daemon without faults: echo on two slots, with quanta of eight tokens."""
+    module_daemon.ensure()
+    return module_daemon

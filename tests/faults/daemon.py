@@ -1,8 +1,8 @@
-"""A daemon that runs into traps, and whose engines do: ``python -m tests.faults.daemon serve``.
+"""A daemon with fault points, also in its engines: ``python -m tests.faults.daemon serve``.
 
-Its places are ``before-<Record>`` and ``after-<Record>`` a commit of sessions with such a record, as
-``before-TurnEnded``.
-What a client is told follows what is committed, so that these are all the moments that make a difference to it.
+Its points are ``before-<Record>`` and ``after-<Record>`` a commit of sessions with such a record, as
+``before-TurnEnded``. Events are published after they are committed, so these are all the moments that make a difference
+to a client.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.cli import main
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.supervisor import process
-from tests.faults.traps import Walk
+from tests.faults.fault_injection import FaultPoints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.recorder import Entry
 
 
-def lay_traps(walk: Walk) -> None:
-    """Put traps around every commit."""
+def install_fault_points(points: FaultPoints) -> None:
+    """Add fault points around every commit."""
     commit = Recorder.commit
 
-    def trapped(self: Recorder, entries: Sequence[Entry], *, durable: bool) -> None:
+    def commit_with_faults(self: Recorder, entries: Sequence[Entry], *, durable: bool) -> None:
         names = [type(entry).__name__ for entry in entries]
         for name in names:
-            walk.past(f"before-{name}")
+            points.reach(f"before-{name}")
         commit(self, entries, durable=durable)
         for name in names:
-            walk.past(f"after-{name}")
+            points.reach(f"after-{name}")
 
     vars(process)["MODULE"] = "tests.faults.engine"
-    setattr(Recorder, "commit", trapped)  # noqa: B010 - mypy takes the plain assignment for a mistake
+    setattr(Recorder, "commit", commit_with_faults)  # noqa: B010 - mypy takes the plain assignment for a mistake
 
 
 if __name__ == "__main__":
-    lay_traps(Walk.from_environment())
+    install_fault_points(FaultPoints.from_environment())
     main()

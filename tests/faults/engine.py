@@ -1,7 +1,7 @@
-"""An engine that runs into traps: ``python -m tests.faults.engine --fd N``.
+"""An engine with fault points: ``python -m tests.faults.engine --fd N``.
 
-Its places are ``load`` and ``loaded``, ``prefill`` and ``decode`` before each batch, ``save`` and ``restore``. A trap
-named ``poison``, for the echo backend, springs with each batch that has a slot with this word in it.
+Its points are ``load`` and ``loaded``, ``prefill`` and ``decode`` before each batch, ``save`` and ``restore``. A fault
+named ``poison``, for the echo backend, occurs with each batch that has a slot with this word in it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.engine import __main__ as real
 from inferencecenter.ipc.messages import LogLine
-from tests.faults.traps import Walk
+from tests.faults.fault_injection import FaultPoints
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,32 +25,32 @@ POISON: Final = "poison"
 _FLOOD_LINE: Final = "flood " * 2000
 
 
-class TrappedBackend:
-    """A backend with traps on its ways; everything else is the real one's."""
+class FaultyBackend:
+    """A backend with fault points; everything else is the real one's."""
 
-    def __init__(self, backend: Any, walk: Walk) -> None:
+    def __init__(self, backend: Any, points: FaultPoints) -> None:
         self._backend = backend
-        self._walk = walk
+        self._points = points
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def decode(self, chunks: Sequence[Chunk]) -> None:
-        """Decode, unless a trap springs or the batch is poisoned."""
-        self._walk.past("prefill" if any(len(chunk.tokens) > 1 for chunk in chunks) else "decode")
-        if self._walk.is_set(POISON) and any(self._is_poisoned(chunk) for chunk in chunks):
-            self._walk.into(POISON)
+        """Decode, unless a fault occurs or the batch is poisoned."""
+        self._points.reach("prefill" if any(len(chunk.tokens) > 1 for chunk in chunks) else "decode")
+        if self._points.is_set(POISON) and any(self._is_poisoned(chunk) for chunk in chunks):
+            self._points.trigger(POISON)
         self._backend.decode(chunks)
 
     def save(self, slot: int, buffer: memoryview) -> int:
-        """Save, unless a trap springs halfway."""
+        """Save, and run into a fault set after it."""
         size: int = self._backend.save(slot, buffer)
-        self._walk.past("save")
+        self._points.reach("save")
         return size
 
     def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
-        """Restore, unless a trap springs."""
-        self._walk.past("restore")
+        """Restore, unless a fault occurs."""
+        self._points.reach("restore")
         restored: bool = self._backend.restore(slot, data, n_tokens)
         return restored
 
@@ -60,22 +60,22 @@ class TrappedBackend:
 
 
 def main() -> int:
-    """Run the real engine with a trapped backend."""
-    walk = Walk.from_environment()
+    """Run the real engine with a faulty backend."""
+    points = FaultPoints.from_environment()
     load = real._load
 
-    def load_trapped(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -> TrappedBackend:
+    def load_faulty(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -> FaultyBackend:
         def flood() -> None:
             while True:
                 pipe.send(LogLine("debug", _FLOOD_LINE, "flood"))
 
-        walk.actions |= {"flood": flood, "garbage": lambda: pipe._connection.sendall(b"\xff" * 2**16)}
-        walk.past("load")
+        points.actions |= {"flood": flood, "garbage": lambda: pipe._connection.sendall(b"\xff" * 2**16)}
+        points.reach("load")
         backend: Any = load(pipe, options, heartbeat)
-        walk.past("loaded")
-        return TrappedBackend(backend, walk)
+        points.reach("loaded")
+        return FaultyBackend(backend, points)
 
-    vars(real)["_load"] = load_trapped
+    vars(real)["_load"] = load_faulty
     return real.main()
 
 

@@ -1,4 +1,4 @@
-"""The time of day jumps, or stands still: sessions neither expire nor come back from it, and no turn goes wrong."""
+"""The wall clock jumps or stops, or the machine sleeps: no session expires wrongly and no turn fails."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.manager import SessionManager
-from tests.e2e.harness import stopped, talk
-from tests.e2e.witness import Witness
+from tests.e2e.harness import connect_client, stopped
+from tests.e2e.recording_client import RecordingClient
 from tests.faults.harness import LINE, logged
 from tests.sessions.conftest import FakeEngine, FakeJournal, FakeSink, FakeTimer, InlineTemplates, one_model
 from tests.sessions.oracle import kept
@@ -22,15 +22,15 @@ from tests.sessions.oracle import kept
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.faults.harness import Site
+    from tests.faults.harness import DaemonHarness
 
 YEARS_S = 20 * 365.25 * 86_400
 NOON = 2_000_000_000.0
 
 
 @dataclass
-class Clocks:
-    """Sessions whose two clocks a test moves one by one; timers run by the one that only rises."""
+class ManualClocks:
+    """Sessions with a wall clock and a monotonic clock that a test advances; timers use the monotonic one."""
 
     time_of_day: float = NOON
     monotonic: float = 500.0
@@ -60,8 +60,8 @@ class Clocks:
         self.timers.append((self.monotonic + delay_s, timer))
         return timer
 
-    def pass_by(self, seconds: float) -> None:
-        """Let time pass: what was arranged for happens."""
+    def advance(self, seconds: float) -> None:
+        """Advance the clocks and run the timers that are due."""
         self.monotonic += seconds
         self.time_of_day += seconds
         for due in [due for due in self.timers if due[0] <= self.monotonic]:
@@ -70,7 +70,7 @@ class Clocks:
                 due[1].callback()
 
     def create(self) -> str:
-        """Open a session."""
+        """Create a session."""
         request = requests.CreateSession(op="create_session")
         return self.sessions.create(self.client, request, self.sink).session_id
 
@@ -79,42 +79,42 @@ class Clocks:
         request = requests.Infer(op="infer", session_id=session_id, prompt="Hi", params=params)
         self.sessions.infer(self.client, request, self.sink)
 
-    def after_a_restart(self, *, jump_s: float) -> Clocks:
-        """Return the sessions as the next daemon finds them, for which it is that much later."""
-        after = Clocks(time_of_day=self.time_of_day + jump_s, monotonic=7.0)
+    def after_a_restart(self, *, jump_s: float) -> ManualClocks:
+        """Return the sessions as a later daemon loads them."""
+        after = ManualClocks(time_of_day=self.time_of_day + jump_s, monotonic=7.0)
         after.sessions.restore(kept(self.journal.records), clean=True)
         return after
 
 
 @pytest.fixture(params=[YEARS_S, -YEARS_S], ids=["forward", "back"])
 def jump_s(request: pytest.FixtureRequest) -> float:
-    """Seconds by which the time of day is suddenly another."""
+    """Seconds by which the wall clock jumps."""
     seconds: float = request.param
     return seconds
 
 
-def test_a_session_expires_by_the_seconds_that_passed(jump_s: float) -> None:
-    """Whatever the calendar says, it has its 60 seconds, and not one more."""
-    clocks = Clocks()
+def test_session_expiry_ignores_wall_clock_jumps(jump_s: float) -> None:
+    """A session expires after its 60 seconds of monotonic time."""
+    clocks = ManualClocks()
     clocks.create()
-    clocks.pass_by(30.0)
+    clocks.advance(30.0)
     clocks.time_of_day += jump_s
-    clocks.pass_by(29.0)
+    clocks.advance(29.0)
     assert len(clocks.sessions.session_ids()) == 1
-    clocks.pass_by(2.0)
+    clocks.advance(2.0)
     assert len(clocks.sessions.session_ids()) == 0
     assert clocks.sink.ops == ["session_expired"]
 
 
-def test_a_turn_is_measured_by_the_seconds_that_passed(jump_s: float) -> None:
-    """It ends well, and what is told of it adds up."""
-    clocks = Clocks()
+def test_turn_times_ignore_wall_clock_jumps(jump_s: float) -> None:
+    """The turn ends normally, and its times are consistent."""
+    clocks = ManualClocks()
     session_id = clocks.create()
     clocks.infer(session_id)
     clocks.engine.start()
     clocks.engine.lose()
     clocks.time_of_day += jump_s
-    clocks.pass_by(2.0)
+    clocks.advance(2.0)
     clocks.engine.ready()
     clocks.engine.answer("Hello")
     end = clocks.sink.last
@@ -123,27 +123,27 @@ def test_a_turn_is_measured_by_the_seconds_that_passed(jump_s: float) -> None:
     assert clocks.sink.text == "Hello"
 
 
-def test_a_clock_that_was_wrong_when_the_daemon_ended() -> None:
-    """A session last used in what is now the future was used just now."""
-    after = Clocks()
+def test_last_use_in_the_future_counts_as_now() -> None:
+    """A session last used at a future time was used just now."""
+    after = ManualClocks()
     after.create()
     after = after.after_a_restart(jump_s=-YEARS_S)
-    after.pass_by(59.0)
+    after.advance(59.0)
     assert len(after.sessions.session_ids()) == 1
-    after.pass_by(2.0)
+    after.advance(2.0)
     assert len(after.sessions.session_ids()) == 0
 
 
-def test_years_without_a_daemon() -> None:
-    """A session that nobody used for years has expired, and is not brought back."""
-    before = Clocks()
+def test_session_expires_while_no_daemon_runs() -> None:
+    """A session unused for years has expired and is not loaded."""
+    before = ManualClocks()
     before.create()
     assert before.after_a_restart(jump_s=YEARS_S).sessions.session_ids() == ()
 
 
-def test_an_unfinished_turn_of_another_time(jump_s: float) -> None:
-    """It goes on after the restart; of a limit of its time something is always left, and never more than it was."""
-    before = Clocks()
+def test_time_limit_of_a_resumed_turn_is_clamped(jump_s: float) -> None:
+    """After a restart the rest of the time limit is positive and at most the limit."""
+    before = ManualClocks()
     session_id = before.create()
     before.infer(session_id, max_time_ms=30_000)
     before.engine.start()
@@ -159,17 +159,17 @@ def test_an_unfinished_turn_of_another_time(jump_s: float) -> None:
 
 
 @pytest.mark.slow
-async def test_the_machine_sleeps(echo: Site) -> None:
-    """A daemon that stood still for longer than its engine may hang takes nobody for hung when it goes on."""
-    async with talk(echo.daemon) as client:
-        witness = await Witness.open(client)
-        await witness.infer(LINE * 3)
-        await witness.until("token")
+async def test_machine_sleep_is_not_an_engine_hang(echo: DaemonHarness) -> None:
+    """A daemon stopped for longer than the hang timeout restarts no engine afterwards."""
+    async with connect_client(echo.daemon) as client:
+        recorder = await RecordingClient.open(client)
+        await recorder.infer(LINE * 3)
+        await recorder.until("token")
         engine_pid = echo.daemon.engine_pid()
         with stopped(engine_pid), stopped(echo.daemon.process.pid):
-            # Nothing happens that could be waited for: that is the point.
+            # There is no event to wait for: nothing must happen.
             await asyncio.sleep(2.0)
-        assert await witness.finish() == LINE * 3
-        assert await witness.turn("Next.") == "Next."
+        assert await recorder.finish() == LINE * 3
+        assert await recorder.turn("Next.") == "Next."
         assert echo.daemon.engine_pid() == engine_pid
         assert not logged(echo.daemon, "engine_hangs")

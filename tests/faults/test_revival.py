@@ -1,4 +1,4 @@
-"""An engine that was given up, as its model's file was gone, is revived without a restart of the daemon."""
+"""An engine given up because its model's file was missing recovers without a restart of the daemon."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.e2e.harness import talk
-from tests.faults.harness import log_lines, site
+from tests.e2e.harness import connect_client
+from tests.faults.harness import daemon_harness, log_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,13 +35,15 @@ def wait_logged(daemon: Daemon, event: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["reload", "load"])
-async def test_an_engine_that_was_given_up_is_revived(tmp_path: Path, demo_model_path: Path, how: str) -> None:
-    """By SIGHUP as by loading its model: until then readiness and errors say so, and nothing invites a retry."""
+async def test_given_up_engine_is_revived(tmp_path: Path, demo_model_path: Path, how: str) -> None:
+    """SIGHUP or a load revives it; until then readiness and errors report it as not retryable."""
     model = tmp_path / "model.gguf"
     shutil.copy(demo_model_path, model)
-    with site(tmp_path, model, INFERENCECENTER_ENGINE__MAX_RESTARTS="1", INFERENCECENTER_MODEL__NAME="demo") as found:
+    with daemon_harness(
+        tmp_path, model, INFERENCECENTER_ENGINE__MAX_RESTARTS="1", INFERENCECENTER_MODEL__NAME="demo"
+    ) as found:
         daemon = found.start()
-        async with talk(daemon) as client:
+        async with connect_client(daemon) as client:
             session = await client.create()
             await client.turn(session, "What is 7 plus 8?", max_tokens=4)
             model.unlink()

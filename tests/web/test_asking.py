@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from playwright.async_api import expect
 
-from tests.e2e.harness import talk
+from tests.e2e.harness import connect_client
 from tests.web.browser import MARKS, barriers, signed_in
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ WEATHER: Final[dict[str, Any]] = {
 async def test_a_tool_is_answered_by_hand(browser: Browser, daemon: Daemon) -> None:
     """The form stands under the call, also after a reload, and goes when its result was sent; the model reads it."""
     question = "What is the weather in Oslo?"
-    async with talk(daemon) as client:
+    async with connect_client(daemon) as client:
         session = await client.create(params=GREEDY)
         await client.send(op="infer", session_id=session, prompt=question, tools=[WEATHER])
         await client.until(lambda message: message["op"] == "end")
@@ -43,7 +43,7 @@ async def test_a_tool_is_answered_by_hand(browser: Browser, daemon: Daemon) -> N
         answer = await visit.answered(count=2)
         await expect(answer).to_contain_text("21")
         await expect(field).to_have_count(0)
-        async with talk(daemon) as client:
+        async with connect_client(daemon) as client:
             told = await client.ask(op="get_session", session_id=session)
         said = told["transcript"]
         assert [each["role"] for each in said] == ["user", "assistant", "tool", "assistant"]
@@ -53,7 +53,7 @@ async def test_a_tool_is_answered_by_hand(browser: Browser, daemon: Daemon) -> N
 
 async def test_what_holds_is_shown_where_nothing_is_chosen(browser: Browser, daemon: Daemon) -> None:
     """Of a session its own parameters, of one that is not begun those of the last that was."""
-    async with talk(daemon) as client:
+    async with connect_client(daemon) as client:
         session = await client.create(params={"temperature": 0.3, "max_tokens": 77})
         plain = await client.ask(op="get_session", session_id=await client.create())
     async with signed_in(browser, daemon) as visit:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from playwright.async_api import expect
 
-from tests.e2e.harness import ENDLESS, command_line, talk
+from tests.e2e.harness import ENDLESS, command_line, connect_client
 from tests.web.browser import MARKS, bare, origin_of, said, signed_in, visiting
 
 if TYPE_CHECKING:
@@ -30,14 +30,14 @@ async def test_an_answer_streams_to_its_end(browser: Browser, daemon: Daemon) ->
         await expect(answer).to_contain_text(re.compile(r"\d+ tokens.*tokens/s.*first after \d"))
         await expect(visit.conversation(question)).to_have_attribute("aria-current", "page")
         await expect(visit.page).to_have_title(re.compile(re.escape(question)))
-        async with talk(daemon) as client:
+        async with connect_client(daemon) as client:
             told = await client.ask(op="get_session", session_id=visit.session_id())
         assert bare(text) == bare(told["transcript"][-1]["content"])
 
 
 async def test_stop(browser: Browser, daemon: Daemon) -> None:
     """What was said stays, the daemon keeps the same, and the next question is answered."""
-    async with talk(daemon) as client:
+    async with connect_client(daemon) as client:
         session = await client.create(params=ENDLESS)
     async with signed_in(browser, daemon) as visit:
         await visit.go(f"#/c/{session}")
@@ -47,7 +47,7 @@ async def test_stop(browser: Browser, daemon: Daemon) -> None:
         answer = await visit.answered()
         await expect(answer).to_contain_text("Stopped")
         text = await said(answer)
-        async with talk(daemon) as client:
+        async with connect_client(daemon) as client:
             told = await client.ask(op="get_session", session_id=session)
             assert bare(told["transcript"][-1]["content"]) == bare(text)
             assert told["turns"][-1]["finish_reason"] == "aborted"
@@ -72,7 +72,7 @@ async def test_edit_and_ask_again(browser: Browser, daemon: Daemon) -> None:
         answer = await visit.answered(count=2)
         await expect(visit.questions).to_have_text([re.compile("My name is Ada"), re.compile("What is my name")])
         await expect(answer).to_contain_text("Ada")
-        async with talk(daemon) as client:
+        async with connect_client(daemon) as client:
             told = await client.ask(op="get_session", session_id=visit.session_id())
         asked = [each["content"] for each in told["transcript"] if each["role"] == "user"]
         assert asked == ["My name is Ada.", "What is my name?"]
@@ -89,7 +89,7 @@ async def test_regenerate(browser: Browser, daemon: Daemon) -> None:
         answer = await visit.answered()
         await expect(visit.questions).to_have_count(1)
         await expect(answer).to_contain_text("1, 2, 3")
-        async with talk(daemon) as client:
+        async with connect_client(daemon) as client:
             told = await client.ask(op="get_session", session_id=visit.session_id())
         assert [each["role"] for each in told["transcript"]] == ["user", "assistant"]
 
@@ -134,7 +134,7 @@ async def test_rename_and_delete(browser: Browser, daemon: Daemon) -> None:
         await visit.button("Delete", inside=visit.page.get_by_role("dialog")).click()
         await expect(visit.conversation("Numbers <b>&amp; such")).to_have_count(0)
         await expect(visit.questions).to_have_count(0)
-        async with talk(daemon) as client:
+        async with connect_client(daemon) as client:
             told = await client.ask(op="get_session", session_id=session)
         assert (told["op"], told["code"]) == ("error", "session_not_found")
 

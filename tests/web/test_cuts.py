@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from playwright.async_api import TimeoutError as TooLateError
 from playwright.async_api import expect
 
-from tests.e2e.harness import run_daemon, start_daemon, talk
+from tests.e2e.harness import connect_client, run_daemon, start_daemon
 from tests.web.browser import MARKS, bare, said, signed_in
 from tests.web.conftest import ECHO, ROOMY
 from tests.web.wire import wire_to
@@ -117,7 +117,7 @@ async def test_a_question_that_is_asked_into_the_dark(browser: Browser, echo: Da
         with suppress(TooLateError):  # it may be gone: the page has tried by itself
             await visit.button("Retry now").click(timeout=1000)
         assert await said(await visit.answered(count=2)) == "Meanwhile."
-        async with talk(echo) as client:
+        async with connect_client(echo) as client:
             told = await client.ask(op="get_session", session_id=visit.session_id())
         assert [each["content"] for each in told["transcript"]] == ["Before.", "Before.", "Meanwhile.", "Meanwhile."]
 
@@ -125,7 +125,7 @@ async def test_a_question_that_is_asked_into_the_dark(browser: Browser, echo: Da
 async def test_an_engine_that_is_killed(browser: Browser, tmp_path: Path, demo_model_path: Path) -> None:
     """The demo model's answer is whole: the page shows what the daemon keeps, to its last token."""
     with run_daemon(tmp_path / "state", demo_model_path, **ROOMY) as daemon:
-        async with talk(daemon) as client:
+        async with connect_client(daemon) as client:
             params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 400}
             session = await client.create(params=params)
         async with signed_in(browser, daemon) as visit:
@@ -137,7 +137,7 @@ async def test_an_engine_that_is_killed(browser: Browser, tmp_path: Path, demo_m
             answer = await visit.answered()
             await expect(answer).to_contain_text("400 tokens")
             await expect(visit.page.get_by_text("is restarting")).to_have_count(0)
-            async with talk(daemon) as client:
+            async with connect_client(daemon) as client:
                 told = await client.ask(op="get_session", session_id=session)
             assert bare(await said(answer)) == bare(told["transcript"][-1]["content"])
 
@@ -184,7 +184,7 @@ async def test_an_address_that_leads_nowhere(browser: Browser, echo: Daemon) -> 
         await visit.ask("Soon gone.")
         await visit.answered()
         gone = visit.session_id()
-        async with talk(echo) as client:
+        async with connect_client(echo) as client:
             assert (await client.ask(op="close_session", session_id=gone))["op"] == "session_closed"
         await visit.page.reload()
         await expect(visit.page.get_by_text("was deleted, or it expired")).to_be_visible()

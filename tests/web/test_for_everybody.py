@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 from playwright.async_api import expect
 
-from tests.e2e.harness import talk
+from tests.e2e.harness import connect_client
 from tests.web.browser import DESKTOP, MARKS, PHONE, Visit, barriers, origin_of, signed_in, visiting
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ HISTORY = [
 
 async def furnish(echo: Daemon) -> str:
     """Make a session that has some of everything in it and return its id."""
-    async with talk(echo) as client:
+    async with connect_client(echo) as client:
         session = await client.create(system="Be brief.", metadata={"title": "Some of everything"})
         await client.turn(session, "Hello.")
         told = await client.ask(op="append", session_id=session, messages=HISTORY)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from playwright.async_api import expect
 
-from tests.e2e.harness import talk
+from tests.e2e.harness import connect_client
 from tests.web.browser import MARKS, Visit, origin_of, signed_in, visiting
 from tests.web.vectors import VECTORS
 
@@ -66,7 +66,7 @@ async def test_everything_else_that_others_write(browser: Browser, echo: Daemon)
         {"role": "tool", "content": trap, "tool_call_id": call["call_id"]},
         {"role": "assistant", "content": "\n\n".join(VECTORS)},
     ]
-    async with talk(echo) as client:
+    async with connect_client(echo) as client:
         session = await client.create(system=trap, metadata={"title": trap})
         told = await client.ask(op="append", session_id=session, messages=history)
         assert told["op"] == "appended", told

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from playwright.async_api import expect
 
-from tests.e2e.harness import ENDLESS, command_line, talk
+from tests.e2e.harness import ENDLESS, command_line, connect_client
 from tests.web.browser import MARKS, origin_of, signed_in, visiting
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ async def reading(visit: Visit, label: str) -> float:
 
 async def test_the_dashboard_moves(browser: Browser, daemon: Daemon) -> None:
     """While a turn runs a slot is in use and tokens are counted, in tiles, charts and the table; when it ended, not."""
-    async with signed_in(browser, daemon) as visit, talk(daemon) as client:
+    async with signed_in(browser, daemon) as visit, connect_client(daemon) as client:
         session = await client.create(params=ENDLESS)
         await visit.button("Dashboard").click()
         slots = visit.page.get_by_role("term").filter(has_text="Slots in use").locator("+ dd")

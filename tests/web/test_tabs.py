@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from playwright.async_api import expect
 
-from tests.e2e.harness import talk
+from tests.e2e.harness import connect_client
 from tests.web.browser import MARKS, said, signed_in
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ async def test_deleted_in_another_tab(browser: Browser, echo: Daemon) -> None:
         await visit.ask("Soon gone.")
         await visit.answered()
         await visit.composer.fill("Not sent yet")
-        async with talk(echo) as client:
+        async with connect_client(echo) as client:
             await client.ask(op="close_session", session_id=visit.session_id())
         told = visit.page.get_by_role("status").filter(has_text="was deleted elsewhere")
         await expect(told).to_be_visible()
@@ -64,7 +64,7 @@ async def test_deleted_while_it_answers(browser: Browser, echo: Daemon) -> None:
     async with signed_in(browser, echo) as visit:
         await visit.ask("Many words. " * 200)
         await expect(visit.answers.first).to_contain_text("Many words. Many")
-        async with talk(echo) as client:
+        async with connect_client(echo) as client:
             await client.ask(op="close_session", session_id=visit.session_id())
         await expect(visit.page.get_by_text("was deleted elsewhere")).to_be_visible()
         await expect(await visit.answered()).to_contain_text("Many words.")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.api.http_client import HttpResponse, exchange
-from tests.e2e.harness import Daemon, run_daemon, talk
+from tests.e2e.harness import Daemon, connect_client, run_daemon
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +40,7 @@ def post(daemon: Daemon, path: str, **body: Any) -> HttpResponse:
 
 async def answer_over_websocket(daemon: Daemon, **params: Any) -> str:
     """Return the daemon's answer to the same prompt over a WebSocket."""
-    async with talk(daemon) as client:
+    async with connect_client(daemon) as client:
         text, _ = await client.turn(await client.create(), QUESTION, **params)
         return text
 

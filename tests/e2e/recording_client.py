@@ -1,7 +1,7 @@
-"""A client that lives through everything: what it was shown of one session, checked frame by frame.
+"""A client that checks every frame of one session against what it received before.
 
-Whatever happens to engine, daemon and sockets, a turn has one end, the numbers of events only rise, and what was shown
-once is the beginning of what is shown later.
+Whatever happens to engine, daemon and sockets: a turn ends once, event numbers only rise, and text that was received
+stays a prefix of what is received later.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any
 from websockets.exceptions import ConnectionClosed
 
 if TYPE_CHECKING:
-    from tests.e2e.harness import Message, Talk
+    from tests.e2e.harness import Message, SocketClient
 
 _NUMBERED = frozenset({"queued", "progress", "context_shifted", "token", "end", "error", "appended", "session_rewound"})
 
 
 @dataclass
 class Shown:
-    """One turn: its text, and the event that ended it once there was one."""
+    """A turn as received: its text, and the event that ended it."""
 
     text: str = ""
     end: Message | None = None
 
 
 @dataclass
-class Witness:
-    """Follows a session over any number of sockets; ``asked`` while a question has had no echo."""
+class RecordingClient:
+    """Follows a session over any number of sockets; ``asked`` until the submitted prompt is acknowledged."""
 
-    client: Talk
+    client: SocketClient
     session_id: str
     epoch: str
     seq: int = 0
@@ -37,37 +37,37 @@ class Witness:
     asked: bool = False
 
     @classmethod
-    async def open(cls, client: Talk, **options: Any) -> Witness:
-        """Open a session."""
+    async def open(cls, client: SocketClient, **options: Any) -> RecordingClient:
+        """Create a session."""
         created = await client.ask(op="create_session", **options)
         assert created["op"] == "session_created", created
-        witness = cls(client, created["session_id"], created["epoch"])
-        client.listeners.append(witness.see)
-        return witness
+        recorder = cls(client, created["session_id"], created["epoch"])
+        client.listeners.append(recorder.see)
+        return recorder
 
     @property
     def last(self) -> Shown:
-        """The turn that was heard of last."""
+        """The turn of the latest event."""
         return list(self.turns.values())[-1]
 
     @property
     def is_over(self) -> bool:
-        """Whether all that was asked has ended, as far as is known."""
+        """Whether every submitted turn is known to have ended."""
         return not self.asked and all(turn.end is not None for turn in self.turns.values())
 
     @property
     def text(self) -> str:
-        """What that turn has said."""
+        """The text of the latest turn."""
         return self.last.text
 
     @property
     def end(self) -> Message:
-        """The event that ended that turn."""
+        """The event that ended the latest turn."""
         assert self.last.end is not None, "it has not ended"
         return self.last.end
 
     async def infer(self, prompt: str, *, key: str | None = None, n_probs: int | None = None, **params: Any) -> None:
-        """Ask, without waiting for anything."""
+        """Submit a prompt without waiting for a reply."""
         self.asked = True
         given = {"turn_key": key, "n_probs": n_probs}
         await self.client.send(
@@ -79,34 +79,34 @@ class Witness:
         )
 
     async def until(self, *ops: str) -> Message:
-        """Listen up to the session's next event of one of these kinds."""
+        """Receive frames up to the session's next event of one of these kinds."""
         return await self.client.until(
             lambda message: message.get("session_id") == self.session_id and message["op"] in ops
         )
 
     async def finish(self) -> str:
-        """Listen until the running turn is over, well or not, and return its text."""
+        """Receive frames until the running turn has ended or failed, and return its text."""
         while not self.is_over:
             await self.client.receive()
         return self.text
 
     async def turn(self, prompt: str, **given: Any) -> str:
-        """Ask, and return the answer to its end."""
+        """Submit a prompt and return the complete answer."""
         await self.infer(prompt, **given)
         text = await self.finish()
         assert self.end["op"] == "end", self.end
         return text
 
     async def drain(self) -> int | None:
-        """Listen until the socket is gone, and return its close code if there was one."""
+        """Receive frames until the socket closes, and return its close code if there was one."""
         try:
             while True:
                 await self.client.receive()
         except ConnectionClosed as closed:
             return closed.rcvd.code if closed.rcvd else None
 
-    async def resume(self, client: Talk) -> Message:
-        """Come back on another socket, with the position that was reached; return how the daemon took it."""
+    async def resume(self, client: SocketClient) -> Message:
+        """Resume the session on another socket from the last event received; return the daemon's reply."""
         self.leave()
         self.client = client
         client.listeners.append(self.see)
@@ -115,19 +115,19 @@ class Witness:
         return answer
 
     def leave(self) -> None:
-        """Listen to the socket no more."""
+        """Stop receiving frames of the socket."""
         if self.see in self.client.listeners:
             self.client.listeners.remove(self.see)
 
     async def described(self) -> Message:
-        """Ask for the session; what was shown must be what it holds."""
+        """Fetch the session and compare it with what was received."""
         session = await self.client.ask(op="get_session", session_id=self.session_id)
         assert session["op"] == "session", session
         self._compare(session["transcript"], session["turns"])
         return session
 
     def see(self, message: Message) -> None:
-        """Take a frame, whatever it is about."""
+        """Check a frame and record it."""
         if message.get("session_id") != self.session_id:
             return
         if message["op"] == "session_resumed":
@@ -163,25 +163,25 @@ class Witness:
         self.epoch, self.seq = message["epoch"], message["seq"]
         if (turn_id := message.get("turn_id")) is not None:
             turn = self.turns.setdefault(turn_id, Shown())
-            assert turn.end is None, "a turn that has ended runs again"
+            assert turn.end is None, "an ended turn runs again"
             assert message["content"].startswith(turn.text), (
-                f"{turn.text!r} was shown, it is now {message['content']!r}"
+                f"{turn.text!r} was received, it is now {message['content']!r}"
             )
             turn.text, self.asked = message["content"], False
         self._compare(message["transcript"], message["turns"])
-        forgotten = [
+        lost = [
             turn_id for turn_id, turn in self.turns.items() if turn.end is None and turn_id != message.get("turn_id")
         ]
-        assert not forgotten, f"turns that were shown have neither ended nor run: {forgotten}"
+        assert not lost, f"turns that were received neither ended nor run: {lost}"
 
     def _compare(self, transcript: list[Message], turns: list[Message]) -> None:
-        """Hold what was shown against what the session says of its turns, and take over what is new."""
-        for told in turns:
-            answer = transcript[told["messages"] - 1]["content"]
-            turn = self.turns.setdefault(told["turn_id"], Shown())
+        """Compare the received turns with the session's, and record the new ones."""
+        for summary in turns:
+            answer = transcript[summary["messages"] - 1]["content"]
+            turn = self.turns.setdefault(summary["turn_id"], Shown())
             if turn.end is None:
-                assert answer.startswith(turn.text), f"{turn.text!r} was shown, the answer is {answer!r}"
-                turn.text, turn.end, self.asked = answer, {"op": "end", **told}, False
+                assert answer.startswith(turn.text), f"{turn.text!r} was received, the answer is {answer!r}"
+                turn.text, turn.end, self.asked = answer, {"op": "end", **summary}, False
                 continue
             assert turn.end["op"] == "end", f"a turn that failed is in the transcript: {turn.end}"
-            assert answer == turn.text, f"{turn.text!r} was shown, the answer is {answer!r}"
+            assert answer == turn.text, f"{turn.text!r} was received, the answer is {answer!r}"

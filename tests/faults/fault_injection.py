@@ -1,7 +1,7 @@
-"""Faults that lie in wait: a test sets them, and a process of the daemon runs into them at an exact place.
+"""Faults at exact points: a test sets them, and a process of the daemon runs into them.
 
-A trap is a file in a directory that both know: its name says where, its content what happens there and how often the
-place is passed unharmed before. A trap springs once, whichever process gets there first.
+A fault is a file in a directory that both know: its name is the fault point, its content the action and how often the
+point is passed unharmed before. A fault occurs once, in whichever process reaches the point first.
 """
 
 from __future__ import annotations
@@ -21,36 +21,34 @@ _SPARE_BYTES: Final = 4 * 2**20
 
 
 @dataclass(frozen=True)
-class Traps:
-    """The traps of one daemon."""
+class FaultInjector:
+    """The faults that are set for one daemon."""
 
     directory: Path
 
-    def set(self, place: str, action: str = "kill", *, passes: int = 0, name: str = "") -> None:
-        """Lay a trap at a place that is passed ``passes`` times before; several at one place have different names."""
+    def set(self, point: str, action: str = "kill", *, passes: int = 0, name: str = "") -> None:
+        """Set a fault at a point that is passed ``passes`` times before; several at one point need different names."""
         self.directory.mkdir(exist_ok=True)
         unseen = self.directory.with_name(f"{self.directory.name}.new")
         unseen.write_text(f"{action} {passes}")
-        unseen.rename(self.directory / f"{place}{'.' if name else ''}{name}")
+        unseen.rename(self.directory / f"{point}{'.' if name else ''}{name}")
 
     def clear(self) -> None:
-        """Take all traps away."""
+        """Remove all faults."""
         for path in self.directory.glob("*"):
             path.unlink()
 
     @property
     def left(self) -> list[str]:
-        """The traps that have not sprung."""
+        """The faults that have not occurred."""
         return sorted(path.name for path in self.directory.glob("*"))
 
 
 @dataclass
-class Walk:
-    """A process on its way past the traps.
+class FaultPoints:
+    """The fault points of one process.
 
-    Args:
-        directory: Where they are.
-        actions: What may happen besides what every process can do.
+    directory: Where the faults are. actions: Actions besides those that every process has.
     """
 
     directory: Path
@@ -58,22 +56,22 @@ class Walk:
     _passed: dict[tuple[str, int], int] = field(default_factory=dict)
 
     @classmethod
-    def from_environment(cls) -> Walk:
-        """Return the way past the traps that the environment names."""
+    def from_environment(cls) -> FaultPoints:
+        """Return the points of the directory that the environment names."""
         return cls(Path(os.environ[DIRECTORY_VARIABLE]))
 
-    def is_set(self, place: str) -> bool:
-        """Tell whether there is a trap."""
-        return (self.directory / place).exists()
+    def is_set(self, point: str) -> bool:
+        """Whether a fault is set."""
+        return (self.directory / point).exists()
 
-    def into(self, place: str) -> None:
-        """Do what the trap at a place says; it stays."""
-        self._act((self.directory / place).read_text().split()[0])
+    def trigger(self, point: str) -> None:
+        """Run the action set at a point; the fault stays."""
+        self._act((self.directory / point).read_text().split()[0])
 
-    def past(self, place: str) -> None:
-        """Pass a place, or spring the trap there."""
-        for path in sorted(self.directory.glob(f"{place}*")):
-            if path.name.partition(".")[0] != place:
+    def reach(self, point: str) -> None:
+        """Pass a point, or run the action of the fault set there."""
+        for path in sorted(self.directory.glob(f"{point}*")):
+            if path.name.partition(".")[0] != point:
                 continue
             action, passes = path.read_text().split()
             trap = path.name, path.stat().st_mtime_ns
@@ -93,13 +91,13 @@ def _kill() -> None:
 
 
 def _kill_front() -> None:
-    """End the daemon from its engine, which the kernel ends then."""
+    """Kill the daemon from its engine, which the kernel then ends."""
     os.kill(os.getppid(), signal.SIGKILL)
     signal.pause()
 
 
 def _exhaust() -> NoReturn:
-    """Ask for memory until there is no more; the limit keeps that from being the machine's."""
+    """Allocate memory up to a limit that protects the machine."""
     mapped_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + _SPARE_BYTES, mapped_bytes + _SPARE_BYTES))
     hoard = []

@@ -1,10 +1,10 @@
-"""Conversations that are forked and taken back, on the real model."""
+"""Forked and rewound conversations on the real model."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.e2e.harness import talk
+from tests.e2e.harness import connect_client
 
 if TYPE_CHECKING:
     from tests.e2e.harness import Daemon
@@ -13,9 +13,9 @@ GREEDY = {"temperature": 0.0, "max_tokens": 60}
 SYSTEM = "You are Nova, a helpful assistant."
 
 
-async def test_a_fork_and_its_parent_remember_their_own(daemon: Daemon) -> None:
-    """What is said after the fork is known where it was said, and what was said before it in both."""
-    async with talk(daemon) as client:
+async def test_fork_and_parent_keep_separate_histories(daemon: Daemon) -> None:
+    """Fork and parent share the history before the fork, and only that."""
+    async with connect_client(daemon) as client:
         parent = await client.create(system=SYSTEM)
         await client.turn(parent, "My name is Ada.", **GREEDY)
         fork = (await client.ask(op="fork_session", session_id=parent))["session_id"]
@@ -28,9 +28,9 @@ async def test_a_fork_and_its_parent_remember_their_own(daemon: Daemon) -> None:
             assert "Ada" in (await client.turn(session, "What is my name?", **GREEDY))[0]
 
 
-async def test_an_edited_question_is_answered_anew(daemon: Daemon) -> None:
-    """The rewound words are forgotten, those before them are known, and only the new ones are read."""
-    async with talk(daemon) as client:
+async def test_rewound_turn_is_replaced(daemon: Daemon) -> None:
+    """The rewound turn is forgotten, earlier turns are known, and only new tokens are prefilled."""
+    async with connect_client(daemon) as client:
         session = await client.create(system=SYSTEM)
         _, first = await client.turn(session, "My name is Ada.", **GREEDY)
         await client.turn(session, "I live in Oslo.", **GREEDY)
