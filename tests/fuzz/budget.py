@@ -1,4 +1,4 @@
-"""How many examples the fuzzers try: a fixed number, the same each time, or FUZZ_TIMES as many, others each time."""
+"""Example counts of the fuzzers: fixed and deterministic, or FUZZ_TIMES as many and random."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TIMES: Final = int(os.environ.get("FUZZ_TIMES", "0"))
 
 
 def examples(number: int) -> settings:
-    """Return settings for so many examples; without FUZZ_TIMES a run fails only where the run before it would have."""
+    """Return settings for so many examples; without FUZZ_TIMES runs are deterministic."""
     return settings(
         max_examples=number * max(1, _TIMES),
         derandomize=not _TIMES,

@@ -1,4 +1,4 @@
-"""A daemon for the fuzzers of HTTP and of sockets, and what must be so of it whatever it was sent."""
+"""A daemon for the fuzzers of HTTP and sockets, with the checks that hold after any input."""
 
 from __future__ import annotations
 

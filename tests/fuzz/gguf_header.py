@@ -1,4 +1,4 @@
-"""Small GGUF headers, made of parts that a test changes one by one. Layout: ggml's docs/gguf.md."""
+"""Builds small GGUF headers from parts that a test changes one by one. Layout: ggml's docs/gguf.md."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALIGNMENT: Final = 32
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the metadata: a key, and the bytes of its type and value."""
+    """A metadata entry: a key, and the bytes of its type and value."""
 
     key: bytes
     value: bytes
@@ -31,7 +31,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """An entry of the table of tensors; its dimensions may be more or fewer than it says."""
+    """An entry of the tensor table; its dimension count may be wrong."""
 
     name: bytes
     dimensions: tuple[int, ...]
@@ -42,7 +42,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Header:
-    """A header; ``None`` for a count is the right one."""
+    """A header; ``None`` for a count means the right one."""
 
     entries: tuple[Entry, ...]
     tensors: tuple[TensorInfo, ...]
@@ -52,7 +52,7 @@ class Header:
     data: bytes = field(default=bytes(4096), repr=False)
 
     def encode(self) -> bytes:
-        """Return the file."""
+        """Return the file's bytes."""
         n_tensors = len(self.tensors) if self.n_tensors is None else self.n_tensors
         n_entries = len(self.entries) if self.n_entries is None else self.n_entries
         head = b"GGUF" + struct.pack("<IQQ", self.version, n_tensors, n_entries)
@@ -62,23 +62,23 @@ class Header:
 
 
 def scalar(kind: int, value: Any) -> bytes:
-    """Return a value with its type; whole numbers that are too large for it are cut."""
+    """Return a value with its type; too large integers are truncated."""
     return struct.pack("<I", kind) + _packed(kind, value)
 
 
 def text(value: bytes, *, length: int | None = None) -> bytes:
-    """Return a string with its type; ``length`` is what it claims to have."""
+    """Return a string with its type; ``length`` is its claimed length."""
     return struct.pack("<I", TEXT) + _text(value, length=length)
 
 
 def array(kind: int, values: Sequence[Any], *, count: int | None = None) -> bytes:
-    """Return an array with its type; ``count`` is what it claims to have."""
+    """Return an array with its type; ``count`` is its claimed length."""
     items = b"".join(_text(each) if kind == TEXT else each if kind == ARRAY else _packed(kind, each) for each in values)
     return struct.pack("<IIQ", ARRAY, kind, len(values) if count is None else count) + items
 
 
 def base(architecture: str = "llama", *, layers: int = 2, experts: bool = False) -> Header:
-    """Return the header of a tiny model that is described and planned for."""
+    """Return the header of a tiny valid model."""
     own = architecture.encode()
     numbers = {
         "block_count": layers,
@@ -117,7 +117,7 @@ def _tensor(info: TensorInfo) -> bytes:
     return _text(info.name) + sizes + struct.pack("<IQ", info.kind, info.offset)
 
 
-# What hostile files have in such places.
+# Values as in hostile files.
 _COUNTS: Final = st.sampled_from(
     [0, 1, 2, 3, 511, 512, 513, 4096, 2**16, 2**24, 2**31, 2**32 - 1, 2**60, 2**63, 2**64 - 1]
 )
@@ -163,7 +163,7 @@ def _scalars(draw: st.DrawFn) -> tuple[int, Any]:
 
 @st.composite
 def values(draw: st.DrawFn, *, honest: bool) -> bytes:
-    """Draw a value of any type with its type; an ``honest`` one has the length that it claims."""
+    """Draw a value of any type with its type; an ``honest`` one has its claimed length."""
     claims = st.none() if honest else st.none() | _COUNTS
     form = draw(
         st.sampled_from(["scalar", "scalar", "array", "text", "texts", "nested", "bytes"][: 5 if honest else 7])
@@ -185,7 +185,7 @@ def values(draw: st.DrawFn, *, honest: bool) -> bytes:
 
 @st.composite
 def headers(draw: st.DrawFn) -> bytes:
-    """Draw a file: well formed with odd values in half of the cases, else also with wrong lengths, counts and bytes."""
+    """Draw a file: half are well formed with odd values, the others also have wrong lengths, counts and bytes."""
     honest = draw(st.booleans())
     own = draw(st.sampled_from(_ARCHITECTURES))
     header = base(own, layers=draw(st.sampled_from([1, 2, 2, 2, 30])), experts=draw(st.booleans()))

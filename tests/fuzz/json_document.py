@@ -1,7 +1,7 @@
-"""JSON that is nearly right: a document with values, names and bytes changed here and there.
+"""JSON documents with a few mutated values, names and bytes.
 
-The text is put together from pieces, since what is tried cannot come out of an encoder: numbers without end, half
-characters, names that are there twice, bytes that are no UTF-8, brackets that nothing closes.
+The text is assembled from pieces, because no encoder produces what is tried: huge numbers, lone surrogates, duplicate
+names, invalid UTF-8, unclosed brackets.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Members:
 
 @st.composite
 def changed(draw: st.DrawFn, documents: st.SearchStrategy[Any], *, names: st.SearchStrategy[str] = _ANY_NAME) -> bytes:
-    """Draw a document as text with a few changes; ``names`` are of members that it may get."""
+    """Draw a document with a few mutations; ``names`` are of members that may be added."""
     root = _Members(b"[]", [_Member(b"", _parts(draw(documents)))])
     for _ in range(draw(st.sampled_from([0, 1, 1, 1, 2, 4]))):
         _change(draw, root, names)
@@ -71,7 +71,7 @@ def changed(draw: st.DrawFn, documents: st.SearchStrategy[Any], *, names: st.Sea
 
 
 def _change(draw: st.DrawFn, root: _Members, names: st.SearchStrategy[str]) -> None:
-    """Replace, drop, double, rename or add one member anywhere."""
+    """Replace, drop, duplicate, rename or add one member anywhere."""
     group = draw(st.sampled_from(list(_groups(root))))
     odd = draw(ODD_VALUES)
     name = json.dumps(draw(names)).encode() if group.ends == b"{}" else b""

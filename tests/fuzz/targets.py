@@ -1,7 +1,7 @@
-"""Borders to what is foreign, each as a function of bytes that fails where the border does.
+"""Fuzz targets: each passes bytes to one parser of external input.
 
-The fuzzers and the committed corpus run these. A target returns when its input is taken, or is refused as documented.
-It raises anything else: an exception that no caller expects, an error without words, numbers that no JSON parser reads.
+The fuzzers and the committed corpus run these. A target returns when the input is accepted, or refused as documented.
+It raises on anything else: an undocumented exception, an error without a message, a number that no JSON parser reads.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _OF_A_PULL: Final = (
 
 
 def model_file(data: bytes) -> None:
-    """Read and describe a GGUF file, and plan for it as the front does."""
+    """Read and describe a GGUF file, and plan for it as the daemon does."""
     with _file(data) as path:
         gguf.read_summary(path)
         with _refused_as(ErrorCode.INVALID_MODEL_FILE) as refused:
@@ -79,7 +79,7 @@ def model_file(data: bytes) -> None:
 
 
 def hub_listing(data: bytes) -> None:
-    """Pull a model from a hub that answers so when it is asked what a repository has."""
+    """Pull a model from a hub with this listing of a repository."""
     client = httpx2.Client(transport=httpx2.MockTransport(lambda request: _hub_answer(request, data)))
     with (
         TemporaryDirectory() as folder,
@@ -95,8 +95,8 @@ def hub_listing(data: bytes) -> None:
         assert {path.name for path in Path(folder).iterdir()} <= {"models"}
 
 
-def receipt(data: bytes) -> None:
-    """Look a model up beside which such a receipt lies."""
+def manifest_file(data: bytes) -> None:
+    """Look up a model with this manifest."""
     with _file(data) as path:
         (path.parent / "model.gguf").touch()
         path.rename(path.parent / "model.json")
@@ -105,8 +105,8 @@ def receipt(data: bytes) -> None:
         assert all(isinstance(digest, str) for digest in found.sha256.values())
 
 
-def corrections(data: bytes) -> None:
-    """Start with such a ``plan.json``, and write to it."""
+def plan_file(data: bytes) -> None:
+    """Start with this ``plan.json``, and write to it."""
     with _file(data) as path:
         kept = VramCalibration(path)
         assert abs(kept.extra_bytes("model", "gpu")) < _MAX_INTEGER
@@ -115,19 +115,19 @@ def corrections(data: bytes) -> None:
 
 
 def settings_file(data: bytes) -> None:
-    """Read such a configuration."""
+    """Read this configuration."""
     with _file(data) as path, _refused_as(ErrorCode.INVALID_CONFIG):
         load_settings(path)
 
 
 def clients_file(data: bytes) -> None:
-    """Read such a ``clients.toml``."""
+    """Read this ``clients.toml``."""
     with _file(data) as path, _refused_as(ErrorCode.INVALID_CONFIG):
         load_clients(path, default_max_sessions=4, default_priority="normal")
 
 
 def kernel_files(data: bytes) -> None:
-    """Read such files of ``/proc`` and of a control group."""
+    """Read these files of ``/proc`` and of a control group."""
     with _file(data) as path:
         folder = path.parent
         for name in ("meminfo", "self/cgroup", "7/status", "memory.max", "memory.current", "memory.stat"):
@@ -140,7 +140,7 @@ def kernel_files(data: bytes) -> None:
 
 
 def external_answer(data: bytes) -> None:
-    """Take such an answer of a program that knows who may log in."""
+    """Parse this answer of an external authentication program."""
     account = None
     with suppress(AuthUnavailableError):
         account = _external_auth()._read((200, data), "ada")
@@ -148,7 +148,7 @@ def external_answer(data: bytes) -> None:
 
 
 def caller_headers(data: bytes) -> None:
-    """Tell where a request comes from whose headers are such lines: Origin, Host, and entries of proxies."""
+    """Determine the client's address from these headers: Origin, Host and forwarding headers."""
     lines = [line.decode("latin-1") for line in data.split(b"\n")]
     lines += [""] * (2 - len(lines))
     forwarded = [("x-forwarded-for", hop) for hop in lines[2:]]
@@ -165,7 +165,7 @@ def caller_headers(data: bytes) -> None:
 
 
 def request_frame(data: bytes) -> None:
-    """Parse a text frame of the own protocol."""
+    """Parse a text frame of the WebSocket protocol."""
     with _refused_as(*(code for code in ErrorCode if code is not ErrorCode.INTERNAL)):
         read_frame(data.decode("utf-8", errors="replace")).parse()
 
@@ -175,8 +175,8 @@ TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
     for target in (
         model_file,
         hub_listing,
-        receipt,
-        corrections,
+        manifest_file,
+        plan_file,
         settings_file,
         clients_file,
         kernel_files,
@@ -188,13 +188,13 @@ TARGETS: Final[Mapping[str, Callable[[bytes], None]]] = {
 
 
 def corpus(target: str) -> dict[str, bytes]:
-    """Return the committed inputs of a target by their names."""
+    """Return the committed inputs of a target by name."""
     return {path.name: path.read_bytes() for path in sorted((CORPUS / target).iterdir())}
 
 
 @contextmanager
 def _file(data: bytes) -> Iterator[Path]:
-    """Yield a file of such content in a directory of its own; what is logged of it is dropped."""
+    """Yield a file with this content in a directory of its own, with logging suppressed."""
     with TemporaryDirectory() as folder, structlog.testing.capture_logs():
         path = Path(folder) / "meminfo"
         path.write_bytes(data)
@@ -203,7 +203,7 @@ def _file(data: bytes) -> Iterator[Path]:
 
 @contextmanager
 def _refused_as(*codes: ErrorCode) -> Iterator[list[InferenceCenterError]]:
-    """Let errors of these codes pass that say what is wrong in so many words; yield what was raised."""
+    """Accept errors of these codes that have a message; yield what was raised."""
     refused: list[InferenceCenterError] = []
     try:
         yield refused

@@ -1,4 +1,4 @@
-"""Chat templates of any kind: a rendered text or an error within limits, and a front that lives."""
+"""Fuzzed chat templates: a rendered text or an error within limits, and a daemon that survives."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ DOUBLING: Final = (
 
 
 async def rendered(processes: TemplateProcessPool, source: str, number: int) -> RenderResult:
-    """What becomes of a conversation with this template."""
+    """Render a conversation with this template and return the result."""
     done: asyncio.Future[RenderResult] = asyncio.get_running_loop().create_future()
     model = make_model(name=f"model{number}", chat_template=source)
     processes.of(model).render(TALK, client_id="ada", done=done.set_result)
@@ -110,7 +110,7 @@ async def rendered(processes: TemplateProcessPool, source: str, number: int) -> 
 @example(source="{{ '%99999s' % 'a' }}{{ 'a'|indent(99999) }}")
 @example(source="{{ " + "(" * 500 + "1" + ")" * 500 + " }}")
 def test_any_template_ends_within_its_limits(source: str) -> None:
-    """It renders or fails by a code that is documented, and another template renders beside it as before."""
+    """It renders or fails with a documented code, and another template renders concurrently."""
 
     async def run() -> None:
         processes = TemplateProcessPool(limits=LIMITS)

@@ -1,4 +1,4 @@
-"""The committed corpus: inputs that once failed at a border, and typical ones."""
+"""The committed corpus: typical inputs, and inputs that once failed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from tests.fuzz.targets import TARGETS, corpus
 
 
 @pytest.mark.parametrize(("target", "name"), [(target, name) for target in TARGETS for name in corpus(target)])
-def test_what_is_in_the_corpus_is_taken_or_refused(target: str, name: str) -> None:
-    """As its border says; what fails in a fuzzer is added here."""
+def test_corpus_inputs_are_accepted_or_refused(target: str, name: str) -> None:
+    """Inputs that fail in a fuzzer are added to the corpus."""
     TARGETS[target](corpus(target)[name])

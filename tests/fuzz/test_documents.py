@@ -1,4 +1,4 @@
-"""Random answers and files from outside: each is taken or refused as its border says."""
+"""Fuzzed answers and files from outside: each is accepted or refused as documented."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.fuzz.targets import (
     WEIGHTS,
     clients_file,
     corpus,
-    corrections,
     external_answer,
     hub_listing,
-    receipt,
+    manifest_file,
+    plan_file,
     settings_file,
 )
 
@@ -45,13 +45,13 @@ LISTING: dict[str, Any] = {
 PARTS: dict[str, Any] = LISTING | {
     "siblings": [FILE | {"rfilename": f"Q8_0/tiny-Q8_0-0000{number}-of-00002.gguf"} for number in (1, 2)]
 }
-RECEIPT: dict[str, Any] = {
+MANIFEST: dict[str, Any] = {
     "source": "ada/tiny/tiny.gguf",
     "commit": LISTING["sha"],
     "pulled_at": 1.5e9,
     "sha256": {"model.gguf": DIGEST},
 }
-CORRECTIONS: dict[str, Any] = {
+PLAN: dict[str, Any] = {
     "model gpu": {"extra_bytes": 200, "estimated_bytes": 1000, "used_bytes": 1200},
     "other gpu": {"extra_bytes": -5, "estimated_bytes": 1000, "used_bytes": 995},
 }
@@ -66,8 +66,8 @@ ANSWER: dict[str, Any] = {
 }
 DOCUMENTS: dict[Callable[[bytes], None], list[dict[str, Any]]] = {
     hub_listing: [LISTING, PARTS],
-    receipt: [RECEIPT],
-    corrections: [CORRECTIONS],
+    manifest_file: [MANIFEST],
+    plan_file: [PLAN],
     external_answer: [ANSWER, {"valid": True}],
 }
 SETTINGS = """\
@@ -98,8 +98,8 @@ TOML = [
 
 
 @pytest.mark.parametrize("target", DOCUMENTS, ids=lambda target: target.__name__)
-def test_the_document_that_is_changed_is_taken(target: Callable[[bytes], None]) -> None:
-    """What the fuzzer starts from is right."""
+def test_unchanged_document_is_accepted(target: Callable[[bytes], None]) -> None:
+    """The fuzzer starts from a valid document."""
     for document in DOCUMENTS[target]:
         target(orjson.dumps(document))
 
@@ -108,14 +108,14 @@ def test_the_document_that_is_changed_is_taken(target: Callable[[bytes], None]) 
 @pytest.mark.parametrize("target", DOCUMENTS, ids=lambda target: target.__name__)
 @examples(400)
 @given(data=st.data())
-def test_any_document_is_taken_or_refused(target: Callable[[bytes], None], data: st.DataObject) -> None:
-    """Whatever stands in it, and whether it is JSON at all."""
+def test_any_document_is_accepted_or_refused(target: Callable[[bytes], None], data: st.DataObject) -> None:
+    """Any content, JSON or not."""
     target(data.draw(changed(st.sampled_from(DOCUMENTS[target]))))
 
 
 @st.composite
 def toml_files(draw: st.DrawFn) -> bytes:
-    """Draw a file of lines of settings and clients, some with odd values, and some bytes that are others."""
+    """Draw a TOML file of settings and clients with some odd values and mutated bytes."""
     lines = draw(st.sampled_from([SETTINGS, CLIENTS])).splitlines()
     lines += draw(st.lists(st.sampled_from(LINES), max_size=3))
     for place in draw(st.lists(st.integers(0, len(lines) - 1), max_size=3)):
@@ -129,8 +129,8 @@ def toml_files(draw: st.DrawFn) -> bytes:
 @pytest.mark.slow
 @examples(600)
 @given(toml_files())
-def test_any_configuration_is_taken_or_refused(data: bytes) -> None:
-    """Of the daemon, and of its clients."""
+def test_any_configuration_is_accepted_or_refused(data: bytes) -> None:
+    """Covers the daemon's configuration and its clients file."""
     settings_file(data)
     clients_file(data)
 
@@ -139,8 +139,8 @@ def test_any_configuration_is_taken_or_refused(data: bytes) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @examples(200)
 @given(data=st.data())
-def test_any_bytes_are_taken_or_refused(target: str, data: st.DataObject) -> None:
-    """Typical inputs and those that once failed, with some bytes changed, left out or added; or nothing but bytes."""
+def test_any_bytes_are_accepted_or_refused(target: str, data: st.DataObject) -> None:
+    """Mutates typical inputs and those that once failed, or draws random bytes."""
     text = bytearray(data.draw(st.sampled_from(sorted(corpus(target).values())) | st.binary(max_size=200)))
     for _ in range(data.draw(st.integers(0, 4))):
         place = data.draw(st.integers(0, len(text)))

@@ -1,4 +1,4 @@
-"""Random requests of a client with a valid token: each operation answers as its row says, and the daemon lives on."""
+"""Fuzzed requests with a valid token: each operation answers as documented, and the daemon survives."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ INTERNAL: Final = re.compile(rb'"code": ?"internal"')
 MAX_READ: Final = 2**20
 
 
-def test_every_operation_with_a_body_has_one_here() -> None:
-    """A new operation is fuzzed too."""
+def test_every_operation_with_a_body_is_fuzzed() -> None:
+    """The table of bodies is complete."""
     assert {row.path for row in OPERATIONS if row.body is not None} == BODIES.keys()
 
 
@@ -110,8 +110,8 @@ def test_every_operation_with_a_body_has_one_here() -> None:
 @pytest.mark.parametrize("row", OPERATIONS, ids=lambda row: f"{row.method} {row.path}")
 @examples(150)
 @given(data=st.data())
-def test_any_request_is_answered_as_its_row_says(fuzzed: Daemon, row: Operation, data: st.DataObject) -> None:
-    """No failure but those that are documented, and never an internal one."""
+def test_any_request_is_answered_as_documented(fuzzed: Daemon, row: Operation, data: st.DataObject) -> None:
+    """Only documented failures occur, and never an internal one."""
     path, body = row.path, b""
     for name in ("model", "response_id"):
         path = path.replace(f"{{{name}}}", data.draw(SEGMENTS))
@@ -127,15 +127,15 @@ def test_any_request_is_answered_as_its_row_says(fuzzed: Daemon, row: Operation,
         headers |= {
             data.draw(st.sampled_from(["Origin", "Host", "X-Forwarded-For", "Traceparent"])): data.draw(HEADERS)
         }
-    status, answer = ask(fuzzed, row.method, path, body=body, headers=headers)
+    status, answer = send_request(fuzzed, row.method, path, body=body, headers=headers)
     assert status < 500 or status in statuses(row), (status, answer)
     assert not INTERNAL.search(answer), answer
     if status >= 400:
         assert "error" in json.loads(answer) or "code" in json.loads(answer), answer
 
 
-def ask(daemon: Daemon, method: str, path: str, *, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
-    """Send a request as it is, and return the status and the beginning of the answer; a long stream is left."""
+def send_request(daemon: Daemon, method: str, path: str, *, body: bytes, headers: dict[str, str]) -> tuple[int, bytes]:
+    """Send a request and return the status and the beginning of the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", daemon.port, timeout=60)
     try:
         connection.request(method, path, body=body, headers=headers)
@@ -146,6 +146,6 @@ def ask(daemon: Daemon, method: str, path: str, *, body: bytes, headers: dict[st
 
 
 def statuses(row: Operation) -> set[int]:
-    """Return the statuses of failures that an operation may have, but for internal ones."""
+    """Return the documented failure statuses of an operation, without internal errors."""
     codes = {*COMMON_ERRORS, *BODY_ERRORS, *row.errors} - {ErrorCode.INTERNAL, ErrorCode.ENGINE_CRASHED}
     return {ERRORS[code].http_status for code in codes}

@@ -1,4 +1,4 @@
-"""Tools with schemas of any kind, in every way of writing calls: a grammar of bounded size or an error."""
+"""Fuzzed tool schemas in every call format: a grammar of bounded size or an error."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ schemas = st.recursive(leaves, _deeper, max_leaves=12)
 
 @st.composite
 def parameters(draw: st.DrawFn) -> dict[str, Any]:
-    """Return a tool's schema, some of whose parts may be made very wide, very deep or very long."""
+    """Draw a tool's schema, parts of which may be very wide, very deep or very long."""
     schema: dict[str, Any] = {
         "type": "object",
         "properties": draw(st.dictionaries(keys, schemas, max_size=4) | scalars),
@@ -75,7 +75,7 @@ def parameters(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def outcome(work: Callable[[], T]) -> T | InferenceCenterError:
-    """Return what comes of it, or why nothing does."""
+    """Return the grammar, or the error."""
     try:
         return work()
     except InferenceCenterError as error:
@@ -83,7 +83,7 @@ def outcome(work: Callable[[], T]) -> T | InferenceCenterError:
 
 
 def wide(n_parameters: int, n_chars: int) -> dict[str, Any]:
-    """Parameters that each refer to a long definition."""
+    """Return parameters that each refer to a long definition."""
     properties = {f"p{number}": {"$ref": "#/$defs/a"} for number in range(n_parameters)}
     return {"properties": properties, "$defs": {"a": {"description": "x" * n_chars}}}
 
@@ -105,7 +105,7 @@ def wide(n_parameters: int, n_chars: int) -> dict[str, Any]:
 def test_any_schema_makes_a_grammar_of_bounded_size(
     given_parameters: dict[str, Any], parallel: bool, required: bool
 ) -> None:
-    """Whatever the schema refers to, the grammar is no longer than it may be, or the tools are refused by name."""
+    """The grammar stays below its limit, or the tools are refused by name."""
     tools = [Tool(name="f", parameters=given_parameters), Tool(name="g")]
     for name in ANSWERS:
         call_format = speaking_model(name).capabilities.call_format
@@ -123,8 +123,8 @@ def test_any_schema_makes_a_grammar_of_bounded_size(
 @pytest.mark.slow
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(given_parameters=parameters())
-def test_any_schema_is_written_or_refused(given_parameters: dict[str, Any]) -> None:
-    """As a template's value and as text it is as it was, or it is nested too deep."""
+def test_any_schema_is_rendered_or_refused(given_parameters: dict[str, Any]) -> None:
+    """A schema is rendered unchanged, or refused as nested too deeply."""
     tool = Tool(name="f", parameters=given_parameters)
     values = outcome(partial(tool_values, [tool], mark=lambda text: text))
     if isinstance(values, InferenceCenterError):

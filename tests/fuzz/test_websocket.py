@@ -1,4 +1,4 @@
-"""Random frames of a client with a valid token: each is answered or ends its socket, and the daemon lives on."""
+"""Fuzzed frames with a valid token: each is answered or closes its socket, and the daemon survives."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ NOT_UTF8: Final = 1007
 CLOSED: Final = {int(spec.code) for spec in CLOSE_CODES} - {int(CloseCode.INTERNAL)} | {NOT_UTF8}
 
 
-def test_every_operation_has_frames_here() -> None:
-    """A new operation is fuzzed too; all but the one that ends the daemon."""
+def test_every_operation_is_fuzzed() -> None:
+    """All but the one that stops the daemon."""
     assert FRAMES.keys() == REQUESTS.keys()
     assert [op for op, frames in FRAMES.items() if not frames] == ["drain"]
 
@@ -81,35 +81,35 @@ def test_every_operation_has_frames_here() -> None:
 @pytest.mark.parametrize("op", [op for op, frames in FRAMES.items() if frames])
 @examples(50)
 @given(data=st.data())
-def test_any_frame_is_answered_or_ends_its_socket(fuzzed: Daemon, op: str, data: st.DataObject) -> None:
-    """Several of an operation, changed here and there, between frames of others, bytes, and text that is none."""
+def test_any_frame_is_answered_or_closes_its_socket(fuzzed: Daemon, op: str, data: st.DataObject) -> None:
+    """Mutated frames of one operation, between others, bytes and invalid text."""
     own = changed(
         st.sampled_from([{"op": op, "id": "i", **frame} for frame in FRAMES[op]]), names=st.sampled_from(NAMES[op])
     )
     others = st.sampled_from([{"op": name, **frame} for name, frames in FRAMES.items() for frame in frames])
-    frames = st.lists(own | own | own | others.map(written) | NOISE, min_size=1, max_size=8)
+    frames = st.lists(own | own | own | others.map(encode_frame) | NOISE, min_size=1, max_size=8)
     with connect(fuzzed.url, max_size=None) as socket:
-        say(socket, op="auth", token=fuzzed.admin_token, protocol=1)
-        session_id = say(socket, op="create_session", on_disconnect="close")["session_id"]
+        request(socket, op="auth", token=fuzzed.admin_token, protocol=1)
+        session_id = request(socket, op="create_session", on_disconnect="close")["session_id"]
         own_frames = [frame.replace(SESSION.encode(), session_id.encode()) for frame in data.draw(frames)]
-        converse(socket, own_frames, binary=data.draw(st.sampled_from([None, None, None, 0])))
+        exchange(socket, own_frames, binary=data.draw(st.sampled_from([None, None, None, 0])))
 
 
 @pytest.mark.slow
 @examples(200)
 @given(data=st.data())
-def test_any_frame_of_a_responses_socket_is_answered_or_ends_it(fuzzed: Daemon, data: st.DataObject) -> None:
-    """As on a socket of our own protocol."""
+def test_any_responses_frame_is_answered_or_closes_its_socket(fuzzed: Daemon, data: st.DataObject) -> None:
+    """The same on a Responses socket."""
     bodies = [{"type": "response.create", "stream_id": "s", **body} for body in BODIES["/v1/responses"]]
     frames = st.lists(
         changed(st.sampled_from([*bodies, {"type": "response.cancel", "stream_id": "s"}])) | NOISE, max_size=6
     )
     headers = {"Authorization": f"Bearer {fuzzed.admin_token}"}
     with connect(f"{fuzzed.url}v1/responses", additional_headers=headers, max_size=None) as socket:
-        converse(socket, data.draw(frames), answers_pings=False)
+        exchange(socket, data.draw(frames), answers_pings=False)
 
 
-def written(frame: dict[str, Any]) -> bytes:
+def encode_frame(frame: dict[str, Any]) -> bytes:
     """Return a frame as text."""
     return json.dumps(frame).encode()
 
@@ -117,43 +117,43 @@ def written(frame: dict[str, Any]) -> bytes:
 NOISE: Final = ODD_VALUES | st.binary(max_size=60) | st.text(max_size=60).map(str.encode)
 
 
-def converse(
+def exchange(
     socket: ClientConnection, frames: list[bytes], *, binary: int | None = None, answers_pings: bool = True
 ) -> None:
-    """Send frames as text, one of them as bytes if told, and read on until all were taken or the socket has ended."""
+    """Send frames as text, or one as bytes, and receive until all are answered or the socket is closed."""
     closed: ConnectionClosed | None = None
     try:
         for number, frame in enumerate(frames):
             socket.send(frame, text=number != binary)
         if answers_pings:
-            say(socket, op="ping")
+            request(socket, op="ping")
         assert socket.ping(ack_on_close=True).wait(60)
     except ConnectionClosed as error:
         closed = error
     assert closed is None or (closed.rcvd is not None and closed.rcvd.code in CLOSED), closed
-    while (message := received(socket)) is not None:
-        taken(message)
+    while (message := receive_frame(socket)) is not None:
+        check_frame(message)
 
 
-def received(socket: ClientConnection) -> str | bytes | None:
-    """Return a frame that has arrived; ``None`` if there is none."""
+def receive_frame(socket: ClientConnection) -> str | bytes | None:
+    """Return a received frame; ``None`` if there is none."""
     try:
         return socket.recv(timeout=0)
     except (TimeoutError, ConnectionClosed):
         return None
 
 
-def taken(message: str | bytes) -> dict[str, Any]:
-    """Return a frame of the daemon, which never tells of a failure of its own."""
+def check_frame(message: str | bytes) -> dict[str, Any]:
+    """Return a frame of the daemon, which must not report an internal error."""
     frame = json.loads(message)
     assert isinstance(frame, dict)
     assert not INTERNAL.search(message if isinstance(message, bytes) else message.encode()), message
     return frame
 
 
-def say(socket: ClientConnection, **frame: Any) -> dict[str, Any]:
-    """Send a frame and return what echoes its id."""
+def request(socket: ClientConnection, **frame: Any) -> dict[str, Any]:
+    """Send a frame and return the reply with its id."""
     socket.send(json.dumps({"id": "own", **frame}))
-    while (reply := taken(socket.recv(timeout=60))).get("id") != "own":
+    while (reply := check_frame(socket.recv(timeout=60))).get("id") != "own":
         pass
     return reply
