@@ -1,4 +1,4 @@
-"""Headers of real models, and machines to plan them for."""
+"""Headers of real models, and machines to plan for."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ HOST: Final = Host(available_bytes=32 * GIB, cores=6)
 
 
 def gpus(*gib: float) -> tuple[Device, ...]:
-    """Return GPUs that have so much, all of it free."""
+    """Return GPUs of these sizes, all of it free."""
     sizes = [int(each * GIB) for each in gib]
     return tuple(Device(id=f"{n}", name=f"GPU {n}", free_bytes=s, total_bytes=s) for n, s in enumerate(sizes))
 
 
 @pytest.fixture(scope="session")
 def header_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[HeaderName], Path]:
-    """Return a file that is all header, of a real model."""
+    """Return a header-only file of a real model."""
     folder = tmp_path_factory.mktemp("headers")
 
     @cache
@@ -45,7 +45,7 @@ def header_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[HeaderName]
 
 @pytest.fixture(scope="session")
 def shape_of(header_of: Callable[[HeaderName], Path]) -> Callable[[HeaderName], ModelShape]:
-    """Return the shape of a real model, read from such a file."""
+    """Return the shape of a real model, read from its header."""
 
     @cache
     def read(name: HeaderName) -> ModelShape:

@@ -1,4 +1,4 @@
-"""Tests of which GPUs a model can be put on."""
+"""Which GPUs a model can be placed on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VULKAN = Device(id="Vulkan0", name="Radeon", free_bytes=8000, total_bytes=8192, 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return what gives this machine GPUs and a llama.cpp built for them."""
+    """Return a function that gives this machine GPUs and a llama.cpp built for them."""
 
     def has(*, kinds: tuple[str, ...], readings: tuple[GpuReading, ...] = (), probed: tuple[Device, ...] = ()) -> None:
         monkeypatch.setattr(ggml, "gpu_backends", lambda: kinds)
@@ -45,14 +45,14 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return has
 
 
-def test_a_build_without_gpus_uses_none(machine: Callable[..., None]) -> None:
-    """Whatever the driver shows, nothing is planned for it."""
+def test_cpu_build_uses_no_gpu(machine: Callable[..., None]) -> None:
+    """Nothing is planned for GPUs that only the driver lists."""
     machine(kinds=(), readings=(READING,), probed=(VULKAN,))
     assert find_devices() == ()
 
 
-def test_gpus_of_the_driver(machine: Callable[..., None]) -> None:
-    """Their address is what the engine finds them by."""
+def test_gpus_are_identified_by_pci_address(machine: Callable[..., None]) -> None:
+    """The engine finds a GPU by its address."""
     machine(kinds=("cuda",), readings=(READING, OTHER))
     assert [(device.id, device.name, device.free_bytes, device.index) for device in find_devices()] == [
         ("0000:01:00.0", "GTX 1060", 2900, 0),
@@ -61,15 +61,15 @@ def test_gpus_of_the_driver(machine: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["1", "GPU-bb", "0000:02:00.0"])
-def test_a_gpu_that_is_wanted(machine: Callable[..., None], wanted: str) -> None:
-    """By index, UUID or address; in the order in which they are named, once."""
+def test_gpus_are_selected_by_index_uuid_or_address(machine: Callable[..., None], wanted: str) -> None:
+    """In the given order, each once."""
     machine(kinds=("cuda",), readings=(READING, OTHER))
     assert [device.name for device in find_devices([wanted])] == ["RTX 3060"]
     assert [device.index for device in find_devices([wanted, "0", wanted])] == [1, 0]
 
 
-def test_a_gpu_that_is_wanted_and_not_there(machine: Callable[..., None]) -> None:
-    """The error names those that are."""
+def test_unknown_gpu_is_refused(machine: Callable[..., None]) -> None:
+    """The error names the available ones."""
     machine(kinds=("cuda",), readings=(READING,))
     with pytest.raises(InferenceCenterError, match="no GPU 7") as caught:
         find_devices(["7"])
@@ -80,16 +80,16 @@ def test_a_gpu_that_is_wanted_and_not_there(machine: Callable[..., None]) -> Non
 
 
 @pytest.mark.parametrize("readings", [(), (replace(READING, mig=True),)])
-def test_what_the_driver_does_not_tell_is_asked_of_llama_cpp(
+def test_llama_cpp_is_queried_where_nvml_reports_nothing(
     machine: Callable[..., None], readings: tuple[GpuReading, ...]
 ) -> None:
-    """As with other drivers' GPUs, and with instances of one that is divided."""
+    """This covers other vendors' GPUs and MIG instances."""
     machine(kinds=("cuda", "vulkan"), readings=readings, probed=(VULKAN,))
     assert find_devices() == (VULKAN,)
 
 
-def test_a_gpu_that_hides_its_address() -> None:
-    """Is found by llama.cpp's name for it."""
+def test_gpu_without_address_is_found_by_name() -> None:
+    """llama.cpp's device name identifies it."""
     device = from_reading(GpuReading(vram_total_bytes=3000, index=1))
     assert (device.id, device.name, device.free_bytes) == ("CUDA1", "GPU 1", 0)
 
@@ -98,8 +98,8 @@ def _printing(output: object) -> Callable[..., Any]:
     return lambda *_, **__: SimpleNamespace(stdout=output)
 
 
-def test_devices_that_llama_cpp_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GPUs only; what is written before the last line is not looked at."""
+def test_output_of_the_device_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only GPUs count, and only the last line of the output."""
     told = [
         {"name": "CPU", "description": "Xeon", "id": "", "is_gpu": False, "free_bytes": 1, "total_bytes": 2},
         {"name": "Vulkan0", "description": "Radeon", "id": "", "is_gpu": True, "free_bytes": 8000, "total_bytes": 8192},
@@ -109,8 +109,8 @@ def test_devices_that_llama_cpp_tells(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("output", [b"", b"no JSON", b'[{"name": 1}]', b"[" * 100_000, b'["\xff"]'])
-def test_an_answer_that_is_none(monkeypatch: pytest.MonkeyPatch, output: bytes) -> None:
-    """Is no GPU."""
+def test_invalid_probe_output_means_no_gpu(monkeypatch: pytest.MonkeyPatch, output: bytes) -> None:
+    """A malformed answer yields no device."""
     monkeypatch.setattr(subprocess, "run", _printing(output))
     assert ggml.probe() == ()
 
@@ -119,8 +119,8 @@ def test_an_answer_that_is_none(monkeypatch: pytest.MonkeyPatch, output: bytes) 
     "error",
     [subprocess.CalledProcessError(-6, "probe"), subprocess.TimeoutExpired("probe", 60), FileNotFoundError()],
 )
-def test_a_library_that_ends_its_process(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """Or hangs, or cannot be started, has no GPU to offer."""
+def test_failing_device_probe_means_no_gpu(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """A probe that crashes, hangs or cannot be started yields no device."""
 
     def run(*_: object, **__: object) -> None:
         raise error
@@ -129,16 +129,16 @@ def test_a_library_that_ends_its_process(monkeypatch: pytest.MonkeyPatch, error:
     assert ggml.probe() == ()
 
 
-def test_the_installed_library_is_asked() -> None:
+def test_probe_of_the_installed_library() -> None:
     """The real process answers; whether there are GPUs depends on the machine."""
     assert all(device.total_bytes > 0 for device in ggml.probe())
 
 
 @pytest.mark.parametrize(("files", "kinds"), [((), ()), (("libggml-cuda.so", "libggml-cpu.so"), ("cuda",))])
-def test_kinds_of_gpus_by_the_files_of_the_library(
+def test_gpu_backends_by_library_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: tuple[str, ...], kinds: tuple[str, ...]
 ) -> None:
-    """Without loading any of them."""
+    """No library is loaded."""
     (tmp_path / "lib").mkdir()
     for name in files:
         (tmp_path / "lib" / name).touch()
@@ -149,8 +149,8 @@ def test_kinds_of_gpus_by_the_files_of_the_library(
 
 
 @pytest.mark.parametrize("size", [-1, 2**60, 1.5, "many"])
-def test_a_device_of_an_impossible_size_is_none(monkeypatch: pytest.MonkeyPatch, size: object) -> None:
-    """A plan would be made by it."""
+def test_device_of_impossible_size_is_ignored(monkeypatch: pytest.MonkeyPatch, size: object) -> None:
+    """A plan would rely on it."""
     told = {"name": "V", "description": "", "id": "", "is_gpu": True, "free_bytes": size, "total_bytes": 8192}
     monkeypatch.setattr(subprocess, "run", _printing(json.dumps([told]).encode()))
     assert ggml.probe() == ()

@@ -1,4 +1,4 @@
-"""Tests of the GGUF reader, with the ``gguf`` package as the reference."""
+"""The GGUF reader, with the ``gguf`` package as the reference."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ U32, U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
 def text(value: str) -> bytes:
-    """Return a string as the format has it."""
+    """Return a string in GGUF's encoding."""
     return U64.pack(len(value.encode())) + value.encode()
 
 
@@ -47,8 +47,8 @@ def refused(path: Path, content: bytes | None = None) -> str:
     return caught.value.message
 
 
-def test_the_demo_model_as_the_reference_reads_it() -> None:
-    """Every tensor with its shape, type and bytes, and every value of the metadata that is no long array."""
+def test_demo_model_is_read_like_the_reference() -> None:
+    """Compares every tensor's shape, type and size, and all metadata but long arrays."""
     file, reference = read_gguf(bundled_model()), gguf.GGUFReader(bundled_model())
     assert [(each.name, each.shape, each.type, each.bytes) for each in file.tensors] == [
         (each.name, tuple(int(size) for size in each.shape), int(each.tensor_type), int(each.n_bytes))
@@ -64,23 +64,23 @@ def test_the_demo_model_as_the_reference_reads_it() -> None:
                 assert found == expected
 
 
-def test_sizes_of_all_types_are_those_of_the_reference() -> None:
-    """A type that llama.cpp adds is noticed here when the reference is updated."""
+def test_type_sizes_equal_the_reference() -> None:
+    """A type that llama.cpp adds fails here when the reference is updated."""
     reference = {int(kind): sizes for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     assert dict(BLOCKS) == reference
 
 
-class Reads:
-    """Counts what the reader does: bytes that it reads of files, and pieces of a header that it looks at."""
+class ReadCounter:
+    """Counts bytes read from files, and values decoded from a header."""
 
     def __init__(self) -> None:
         self.n_bytes = self.n_pieces = 0
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
+def reads(monkeypatch: pytest.MonkeyPatch) -> ReadCounter:
     """Count from now on."""
-    counted = Reads()
+    counted = ReadCounter()
     read_to, take = own._Header._read_to, own._Header._take
 
     def counted_read_to(header: own._Header, end: int) -> None:
@@ -97,15 +97,15 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
     return counted
 
 
-def test_a_large_vocabulary_is_jumped_over(header_of: Callable[[HeaderName], Path], reads: Reads) -> None:
-    """What is looked at depends on the entries and tensors, and not on the 152,064 tokens of the vocabulary."""
+def test_large_vocabulary_is_skipped(header_of: Callable[[HeaderName], Path], reads: ReadCounter) -> None:
+    """The work depends on entries and tensors, not on the 152,064 tokens."""
     file = read_gguf(header_of("qwen2.5-7b"))
     assert file.metadata["tokenizer.ggml.tokens"] == Array(152_064)
     assert reads.n_pieces <= 12 * (len(file.metadata) + len(file.tensors))
 
 
-def test_a_glance_ends_before_the_vocabulary(header_of: Callable[[HeaderName], Path], reads: Reads) -> None:
-    """What a file is and what it is called costs a piece of 32 KiB, whatever comes after it."""
+def test_summary_stops_before_the_vocabulary(header_of: Callable[[HeaderName], Path], reads: ReadCounter) -> None:
+    """Architecture and name cost a read of 32 KiB."""
     path = header_of("qwen2.5-7b")
     found = read_summary(path)
     assert reads.n_bytes == 2**15
@@ -116,7 +116,7 @@ def test_a_glance_ends_before_the_vocabulary(header_of: Callable[[HeaderName], P
 
 
 def _sparse(path: Path, content: bytes) -> Path:
-    """Write a file of 16 GiB that takes no room."""
+    """Write a sparse file of 16 GiB."""
     with path.open("wb") as file:
         file.write(content)
         file.truncate(2**34)
@@ -134,22 +134,22 @@ def _sparse(path: Path, content: bytes) -> Path:
     ],
     ids=["numbers", "strings", "arrays", "a-long-string", "a-text"],
 )
-def test_a_huge_file_is_not_read_for_what_it_claims(tmp_path: Path, reads: Reads, claim: bytes) -> None:
-    """A header has an end, however long the file is."""
+def test_header_size_is_bounded(tmp_path: Path, reads: ReadCounter, claim: bytes) -> None:
+    """A header has a limit, however long the file is."""
     message = refused(_sparse(tmp_path / "huge.gguf", header(entries=1) + text("key") + claim))
     assert "has a header of more than 134217728 bytes" in message or "a text of 4294967296 bytes" in message
     assert reads.n_bytes <= 2 * own._CHUNK_BYTES
 
 
-def test_arrays_inside_arrays_are_counted(tmp_path: Path) -> None:
-    """Each is a step of its own, which is why there may not be many, in one array or in several."""
+def test_nested_arrays_are_limited(tmp_path: Path) -> None:
+    """Nested arrays count against a limit, in one array or in several."""
     array = U32.pack(9) + U32.pack(9) + U64.pack(40_000) + (U32.pack(0) + U64.pack(0)) * 40_000
     content = header(entries=2) + text("a") + array + text("b") + array
     assert "more than 65536 arrays inside arrays" in refused(tmp_path / "nested.gguf", content)
 
 
-def test_the_numbers_that_are_kept_have_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Further arrays are counted only."""
+def test_stored_numbers_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further arrays are only counted."""
     monkeypatch.setattr(own, "_MAX_KEPT", 5)
     array = U32.pack(9) + U32.pack(0) + U64.pack(3) + bytes(3)
     path = tmp_path / "many.gguf"
@@ -158,10 +158,8 @@ def test_the_numbers_that_are_kept_have_an_end(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("raised", [RecursionError(), MemoryError(), ValueError("x" * 5000), OverflowError("\ud800\n")])
-def test_whatever_the_reading_raises_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception
-) -> None:
-    """One error, in one line, that names the file; a glance says what it knows."""
+def test_any_exception_becomes_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: Exception) -> None:
+    """One line names the file; a summary returns what it knows."""
 
     def fail(*_: object) -> None:
         raise raised
@@ -174,23 +172,23 @@ def test_whatever_the_reading_raises_is_refused(
     assert read_summary(tmp_path / "strange.gguf") == {}
 
 
-def test_a_long_name_is_cut_in_the_error(tmp_path: Path) -> None:
-    """A log line is not as long as a file makes it."""
+def test_error_shortens_long_names(tmp_path: Path) -> None:
+    """A log line stays short."""
     tensor = text("t" * 60_000) + U32.pack(9)
     assert len(refused(tmp_path / "long.gguf", header(tensors=1) + tensor)) < 500
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"GGUF", header(entries=1, version=9), header(entries=2**40)])
-def test_a_glance_at_what_is_no_model(tmp_path: Path, content: bytes) -> None:
-    """Nothing is said of it, and nothing is raised: who loads it is told."""
+def test_summary_of_a_file_that_is_no_model(tmp_path: Path, content: bytes) -> None:
+    """It returns nothing and raises nothing; loading reports the error."""
     path = tmp_path / "file.gguf"
     path.write_bytes(content)
     assert read_summary(path) == {}
     assert read_summary(tmp_path / "missing.gguf") == {}
 
 
-def test_a_glance_at_a_file_that_is_cut_off(tmp_path: Path) -> None:
-    """What came before is told; an array as long as the rest of a huge file is not looked for."""
+def test_summary_of_a_truncated_file(tmp_path: Path) -> None:
+    """Entries before the cut are returned; an array over the rest of a huge file is not searched."""
     path = tmp_path / "file.gguf"
     one = text("general.type") + U32.pack(8) + text("adapter")
     path.write_bytes(header(entries=2) + one + text("general.name") + U32.pack(8) + U64.pack(50) + b"A")
@@ -201,7 +199,7 @@ def test_a_glance_at_a_file_that_is_cut_off(tmp_path: Path) -> None:
     assert read_summary(path) == {"general.type": "adapter"}
 
 
-def test_every_kind_of_value(tmp_path: Path) -> None:
+def test_every_value_type(tmp_path: Path) -> None:
     """Version 2 is read like version 3; short arrays of numbers are kept, others counted."""
     path = tmp_path / "values.gguf"
     writer = gguf.GGUFWriter(path, "test")
@@ -249,8 +247,8 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
     assert read_gguf(path).version == 2
 
 
-def test_a_header_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Strings, arrays and names may lie across the ends of the pieces."""
+def test_values_across_read_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strings, arrays and names may cross the ends of blocks."""
     whole = read_gguf(bundled_model())
     for size in (24, 61, 1000):
         monkeypatch.setattr(own, "_CHUNK_BYTES", size)
@@ -284,16 +282,16 @@ def test_a_header_longer_than_what_is_read_at_once(tmp_path: Path, monkeypatch: 
         (header(tensors=1) + text("t") + U32.pack(1) + U64.pack(32) + U32.pack(0) + U64.pack(0), "'t' ends at byte"),
     ],
 )
-def test_a_file_that_is_wrong(tmp_path: Path, content: bytes, reason: str) -> None:
-    """The error names the file, what is wrong with it and what to do."""
+def test_invalid_file_is_refused(tmp_path: Path, content: bytes, reason: str) -> None:
+    """The error names the file, the defect and a remedy."""
     path = tmp_path / "wrong.gguf"
     message = refused(path, content)
     assert reason in message
     assert str(path) in message
 
 
-def test_every_truncation_of_a_file_is_noticed(tmp_path: Path) -> None:
-    """Wherever it ends: in the header, in the table, in the weights."""
+def test_every_truncation_is_detected(tmp_path: Path) -> None:
+    """In the header, in the tensor table, in the weights."""
     content = bundled_model().read_bytes()
     path = tmp_path / "short.gguf"
     for length in (*range(0, 300, 7), 10_000, 30_000, 60_000, len(content) // 2, len(content) - 1):
@@ -308,8 +306,8 @@ def _beginning() -> bytes:
 
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
-def test_damaged_bytes_raise_nothing_else(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
-    """A file with any bytes changed is read or refused, quickly, whatever it claims."""
+def test_mutated_files_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """A file with any bytes changed is read or refused, quickly."""
     content = bytearray(_beginning())
     for _ in range(data.draw(st.integers(1, 6))):
         content[data.draw(st.integers(0, 4000))] = data.draw(st.integers(0, 255))
@@ -319,7 +317,7 @@ def test_damaged_bytes_raise_nothing_else(tmp_path_factory: pytest.TempPathFacto
         read_gguf(path)
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     """A missing file and a directory are refused by name."""
     assert "cannot be read" in refused(tmp_path / "missing.gguf")
     assert "cannot be read" in refused(tmp_path)
@@ -341,42 +339,42 @@ def _split(folder: Path, *, parts: int, promised: int = 3) -> list[Path]:
     return paths
 
 
-def test_a_split_file(tmp_path: Path) -> None:
-    """The first part brings the tensors of all."""
+def test_split_model_is_read_from_its_first_part(tmp_path: Path) -> None:
+    """The tensors of all parts are found."""
     paths = _split(tmp_path, parts=3)
     file = read_gguf(paths[0])
     assert file.paths == tuple(paths)
     assert [tensor.name for tensor in file.tensors] == [f"blk.{number}.attn_k.weight" for number in range(3)]
 
 
-def test_a_part_that_is_missing(tmp_path: Path) -> None:
-    """Is named, with where it belongs."""
+def test_missing_part_is_named(tmp_path: Path) -> None:
+    """The error has its expected path."""
     paths = _split(tmp_path, parts=3)
     paths[1].unlink()
     assert f"{paths[1].name} is not beside it" in refused(paths[0])
 
 
-def test_a_part_that_is_damaged(tmp_path: Path) -> None:
-    """Is named too."""
+def test_damaged_part_is_named(tmp_path: Path) -> None:
+    """The error has its path."""
     paths = _split(tmp_path, parts=2, promised=2)
     paths[1].write_bytes(paths[1].read_bytes()[:40])
     assert str(paths[1]) in refused(paths[0])
 
 
-def test_a_part_that_is_not_the_first(tmp_path: Path) -> None:
-    """The error says which file to name."""
+def test_later_part_is_refused(tmp_path: Path) -> None:
+    """The error names the first part."""
     paths = _split(tmp_path, parts=3)
     assert "is part 2 of 3" in refused(paths[1])
 
 
-def test_a_part_under_another_name(tmp_path: Path) -> None:
+def test_renamed_part_is_refused(tmp_path: Path) -> None:
     """The others cannot be found then."""
     paths = _split(tmp_path, parts=3)
     renamed = paths[0].rename(tmp_path / "model.gguf")
     assert "-00001-of-00003.gguf" in refused(renamed)
 
 
-def test_parts_that_do_not_add_up(tmp_path: Path) -> None:
-    """As those of two different downloads."""
+def test_inconsistent_parts_are_refused(tmp_path: Path) -> None:
+    """As parts of two different downloads."""
     paths = _split(tmp_path, parts=2, promised=7)
     assert "states 7 tensors" in refused(paths[0])

@@ -1,4 +1,4 @@
-"""What the kernel says of memory: of the machine, of control groups, of a process, and where it says nothing."""
+"""Memory figures of the kernel: machine, control groups and processes, complete or not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ slab_unreclaimable 20
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """A place for processes, with this one in the group ``/user/app``."""
+    """A ``/proc`` directory, with this process in the group ``/user/app``."""
     path = tmp_path / "proc"
     (path / "self").mkdir(parents=True)
     (path / "self" / "cgroup").write_text("4:memory:/old\n0::/user/app\n")
@@ -56,26 +56,26 @@ def proc(tmp_path: Path) -> Path:
 
 
 def group(path: Path, *, limit: str = "max", high: str = "max", current: int = 700, stat: str = STAT) -> None:
-    """Make a control group."""
+    """Create a control group."""
     path.mkdir(parents=True, exist_ok=True)
     for name, text in (("max", limit), ("high", high), ("current", str(current)), ("stat", stat)):
         (path / f"memory.{name}").write_text(f"{text}\n")
 
 
-def test_of_the_machine(proc: Path) -> None:
-    """All that is not available is used."""
+def test_machine_memory(proc: Path) -> None:
+    """Used is the total less what is available."""
     assert machine_memory(proc) == MemoryLimit(5000 * KIB, 8000 * KIB)
 
 
 @pytest.mark.parametrize("text", ["", "MemTotal: 1 kB\n", "MemTotal: lots kB\nMemAvailable: 5 kB\n", "\n\n:\n"])
-def test_a_machine_that_does_not_tell(proc: Path, text: str) -> None:
-    """Neither wholly nor in part."""
+def test_machine_without_figures(proc: Path, text: str) -> None:
+    """Missing and partial figures are unknown."""
     (proc / "meminfo").write_text(text)
     assert machine_memory(proc) is None
 
 
-def test_this_machine_tells() -> None:
-    """Of itself, and of this process as it grows, also by shared memory."""
+def test_this_machine() -> None:
+    """Readings of this machine and of this process grow with it, shared memory included."""
     share = machine_memory()
     assert share is not None
     assert 0 < share.used_bytes < share.total_bytes
@@ -88,37 +88,37 @@ def test_this_machine_tells() -> None:
     assert after.own_bytes - before.own_bytes >= 16 * MIB
 
 
-def test_of_a_group_what_can_be_taken_back_does_not_count(proc: Path, tmp_path: Path) -> None:
-    """Files of a tmpfs do, being no file that can be read again."""
+def test_reclaimable_group_memory_does_not_count(proc: Path, tmp_path: Path) -> None:
+    """Files of a tmpfs do count, because they cannot be read again."""
     group(tmp_path / "user" / "app", limit="1000")
     assert cgroup_memory(proc, tmp_path) == MemoryLimit(420, 1000)
 
 
-def test_the_lower_limit_counts(proc: Path, tmp_path: Path) -> None:
-    """Above ``memory.high`` a group is slowed down until nothing goes any more."""
+def test_memory_high_is_a_limit(proc: Path, tmp_path: Path) -> None:
+    """Above ``memory.high`` the kernel throttles a group."""
     group(tmp_path / "user" / "app", limit="1000", high="800")
     assert cgroup_memory(proc, tmp_path) == MemoryLimit(420, 800)
     group(tmp_path / "user" / "app", high="900")
     assert cgroup_memory(proc, tmp_path) == MemoryLimit(420, 900)
 
 
-def test_of_several_groups_the_fullest_counts(proc: Path, tmp_path: Path) -> None:
-    """Be it one around this process's own; one without a limit does not."""
+def test_fullest_group_counts(proc: Path, tmp_path: Path) -> None:
+    """Parent groups count, groups without a limit do not."""
     group(tmp_path / "user" / "app", limit="10000")
     group(tmp_path / "user", limit="1000", current=1000)
     group(tmp_path)
     assert cgroup_memory(proc, tmp_path) == MemoryLimit(720, 1000)
 
 
-def test_a_container_sees_its_group_as_the_root(proc: Path, tmp_path: Path) -> None:
-    """Its limit is there."""
+def test_container_group_at_the_root(proc: Path, tmp_path: Path) -> None:
+    """Its limit is found there."""
     (proc / "self" / "cgroup").write_text("0::/\n")
     group(tmp_path, limit="1000")
     assert cgroup_memory(proc, tmp_path) == MemoryLimit(420, 1000)
 
 
-def old_group(path: Path, *, limit: int, usage: int = 700) -> None:
-    """Make a control group of version 1 whose files take 250, one of which its own 200."""
+def group_v1(path: Path, *, limit: int, usage: int = 700) -> None:
+    """Create a control group of version 1 that uses 250 of page cache, its child 200 of these."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "memory.limit_in_bytes").write_text(f"{limit}\n")
     (path / "memory.usage_in_bytes").write_text(f"{usage}\n")
@@ -126,40 +126,40 @@ def old_group(path: Path, *, limit: int, usage: int = 700) -> None:
 
 
 @pytest.mark.parametrize("controllers", ["memory", "cpu,memory"])
-def test_of_a_group_of_version_1(proc: Path, tmp_path: Path, controllers: str) -> None:
-    """Its limit is read below the controller's own directory, with the groups inside it."""
+def test_cgroup_v1(proc: Path, tmp_path: Path, controllers: str) -> None:
+    """The limit is below the controller's own directory, child groups included."""
     (proc / "self" / "cgroup").write_text(f"9:name=systemd:/\n4:{controllers}:/user/app\n0::/\n")
-    old_group(tmp_path / controllers / "user" / "app", limit=1000)
+    group_v1(tmp_path / controllers / "user" / "app", limit=1000)
     assert cgroup_memory(proc, tmp_path) == MemoryLimit(450, 1000)
-    old_group(tmp_path / controllers / "user", limit=460, usage=710)
+    group_v1(tmp_path / controllers / "user", limit=460, usage=710)
     assert cgroup_memory(proc, tmp_path) == MemoryLimit(460, 460)
 
 
-def test_a_group_of_version_1_without_a_limit(proc: Path, tmp_path: Path) -> None:
-    """The kernel says so with a very large number."""
+def test_cgroup_v1_without_a_limit(proc: Path, tmp_path: Path) -> None:
+    """The kernel reports a very large number."""
     (proc / "self" / "cgroup").write_text("4:memory:/user/app\n")
-    old_group(tmp_path / "memory" / "user" / "app", limit=9223372036854771712)
+    group_v1(tmp_path / "memory" / "user" / "app", limit=9223372036854771712)
     assert cgroup_memory(proc, tmp_path) is None
 
 
-def test_a_container_of_version_1_sees_its_group_as_the_root(proc: Path, tmp_path: Path) -> None:
-    """The path is the machine's, of which nothing else is mounted."""
+def test_cgroup_v1_in_a_container(proc: Path, tmp_path: Path) -> None:
+    """The path is the host's, of which only the group is mounted."""
     (proc / "self" / "cgroup").write_text("4:memory:/docker/0123456789ab\n0::/system.slice/docker\n")
-    old_group(tmp_path / "memory", limit=1000)
+    group_v1(tmp_path / "memory", limit=1000)
     assert cgroup_memory(proc, tmp_path) == MemoryLimit(450, 1000)
 
 
-def test_of_both_versions_the_one_with_the_controller_counts(proc: Path, tmp_path: Path) -> None:
-    """In the hybrid layout version 2 is mounted elsewhere, without memory."""
+def test_hybrid_cgroup_layout(proc: Path, tmp_path: Path) -> None:
+    """Version 2 is mounted elsewhere, without the memory controller."""
     (proc / "self" / "cgroup").write_text("4:memory:/app\n0::/app\n")
-    old_group(tmp_path / "memory" / "app", limit=1000)
+    group_v1(tmp_path / "memory" / "app", limit=1000)
     (tmp_path / "unified" / "app").mkdir(parents=True)
     assert cgroup_memory(proc, tmp_path) == MemoryLimit(450, 1000)
 
 
 @pytest.mark.parametrize("line", ["", "0::/../other\n", "4:memory:/old\n", "0::/gone\n", "nonsense"])
-def test_no_group_that_is_limited(proc: Path, tmp_path: Path, line: str) -> None:
-    """Of version 1 with the files of version 2, gone, outside of what can be seen, or none at all."""
+def test_no_limited_group(proc: Path, tmp_path: Path, line: str) -> None:
+    """Mixed, missing, unreachable and absent groups have no limit."""
     (proc / "self" / "cgroup").write_text(line)
     group(tmp_path / "old", limit="1000")
     group(tmp_path.parent / "other", limit="1000")
@@ -167,21 +167,21 @@ def test_no_group_that_is_limited(proc: Path, tmp_path: Path, line: str) -> None
 
 
 @pytest.mark.parametrize("broken", ["memory.current", "memory.stat", "memory.max"])
-def test_a_group_that_tells_in_part(proc: Path, tmp_path: Path, broken: str) -> None:
-    """Without its limit or its use it says nothing; without details all of its use counts."""
+def test_group_with_partial_figures(proc: Path, tmp_path: Path, broken: str) -> None:
+    """Without limit or use it is unknown; without details all of its use counts."""
     group(tmp_path / "user" / "app", limit="1000")
     (tmp_path / "user" / "app" / broken).unlink()
     assert cgroup_memory(proc, tmp_path) == (MemoryLimit(700, 1000) if broken == "memory.stat" else None)
 
 
-def test_a_limit_of_nothing_is_none(proc: Path, tmp_path: Path) -> None:
-    """A group that may have nothing runs no daemon."""
+def test_limit_of_zero_is_ignored(proc: Path, tmp_path: Path) -> None:
+    """No daemon can run in such a group."""
     group(tmp_path / "user" / "app", limit="0")
     assert cgroup_memory(proc, tmp_path) is None
 
 
 def test_available_memory_of_the_machine(proc: Path, tmp_path: Path) -> None:
-    """Kibibytes; a kernel that does not say leaves it unknown, and a group without a limit takes nothing away."""
+    """In kibibytes; a missing figure is unknown, and a group without a limit changes nothing."""
     group(tmp_path / "user" / "app")
     assert available_memory_bytes(proc, tmp_path) == 3000 * KIB
     (proc / "meminfo").write_text("MemTotal: 8000 kB\n")
@@ -191,7 +191,7 @@ def test_available_memory_of_the_machine(proc: Path, tmp_path: Path) -> None:
 
 
 def test_available_memory_of_a_group(proc: Path, tmp_path: Path) -> None:
-    """Of this process's group and those around it the one with the least left counts, files not being used."""
+    """The least remaining memory of the process's group and its parents, page cache excluded."""
     group(tmp_path / "user" / "app", limit="1000")
     assert available_memory_bytes(proc, tmp_path) == 580
     group(tmp_path / "user", limit="9000", high="8000", current=7900)
@@ -204,21 +204,21 @@ def test_available_memory_of_a_group(proc: Path, tmp_path: Path) -> None:
     assert available_memory_bytes(proc, tmp_path) == 0
 
 
-def test_available_memory_of_a_group_of_version_1(proc: Path, tmp_path: Path) -> None:
-    """Files of the group can be taken back."""
+def test_available_memory_of_a_cgroup_v1(proc: Path, tmp_path: Path) -> None:
+    """Page cache of the group can be reclaimed."""
     (proc / "self" / "cgroup").write_text("4:memory:/user/app\n")
-    old_group(tmp_path / "memory" / "user" / "app", limit=1000)
+    group_v1(tmp_path / "memory" / "user" / "app", limit=1000)
     assert available_memory_bytes(proc, tmp_path) == 550
 
 
 def test_available_memory_of_a_group_larger_than_the_machine(proc: Path, tmp_path: Path) -> None:
-    """The machine's counts."""
+    """The machine's memory is the limit."""
     group(tmp_path / "user" / "app", limit=str(2**40))
     assert available_memory_bytes(proc, tmp_path) == 3000 * KIB
 
 
-def test_of_a_process(proc: Path) -> None:
-    """What it has read of files does not count."""
+def test_process_memory(proc: Path) -> None:
+    """Page cache does not count."""
     (proc / "7").mkdir()
     (proc / "7" / "status").write_text("Name:\tengine 1\nRssAnon:\t 10 kB\nRssFile:\t 90 kB\nRssShmem:\t 3 kB\n")
     assert resident_memory(7, proc) == ResidentMemory(10 * KIB, 3 * KIB)
@@ -230,16 +230,16 @@ ODD = [b"\xff\xfe", b"9" * 5000, b"-5", "\u0663".encode(), b"", b"\0", b"nan"]
 
 @pytest.mark.parametrize("content", ODD)
 @pytest.mark.parametrize("name", ["memory.max", "memory.high", "memory.current", "memory.stat"])
-def test_a_group_that_tells_what_is_no_number(proc: Path, tmp_path: Path, name: str, content: bytes) -> None:
-    """Is as if it did not tell it."""
+def test_malformed_group_figure_is_unknown(proc: Path, tmp_path: Path, name: str, content: bytes) -> None:
+    """It is treated as missing."""
     group(tmp_path / "user" / "app", limit="1000")
     (tmp_path / "user" / "app" / name).write_bytes(content)
     assert cgroup_memory(proc, tmp_path) in (None, MemoryLimit(420, 1000), MemoryLimit(700, 1000))
 
 
 @pytest.mark.parametrize("content", ODD)
-def test_a_kernel_that_tells_what_is_no_number(proc: Path, tmp_path: Path, content: bytes) -> None:
-    """Of the machine, of a group's place, of a process, of cores."""
+def test_malformed_kernel_figures_are_unknown(proc: Path, tmp_path: Path, content: bytes) -> None:
+    """Of the machine, of a group's path, of a process, of cores."""
     for path in (proc / "meminfo", proc / "self" / "cgroup", tmp_path / "cores"):
         path.write_bytes(content)
     (proc / "7").mkdir()
@@ -256,8 +256,8 @@ def test_a_kernel_that_tells_what_is_no_number(proc: Path, tmp_path: Path, conte
 
 
 @pytest.mark.parametrize("content", [*ODD, b"7 (a b) R", b"7 (a) " + b"x " * 50])
-def test_a_process_whose_use_cannot_be_understood(proc: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
-    """Is as one that is gone."""
+def test_malformed_process_figures(proc: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    """It is treated as gone."""
     (proc / "7").mkdir()
     for name in ("stat", "statm"):
         (proc / "7" / name).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Tests of what is told of a model by its header, and of the arithmetic of its memory."""
+"""Model shapes read from headers, and the arithmetic of their memory."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ PLAIN: dict[str, Any] = {
 }
 
 
-def made(architecture: str, facts: dict[str, Any], *tensors: str) -> ModelShape:
-    """Return the shape of a model with such facts, whose tensors have 1024 bytes each."""
+def make_shape(architecture: str, facts: dict[str, Any], *tensors: str) -> ModelShape:
+    """Return the shape of a model with this metadata, whose tensors have 1024 bytes each."""
     metadata: dict[str, Any] = {"general.architecture": architecture}
     metadata |= {f"{architecture}.{key}": value for key, value in {**PLAIN, **facts}.items() if value is not None}
     found = tensors or tuple(f"blk.{layer}.attn_k.weight" for layer in range(4))
@@ -43,8 +43,8 @@ def made(architecture: str, facts: dict[str, Any], *tensors: str) -> ModelShape:
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_every_byte_is_somewhere(shape_of: Callable[[HeaderName], ModelShape], name: HeaderName) -> None:
-    """Layers, embeddings and output together are the file's tensors; the shape is that of the model."""
+def test_parts_add_up_to_the_file(shape_of: Callable[[HeaderName], ModelShape], name: HeaderName) -> None:
+    """Layers, embeddings and output together are the file's tensors."""
     shape, expected = shape_of(name), HEADERS[name]
     assert shape.bytes == sum(tensor.bytes for tensor in tensor_heads(expected))
     assert shape.known
@@ -65,23 +65,23 @@ def test_every_byte_is_somewhere(shape_of: Callable[[HeaderName], ModelShape], n
         ("qwen3-30b-a3b", 17697),
     ],
 )
-def test_headers_are_as_large_as_real_files(
+def test_headers_are_close_to_published_sizes(
     shape_of: Callable[[HeaderName], ModelShape], name: HeaderName, mib: int
 ) -> None:
     """Within a percent, which is their vocabularies."""
     assert shape_of(name).bytes / 2**20 == pytest.approx(mib, rel=0.015)
 
 
-def test_experts_are_told_apart(shape_of: Callable[[HeaderName], ModelShape]) -> None:
-    """The router belongs to what every token uses."""
+def test_experts_are_separate(shape_of: Callable[[HeaderName], ModelShape]) -> None:
+    """The router counts as shared weights."""
     layer = shape_of("qwen3-30b-a3b").layers[0]
     experts = 128 * 768 * 2048 * (2 * 144 + 210) // 256
     assert layer.expert_bytes == experts
     assert 0 < layer.dense_bytes < experts // 10
 
 
-def test_kv_of_a_usual_model(shape_of: Callable[[HeaderName], ModelShape]) -> None:
-    """8 KV heads of 128 numbers in 32 layers, twice, 2 bytes each: 128 KiB a token; other types by their blocks."""
+def test_kv_size_of_a_grouped_query_model(shape_of: Callable[[HeaderName], ModelShape]) -> None:
+    """8 KV heads of 128 in 32 layers, K and V, 2 bytes each: 128 KiB a token; other types by their blocks."""
     model = shape_of("llama3.1-8b")
     assert kv_bytes_per_token(model, type_k="f16", type_v="f16") == 128 * 1024
     assert kv_bytes_per_token(model, type_k="q8_0", type_v="q8_0") == 128 * 1024 * 34 // 64
@@ -90,8 +90,8 @@ def test_kv_of_a_usual_model(shape_of: Callable[[HeaderName], ModelShape]) -> No
     assert kv_bytes(model.layers[0], replace(USUAL, n_ctx=4000)) == kv_bytes(model.layers[0], USUAL)
 
 
-def test_the_demo_model() -> None:
-    """A real file that llama.cpp wrote down: 6 layers, all of its facts."""
+def test_demo_model_shape() -> None:
+    """A real file written by llama.cpp: 6 layers, complete metadata."""
     shape = describe(read_gguf(bundled_model()))
     assert (shape.architecture, shape.known, shape.n_layers, shape.tied) == ("llama", True, len(shape.layers), True)
     assert shape.digest == describe(read_gguf(bundled_model())).digest
@@ -119,71 +119,76 @@ def test_the_demo_model() -> None:
         ("gemma3", {}, (0, 0, 0, 0)),
     ],
 )
-def test_sliding_windows(architecture: str, facts: dict[str, Any], windows: tuple[int, ...]) -> None:
-    """By what the file states, and else by what llama.cpp takes for the architecture."""
-    assert tuple(layer.window for layer in made(architecture, facts).layers) == windows
+def test_sliding_window_sources(architecture: str, facts: dict[str, Any], windows: tuple[int, ...]) -> None:
+    """Stated by the file, or llama.cpp's default of the architecture."""
+    assert tuple(layer.window for layer in make_shape(architecture, facts).layers) == windows
 
 
-def test_a_window_bounds_the_kv() -> None:
-    """It keeps the window and a batch, in full rows, and never more than the context."""
-    layer = made("gemma2", {"attention.sliding_window": 512}).layers[0]
+def test_window_bounds_the_kv() -> None:
+    """KV holds the window and a batch, in full rows, at most the context."""
+    layer = make_shape("gemma2", {"attention.sliding_window": 512}).layers[0]
     a_token = 2 * 2 * 16 * 2
     assert kv_bytes(layer, USUAL) == 8 * 1024 * a_token
     assert kv_bytes(layer, replace(USUAL, n_ctx=512)) == 8 * 512 * a_token
     assert kv_bytes(layer, replace(USUAL, n_ubatch=513)) == 8 * 1280 * a_token
 
 
-def test_widths_by_layer_and_by_kind() -> None:
-    """Heads may differ from layer to layer, keys and values in width, and both where the window is short."""
-    shape = made(
+def test_head_sizes_per_layer() -> None:
+    """Heads may differ by layer, K and V in width, and both in windowed layers."""
+    shape = make_shape(
         "deci", {"attention.head_count_kv": Array(4, (2, 1, 0, 2)), "attention.head_count": Array(4, (4,) * 4)}
     )
     assert [layer.k_width for layer in shape.layers] == [32, 16, 0, 32]
-    shape = made("llama", {"attention.key_length": 128, "attention.value_length": 64})
+    shape = make_shape("llama", {"attention.key_length": 128, "attention.value_length": 64})
     assert {(layer.k_width, layer.v_width) for layer in shape.layers} == {(256, 128)}
     window = {"attention.sliding_window": 512, "attention.sliding_window_pattern": 2}
-    shape = made("gemma4", {"attention.key_length": 128, "attention.key_length_swa": 64, **window})
+    shape = make_shape("gemma4", {"attention.key_length": 128, "attention.key_length_swa": 64, **window})
     assert [layer.k_width for layer in shape.layers] == [128, 256, 128, 256]
-    shape = made("llama", {"attention.head_count_kv": None})
+    shape = make_shape("llama", {"attention.head_count_kv": None})
     assert {layer.k_width for layer in shape.layers} == {64}
 
 
-def test_latent_attention_keeps_no_values() -> None:
+def test_latent_attention_stores_no_values() -> None:
     """One head of latent and rotated numbers, from which V is computed."""
     facts = {"attention.head_count_kv": 1, "attention.key_length": 576, "attention.value_length": 512}
     tensors = [f"blk.{layer}.attn_kv_a_mqa.weight" for layer in range(4)]
-    shape = made("deepseek2", {**facts, "attention.key_length_mla": 192}, *tensors)
+    shape = make_shape("deepseek2", {**facts, "attention.key_length_mla": 192}, *tensors)
     assert {(layer.k_width, layer.v_width) for layer in shape.layers} == {(576, 0)}
 
 
-def test_layers_that_share_kv() -> None:
-    """Those at the end look at what earlier ones keep."""
-    assert [layer.k_width for layer in made("gemma4", {"attention.shared_kv_layers": 1}).layers] == [32, 32, 32, 0]
+def test_shared_kv_layers() -> None:
+    """The last layers reuse the KV of earlier ones."""
+    assert [layer.k_width for layer in make_shape("gemma4", {"attention.shared_kv_layers": 1}).layers] == [
+        32,
+        32,
+        32,
+        0,
+    ]
     facts = {"block_count": 24}
-    shape = made("gemma3n", facts, *(f"blk.{layer}.attn_k.weight" for layer in range(24)))
+    shape = make_shape("gemma3n", facts, *(f"blk.{layer}.attn_k.weight" for layer in range(24)))
     assert sum(layer.k_width > 0 for layer in shape.layers) == 20
 
 
-def test_recurrent_layers_keep_a_state() -> None:
-    """As large for one token as for many; a hybrid has both kinds of layers, by the tensors they have."""
+def test_recurrent_layers_have_a_constant_state() -> None:
+    """The state does not grow with tokens; hybrids are recognised by their tensors."""
     ssm = {"ssm.conv_kernel": 4, "ssm.inner_size": 128, "ssm.state_size": 16, "ssm.group_count": 1}
     tensors = ["blk.0.ssm_in.weight", "blk.1.attn_k.weight", "blk.2.ssm_in.weight", "blk.2.attn_qkv.weight"]
-    shape = made("qwen3next", ssm, *tensors)
+    shape = make_shape("qwen3next", ssm, *tensors)
     state = 4 * (3 * (128 + 2 * 16) + 16 * 128)
     assert [layer.state_bytes for layer in shape.layers] == [state, 0, state, 0]
     assert [layer.k_width for layer in shape.layers] == [0, 32, 0, 0]
     assert kv_bytes(shape.layers[0], USUAL) == 8 * state == kv_bytes(shape.layers[0], replace(USUAL, n_ctx=64))
-    shape = made("rwkv7", {"wkv.head_size": None, "wkv_head_size": 64}, "blk.0.time_mix_w0.weight")
+    shape = make_shape("rwkv7", {"wkv.head_size": None, "wkv_head_size": 64}, "blk.0.time_mix_w0.weight")
     assert shape.layers[0].state_bytes == 4 * 64 * (2 + 64)
-    shape = made("lfm2", {"shortconv.l_cache": 3}, "blk.0.shortconv.conv.weight")
+    shape = make_shape("lfm2", {"shortconv.l_cache": 3}, "blk.0.shortconv.conv.weight")
     assert shape.layers[0].state_bytes == 4 * 64 * 2
-    shape = made("kimi-linear", {"kda.head_dim": 16, "ssm.conv_kernel": 4}, "blk.0.ssm_a.weight")
+    shape = make_shape("kimi-linear", {"kda.head_dim": 16, "ssm.conv_kernel": 4}, "blk.0.ssm_a.weight")
     assert shape.layers[0].state_bytes == 4 * (3 * 3 * 64 + 16 * 16 * 4)
 
 
-def test_layers_that_are_not_loaded() -> None:
-    """Those that predict further tokens count as layers, and take nothing."""
-    shape = made("glm4moe", {"nextn_predict_layers": 1})
+def test_prediction_layers_take_no_kv() -> None:
+    """Layers for multi-token prediction count as layers, and take nothing."""
+    shape = make_shape("glm4moe", {"nextn_predict_layers": 1})
     assert [layer.bytes for layer in shape.layers] == [1024, 1024, 1024, 0]
 
 
@@ -217,38 +222,38 @@ def test_layers_that_are_not_loaded() -> None:
         ),
     ],
 )
-def test_facts_that_are_missing_or_absurd(facts: dict[str, Any], reason: str) -> None:
+def test_missing_or_absurd_metadata_is_refused(facts: dict[str, Any], reason: str) -> None:
     """The error names the key."""
     with pytest.raises(InferenceCenterError) as caught:
-        made("llama", facts)
+        make_shape("llama", facts)
     assert caught.value.code is ErrorCode.INVALID_MODEL_FILE
     assert reason in caught.value.message
 
 
-def test_a_layer_with_a_number_of_5000_digits() -> None:
-    """Python refuses to read such a number; the file is refused with the beginning of the name."""
+def test_layer_number_of_5000_digits_is_refused() -> None:
+    """Python refuses to parse it; the error has the beginning of the name."""
     with pytest.raises(InferenceCenterError, match=r"has 'blk\.9+\.\.\., but states 4 layers") as caught:
-        made("llama", {}, f"blk.{'9' * 5000}.attn_k.weight")
+        make_shape("llama", {}, f"blk.{'9' * 5000}.attn_k.weight")
     assert caught.value.code is ErrorCode.INVALID_MODEL_FILE
 
 
 @pytest.mark.parametrize("architecture", [None, "", 7, nan, "a" * 65, "a b"])
-def test_a_file_without_an_architecture(architecture: Any) -> None:
-    """Nothing can be told of it."""
+def test_file_without_an_architecture_is_refused(architecture: Any) -> None:
+    """Its shape is unknown."""
     with pytest.raises(InferenceCenterError, match=r"general\.architecture"):
         describe(GgufFile((Path("model.gguf"),), 3, {"general.architecture": architecture}, ()))
 
 
-def test_a_name_is_cut_or_is_that_of_the_file() -> None:
-    """A file may state megabytes, or something that is no text."""
+def test_model_name_is_bounded() -> None:
+    """A long name is shortened, an invalid one replaced by the file's."""
     for stated, expected in (("x" * 1000, "x" * 256), (nan, "model"), (None, "model")):
         facts: dict[str, Any] = {"general.architecture": "llama", "general.name": stated}
         facts |= {f"llama.{key}": value for key, value in PLAIN.items()}
         assert describe(GgufFile((Path("model.gguf"),), 3, facts, ())).name == expected
 
 
-def test_metadata_that_makes_the_reading_itself_fail_is_refused() -> None:
-    """Whatever is raised while a file is described: one error, which names the file."""
+def test_any_exception_while_describing_is_refused() -> None:
+    """One error names the file."""
 
     class Strange(Array):
         @property
@@ -256,24 +261,24 @@ def test_metadata_that_makes_the_reading_itself_fail_is_refused() -> None:
             raise RecursionError("too deep")
 
     with pytest.raises(InferenceCenterError, match="RecursionError: too deep") as caught:
-        made("llama", {"attention.head_count": Strange.__new__(Strange)})
+        make_shape("llama", {"attention.head_count": Strange.__new__(Strange)})
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_MODEL_FILE, "model.path")
 
 
-def test_an_architecture_that_is_not_known() -> None:
-    """Is described all the same, all its layers looking at everything."""
-    shape = made("novel", {"attention.sliding_window": 512, "attention.sliding_window_pattern": 2})
+def test_unknown_architecture_is_described() -> None:
+    """All layers count as full attention."""
+    shape = make_shape("novel", {"attention.sliding_window": 512, "attention.sliding_window_pattern": 2})
     assert not shape.known
     assert {layer.window for layer in shape.layers} == {0}
 
 
-def test_the_tables_of_architectures_have_real_names() -> None:
-    """A name that the reference does not know is a mistake here."""
+def test_architecture_names_exist_in_the_reference() -> None:
+    """A name that the reference does not know is an error here."""
     names = set(gguf.MODEL_ARCH_NAMES.values())
     assert names >= KNOWN
     assert names >= WINDOW_EVERY.keys() | DENSE_FIRST | KV_FROM_START.keys()
 
 
-def test_equal_digests_are_equal_headers(shape_of: Callable[[HeaderName], ModelShape]) -> None:
-    """Different models have different ones."""
+def test_header_digests(shape_of: Callable[[HeaderName], ModelShape]) -> None:
+    """Different models have different digests."""
     assert len({shape_of(name).digest for name in HEADERS}) == len(HEADERS)

@@ -1,4 +1,4 @@
-"""Tests of GPU readings, with NVML's answers played by the test."""
+"""GPU readings, with NVML's calls replaced."""
 
 from __future__ import annotations
 
@@ -85,34 +85,34 @@ def failing(code: int) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An NVML with two GPUs that tell everything."""
+    """An NVML with two GPUs that support every reading."""
     for name, answer in READINGS.items():
         monkeypatch.setattr(pynvml, name, answer)
 
 
-def test_a_gpu_that_tells_everything() -> None:
-    """Power is in watts; idling is no slowdown."""
+def test_complete_readings() -> None:
+    """Power is in watts; idling is no throttling."""
     gpu = Gpu()
     assert gpu.present
     assert gpu.read() == WHOLE
 
 
-def test_all_gpus_are_read_with_their_index() -> None:
-    """In the driver's order, with its version."""
+def test_gpus_are_listed_in_driver_order() -> None:
+    """With index and driver version."""
     assert read_gpus() == Gpus((replace(WHOLE, index=0), replace(WHOLE, index=1)), driver_version="580.10")
 
 
 @pytest.mark.parametrize("call", FIELDS)
-def test_a_single_missing_reading_is_none(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """What the model does not support is ``None``; everything else is read."""
+def test_unsupported_reading_is_none(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Every other reading is present."""
     monkeypatch.setattr(pynvml, call, failing(pynvml.NVML_ERROR_NOT_SUPPORTED))
     expected = replace(WHOLE, **dict.fromkeys(FIELDS[call]))
     assert Gpu().read() == expected
 
 
 @pytest.mark.parametrize("call", FIELDS)
-def test_a_function_that_an_old_driver_lacks_is_none(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-    """As is one whose symbol is not in the library, or not in the binding."""
+def test_missing_nvml_function_gives_none(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Missing in the library or in the binding."""
     monkeypatch.setattr(pynvml, call, failing(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND))
     reading = Gpu().read()
     monkeypatch.delattr(pynvml, call)
@@ -128,8 +128,8 @@ def test_a_function_that_an_old_driver_lacks_is_none(monkeypatch: pytest.MonkeyP
         ("nvmlDeviceGetHandleByIndex", pynvml.NVML_ERROR_INVALID_ARGUMENT),
     ],
 )
-def test_no_library_no_driver_no_device(monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
-    """Each is simply no GPU, with every reading ``None``."""
+def test_without_library_or_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, call: str, code: int) -> None:
+    """Every reading is ``None``."""
     monkeypatch.setattr(pynvml, call, failing(code))
     gpu = Gpu()
     assert not gpu.present
@@ -137,22 +137,22 @@ def test_no_library_no_driver_no_device(monkeypatch: pytest.MonkeyPatch, call: s
     assert read_gpus().readings == ()
 
 
-def test_a_driver_that_does_not_match_is_said() -> None:
-    """In NVML's own words, which name the cause."""
+def test_driver_mismatch_is_logged() -> None:
+    """NVML's message names the cause."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pynvml, "nvmlInit", failing(pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH))
         assert "mismatch" in (read_gpus().problem or "").lower()
 
 
 @pytest.mark.parametrize("call", ["nvmlDeviceGetCount", "nvmlSystemGetDriverVersion"])
-def test_a_driver_that_does_not_even_count(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_failing_count_or_version(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     """Without a count there is no GPU, without a version only that is missing."""
     monkeypatch.setattr(pynvml, call, failing(pynvml.NVML_ERROR_UNKNOWN))
     assert len(read_gpus().readings) == (0 if call == "nvmlDeviceGetCount" else 2)
 
 
-def test_a_gpu_that_is_lost_while_running(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that falls off the bus gives empty readings, not failures, and is in no list."""
+def test_lost_gpu_gives_empty_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises nothing, and is in no list."""
     gpu = Gpu()
     for call in FIELDS:
         monkeypatch.setattr(pynvml, call, failing(pynvml.NVML_ERROR_GPU_IS_LOST))
@@ -160,8 +160,8 @@ def test_a_gpu_that_is_lost_while_running(monkeypatch: pytest.MonkeyPatch) -> No
     assert read_gpus().readings == ()
 
 
-def test_one_of_two_gpus_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other keeps its index."""
+def test_other_gpu_keeps_its_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two GPUs is lost."""
 
     def handle(index: int) -> str:
         if index == 0:
@@ -172,21 +172,21 @@ def test_one_of_two_gpus_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [reading.index for reading in read_gpus().readings] == [1]
 
 
-def test_a_gpu_that_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MIG is told, since the memory read here is then not what a program gets."""
+def test_mig_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory read here is then not what a process gets."""
     mode = [pynvml.NVML_DEVICE_MIG_ENABLE, pynvml.NVML_DEVICE_MIG_ENABLE]
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMigMode", lambda _handle: mode)
     assert Gpu().read().mig is True
 
 
 @pytest.mark.parametrize(("pid", "expected"), [(7, 90), (8, None), (9, None)])
-def test_what_a_process_has_on_a_gpu(pid: int, expected: int | None) -> None:
-    """``None`` where the driver does not tell, or does not know the process by that number."""
+def test_process_memory_on_a_gpu(pid: int, expected: int | None) -> None:
+    """``None`` where the driver does not report it, or not under that pid."""
     assert process_bytes(0, pid) == expected
 
 
-def test_what_a_process_has_when_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that refuses the list, or the GPU, tells nothing."""
+def test_process_memory_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the driver refuses the process list, or the GPU."""
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", failing(pynvml.NVML_ERROR_NO_PERMISSION))
     assert process_bytes(0, 7) is None
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", failing(pynvml.NVML_ERROR_GPU_IS_LOST))
@@ -194,7 +194,7 @@ def test_what_a_process_has_when_nothing_is_told(monkeypatch: pytest.MonkeyPatch
 
 
 def test_zero_is_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle GPU with a stopped fan and no slowdown is not one that does not tell."""
+    """An idle GPU with a stopped fan differs from one without readings."""
     monkeypatch.setattr(pynvml, "nvmlDeviceGetFanSpeed", lambda _handle: 0)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda _handle: SimpleNamespace(gpu=0, memory=0))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda _handle: 0)
@@ -217,8 +217,8 @@ ODD: list[Any] = [
 @pytest.mark.parametrize("answer", ODD, ids=range(8))
 @pytest.mark.parametrize("call", READINGS)
 @pytest.mark.usefixtures("nvml")
-def test_a_driver_that_answers_oddly_costs_its_reading(monkeypatch: pytest.MonkeyPatch, call: str, answer: Any) -> None:
-    """Whatever a call raises or returns: the GPU lacks that figure, or is left out, and nothing is raised."""
+def test_malformed_driver_answer_costs_its_reading(monkeypatch: pytest.MonkeyPatch, call: str, answer: Any) -> None:
+    """The figure is missing or the GPU is left out, and nothing is raised."""
 
     def odd(*_: object) -> Any:
         if isinstance(answer, Exception):

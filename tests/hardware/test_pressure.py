@@ -1,4 +1,4 @@
-"""How short memory is: every state and change, what is given a chance, and the way back."""
+"""Memory pressure: every state and transition, the effect of eviction, and recovery."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LEGAL = {
 
 
 def used(used_bytes: int, *, parked_bytes: int = 0) -> MemoryUsage:
-    """Return a usage that is over from 101 on and calm up to 90."""
+    """Return a usage with a limit of 100 and a recovery level of 90."""
     return MemoryUsage(name="memory", used_bytes=used_bytes, limit_bytes=100, calm_bytes=90, parked_bytes=parked_bytes)
 
 
 def states(*moments: tuple[float, int, int]) -> list[PressureState]:
-    """Return the states after looks at these seconds, at what is used and what of it is parked."""
+    """Return the states after samples of used and offloaded bytes at these seconds."""
     pressure, seen = Pressure(), []
     for now, used_bytes, parked_bytes in moments:
         pressure = next_pressure(pressure, [used(used_bytes, parked_bytes=parked_bytes)], now=now)
@@ -54,49 +54,49 @@ def test_only_what_the_table_lists_can_happen(state: PressureState, change: Pres
             PRESSURE.next(state, change)
 
 
-def test_up_to_the_limit_nothing_is_done() -> None:
-    """However long, and whatever is parked."""
+def test_use_up_to_the_limit_is_normal() -> None:
+    """For any time, and any offloaded bytes."""
     assert states((0, 0, 0), (1, 91, 91), (2, 100, 5), (1000, 100, 0)) == [EASY] * 4
 
 
-def test_parked_kv_is_given_one_look_to_help() -> None:
-    """A second look in a row that finds too much makes it full, whether something is parked still or not."""
+def test_eviction_gets_one_sample() -> None:
+    """A second sample over the limit makes it full."""
     assert states((0, 101, 1), (2, 101, 0)) == [SHEDDING, FULL]
     assert states((0, 101, 50), (2, 101, 50), (4, 500, 50)) == [SHEDDING, FULL, FULL]
 
 
-def test_where_nothing_is_parked_it_is_full_at_once() -> None:
-    """Nothing would become less by waiting."""
+def test_without_offloaded_kv_it_is_full_at_once() -> None:
+    """There is nothing to evict."""
     assert states((0, 101, 0)) == [FULL]
 
 
-def test_each_rise_is_given_its_chance() -> None:
-    """It helped before, so it may again."""
+def test_each_rise_allows_another_eviction() -> None:
+    """Eviction may help again."""
     assert states((0, 101, 9), (2, 90, 2), (4, 101, 2), (6, 95, 1), (8, 101, 1), (10, 101, 0)) == [SHEDDING] * 5 + [
         FULL
     ]
 
 
-def test_turns_begin_again_as_soon_as_all_is_calm() -> None:
-    """And parking is free again when that has lasted."""
+def test_recovery_admits_turns() -> None:
+    """Turns start at once; offloading resumes after the settling time."""
     moments = ((0, 101, 0), (2, 91, 0), (4, 90, 0), (SETTLED_S - 1, 0, 0), (SETTLED_S, 0, 0))
     assert states(*moments) == [FULL, FULL, SHEDDING, SHEDDING, EASY]
 
 
-def test_between_limit_and_calm_it_is_not_full_for_ever() -> None:
-    """A model that alone takes so much would otherwise never be asked again."""
+def test_full_state_ends_below_the_limit() -> None:
+    """A model that uses so much by itself would otherwise never run again."""
     moments = ((0, 101, 0), (2, 95, 0), (SETTLED_S - 1, 95, 0), (SETTLED_S, 95, 0), (SETTLED_S + 2, 95, 0))
     assert states(*moments) == [FULL, FULL, FULL, SHEDDING, EASY]
 
 
-def test_what_is_over_again_begins_to_settle_anew() -> None:
-    """The time counts from the last look that found too much."""
+def test_settling_restarts_after_an_excess() -> None:
+    """The time counts from the last sample over the limit."""
     moments = ((0, 101, 9), (20, 101, 0), (SETTLED_S + 1, 95, 0), (SETTLED_S + 20, 95, 0))
     assert states(*moments) == [SHEDDING, FULL, FULL, SHEDDING]
 
 
-def test_each_kind_of_memory_counts() -> None:
-    """One that is over and has nothing parked makes it full, and calm are all or none."""
+def test_every_kind_of_memory_counts() -> None:
+    """One over its limit without offloaded KV makes it full; recovery needs all."""
     gpu = MemoryUsage(name="GPU 0", used_bytes=11, limit_bytes=10, calm_bytes=9)
     assert next_pressure(Pressure(), [used(0), gpu], now=0.0).state is FULL
     assert next_pressure(Pressure(), [used(101, parked_bytes=5), gpu], now=0.0).state is FULL
@@ -115,13 +115,13 @@ def test_each_kind_of_memory_counts() -> None:
     )
 
 
-def test_what_cannot_be_read_is_not_short() -> None:
-    """Where there are no figures it is relieved in order."""
+def test_unknown_use_is_no_pressure() -> None:
+    """Without figures the state recovers in order."""
     assert next_pressure(Pressure(), [], now=0.0).state is EASY
     assert next_pressure(Pressure(state=FULL, is_over=True, over_at_s=0.0), [], now=1.0).state is SHEDDING
 
 
-def test_a_look_is_remembered() -> None:
+def test_sample_is_kept() -> None:
     """With its figures, by name."""
     pressure = next_pressure(Pressure(), [used(50)], now=0.0)
     assert pressure.usage("memory") == used(50)
@@ -132,14 +132,14 @@ def test_a_look_is_remembered() -> None:
     ("used_bytes", "parked_bytes", "kept_bytes"),
     [(101, 50, 39), (101, 11, 0), (101, 5, 0), (90, 50, 50), (50, 50, 50), (1000, 0, 0)],
 )
-def test_so_much_stays_parked_that_all_is_calm(used_bytes: int, parked_bytes: int, kept_bytes: int) -> None:
-    """Or nothing, where that is not enough."""
+def test_eviction_reaches_the_recovery_level(used_bytes: int, parked_bytes: int, kept_bytes: int) -> None:
+    """Everything is evicted where that is not enough."""
     assert used(used_bytes, parked_bytes=parked_bytes).kept_bytes == kept_bytes
 
 
 @given(st.lists(st.tuples(st.floats(0, 40), st.integers(0, 120), st.integers(0, 20)), max_size=60))
-def test_states_follow_each_other(moments: list[tuple[float, int, int]]) -> None:
-    """Too much is never easy, a step down at a time, full never without reason, and all is easy again in the end."""
+def test_state_sequences_are_valid(moments: list[tuple[float, int, int]]) -> None:
+    """Any samples step down one state at a time, and end normal."""
     pressure, now, order = Pressure(), 0.0, list(PressureState)
     history = [pressure]
     for wait_s, used_bytes, parked_bytes in moments:

@@ -1,7 +1,7 @@
-"""Tests of how models are divided between GPUs and host.
+"""How models are divided between GPUs and host.
 
-The golden table has the numbers of each plan with their arithmetic, in MiB. What a GPU has room for is what is free
-less the margin (5 %, at least 300) and 300 for the driver.
+The golden table has the numbers of each plan with their arithmetic, in MiB. A GPU's budget is its free memory less the
+margin (5 %, at least 300) and 300 for the driver.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model on a machine, and what the plan must be; ``parts`` is weights, KV and buffers of each GPU in MiB."""
+    """A model on a machine, and its plan; ``parts`` is weights, KV and buffers of each GPU in MiB."""
 
     model: HeaderName
     gib: tuple[float, ...]
@@ -141,8 +141,8 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: f"{case.model} on {case.gib}")
-def test_golden(shape_of: ShapeOf, case: Case) -> None:
-    """Every number of the plan is the one that was worked out by hand."""
+def test_golden_plans(shape_of: ShapeOf, case: Case) -> None:
+    """Every number of the plan equals the one calculated by hand."""
     made = plan(shape_of(case.model), gpus(*case.gib), HOST, PlacementConstraints())
     setup = made.setup
     assert made.fits
@@ -196,10 +196,10 @@ def _machine(sizes: list[int]) -> tuple[Device, ...]:
 
 @settings(deadline=None)
 @given(name=MODELS, sizes=SIZES, constraints=WISHES)
-def test_never_more_than_free_less_the_margin(
+def test_plan_stays_within_the_budget(
     shape_of: ShapeOf, name: HeaderName, sizes: list[int], constraints: PlacementConstraints
 ) -> None:
-    """On any machine, with any constraints that leave the layers open; and what is set is kept."""
+    """On any machine, with any constraints that leave the layers open; set values are kept."""
     made = plan(shape_of(name), _machine(sizes), HOST, constraints)
     if made.fits:
         _assert_it_fits(made, constraints)
@@ -212,10 +212,10 @@ def test_never_more_than_free_less_the_margin(
 
 @settings(deadline=None)
 @given(name=MODELS, sizes=SIZES, more=st.integers(min_value=1, max_value=8192), which=st.integers(0, 2))
-def test_more_memory_gives_no_less(
+def test_more_memory_gives_no_worse_plan(
     shape_of: ShapeOf, name: HeaderName, sizes: list[int], more: int, which: int
 ) -> None:
-    """First layers (of a mixture: with their experts) count, then slots, then the length of contexts."""
+    """Layers count first (of a mixture: with experts), then slots, then context length."""
     model = shape_of(name)
     larger = list(sizes)
     larger[which % len(sizes)] += more
@@ -228,8 +228,8 @@ def test_more_memory_gives_no_less(
     assert rank(after) >= rank(before)
 
 
-def test_order_of_sacrifice(shape_of: ShapeOf) -> None:
-    """Slots go first, then the precision of the KV if that is allowed, then the batch, then layers, then the GPU."""
+def test_order_of_concessions(shape_of: ShapeOf) -> None:
+    """Slots first, then KV precision if allowed, the batch, layers, and last the GPU."""
     model = shape_of("llama3.1-8b")
     seen: list[str] = []
     for mib in range(12 * 1024, 0, -64):
@@ -259,10 +259,10 @@ def test_order_of_sacrifice(shape_of: ShapeOf) -> None:
         ((12,), {"flash_attention": "off"}, False),
     ],
 )
-def test_flash_attention_where_it_pays(
+def test_flash_attention_default(
     shape_of: ShapeOf, gib: tuple[float, ...], constraints: dict[str, Any], flashes: bool
 ) -> None:
-    """On for GPUs and for quantized KV, off where a processor does it all; and as it is set."""
+    """On for GPUs and quantized KV, off for CPU only; a set value wins."""
     made = plan(shape_of("llama3.2-1b"), gpus(*gib), HOST, PlacementConstraints(**constraints))
     reason = next(each for each in made.reasons if each.name == "flash_attention")
     assert made.setup.flash_attention is flashes
@@ -279,25 +279,23 @@ def test_flash_attention_where_it_pays(
         ({"kv_type_v": "q8_0"}, {"kv_type_k": "f16", "kv_type_v": "q8_0"}, "kv_type_k, kv_type_v"),
     ],
 )
-def test_what_is_set_wins(
-    shape_of: ShapeOf, constraints: dict[str, Any], expected: dict[str, Any], reason: str
-) -> None:
-    """Whatever the rest is planned around it; the report says that it was set."""
+def test_set_values_win(shape_of: ShapeOf, constraints: dict[str, Any], expected: dict[str, Any], reason: str) -> None:
+    """The rest is planned around them, and the report marks them."""
     made = plan(shape_of("llama3.1-8b"), gpus(6), HOST, PlacementConstraints(**constraints))
     assert {name: getattr(made.setup, name) for name in expected} == expected
     assert [each.name for each in made.reasons if each.explicit] == [reason]
 
 
-def test_what_is_set_and_does_not_fit_is_kept_and_said(shape_of: ShapeOf) -> None:
-    """With what there is and what it would take."""
+def test_set_values_that_do_not_fit_are_kept(shape_of: ShapeOf) -> None:
+    """The report says what is available and what is needed."""
     made = plan(shape_of("llama3.1-8b"), gpus(3), HOST, PlacementConstraints(n_gpu_layers=33, slots=8, n_ctx=4096))
     assert not made.fits
     assert (made.n_gpu_layers, made.setup.slots, made.setup.n_ctx) == (33, 8, 4096)
     assert made.advice[0].startswith("Does not fit on GPU 0: has 2,772 MiB after a margin of 300 MiB, needs 8,8")
 
 
-def test_host_memory_that_is_too_small(shape_of: ShapeOf) -> None:
-    """Slots and then context are given up; what cannot be made to fit says have and need."""
+def test_too_small_host_memory(shape_of: ShapeOf) -> None:
+    """Slots and then context shrink; a model that cannot fit reports both figures."""
     model = shape_of("llama3.1-8b")
     tight = plan(model, (), Host(available_bytes=6 * GIB, cores=2), PlacementConstraints())
     assert tight.fits
@@ -310,14 +308,14 @@ def test_host_memory_that_is_too_small(shape_of: ShapeOf) -> None:
     assert none.advice[0].startswith("Does not fit in memory: has 4,096 MiB, needs 4,7")
 
 
-def test_host_memory_that_is_not_known(shape_of: ShapeOf) -> None:
-    """Is taken to be enough: the usual numbers."""
+def test_unknown_host_memory_is_sufficient(shape_of: ShapeOf) -> None:
+    """The plan has the usual numbers."""
     made = plan(shape_of("llama3.1-8b"), (), Host(available_bytes=None, cores=2), PlacementConstraints())
     assert (made.fits, made.setup.slots, made.setup.n_ctx, made.n_threads) == (True, 8, 4096, 2)
 
 
-def test_long_contexts_for_few(shape_of: ShapeOf) -> None:
-    """The same memory as one context, as long as it fits; the plan for many says that this could be chosen."""
+def test_one_long_context(shape_of: ShapeOf) -> None:
+    """The same memory as one context, as long as fits; the plan for many mentions this option."""
     model = shape_of("llama3.1-8b")
     many = plan(model, gpus(12), HOST, PlacementConstraints())
     long = plan(model, gpus(12), HOST, PlacementConstraints(prefer="long"))
@@ -327,15 +325,15 @@ def test_long_contexts_for_few(shape_of: ShapeOf) -> None:
     assert long.n_gpu_layers == many.n_gpu_layers == 33
 
 
-def test_a_limit_from_a_start_that_failed(shape_of: ShapeOf) -> None:
+def test_layer_limit_after_a_failed_start(shape_of: ShapeOf) -> None:
     """No more layers than that, however much is free."""
     made = plan(shape_of("llama3.2-1b"), gpus(24), HOST, PlacementConstraints(most_gpu_layers=8))
     assert made.n_gpu_layers == 8
     assert "did not load" in made.reasons[0].why
 
 
-def test_what_was_measured_corrects_the_estimate(shape_of: ShapeOf) -> None:
-    """A GPU on which more was taken than estimated gets less the next time."""
+def test_measurement_corrects_the_estimate(shape_of: ShapeOf) -> None:
+    """A GPU that used more than estimated gets less at the next start."""
     model, (device,) = shape_of("qwen2.5-7b"), gpus(3)
     usual = plan(model, [device], HOST, PlacementConstraints())
     corrected = plan(model, [replace(device, correction_bytes=160 * MIB)], HOST, PlacementConstraints())
@@ -344,13 +342,13 @@ def test_what_was_measured_corrects_the_estimate(shape_of: ShapeOf) -> None:
 
 @pytest.mark.parametrize(("mode", "n_devices"), [("auto", 1), ("none", 1), ("layer", 2)])
 def test_split_modes(shape_of: ShapeOf, mode: str, n_devices: int) -> None:
-    """What fits on one GPU is on one, unless it is to be spread."""
+    """A model that fits on one GPU is on one, unless spreading is set."""
     made = plan(shape_of("llama3.2-1b"), gpus(8, 8), HOST, PlacementConstraints(split_mode=mode))
     assert len(made.devices) == n_devices
 
 
-def test_a_main_gpu_and_shares_that_are_set(shape_of: ShapeOf) -> None:
-    """The one that is named is used though another is larger; shares are cut as llama.cpp cuts them."""
+def test_set_main_gpu_and_shares(shape_of: ShapeOf) -> None:
+    """The named GPU is used though another is larger; shares are cut as llama.cpp cuts them."""
     model = shape_of("llama3.2-1b")
     assert [device.name for device in plan(model, gpus(24, 6), HOST, PlacementConstraints(main_gpu=1)).devices] == [
         "GPU 1"
@@ -359,23 +357,23 @@ def test_a_main_gpu_and_shares_that_are_set(shape_of: ShapeOf) -> None:
 
 
 @pytest.mark.parametrize(("wish", "experts"), [("never", 0), ("all", 48), ("auto", 20)])
-def test_experts(shape_of: ShapeOf, wish: str, experts: int) -> None:
-    """Those that stay with the host do so by patterns of their tensors' names, which match nothing else."""
+def test_expert_offload_patterns(shape_of: ShapeOf, wish: str, experts: int) -> None:
+    """Experts stay on the host by patterns that match no other tensor."""
     made = plan(shape_of("qwen3-30b-a3b"), gpus(12), HOST, PlacementConstraints(expert_offload=wish))
     assert _experts(made) == experts
     assert made.n_gpu_layers == 49 or wish == "never"
 
 
-def test_an_architecture_that_is_not_known(shape_of: ShapeOf) -> None:
-    """Is planned all the same, and that is said."""
+def test_unknown_architecture_is_planned(shape_of: ShapeOf) -> None:
+    """The plan says so."""
     model = replace(shape_of("llama3.2-1b"), known=False, architecture="novel")
     made = plan(model, gpus(3), HOST, PlacementConstraints())
     assert made.fits
     assert any("'novel' is unknown" in line for line in made.advice)
 
 
-def test_adapters_count_where_the_layers_are(shape_of: ShapeOf) -> None:
-    """LoRA adapters take room on the GPUs as their layers do, and the plan says so; without any there is no word."""
+def test_adapters_take_memory_with_their_layers(shape_of: ShapeOf) -> None:
+    """The plan mentions LoRA adapters only where there are some."""
     plain = shape_of("llama3.1-8b")
     adapted = with_adapters(plain, 320 * MIB)
     assert adapted.bytes - plain.bytes == 320 * MIB
@@ -406,8 +404,8 @@ def test_adapters_count_where_the_layers_are(shape_of: ShapeOf) -> None:
     assert "in memory" in next(each.why for each in in_memory.reasons if each.name == "lora")
 
 
-def test_an_adapter_may_cost_a_layer(shape_of: ShapeOf) -> None:
-    """What the adapter takes is not there for slots and layers."""
+def test_adapter_may_cost_a_layer(shape_of: ShapeOf) -> None:
+    """Its memory is missing for slots and layers."""
     model = shape_of("llama3.1-8b")
     tight = plan(model, gpus(5), HOST, PlacementConstraints())
     assert (
@@ -415,16 +413,16 @@ def test_an_adapter_may_cost_a_layer(shape_of: ShapeOf) -> None:
     )
 
 
-def test_threads(shape_of: ShapeOf) -> None:
-    """One a core where the processor computes, few where it only looks up embeddings, and what is set."""
+def test_thread_counts(shape_of: ShapeOf) -> None:
+    """One per core for CPU inference, few for embeddings only, and a set value wins."""
     model = shape_of("llama3.2-1b")
     assert plan(model, (), HOST, PlacementConstraints()).n_threads == 6
     assert plan(model, gpus(3), HOST, PlacementConstraints()).n_threads == 4
     assert plan(model, gpus(3), HOST, PlacementConstraints(n_threads=5)).n_threads == 5
 
 
-def test_a_model_that_never_fits_is_given_up_step_by_step(shape_of: ShapeOf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each number of layers and length of contexts only the least set-up is looked at, however many there are."""
+def test_search_for_a_model_that_never_fits_is_bounded(shape_of: ShapeOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each number of layers and context length only the smallest plan is tried."""
     model = shape_of("qwen2.5-7b")
     layer = replace(model.layers[0], k_width=2**20, v_width=2**20)
     hostile = replace(model, n_layers=64, layers=(layer,) * 64, n_ctx_train=2**24, output_bytes=2**50)

@@ -1,4 +1,4 @@
-"""How hot it is: every state and change, hysteresis, dwelling, and what NVML says of throttling."""
+"""Thermal states: transitions, hysteresis, dwell time, and NVML's throttle reasons."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LEGAL = {
 
 
 def at(temperature_c: float | None, *slowdowns: str) -> GpuReading:
-    """Return what a GPU says that is so warm and slowed down by these."""
+    """Return a GPU's readings of this temperature and these throttle reasons."""
     return GpuReading(temperature_c=temperature_c, slowdowns=slowdowns)
 
 
@@ -59,26 +59,26 @@ def test_only_what_the_table_lists_can_happen(state: ThermalState, change: Therm
 @pytest.mark.parametrize(
     ("temperature_c", "state"), [(None, COOL), (20, COOL), (79, COOL), (80, WARM), (86, WARM), (87, HOT), (120, HOT)]
 )
-def test_heat_is_felt_at_once(temperature_c: float | None, state: ThermalState) -> None:
-    """From the threshold on, also two states up in one look."""
+def test_heating_takes_effect_at_once(temperature_c: float | None, state: ThermalState) -> None:
+    """From the threshold on, also two states in one sample."""
     assert states((0.0, temperature_c)) == [state]
 
 
-def test_it_cools_in_order_and_not_at_once() -> None:
-    """Each step down takes the dwell time, counted from the last reading that called for the state."""
+def test_cooling_steps_down_after_the_dwell_time() -> None:
+    """Each step counts from the last reading in the hotter state."""
     assert (
         states((0, 90), (1, 40), (9, 40), (10, 40), (19, 40), (20, 40), (21, 40)) == [HOT] * 3 + [WARM] * 2 + [COOL] * 2
     )
 
 
-def test_near_a_threshold_the_state_stays() -> None:
-    """Within the hysteresis it is still called for, however long."""
+def test_hysteresis_holds_the_state() -> None:
+    """For any length of time."""
     assert states((0, 87), (100, 82), (200, 82), (300, 81.9)) == [HOT, HOT, HOT, WARM]
     assert states((0, 80), (100, 75), (200, 74.9)) == [WARM, WARM, COOL]
 
 
-def test_it_heats_again_while_it_cools() -> None:
-    """A reading that calls for the state makes the dwell time begin anew."""
+def test_reheating_restarts_the_dwell_time() -> None:
+    """A reading in the state restarts it."""
     assert states((0, 80), (8, 40), (9, 80), (11, 40), (18, 40), (19, 40)) == [WARM] * 5 + [COOL]
 
 
@@ -96,17 +96,17 @@ def test_it_heats_again_while_it_cools() -> None:
     ],
 )
 @pytest.mark.parametrize("temperature_c", [None, 50.0])
-def test_throttling_counts_whatever_the_temperature(
+def test_thermal_throttling_counts_at_any_temperature(
     slowdowns: tuple[str, ...], state: ThermalState, temperature_c: float | None
 ) -> None:
-    """Also where it is not told; a power cap is how a busy GPU runs."""
+    """Also without a temperature; a power cap is normal for a busy GPU."""
     heat = next_heat(Heat(), [at(temperature_c, *slowdowns)], THRESHOLDS, now=0.0)
     assert heat.state is state
     assert all(name in heat.reason for name in slowdowns[-1:] if state is not COOL)
 
 
-def test_the_reason_names_the_figures() -> None:
-    """What is there and from when on it counts."""
+def test_reason_has_the_figures() -> None:
+    """The reading and its threshold."""
     heat = next_heat(Heat(), [at(88.0)], THRESHOLDS, now=0.0)
     assert heat == Heat(state=HOT, called_for_s=0.0, temperature_c=88.0, reason="88 °C, hot from 87 °C on")
     cooler = next_heat(heat, [at(60.0)], THRESHOLDS, now=10.0)
@@ -114,22 +114,22 @@ def test_the_reason_names_the_figures() -> None:
 
 
 def test_the_hottest_gpu_counts() -> None:
-    """In state and temperature, whatever the others say or do not."""
+    """In state and temperature, whatever the others report."""
     heat = next_heat(Heat(), [at(40.0), at(88.0), NO_GPU], THRESHOLDS, now=0.0)
     assert (heat.state, heat.temperature_c) == (HOT, 88.0)
 
 
 @pytest.mark.parametrize("gone", [[], [NO_GPU], [at(None)]])
-def test_a_gpu_that_is_gone_cools(gone: list[GpuReading]) -> None:
-    """After the dwell times, as nothing calls for heat any more."""
+def test_missing_gpu_cools_down(gone: list[GpuReading]) -> None:
+    """It steps down after the dwell times."""
     heat = next_heat(Heat(state=HOT, called_for_s=0.0), gone, THRESHOLDS, now=10.0)
     assert (heat.state, heat.temperature_c, heat.reason) == (WARM, None, "no reading any more")
     assert next_heat(heat, gone, THRESHOLDS, now=20.0).state is COOL
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.none() | st.floats(0, 120)), max_size=60))
-def test_states_follow_each_other(moments: list[tuple[float, float | None]]) -> None:
-    """Down a step at a time, never hot below the hysteresis for longer than the dwell time, and cool only when cool."""
+def test_thermal_state_sequences_are_valid(moments: list[tuple[float, float | None]]) -> None:
+    """Any readings step down one state at a time, within the dwell time, and end cool."""
     heat, now, order = Heat(), 0.0, list(ThermalState)
     history = [heat]
     for wait_s, temperature_c in moments:
@@ -146,8 +146,8 @@ def test_states_follow_each_other(moments: list[tuple[float, float | None]]) -> 
         assert order.index(before.state) - order.index(after.state) <= 1
 
 
-def test_only_the_gpus_in_use_are_watched() -> None:
-    """By whatever name they were chosen; all where none was."""
+def test_only_gpus_in_use_are_monitored() -> None:
+    """By any form of name; all where none is chosen."""
     first = GpuReading(index=0, uuid="GPU-a", pci_id="0000:01:00.0")
     second = GpuReading(index=1, uuid="GPU-b", pci_id="0000:02:00.0")
     assert watched([first, second], ()) == (first, second)

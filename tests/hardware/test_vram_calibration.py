@@ -1,4 +1,4 @@
-"""Tests of what is kept of how far plans were off."""
+"""The stored corrections of VRAM estimates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_what_is_put_is_there_at_the_next_start(tmp_path: Path) -> None:
+def test_measurement_survives_a_restart(tmp_path: Path) -> None:
     """By model and GPU; the last measurement counts."""
     path = tmp_path / "plan.json"
     corrections = VramCalibration(path)
@@ -27,8 +27,8 @@ def test_what_is_put_is_there_at_the_next_start(tmp_path: Path) -> None:
     assert again.extra_bytes("another", "gpu") == 0
 
 
-def test_the_oldest_are_forgotten(tmp_path: Path) -> None:
-    """The file does not grow with every model that was ever tried."""
+def test_oldest_entries_are_evicted(tmp_path: Path) -> None:
+    """The file does not grow with every model."""
     corrections = VramCalibration(tmp_path / "plan.json")
     for number in range(300):
         corrections.put(f"model{number}", "gpu", estimated_bytes=0, used_bytes=number)
@@ -55,8 +55,8 @@ def test_the_oldest_are_forgotten(tmp_path: Path) -> None:
     ],
     ids=range(11),
 )
-def test_a_damaged_file_costs_exactness_only(tmp_path: Path, content: bytes) -> None:
-    """It is logged, counts as empty, and is written anew."""
+def test_damaged_file_counts_as_empty(tmp_path: Path, content: bytes) -> None:
+    """It is logged and rewritten."""
     path = tmp_path / "plan.json"
     path.write_bytes(content)
     with capture_logs() as logs:
@@ -66,8 +66,8 @@ def test_a_damaged_file_costs_exactness_only(tmp_path: Path, content: bytes) -> 
     assert VramCalibration(path).extra_bytes("model", "gpu") == 5
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    """Is logged; this daemon still knows what it measured."""
+def test_unwritable_file_is_logged(tmp_path: Path) -> None:
+    """This daemon still uses its measurements."""
     corrections = VramCalibration(tmp_path / "missing" / "plan.json")
     with capture_logs() as logs:
         corrections.put("model", "gpu", estimated_bytes=0, used_bytes=5)
@@ -75,8 +75,8 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     assert corrections.extra_bytes("model", "gpu") == 5
 
 
-def test_a_gpu_whose_name_is_no_text_is_not_written(tmp_path: Path) -> None:
-    """It is logged; the others are kept."""
+def test_gpu_with_invalid_name_is_not_stored(tmp_path: Path) -> None:
+    """It is logged; the others are stored."""
     corrections = VramCalibration(tmp_path / "plan.json")
     with capture_logs() as logs:
         corrections.put("model", "\ud800", estimated_bytes=0, used_bytes=5)
