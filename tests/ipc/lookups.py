@@ -1,4 +1,4 @@
-"""What an engine that is no engine answers about tokens."""
+"""A fake engine that answers tokenizer requests."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Answer = TypeVar("Answer", Tokenized, Detokenized)
 
 
 class CharacterTokens:
-    """Answers at once; a token is a character, and its number the character's."""
+    """Answers at once; a token is a character, and its id the code point."""
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
-        """Return the characters; nothing begins a sequence."""
+        """Return the characters as tokens, without a begin token."""
         text = "".join(piece.text for piece in pieces)
         spelled = tuple(character.encode() for character in text)
         return _answered(Tokenized(0, pack_tokens([ord(character) for character in text]), spelled))
 
     def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
-        """Return the text, or the first number that is no character."""
+        """Return the text, or the first id that is no character."""
         unknown = next((token for token in tokens if not 0 <= token < 0xD800), None)
         return _answered(Detokenized(0, "" if unknown is not None else "".join(map(chr, tokens)), unknown))
 

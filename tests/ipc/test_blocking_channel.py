@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[BlockingChannel, socket.socket]]:
-    """A pipe and the raw socket at its other end."""
+    """A channel and the raw socket at its other end."""
     ours, theirs = socket.socketpair()
     pipe = BlockingChannel(ours)
     yield pipe, theirs
@@ -25,7 +25,7 @@ def ends() -> Iterator[tuple[BlockingChannel, socket.socket]]:
     theirs.close()
 
 
-def test_messages_come_in_order(ends: tuple[BlockingChannel, socket.socket]) -> None:
+def test_frames_in_one_segment_are_read_in_order(ends: tuple[BlockingChannel, socket.socket]) -> None:
     """Several frames in one segment are read one by one."""
     pipe, peer = ends
     peer.sendall(encode(AbortTurn("a")) + encode(ReleaseSession("b")))
@@ -33,8 +33,8 @@ def test_messages_come_in_order(ends: tuple[BlockingChannel, socket.socket]) -> 
     assert pipe.read() == ReleaseSession("b")
 
 
-def test_a_frame_in_pieces_is_waited_for(ends: tuple[BlockingChannel, socket.socket]) -> None:
-    """Reading goes on until the frame is whole."""
+def test_partial_frame_is_completed(ends: tuple[BlockingChannel, socket.socket]) -> None:
+    """Reading continues until the frame is complete."""
     pipe, peer = ends
     frame = encode(AbortTurn("turn"))
     peer.sendall(frame[:3])
@@ -45,8 +45,8 @@ def test_a_frame_in_pieces_is_waited_for(ends: tuple[BlockingChannel, socket.soc
 
 
 @pytest.mark.parametrize("left", [b"", b"\x05\0", encode(AbortTurn("turn"))[:-1]])
-def test_the_end_of_the_peer_is_none(ends: tuple[BlockingChannel, socket.socket], left: bytes) -> None:
-    """A peer that died ends the messages, also in the middle of a frame."""
+def test_end_of_file_returns_none(ends: tuple[BlockingChannel, socket.socket], left: bytes) -> None:
+    """A closed peer ends the messages, also in the middle of a frame."""
     pipe, peer = ends
     peer.sendall(encode(AbortTurn("a")) + left)
     peer.close()
@@ -55,15 +55,15 @@ def test_the_end_of_the_peer_is_none(ends: tuple[BlockingChannel, socket.socket]
     assert pipe.read() is None
 
 
-def test_a_peer_that_died_with_unread_bytes_is_none_too(ends: tuple[BlockingChannel, socket.socket]) -> None:
-    """The connection is reset then, which means the same."""
+def test_connection_reset_returns_none(ends: tuple[BlockingChannel, socket.socket]) -> None:
+    """A peer that died with unread bytes resets the connection."""
     pipe, peer = ends
     pipe.send(LogLine("info", "never read", "engine"))
     peer.close()
     assert pipe.read() is None
 
 
-def test_garbage_raises(ends: tuple[BlockingChannel, socket.socket]) -> None:
+def test_invalid_frame_raises(ends: tuple[BlockingChannel, socket.socket]) -> None:
     """Bytes that are no frame cannot be skipped."""
     pipe, peer = ends
     peer.sendall(b"\x03\0\0\0abc")
@@ -71,7 +71,7 @@ def test_garbage_raises(ends: tuple[BlockingChannel, socket.socket]) -> None:
         pipe.read()
 
 
-def test_a_closed_peer_cannot_be_written_to(ends: tuple[BlockingChannel, socket.socket]) -> None:
+def test_write_to_a_closed_peer_fails(ends: tuple[BlockingChannel, socket.socket]) -> None:
     """The writer detects that the peer does not read."""
     pipe, peer = ends
     peer.close()
@@ -79,8 +79,8 @@ def test_a_closed_peer_cannot_be_written_to(ends: tuple[BlockingChannel, socket.
         pipe.send(LogLine("info", "x", "engine"))
 
 
-def test_threads_do_not_mix_their_frames(ends: tuple[BlockingChannel, socket.socket]) -> None:
-    """Frames larger than the socket's buffer, from several threads, arrive whole."""
+def test_concurrent_writers_keep_frames_whole(ends: tuple[BlockingChannel, socket.socket]) -> None:
+    """Frames larger than the socket's buffer arrive complete."""
     pipe, peer = ends
     sent = [LogLine("info", letter * 500_000, "engine") for letter in "abcd"]
     threads = [threading.Thread(target=pipe.send, args=(message,)) for message in sent]

@@ -1,4 +1,4 @@
-"""The front's end of the pipe."""
+"""The daemon's end of the pipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 
-class End:
+class ChannelEnd:
     """A channel, what it received, and the other end of its socket."""
 
     def __init__(self, other: socket.socket) -> None:
@@ -25,26 +25,26 @@ class End:
         self.arrived = asyncio.Event()
         self.channel: Channel
 
-    def take(self, message: FromEngine) -> None:
-        """Keep a message."""
+    def on_message(self, message: FromEngine) -> None:
+        """Record a message."""
         self.received.append(message)
         self.arrived.set()
 
 
 @pytest.fixture
-async def end() -> AsyncIterator[End]:
-    """A channel that is open."""
+async def end() -> AsyncIterator[ChannelEnd]:
+    """An open channel."""
     ours, theirs = socket.socketpair()
-    made = End(theirs)
-    made.channel = await Channel.open(ours, made.take)
+    made = ChannelEnd(theirs)
+    made.channel = await Channel.open(ours, made.on_message)
     yield made
     made.channel.abort()
     theirs.close()
     await made.channel.lost()
 
 
-async def test_messages_arrive_whole_and_in_order(end: End) -> None:
-    """A message that comes in two parts is passed on once, after the one before it."""
+async def test_partial_messages_are_reassembled_in_order(end: ChannelEnd) -> None:
+    """A message in two parts is delivered once, after the one before it."""
     frames = encode(Loading(0.25)) + encode(LogLine("info", "x", "llama.cpp"))
     end.other.sendall(frames[:-3])
     await end.arrived.wait()
@@ -55,8 +55,8 @@ async def test_messages_arrive_whole_and_in_order(end: End) -> None:
     assert end.received == [Loading(0.25), LogLine("info", "x", "llama.cpp")]
 
 
-async def test_what_is_sent_before_closing_goes_out(end: End) -> None:
-    """The other end reads everything, then the end of file; what is sent afterwards goes nowhere."""
+async def test_close_flushes_sent_messages(end: ChannelEnd) -> None:
+    """The other end reads everything up to the end of file; later messages are dropped."""
     end.channel.send(AbortTurn("t1"))
     end.channel.send(ReleaseSession("s1"))
     end.channel.close()
@@ -68,23 +68,23 @@ async def test_what_is_sent_before_closing_goes_out(end: End) -> None:
     assert to_engine_decoder().feed(data) == [AbortTurn("t1"), ReleaseSession("s1")]
 
 
-async def test_the_end_of_file_is_told_after_the_last_message(end: End) -> None:
-    """What the engine said last is not lost with it."""
+async def test_end_of_file_is_reported_after_the_last_message(end: ChannelEnd) -> None:
+    """The engine's last message is not lost."""
     end.other.sendall(encode(Loading(1.0)))
     end.other.close()
     assert await end.channel.lost() == ""
     assert end.received == [Loading(1.0)]
 
 
-async def test_garbage_ends_the_channel(end: End) -> None:
-    """Nothing after bytes that are no frame can be understood."""
+async def test_invalid_frame_closes_the_channel(end: ChannelEnd) -> None:
+    """Nothing after an invalid frame can be parsed."""
     end.other.sendall(b"\xff" * 16)
     assert "exceeds" in await end.channel.lost()
     assert end.received == []
 
 
-async def test_there_is_room_until_the_other_end_falls_behind() -> None:
-    """A window's worth may wait; when it has been read there is room again, of which the owner hears."""
+async def test_send_window_reports_backpressure() -> None:
+    """A window may wait; the owner is notified when it has been read."""
     ours, theirs = socket.socketpair()
     theirs.setblocking(False)
     drained = asyncio.Event()
@@ -106,8 +106,8 @@ async def test_there_is_room_until_the_other_end_falls_behind() -> None:
     theirs.close()
 
 
-async def test_an_engine_that_does_not_read_counts_as_lost() -> None:
-    """What waits for it is bounded."""
+async def test_full_send_buffer_closes_the_channel() -> None:
+    """The memory for unread messages is bounded."""
     ours, theirs = socket.socketpair()
     _, channel = await asyncio.get_running_loop().create_unix_connection(
         lambda: Channel(lambda _: None, max_unread_bytes=100_000), sock=ours

@@ -1,4 +1,4 @@
-"""The page in which the engine tells what it is doing."""
+"""The shared page in which the engine reports what it is doing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ with heartbeat.preparing("t_read"):
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Heartbeat, Heartbeat]]:
-    """The front's end and the engine's."""
+    """The daemon's end and the engine's."""
     front = Heartbeat.create()
     engine = Heartbeat.attach(os.dup(front.fd))
     yield front, engine
@@ -42,8 +42,8 @@ def ends() -> Iterator[tuple[Heartbeat, Heartbeat]]:
     front.close()
 
 
-def test_progress_is_seen_at_the_other_end(ends: tuple[Heartbeat, Heartbeat]) -> None:
-    """Each beat, and each begin and end of a step, changes the number; preparing does not."""
+def test_progress_counter_is_shared(ends: tuple[Heartbeat, Heartbeat]) -> None:
+    """Ticks and the start and end of a step change the number; preparation does not."""
     front, engine = ends
     seen = [front.ticks]
     for act in (engine.tick, lambda: engine.step(("t",)), lambda: engine.step(("t",)), lambda: engine.step(())):
@@ -56,8 +56,8 @@ def test_progress_is_seen_at_the_other_end(ends: tuple[Heartbeat, Heartbeat]) ->
 
 
 @given(steps=st.lists(st.lists(NAMES, max_size=40, unique=True)))
-def test_the_turns_of_the_step_are_named(steps: list[list[str]]) -> None:
-    """Whatever was named before: exactly the turns of the running step, in order, and none between steps."""
+def test_turns_of_the_step_are_listed(steps: list[list[str]]) -> None:
+    """Exactly the turns of the running step, in order, and none between steps."""
     with ExitStack() as held:
         front = Heartbeat.create()
         held.callback(front.close)
@@ -70,8 +70,8 @@ def test_the_turns_of_the_step_are_named(steps: list[list[str]]) -> None:
             assert not front.suspects
 
 
-def test_those_that_are_prepared_are_named_too(ends: tuple[Heartbeat, Heartbeat]) -> None:
-    """Each is named while its worker runs, after those of the step, and none twice."""
+def test_prepared_turns_are_listed(ends: tuple[Heartbeat, Heartbeat]) -> None:
+    """Each while its worker runs, after those of the step, and once."""
     front, engine = ends
     with engine.preparing("t1"), engine.preparing("t2"):
         assert sorted(front.suspects) == ["t1", "t2"]
@@ -81,8 +81,8 @@ def test_those_that_are_prepared_are_named_too(ends: tuple[Heartbeat, Heartbeat]
     assert not front.suspects
 
 
-def test_a_worker_that_fails_names_nobody_any_more(ends: tuple[Heartbeat, Heartbeat]) -> None:
-    """Its place is free again."""
+def test_failed_worker_frees_its_entry(ends: tuple[Heartbeat, Heartbeat]) -> None:
+    """Its entry can be reused."""
     front, engine = ends
 
     def fail() -> None:
@@ -95,8 +95,8 @@ def test_a_worker_that_fails_names_nobody_any_more(ends: tuple[Heartbeat, Heartb
     assert not front.suspects
 
 
-def test_what_does_not_fit_is_left_out(ends: tuple[Heartbeat, Heartbeat]) -> None:
-    """More turns, workers and letters than there is room for harm nothing."""
+def test_excess_entries_are_left_out(ends: tuple[Heartbeat, Heartbeat]) -> None:
+    """More turns, workers and characters than fit do no harm."""
     front, engine = ends
     names = [f"{n:0{MAX_NAME_BYTES}}" for n in range(MAX_STEP_TURNS + 10)]
     engine.step(names)
@@ -111,8 +111,8 @@ def test_what_does_not_fit_is_left_out(ends: tuple[Heartbeat, Heartbeat]) -> Non
     assert not front.suspects
 
 
-def test_many_threads_prepare_at_once(ends: tuple[Heartbeat, Heartbeat]) -> None:
-    """Each names its own turn, and in the end none is named."""
+def test_concurrent_preparation(ends: tuple[Heartbeat, Heartbeat]) -> None:
+    """Each thread lists its own turn, and in the end none is listed."""
     front, engine = ends
     together = threading.Barrier(9)
 
@@ -133,8 +133,8 @@ def test_many_threads_prepare_at_once(ends: tuple[Heartbeat, Heartbeat]) -> None
     assert not front.suspects
 
 
-def test_a_killed_process_leaves_what_it_wrote() -> None:
-    """Another process that maps the page and is killed in a step has named its turns."""
+def test_page_survives_a_killed_process() -> None:
+    """A process killed in a step has listed its turns."""
     heartbeat = Heartbeat.create()
     ended = subprocess.run([sys.executable, "-c", _DYING, str(heartbeat.fd)], pass_fds=(heartbeat.fd,), check=False)
     assert ended.returncode == -9
@@ -143,8 +143,8 @@ def test_a_killed_process_leaves_what_it_wrote() -> None:
     heartbeat.close()
 
 
-def test_garbage_is_read_without_harm(ends: tuple[Heartbeat, Heartbeat]) -> None:
-    """A process that overwrites the page does no harm: the front reads names that match no turn."""
+def test_corrupted_page_is_harmless(ends: tuple[Heartbeat, Heartbeat]) -> None:
+    """The daemon reads names that match no turn."""
     front, engine = ends
     size = os.fstat(front.fd).st_size
     os.pwrite(engine.fd, b"\xff" * size, 0)
@@ -152,8 +152,8 @@ def test_garbage_is_read_without_harm(ends: tuple[Heartbeat, Heartbeat]) -> None
     assert front.ticks == 2**64 - 1
 
 
-def test_its_size_cannot_be_changed() -> None:
-    """A page that became shorter would end the front with SIGBUS."""
+def test_page_size_is_sealed() -> None:
+    """A shorter page would end the daemon with SIGBUS."""
     heartbeat = Heartbeat.create()
     size = os.fstat(heartbeat.fd).st_size
     for other in (0, size * 2):
@@ -163,7 +163,7 @@ def test_its_size_cannot_be_changed() -> None:
     heartbeat.close()
 
 
-def test_a_descriptor_of_something_else_is_refused() -> None:
+def test_short_file_is_refused() -> None:
     """A file that is too short is not mapped."""
     fd = os.memfd_create("short")
     with pytest.raises(ValueError, match="mmap length"):

@@ -62,8 +62,8 @@ STEP = StepOutput(
 
 
 @given(st.lists(st.integers(0, 2**31 - 1), max_size=20))
-def test_tokens_survive_packing(tokens: list[int]) -> None:
-    """Four bytes a token, little-endian, and back."""
+def test_packed_tokens_round_trip(tokens: list[int]) -> None:
+    """Four bytes a token, little-endian."""
     packed = pack_tokens(tokens)
     assert len(packed) == 4 * len(tokens)
     assert unpack_tokens(packed) == tokens
@@ -75,8 +75,8 @@ def test_packed_tokens_are_little_endian() -> None:
 
 
 @given(st.lists(st.integers(1, 40), max_size=40))
-def test_messages_survive_any_cutting(cuts: list[int]) -> None:
-    """However the bytes are cut, the same messages come out, in order, and nothing is left over."""
+def test_decoding_of_any_fragments(cuts: list[int]) -> None:
+    """However the bytes are split, the messages come out complete and in order."""
     data = b"".join(map(encode, TO_ENGINE))
     decoder = to_engine_decoder()
     received: list[ToEngine] = []
@@ -88,21 +88,21 @@ def test_messages_survive_any_cutting(cuts: list[int]) -> None:
     assert decoder.pending_bytes == 0
 
 
-def test_a_step_carries_its_events_in_order() -> None:
-    """The union of events is told apart by tag."""
+def test_step_events_keep_their_order() -> None:
+    """The union of events is distinguished by tag."""
     decoder = from_engine_decoder()
     assert decoder.feed(encode(STEP) + encode(LogLine("info", "x", "engine"))) == [STEP, LogLine("info", "x", "engine")]
 
 
-def test_part_of_a_frame_waits_for_its_rest() -> None:
-    """A torn frame is known by what is pending."""
+def test_partial_frame_is_pending() -> None:
+    """A torn frame is recognised by the pending bytes."""
     decoder = to_engine_decoder()
     assert decoder.feed(encode(SUBMIT)[:-1]) == []
     assert decoder.pending_bytes == len(encode(SUBMIT)) - 1
 
 
-def test_a_frame_beyond_the_limit_is_refused_by_its_length() -> None:
-    """The length alone is enough: the decoder does not wait for 4 GiB."""
+def test_oversized_frame_is_refused_by_its_length() -> None:
+    """The decoder does not wait for 4 GiB."""
     with pytest.raises(FramingError, match="4294967295 bytes exceeds"):
         to_engine_decoder().feed(b"\xff\xff\xff\xff")
     decoder = to_engine_decoder(max_frame_bytes=len(encode(SUBMIT)) - 5)
@@ -110,15 +110,15 @@ def test_a_frame_beyond_the_limit_is_refused_by_its_length() -> None:
         decoder.feed(encode(SUBMIT))
 
 
-def test_a_message_beyond_the_limit_is_not_sent() -> None:
-    """The sender learns it, not the receiver."""
+def test_oversized_message_is_not_sent() -> None:
+    """The sender gets the error."""
     with pytest.raises(FramingError, match="a ReleaseSession of"):
         encode(ReleaseSession("x" * MAX_FRAME_BYTES))
 
 
 @given(st.binary(min_size=1, max_size=60))
-def test_garbage_is_refused_or_pending(garbage: bytes) -> None:
-    """No bytes make the decoder raise anything but its own error."""
+def test_random_bytes_are_refused_or_pending(garbage: bytes) -> None:
+    """The decoder raises nothing but its own error."""
     decoder = to_engine_decoder()
     try:
         messages = decoder.feed(len(garbage).to_bytes(4, "little") + garbage)
@@ -127,7 +127,7 @@ def test_garbage_is_refused_or_pending(garbage: bytes) -> None:
     assert all(isinstance(message, ToEngine) for message in messages)
 
 
-def test_each_end_refuses_the_others_messages() -> None:
+def test_messages_of_the_wrong_direction_are_refused() -> None:
     """A frame of the wrong direction is no message."""
     with pytest.raises(FramingError, match="no message"):
         to_engine_decoder().feed(encode(STEP))
