@@ -1,4 +1,4 @@
-"""A hub on the loopback, and a home directory that nothing may touch."""
+"""A hub on the loopback, and an isolated home directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Let nothing beyond the loopback be connected to, and nothing be left in the hub library's directories."""
+    """Refuse connections beyond the loopback, and keep the hub library out of its directories."""
     home = tmp_path / "hf-home"
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_OIDC_RESOURCE"):
         monkeypatch.delenv(name, raising=False)
@@ -34,7 +34,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         return resolve(host, *arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(socket, "getaddrinfo", only_here)
-    # The library's client outlives a test, and with it what it knew of proxies.
+    # The library's client outlives a test, with its proxy settings.
     close_session()
     yield
     close_session()

@@ -1,4 +1,4 @@
-"""A hub on the loopback that can be made to fail: what of huggingface.co is asked when a model is pulled."""
+"""A stub of huggingface.co on the loopback that can be made to fail."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StubFile:
 
     @property
     def sibling(self) -> dict[str, Any]:
-        """What the list of files says of it."""
+        """The file's entry in the repository listing."""
         blob = hashlib.sha1(b"blob %d\0" % len(self.content) + self.content).hexdigest()
         about: dict[str, Any] = {"size": len(self.content), "blobId": blob}
         if self.is_large:
@@ -49,8 +49,8 @@ class StubHub:
         cuts: After how many bytes the next bodies break off, each once.
         statuses: What the next requests for files are answered with instead, each once.
         ignores_range: Whether a file always comes from its first byte on.
-        storage: Where requests for files are sent on to, if anywhere.
-        gated: Repositories that are given to nobody.
+        storage: Where requests for files are redirected to, if anywhere.
+        gated: Repositories that require accepted conditions.
         token: Without which repositories are unknown.
         listing: What is answered instead of what a repository has.
         range_said: What is said instead of which part of a file comes.
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_arguments: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Tests of the model files in a directory: listing, reading, verifying, removing."""
+"""Model files in a directory: listing, reading, verifying, removing."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def models(tmp_path: Path, demo_model_path: Path) -> Path:
-    """A directory with a pulled model, a copied one, parts of a split one, and files that are no models."""
+    """A directory with a pulled model, a copied one, parts of a split one, and other files."""
     directory = tmp_path / "models"
     directory.mkdir()
     for name in ("pulled.gguf", "own.gguf"):
         shutil.copyfile(demo_model_path, directory / name)
-    write_receipt(directory, "pulled")
+    write_manifest(directory, "pulled")
     (directory / "split-00001-of-00003.gguf").write_bytes(b"a")
     (directory / "split-00003-of-00003.gguf").write_bytes(b"ccc")
     (directory / "notes.txt").write_text("no model")
@@ -34,16 +34,16 @@ def models(tmp_path: Path, demo_model_path: Path) -> Path:
     return directory
 
 
-def write_receipt(directory: Path, name: str) -> None:
-    """Note the model's checksum beside it, as a pull does."""
+def write_manifest(directory: Path, name: str) -> None:
+    """Write the model's checksum beside it, as a pull does."""
     file = directory / f"{name}.gguf"
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}
     manifest = Manifest(source="ada/tiny/a.gguf", commit="c0", pulled_at=1.0, sha256=digests)
     (directory / f"{name}.json").write_bytes(msgspec.json.encode(manifest))
 
 
-def test_models_of_a_directory(models: Path) -> None:
-    """By name; the parts of a split one are one model, with what is missing of it."""
+def test_models_are_listed_by_name(models: Path) -> None:
+    """Parts of a split model are one entry, with the missing ones."""
     found = {model.name: model for model in list_models(models)}
     assert list(found) == ["own", "pulled", "split"]
     assert found["split"].missing == ("split-00002-of-00003.gguf",)
@@ -53,8 +53,8 @@ def test_models_of_a_directory(models: Path) -> None:
     assert found["pulled"].manifest.source == "ada/tiny/a.gguf"
 
 
-def test_a_directory_that_is_not_there_has_no_models(tmp_path: Path) -> None:
-    """One that is no directory is told."""
+def test_missing_directory_has_no_models(tmp_path: Path) -> None:
+    """A path that is no directory is an error."""
     assert list_models(tmp_path / "none") == ()
     (tmp_path / "file").write_text("")
     with pytest.raises(InferenceCenterError) as caught:
@@ -62,8 +62,8 @@ def test_a_directory_that_is_not_there_has_no_models(tmp_path: Path) -> None:
     assert caught.value.code is ErrorCode.STORAGE_UNAVAILABLE
 
 
-def test_a_model_is_found_by_its_name(models: Path) -> None:
-    """With or without the ending; another name is answered with those that there are."""
+def test_model_is_found_by_name(models: Path) -> None:
+    """With or without the suffix; the error for another name lists the models."""
     assert find_model(models, "own") == find_model(models, "own.gguf")
     with pytest.raises(InferenceCenterError) as caught:
         find_model(models, "../own")
@@ -71,8 +71,8 @@ def test_a_model_is_found_by_its_name(models: Path) -> None:
     assert caught.value.hint == "There are own, pulled, split."
 
 
-def test_facts_of_the_demo_model(demo_model_path: Path) -> None:
-    """As its header has them."""
+def test_description_of_the_demo_model(demo_model_path: Path) -> None:
+    """As in its header."""
     facts = read_facts(demo_model_path)
     assert facts.architecture == "llama"
     assert facts.quantization == "Q8_0"
@@ -82,15 +82,15 @@ def test_facts_of_the_demo_model(demo_model_path: Path) -> None:
     assert facts.parameters == sum(int(tensor.n_elements) for tensor in reader.tensors)
 
 
-def test_file_types_are_those_of_the_reference() -> None:
-    """A type that llama.cpp adds is noticed here when the reference is updated."""
+def test_file_types_equal_the_reference() -> None:
+    """A type that llama.cpp adds fails here when the reference is updated."""
     reference = {int(kind): kind.name.removeprefix("MOSTLY_").removeprefix("ALL_") for kind in gguf.LlamaFileType}
     reference.pop(int(gguf.LlamaFileType.GUESSED))
     assert dict(files._FILE_TYPES) == reference
 
 
-def test_whole_models_have_no_problems(models: Path) -> None:
-    """With a manifest all bytes are read, without one the header, and which it was is told."""
+def test_verification_of_complete_models(models: Path) -> None:
+    """All bytes are read with a manifest, only the header without; the result says which."""
     told: list[tuple[int, int]] = []
     verdict = verify(find_model(models, "pulled"), report=lambda done, total: told.append((done, total)))
     size = (models / "pulled.gguf").stat().st_size
@@ -99,8 +99,8 @@ def test_whole_models_have_no_problems(models: Path) -> None:
     assert verify(find_model(models, "own")) == files.IntegrityReport("own", checksum_known=False, problems=())
 
 
-def test_a_flipped_bit_is_found(models: Path) -> None:
-    """By the checksum, where the header is as it was."""
+def test_flipped_bit_is_detected(models: Path) -> None:
+    """By the checksum, where the header is intact."""
     with (models / "pulled.gguf").open("r+b") as file:
         file.seek(-100, 2)
         byte = file.read(1)[0]
@@ -110,7 +110,7 @@ def test_a_flipped_bit_is_found(models: Path) -> None:
     assert problem == "pulled.gguf has changed since it was pulled: its SHA-256 differs"
 
 
-def test_a_truncated_file_is_found(models: Path) -> None:
+def test_truncated_file_is_detected(models: Path) -> None:
     """Also without a checksum: a tensor ends behind the file's end."""
     path = models / "own.gguf"
     with path.open("r+b") as file:
@@ -119,8 +119,8 @@ def test_a_truncated_file_is_found(models: Path) -> None:
     assert "truncated" in problem
 
 
-def test_missing_and_strange_parts_are_found(models: Path) -> None:
-    """What was pulled must be there, and nothing else belongs to the model."""
+def test_missing_and_extra_parts_are_detected(models: Path) -> None:
+    """Exactly the pulled files belong to the model."""
     assert verify(find_model(models, "split")).problems == ("split-00002-of-00003.gguf does not exist",)
     manifest = Manifest(source="s", commit="c", pulled_at=1.0, sha256={"own-00001-of-00002.gguf": "00"})
     (models / "own.json").write_bytes(msgspec.json.encode(manifest))
@@ -145,21 +145,21 @@ def test_missing_and_strange_parts_are_found(models: Path) -> None:
     ],
     ids=range(9),
 )
-def test_a_receipt_that_is_none_says_nothing(models: Path, content: bytes) -> None:
-    """The model is there all the same."""
+def test_invalid_manifest_is_ignored(models: Path, content: bytes) -> None:
+    """The model is listed all the same."""
     (models / "pulled.json").write_bytes(content)
     assert find_model(models, "pulled").manifest is None
 
 
-def test_a_model_goes_with_all_its_files(models: Path) -> None:
+def test_removal_deletes_all_files_of_a_model(models: Path) -> None:
     """Parts and manifest; other models stay."""
     assert remove(models, "split", configured={}).name == "split"
     remove(models, "pulled.gguf", configured={})
     assert sorted(path.name for path in models.iterdir()) == [".incoming", "folder.gguf", "notes.txt", "own.gguf"]
 
 
-def test_a_configured_model_stays(models: Path) -> None:
-    """The setting that names it is told; also through a link."""
+def test_configured_model_is_not_removed(models: Path) -> None:
+    """The error names the setting, also through a link."""
     link = models.parent / "link.gguf"
     link.symlink_to(models / "own.gguf")
     for path in (models / "own.gguf", link.resolve()):
@@ -171,8 +171,8 @@ def test_a_configured_model_stays(models: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../own", "/etc/passwd", "folder", "notes", "", ".incoming"])
-def test_nothing_else_is_removed(models: Path, name: str) -> None:
-    """A name that is no model's of the directory removes nothing."""
+def test_unknown_name_removes_nothing(models: Path, name: str) -> None:
+    """The name must be of a model in the directory."""
     (models.parent / "own.gguf").write_text("elsewhere")
     before = sorted(models.parent.rglob("*"))
     with pytest.raises(InferenceCenterError) as caught:

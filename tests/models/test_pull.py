@@ -1,4 +1,4 @@
-"""Tests of pulling models, from a hub on the loopback through the real library."""
+"""Pulling models from a hub on the loopback through the real library."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CONTENT = random.Random(7).randbytes(300_000)
 
 @pytest.fixture
 def models(tmp_path: Path) -> Path:
-    """A directory for models, which does not exist yet."""
+    """A directory for models, not created yet."""
     return tmp_path / "models"
 
 
-class Pulls:
-    """Pulls models, and counts how long it would have waited."""
+class Puller:
+    """Pulls models, and records how long it would have waited."""
 
     def __init__(self, hub: StubHub, directory: Path) -> None:
         self.hub = hub
@@ -56,26 +56,26 @@ class Pulls:
         )
 
     def refused(self, reference: str = f"{REPO}:Q8_0", **named: str) -> InferenceCenterError:
-        """Pull and return why that is not possible."""
+        """Pull and return the error."""
         with pytest.raises(InferenceCenterError) as caught:
             self(reference, **named)
         return caught.value
 
     def names(self) -> list[str]:
-        """What lies in the directory, with what is not whole."""
+        """The directory's files, partial ones included."""
         found = [path for path in self.directory.rglob("*") if path.is_file()]
         return sorted(str(path.relative_to(self.directory)) for path in found)
 
 
 @pytest.fixture
-def pulls(hub: StubHub, models: Path) -> Pulls:
-    """Pulls from a hub with one model."""
+def pulls(hub: StubHub, models: Path) -> Puller:
+    """A puller and a hub with one model."""
     hub.repos[REPO] = {"tiny-Q8_0.gguf": StubFile(CONTENT), "README.md": StubFile(b"# Tiny", is_large=False)}
-    return Pulls(hub, models)
+    return Puller(hub, models)
 
 
-def test_a_model_is_there_whole_with_its_receipt(pulls: Pulls) -> None:
-    """The file as it is, readable for all, a note of where it came from, and nothing else."""
+def test_pulled_model_has_a_manifest(pulls: Puller) -> None:
+    """The file is complete and world-readable, the manifest has its source, and nothing else is left."""
     pulled = pulls()
     path = pulls.directory / "tiny-Q8_0.gguf"
     assert pulled.fetched
@@ -91,16 +91,16 @@ def test_a_model_is_there_whole_with_its_receipt(pulls: Pulls) -> None:
     assert done == sorted(done)
 
 
-def test_what_is_there_is_not_fetched_again(pulls: Pulls) -> None:
-    """A second pull asks only what there is."""
+def test_second_pull_downloads_nothing(pulls: Puller) -> None:
+    """It only requests the listing."""
     pulls()
     pulls.hub.heard.clear()
     assert not pulls().fetched
     assert [path for _, path, _, _ in pulls.hub.heard] == [f"/api/models/{REPO}"]
 
 
-def test_another_name(pulls: Pulls) -> None:
-    """What a model is called here is one's own choice; one that is no name for a file is refused first."""
+def test_model_can_be_renamed_on_pull(pulls: Puller) -> None:
+    """An invalid file name is refused first."""
     assert pulls(name="ours").model.name == "ours"
     assert pulls.names() == ["ours.gguf", "ours.json"]
     pulls.hub.heard.clear()
@@ -108,8 +108,8 @@ def test_another_name(pulls: Pulls) -> None:
     assert not pulls.hub.heard
 
 
-def test_a_name_that_another_model_has(pulls: Pulls) -> None:
-    """Nothing is overwritten, whether it was pulled or copied."""
+def test_name_of_another_model_is_refused(pulls: Puller) -> None:
+    """No pulled or copied file is overwritten."""
     pulls.directory.mkdir()
     (pulls.directory / "tiny-Q8_0.gguf").write_bytes(b"mine")
     error = pulls.refused()
@@ -118,8 +118,8 @@ def test_a_name_that_another_model_has(pulls: Pulls) -> None:
     assert (pulls.directory / "tiny-Q8_0.gguf").read_bytes() == b"mine"
 
 
-def test_a_hostile_path_in_a_repository_stays_in_the_directory(pulls: Pulls) -> None:
-    """The hub's folders are left out, and a name that hides or leads elsewhere is refused."""
+def test_repository_path_cannot_leave_the_directory(pulls: Puller) -> None:
+    """Folders are dropped, and hidden or escaping names refused."""
     pulls.hub.repos[REPO] = {"../../up-Q8_0.gguf": StubFile(CONTENT)}
     assert pulls.refused().code in (ErrorCode.MODEL_NOT_FOUND, ErrorCode.HUB_UNREACHABLE)
     pulls.hub.repos[REPO] = {"sub/.hidden-Q8_0.gguf": StubFile(CONTENT)}
@@ -127,8 +127,8 @@ def test_a_hostile_path_in_a_repository_stays_in_the_directory(pulls: Pulls) -> 
     assert pulls.names() == []
 
 
-def test_a_split_model(pulls: Pulls) -> None:
-    """All parts come, under the names that llama.cpp looks for; progress counts over all of them."""
+def test_split_model_is_pulled_whole(pulls: Puller) -> None:
+    """Parts get the names that llama.cpp expects; progress covers all of them."""
     parts = {f"big/big-{n:05}-of-00003.gguf": StubFile(CONTENT[: 1000 * n]) for n in (1, 2, 3)}
     pulls.hub.repos[REPO] = dict(parts)
     pulls(f"{REPO}/big/big-00001-of-00003.gguf", name="ours")
@@ -138,8 +138,8 @@ def test_a_split_model(pulls: Pulls) -> None:
     assert (model.size_bytes, model.missing, len(model.manifest.sha256 if model.manifest else {})) == (6000, (), 3)
 
 
-def test_nothing_of_a_split_model_is_visible_until_all_is_there(pulls: Pulls) -> None:
-    """A last part that is wrong leaves no part under its name."""
+def test_split_model_appears_atomically(pulls: Puller) -> None:
+    """A wrong last part leaves no part under its name."""
     good, bad = StubFile(CONTENT[:1000]), StubFile(CONTENT[:1000], claimed="0" * 64)
     pulls.hub.repos[REPO] = {"s-00001-of-00002.gguf": good, "s-00002-of-00002.gguf": bad}
     assert pulls.refused(REPO).code is ErrorCode.INVALID_MODEL_FILE
@@ -147,8 +147,8 @@ def test_nothing_of_a_split_model_is_visible_until_all_is_there(pulls: Pulls) ->
     assert pulls.names() == [f"{INCOMING}/{hashlib.sha256(CONTENT[:1000]).hexdigest()}.part"]
 
 
-def test_a_connection_that_breaks_is_gone_on_with(pulls: Pulls) -> None:
-    """Each attempt asks for what is missing; one that brought something sets the waiting back."""
+def test_broken_download_resumes(pulls: Puller) -> None:
+    """Each attempt requests the missing range; progress resets the backoff."""
     pulls.hub.cuts = [100_000, 50_000, 0]
     pulls()
     assert (pulls.directory / "tiny-Q8_0.gguf").read_bytes() == CONTENT
@@ -162,8 +162,8 @@ def test_a_connection_that_breaks_is_gone_on_with(pulls: Pulls) -> None:
     assert pulls.waited_s == [1.0, 1.0, 2.0]
 
 
-def test_an_interrupted_pull_is_gone_on_with_by_the_next(pulls: Pulls) -> None:
-    """What arrived stays, invisible as a model, and the next pull of it asks for the rest."""
+def test_next_pull_resumes_an_interrupted_one(pulls: Puller) -> None:
+    """The partial file is not listed as a model."""
     pulls.hub.cuts = [100_000, 0, 0, 0, 0]
     error = pulls.refused()
     assert error.code is ErrorCode.HUB_UNREACHABLE
@@ -176,16 +176,16 @@ def test_an_interrupted_pull_is_gone_on_with_by_the_next(pulls: Pulls) -> None:
     assert pulls.names() == ["tiny-Q8_0.gguf", "tiny-Q8_0.json"]
 
 
-def test_a_server_without_ranges(pulls: Pulls) -> None:
-    """Is read from the beginning each time, and the file is right."""
+def test_server_without_ranges(pulls: Puller) -> None:
+    """Each attempt starts at the beginning, and the file is right."""
     pulls.hub.ignores_range = True
     pulls.hub.cuts = [100_000]
     pulls()
     assert (pulls.directory / "tiny-Q8_0.gguf").read_bytes() == CONTENT
 
 
-def test_long_files_come_in_ranges(pulls: Pulls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No request is for more than a hub's caches give out, or takes longer than a signed address lives."""
+def test_long_files_are_requested_in_ranges(pulls: Puller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request exceeds what caches serve or outlives a signed address."""
     monkeypatch.setattr(hub_module, "RANGE_BYTES", 120_000)
     pulls()
     assert pulls.hub.ranges() == ["bytes=0-119999", "bytes=120000-239999", "bytes=240000-299999"]
@@ -193,15 +193,15 @@ def test_long_files_come_in_ranges(pulls: Pulls, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_hub_that_is_busy_is_asked_again(pulls: Pulls, status: int) -> None:
-    """A few times, with longer waits."""
+def test_busy_hub_is_retried_with_backoff(pulls: Puller, status: int) -> None:
+    """A few times, with growing delays."""
     pulls.hub.statuses = [status, status]
     assert pulls().fetched
     assert pulls.waited_s == [1.0, 2.0]
 
 
-def test_a_hub_that_stays_away(pulls: Pulls) -> None:
-    """Is given up after five attempts; the message names it, and not the file's address."""
+def test_unreachable_hub_is_given_up(pulls: Puller) -> None:
+    """After five attempts; the message names the hub, not the file's address."""
     pulls.hub.statuses = [503] * 9
     error = pulls.refused()
     assert error.code is ErrorCode.HUB_UNREACHABLE
@@ -209,17 +209,17 @@ def test_a_hub_that_stays_away(pulls: Pulls) -> None:
     assert len(pulls.hub.ranges()) == 5
 
 
-def test_nobody_listens(offline: None, models: Path) -> None:
-    """A hub that cannot be connected to is named."""
+def test_refused_connection_names_the_hub(offline: None, models: Path) -> None:
+    """The message names a hub that cannot be reached."""
     with serving(StubHub()) as gone:
         url = gone.url
-    error = Pulls(StubHub(url=url), models).refused()
+    error = Puller(StubHub(url=url), models).refused()
     assert error.code is ErrorCode.HUB_UNREACHABLE
     assert "127.0.0.1 cannot be reached" in error.message
 
 
-def test_a_file_that_is_not_what_the_hub_says(pulls: Pulls) -> None:
-    """A wrong checksum leaves nothing, neither under the model's name nor for the next attempt."""
+def test_wrong_checksum_leaves_no_file(pulls: Puller) -> None:
+    """Neither under the model's name nor as a partial file."""
     pulls.hub.repos[REPO]["tiny-Q8_0.gguf"].claimed = "0" * 64
     error = pulls.refused()
     assert error.code is ErrorCode.INVALID_MODEL_FILE
@@ -227,8 +227,8 @@ def test_a_file_that_is_not_what_the_hub_says(pulls: Pulls) -> None:
     assert pulls.names() == []
 
 
-def test_what_arrived_of_another_content_is_found_out(pulls: Pulls) -> None:
-    """A part that was spoiled on the disk fails the checksum, and the next pull begins anew."""
+def test_corrupted_partial_file_fails_the_checksum(pulls: Puller) -> None:
+    """The next pull starts anew."""
     pulls.hub.cuts = [100_000, 0, 0, 0, 0]
     pulls.refused()
     (part,) = (pulls.directory / INCOMING).iterdir()
@@ -243,16 +243,16 @@ def test_what_arrived_of_another_content_is_found_out(pulls: Pulls) -> None:
     assert pulls().fetched, "a part that is longer than the file is not believed"
 
 
-def test_a_file_that_git_itself_keeps(pulls: Pulls) -> None:
-    """Is checked against git's name for its content, and its manifest has a SHA-256 all the same."""
+def test_git_file_is_checked_by_its_blob_hash(pulls: Puller) -> None:
+    """Its manifest has a SHA-256 all the same."""
     pulls.hub.repos[REPO]["tiny-Q8_0.gguf"].is_large = False
     model = pulls().model
     assert model.manifest is not None
     assert model.manifest.sha256["tiny-Q8_0.gguf"] == hashlib.sha256(CONTENT).hexdigest()
 
 
-def test_files_are_kept_elsewhere_and_the_token_stays(pulls: Pulls) -> None:
-    """A redirect to another host is followed, and that host is not shown the token."""
+def test_token_is_not_sent_to_another_host(pulls: Puller) -> None:
+    """A redirect to another host is followed without it."""
     pulls.hub.token = "hf_secret"
     with serving(StubHub(repos=pulls.hub.repos)) as storage:
         pulls.hub.storage = storage.url.replace("127.0.0.1", "localhost")
@@ -261,8 +261,8 @@ def test_files_are_kept_elsewhere_and_the_token_stays(pulls: Pulls) -> None:
     assert [(path, token) for _, path, _, token in storage.heard] == [(f"/blob/{REPO}/tiny-Q8_0.gguf", None)]
 
 
-def test_a_private_repository(pulls: Pulls) -> None:
-    """Without the right token it is as unknown as one that is not there, and the token is in no message."""
+def test_private_repository_looks_missing(pulls: Puller) -> None:
+    """Without the right token; the token is in no message."""
     pulls.hub.token = "hf_secret"
     errors = [pulls.refused(), pulls.refused(token="hf_wrong"), pulls.refused("ada/none")]
     for error in errors:
@@ -273,23 +273,23 @@ def test_a_private_repository(pulls: Pulls) -> None:
     assert "hf_secret" not in repr(ModelHub(token="hf_secret"))
 
 
-def test_a_gated_repository(pulls: Pulls) -> None:
-    """Says whose conditions are to be accepted."""
+def test_gated_repository_names_its_conditions(pulls: Puller) -> None:
+    """The error says what to accept."""
     pulls.hub.gated = frozenset({REPO})
     error = pulls.refused()
     assert error.code is ErrorCode.FORBIDDEN
     assert REPO in str(error.hint)
 
 
-def test_quantizations_that_there_are(pulls: Pulls) -> None:
-    """Are listed when another one is asked for."""
+def test_unknown_quantization_lists_the_available(pulls: Puller) -> None:
+    """The error has the choices."""
     error = pulls.refused(f"{REPO}:Q2_K")
     assert error.code is ErrorCode.MODEL_NOT_FOUND
     assert "Q8_0" in str(error.hint)
 
 
-def test_a_disk_without_room_is_noticed_before(pulls: Pulls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What has arrived counts, what is missing must fit, and nothing is fetched if it does not."""
+def test_disk_space_is_checked_before_the_download(pulls: Puller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the missing part must fit, and nothing is downloaded otherwise."""
     usage = namedtuple("usage", "total used free")
     pulls.hub.cuts = [200_000, 0, 0, 0, 0]
     pulls.refused()
@@ -303,8 +303,8 @@ def test_a_disk_without_room_is_noticed_before(pulls: Pulls, monkeypatch: pytest
     assert pulls().fetched
 
 
-def test_a_disk_that_fills_up_meanwhile(pulls: Pulls, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is told as such and not as the hub's failure; what was written is gone on with."""
+def test_disk_that_fills_up_during_a_pull(pulls: Puller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the disk; the partial file is resumed later."""
     write = os.pwrite
 
     def full(descriptor: int, data: memoryview, at: int) -> int:
@@ -324,15 +324,15 @@ def test_a_disk_that_fills_up_meanwhile(pulls: Pulls, monkeypatch: pytest.Monkey
     assert (pulls.directory / "tiny-Q8_0.gguf").read_bytes() == CONTENT
 
 
-def test_a_directory_that_cannot_be_made(pulls: Pulls, tmp_path: Path) -> None:
-    """Is named, with who may write there."""
+def test_uncreatable_directory_is_named(pulls: Puller, tmp_path: Path) -> None:
+    """With the user that needs write access."""
     (tmp_path / "file").write_text("")
     pulls.directory = tmp_path / "file" / "models"
     assert pulls.refused().code is ErrorCode.STORAGE_UNAVAILABLE
 
 
-def test_two_pulls_of_one_file(pulls: Pulls) -> None:
-    """The second is refused for as long as the first one runs."""
+def test_concurrent_pulls_of_one_file_are_refused(pulls: Puller) -> None:
+    """While the first one runs."""
     part = pulls.directory / INCOMING / f"{hashlib.sha256(CONTENT).hexdigest()}.part"
     part.parent.mkdir(parents=True)
     with part.open("wb") as file:
@@ -343,15 +343,15 @@ def test_two_pulls_of_one_file(pulls: Pulls) -> None:
     assert pulls().fetched
 
 
-def test_an_address_that_is_no_hub(pulls: Pulls) -> None:
-    """Whatever it answers, it is not believed."""
+def test_address_that_is_no_hub(pulls: Puller) -> None:
+    """Its answers are refused."""
     pulls.hub.repos = {}
     pulls.hub.url += "/elsewhere"
     assert pulls.refused().code is ErrorCode.MODEL_NOT_FOUND
 
 
 def listing(**changes: object) -> bytes:
-    """Return what a hub says of one model, with changes in what it says of the file."""
+    """Return a hub's listing of one model, with changes to the file's entry."""
     file = {"rfilename": "tiny-Q8_0.gguf", "size": 5, "blobId": "0" * 40, "lfs": {"size": 5, "sha256": "0" * 64}}
     return json.dumps({"id": REPO, "sha": COMMIT, "siblings": [file | changes]}).encode()
 
@@ -387,8 +387,8 @@ def listing(**changes: object) -> bytes:
     ],
     ids=range(25),
 )
-def test_a_hub_that_answers_oddly_is_none(pulls: Pulls, answer: bytes) -> None:
-    """One error that names the hub, and nothing in the directory."""
+def test_malformed_listing_is_refused(pulls: Puller, answer: bytes) -> None:
+    """One error names the hub, and the directory stays empty."""
     pulls.hub.listing = answer
     error = pulls.refused()
     assert error.code in (ErrorCode.HUB_UNREACHABLE, ErrorCode.MODEL_NOT_FOUND)
@@ -397,26 +397,26 @@ def test_a_hub_that_answers_oddly_is_none(pulls: Pulls, answer: bytes) -> None:
 
 
 @pytest.mark.parametrize("said", ["bytes x-y/z", "bytes 5-9/10", f"bytes {'9' * 5000}-1/1", "\xff"])
-def test_a_part_of_a_file_that_was_not_asked_for_is_not_taken(pulls: Pulls, said: str) -> None:
-    """Also where the answer says which part it is in numbers that cannot be read."""
+def test_unrequested_range_is_refused(pulls: Puller, said: str) -> None:
+    """Also with a malformed Content-Range."""
     pulls.hub.range_said = said
     assert pulls.refused().code is ErrorCode.HUB_UNREACHABLE
 
 
-def test_an_address_that_is_none_is_an_error_of_the_hub(offline: None, models: Path) -> None:
-    """A mistake in HF_ENDPOINT is said, and not a traceback."""
-    assert Pulls(StubHub(url="http://[half"), models).refused().code is ErrorCode.HUB_UNREACHABLE
+def test_invalid_hub_address_is_an_error(offline: None, models: Path) -> None:
+    """A mistake in HF_ENDPOINT gives a message and no traceback."""
+    assert Puller(StubHub(url="http://[half"), models).refused().code is ErrorCode.HUB_UNREACHABLE
 
 
-def test_the_environment_names_hub_and_token(offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``HF_ENDPOINT`` and ``HF_TOKEN`` are honoured; without them it is huggingface.co without a credential."""
+def test_hub_and_token_come_from_the_environment(offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``HF_ENDPOINT`` and ``HF_TOKEN``, by default huggingface.co without a token."""
     assert hub_of({}) == ModelHub("https://huggingface.co", None)
     monkeypatch.setenv("HF_TOKEN", "hf_a")
     assert hub_of({"HF_ENDPOINT": "http://mirror/"}) == ModelHub("http://mirror", "hf_a")
 
 
-def test_a_model_that_was_pulled_is_verified(pulls: Pulls) -> None:
-    """Its checksum is that of the manifest; that it is no GGUF file is found as well."""
+def test_pulled_model_can_be_verified(pulls: Puller) -> None:
+    """By the manifest's checksum; a file that is no GGUF is found as well."""
     verdict = verify(pulls().model)
     assert verdict.checksum_known
     assert ["GGUF" in problem for problem in verdict.problems] == [True]

@@ -1,4 +1,4 @@
-"""Tests of what a reference means, and of the models in a repository."""
+"""Model references, and the models in a repository."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def files(*paths: str) -> tuple[RemoteFile, ...]:
 
 
 def refused(reference: str, *paths: str) -> InferenceCenterError:
-    """Return why a reference means none of these files."""
+    """Return why a reference matches none of these files."""
     with pytest.raises(InferenceCenterError) as caught:
         choose(parse_reference(reference), files(*paths))
     return caught.value
@@ -43,7 +43,7 @@ def refused(reference: str, *paths: str) -> InferenceCenterError:
         ("ada/tiny/BF16/a-00001-of-00002.gguf", ModelReference("ada/tiny", file="BF16/a-00001-of-00002.gguf")),
     ],
 )
-def test_forms(text: str, meant: ModelReference) -> None:
+def test_reference_forms(text: str, meant: ModelReference) -> None:
     """A repository, with a quantization, with a file, also in a folder."""
     assert parse_reference(text) == meant
 
@@ -63,8 +63,8 @@ def test_forms(text: str, meant: ModelReference) -> None:
         "ada/tiny\n",
     ],
 )
-def test_what_is_no_reference(text: str) -> None:
-    """Is refused, with the forms that there are."""
+def test_invalid_reference_lists_the_forms(text: str) -> None:
+    """The error has the valid forms."""
     with pytest.raises(InferenceCenterError) as caught:
         parse_reference(text)
     assert caught.value.code is ErrorCode.INVALID_REQUEST
@@ -84,14 +84,14 @@ def test_what_is_no_reference(text: str) -> None:
         ("tiny.gguf", "tiny", None),
     ],
 )
-def test_quantizations_are_told_by_names(path: str, name: str, quant: str | None) -> None:
-    """By the file's, or by that of its folder."""
+def test_quantization_is_in_the_name(path: str, name: str, quant: str | None) -> None:
+    """Of the file, or of its folder."""
     (variant,) = list_variants(files(path))
     assert (variant.name, variant.quant) == (name, quant)
 
 
-def test_a_split_model_is_one_offer_and_an_incomplete_one_none() -> None:
-    """Its parts stand in their order, whatever the order of the list."""
+def test_split_model_is_one_variant() -> None:
+    """Its parts are ordered; an incomplete model is none."""
     paths = [f"big-Q8_0-{number:05}-of-00003.gguf" for number in (3, 1, 2)]
     (variant,) = list_variants(files(*paths, "torn-00001-of-00002.gguf", "README.md"))
     assert (variant.name, variant.quant, variant.size_bytes) == ("big-Q8_0", "Q8_0", 3)
@@ -114,8 +114,8 @@ def test_a_split_model_is_one_offer_and_an_incomplete_one_none() -> None:
         ("ada/tiny/s-00002-of-00002.gguf", ["s-00001-of-00002.gguf", "s-00002-of-00002.gguf"], "s"),
     ],
 )
-def test_the_model_that_is_meant(reference: str, paths: list[str], chosen: str) -> None:
-    """The only one, the only Q4_K_M, the one in that quantization, or the one with that file."""
+def test_matching_variant(reference: str, paths: list[str], chosen: str) -> None:
+    """The only one, the only Q4_K_M, the given quantization, or the given file."""
     assert choose(parse_reference(reference), files(*paths)).name == chosen
 
 
@@ -129,8 +129,8 @@ def test_the_model_that_is_meant(reference: str, paths: list[str], chosen: str) 
         ("ada/tiny/b.gguf", ["a.gguf"], "the file b.gguf", "a.gguf"),
     ],
 )
-def test_what_is_not_there_lists_what_is(reference: str, paths: list[str], message: str, listed: str) -> None:
-    """Quantizations where they tell models apart, files where they do not."""
+def test_error_lists_the_variants(reference: str, paths: list[str], message: str, listed: str) -> None:
+    """Quantizations where they are distinct, else files."""
     error = refused(reference, *paths)
     assert error.code is ErrorCode.MODEL_NOT_FOUND
     assert message in error.message
@@ -139,8 +139,8 @@ def test_what_is_not_there_lists_what_is(reference: str, paths: list[str], messa
 
 @example("a\n")
 @given(st.text(max_size=40) | st.text("ab1._-+/:\\ \n", max_size=140))
-def test_a_name_is_good_for_a_file_or_refused(name: str) -> None:
-    """No name leads out of a directory, hides, or has a character that a shell reads otherwise."""
+def test_file_names_are_safe(name: str) -> None:
+    """No name leaves the directory, hides, or has special characters of a shell."""
     safe = (
         name.isascii()
         and name[:1].isalnum()
@@ -150,7 +150,7 @@ def test_a_name_is_good_for_a_file_or_refused(name: str) -> None:
         assert check_name(name) == name
 
 
-def test_the_names_of_a_models_files() -> None:
-    """Those of a split one are what llama.cpp looks for."""
+def test_file_names_of_a_model() -> None:
+    """Parts get the names that llama.cpp expects."""
     assert file_names("a", 1) == ("a.gguf",)
     assert file_names("a", 2) == ("a-00001-of-00002.gguf", "a-00002-of-00002.gguf")

@@ -1,4 +1,4 @@
-"""Tests of which models there are: settings and files in every combination."""
+"""Which models are served: settings and files in every combination."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def _write(path: Path, **metadata: str) -> Path:
-    """Write a model that is a header and nothing else; ``name`` is what it calls itself."""
+    """Write a header-only model; ``name`` is its own name."""
     writer = gguf.GGUFWriter(path, metadata.pop("architecture", "llama"))
     for key, value in metadata.items():
         writer.add_string(f"general.{key}", value)
@@ -53,11 +53,11 @@ def _refused(folder: Path, **tables: Any) -> InferenceCenterError:
     return caught.value
 
 
-# The default.
+# Default model.
 
 
-def test_without_settings_there_is_the_demo_model(folder: Path) -> None:
-    """It is called as the command line calls it, and runs as every engine does."""
+def test_demo_model_is_the_default_without_settings(folder: Path) -> None:
+    """It has its usual name and the engine's settings."""
     settings = Settings(models_dir=folder)
     registry = read_registry(settings)
     spec = registry.get(DEMO)
@@ -67,7 +67,7 @@ def test_without_settings_there_is_the_demo_model(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("chosen", [{"path": bundled_model()}, {"name": "demo"}])
-def test_the_demo_model_may_be_asked_for(folder: Path, chosen: dict[str, Any]) -> None:
+def test_demo_model_can_be_configured(folder: Path, chosen: dict[str, Any]) -> None:
     """By its file or by its name."""
     assert default_model(Settings.model_validate({"models_dir": folder, "model": chosen})) == default_model(
         Settings(models_dir=folder)
@@ -75,8 +75,8 @@ def test_the_demo_model_may_be_asked_for(folder: Path, chosen: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("model", [None, bundled_model()])
-def test_another_model_may_be_called_demo(folder: Path, model: Path | None) -> None:
-    """In the directory or by an entry; the bundled one is then called what its file says."""
+def test_another_model_may_be_named_demo(folder: Path, model: Path | None) -> None:
+    """The bundled one then has its file's name."""
     own = _write(folder / "demo.gguf")
     for tables in ({}, {"models": {"demo": {"n_ctx": 512}}}):
         registry = _read(folder, model={"path": model}, **tables)
@@ -87,8 +87,8 @@ def test_another_model_may_be_called_demo(folder: Path, model: Path | None) -> N
         assert registry.default == "InferenceCenter Demo"
 
 
-def test_the_echo_backend_has_a_name_and_reads_no_file(folder: Path) -> None:
-    """Unless it is given one; files are found all the same, so that names can be tried without a model."""
+def test_echo_backend_needs_no_file(folder: Path) -> None:
+    """Found files are listed, so that names can be tried without a model."""
     _write(folder / "phi.gguf")
     registry = _read(folder, engine={"backend": "echo"})
     assert (registry.default, sorted(registry.models)) == ("echo", ["echo", "phi"])
@@ -97,8 +97,8 @@ def test_the_echo_backend_has_a_name_and_reads_no_file(folder: Path) -> None:
     assert _read(folder, engine={"backend": "echo"}, model={"name": "phi"}).default == "phi"
 
 
-def test_a_default_by_its_path(folder: Path, tmp_path: Path) -> None:
-    """It has the name that is set, else what the file calls itself, else the file's stem."""
+def test_default_by_path(folder: Path, tmp_path: Path) -> None:
+    """Its name is the setting, else the file's own, else the file's stem."""
     path = _write(tmp_path / "mine.gguf", name="Ada's own")
     assert _read(folder, model={"path": path}).default == "Ada's own"
     assert _read(folder, model={"path": path, "name": "ada"}).get("ada").path == path
@@ -106,8 +106,8 @@ def test_a_default_by_its_path(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 and more", b"GGUF"])
-def test_a_default_that_is_no_model(folder: Path, tmp_path: Path, content: bytes | None) -> None:
-    """It is there under its stem; the engine says what is wrong with it."""
+def test_default_that_is_no_model_is_listed(folder: Path, tmp_path: Path, content: bytes | None) -> None:
+    """Under its stem; the engine reports the defect."""
     path = tmp_path / "broken.gguf"
     if content is not None:
         path.write_bytes(content)
@@ -115,22 +115,22 @@ def test_a_default_that_is_no_model(folder: Path, tmp_path: Path, content: bytes
     assert (registry.default, registry.get("broken").path) == ("broken", path)
 
 
-def test_a_default_of_a_very_long_name(folder: Path, tmp_path: Path) -> None:
-    """A file may claim any name; what goes to clients is no longer than what they may send."""
+def test_long_model_name_is_shortened(folder: Path, tmp_path: Path) -> None:
+    """To what clients may send."""
     path = _write(tmp_path / "long.gguf", name="n" * 5000)
     assert _read(folder, model={"path": path}).default == "n" * 256
 
 
-def test_a_default_by_the_name_of_an_entry(folder: Path, tmp_path: Path) -> None:
-    """It is that entry, with all that is set there."""
+def test_default_by_entry_name(folder: Path, tmp_path: Path) -> None:
+    """With all settings of the entry."""
     path = _write(tmp_path / "phi-3.gguf", name="Phi 3")
     registry = _read(folder, model={"name": "phi"}, models={"phi": {"path": path, "slots": 2}})
     assert (registry.default, list(registry.models)) == ("phi", ["phi"])
     assert (registry.get("phi").path, registry.get("phi").engine.slots) == (path, 2)
 
 
-def test_a_default_by_the_name_of_a_file(folder: Path, tmp_path: Path) -> None:
-    """It may have adapters, since it has no entry to have them."""
+def test_default_by_file_name(folder: Path, tmp_path: Path) -> None:
+    """It may have adapters, since it has no entry."""
     path, adapter = _write(folder / "phi.gguf"), tmp_path / "lora.gguf"
     assert _read(folder, model={"name": "phi"}).get("phi").path == path
     spec = default_model(
@@ -141,8 +141,8 @@ def test_a_default_by_the_name_of_a_file(folder: Path, tmp_path: Path) -> None:
     assert (spec.path, spec.lora) == (path, (LoraSettings(path=adapter, scale=0.5),))
 
 
-def test_a_default_whose_file_lies_in_models_dir(folder: Path, tmp_path: Path) -> None:
-    """It is one model and not two: called by its stem there, also where a link leads to it."""
+def test_default_in_models_dir_is_listed_once(folder: Path, tmp_path: Path) -> None:
+    """By its stem there, also through a link."""
     path = _write(folder / "phi.gguf", name="Phi 3")
     (tmp_path / "link.gguf").symlink_to(path)
     for chosen in (path, tmp_path / "link.gguf"):
@@ -151,19 +151,19 @@ def test_a_default_whose_file_lies_in_models_dir(folder: Path, tmp_path: Path) -
     assert sorted(_read(folder, model={"path": path, "name": "other"}).models) == ["other", "phi"]
 
 
-def test_a_default_hides_a_file_of_its_name(folder: Path, tmp_path: Path) -> None:
-    """Configured models win over files; no daemon fails to start because of a pulled file."""
+def test_default_takes_precedence_over_a_file(folder: Path, tmp_path: Path) -> None:
+    """A pulled file never fails the start."""
     _write(folder / "phi.gguf")
     path = _write(tmp_path / "other.gguf")
     registry = _read(folder, model={"path": path, "name": "phi"})
     assert registry.get("phi").path == path
 
 
-# What is refused.
+# Refused settings.
 
 
-def test_a_default_of_a_name_that_nothing_has(folder: Path) -> None:
-    """The refusal says which there are, or that there are none."""
+def test_unknown_default_is_refused(folder: Path) -> None:
+    """The error lists the models, if any."""
     error = _refused(folder, model={"name": "phy"})
     assert error.field == "model.name"
     assert "'phy'" in error.message
@@ -172,8 +172,8 @@ def test_a_default_of_a_name_that_nothing_has(folder: Path) -> None:
     assert "phi, qwen" in (_refused(folder, model={"name": "phy"}, models={"qwen": {}}).hint or "")
 
 
-def test_two_models_of_one_name(folder: Path, tmp_path: Path) -> None:
-    """A default with the name of an entry for another model is refused, however it got the name."""
+def test_duplicate_model_name_is_refused(folder: Path, tmp_path: Path) -> None:
+    """A default cannot have the name of an entry for another model."""
     path = _write(tmp_path / "a.gguf", name="phi")
     entry = {"phi": {"path": tmp_path / "b.gguf"}}
     error = _refused(folder, model={"path": path, "name": "phi"}, models=entry)
@@ -183,8 +183,8 @@ def test_two_models_of_one_name(folder: Path, tmp_path: Path) -> None:
     assert _refused(folder, engine={"backend": "echo"}, models={"echo": {}}).field == "model.name"
 
 
-def test_one_model_named_twice(folder: Path, tmp_path: Path) -> None:
-    """The same file under the same name, run alike, is no conflict."""
+def test_same_model_configured_twice(folder: Path, tmp_path: Path) -> None:
+    """Equal file, name and settings are no conflict."""
     path = _write(tmp_path / "a.gguf")
     registry = _read(folder, model={"path": path, "name": "phi"}, models={"phi": {"path": path}})
     assert (registry.default, list(registry.models)) == ("phi", ["phi"])
@@ -194,15 +194,15 @@ def test_one_model_named_twice(folder: Path, tmp_path: Path) -> None:
     )
 
 
-def test_adapters_of_a_default_with_an_entry(folder: Path) -> None:
-    """They would be ignored; the entry is where they belong."""
+def test_adapters_beside_an_entry_are_refused(folder: Path) -> None:
+    """They belong in the entry."""
     error = _refused(folder, model={"name": "phi", "lora": [{"path": "/a.gguf"}]}, models={"phi": {}})
     assert error.field == "model.lora"
     assert "models.phi.lora" in (error.hint or "")
 
 
-def test_overrides_that_do_not_go_with_the_rest(folder: Path) -> None:
-    """What an entry sets is looked at together with the settings of all engines."""
+def test_conflicting_overrides_are_refused(folder: Path) -> None:
+    """An entry is validated together with the engine's settings."""
     error = _refused(folder, models={"phi": {"keep_alive_s": -0.5}})
     assert error.field == "models.phi"
     assert "keep_alive_s" in (error.hint or "")
@@ -212,8 +212,8 @@ def test_overrides_that_do_not_go_with_the_rest(folder: Path) -> None:
 # Entries.
 
 
-def test_an_entry_says_how_its_model_runs(folder: Path) -> None:
-    """What it sets takes the place of the engine's settings, what it leaves out is as for every engine."""
+def test_entry_overrides_engine_settings(folder: Path) -> None:
+    """Other settings are those of every engine."""
     settings = Settings.model_validate(
         {
             "models_dir": folder,
@@ -247,13 +247,13 @@ def test_an_entry_says_how_its_model_runs(folder: Path) -> None:
     assert (plain.engine, plain.params, plain.lora) == (settings.engine, {}, ())
 
 
-def test_a_model_may_stay_for_ever(folder: Path) -> None:
-    """-1 is never to end, also where other engines do."""
+def test_keep_alive_can_be_unlimited(folder: Path) -> None:
+    """-1 never unloads, also where other engines sleep."""
     assert _read(folder, models={"phi": {"keep_alive_s": -1}}).get("phi").engine.sleep_after_s == -1
 
 
-def test_an_entry_without_a_path(folder: Path, tmp_path: Path) -> None:
-    """It is the file or the split model of its name in ``models_dir``, or the place where that would be."""
+def test_entry_without_a_path(folder: Path, tmp_path: Path) -> None:
+    """The file or split model of its name in ``models_dir``, present or not."""
     whole = _write(folder / "phi.gguf")
     first = _write(folder / "big-00001-of-00002.gguf")
     registry = _read(folder, models={"phi": {"slots": 1}, "big": {}, "later": {}})
@@ -264,15 +264,15 @@ def test_an_entry_without_a_path(folder: Path, tmp_path: Path) -> None:
     assert _read(tmp_path / "nowhere", models={"phi": {}}).get("phi").path == tmp_path / "nowhere" / "phi.gguf"
 
 
-def test_an_entry_hides_a_file_of_its_name(folder: Path) -> None:
-    """Its own path is what counts."""
+def test_entry_takes_precedence_over_a_file(folder: Path) -> None:
+    """Its own path counts."""
     _write(folder / "phi.gguf")
     assert _read(folder, models={"phi": {"path": "/m/other.gguf"}}).get("phi").path == Path("/m/other.gguf")
 
 
 @given(st.sampled_from(sorted(DAEMON_SETTINGS)))
-def test_what_concerns_no_engine_makes_no_other_model(name: str) -> None:
-    """Else a reload would load everything anew for nothing."""
+def test_unrelated_settings_keep_the_model_equal(name: str) -> None:
+    """Otherwise a reload would reload every engine."""
     tables = {"models_dir": "/nowhere", "models": {"phi": {"slots": 2}}}
     changed = True if name == "exit_when_failed" else 7
     before = read_registry(Settings.model_validate(tables))
@@ -281,8 +281,8 @@ def test_what_concerns_no_engine_makes_no_other_model(name: str) -> None:
     assert read_registry(Settings.model_validate({**tables, "engine": {"n_threads": 3}})) != before
 
 
-def test_a_name_that_nobody_has(folder: Path) -> None:
-    """Who asks for it hears which there are; hostile names are cut."""
+def test_unknown_name_is_refused(folder: Path) -> None:
+    """The error lists the models; hostile names are shortened."""
     registry = _read(folder, models={"phi": {}})
     for name in ("", "nope", "x" * 1000, "../../etc/passwd"):
         with pytest.raises(InferenceCenterError) as caught:
@@ -292,8 +292,8 @@ def test_a_name_that_nobody_has(folder: Path) -> None:
         assert len(caught.value.message) < 100
 
 
-def test_what_has_come_since(folder: Path) -> None:
-    """New files are taken in; what was there stays as it was, also when its file is gone."""
+def test_rescan_adds_new_files(folder: Path) -> None:
+    """Known models stay, also when their file is gone."""
     first = _write(folder / "first.gguf")
     registry = _read(folder, models={"phi": {"slots": 2}})
     first.unlink()
@@ -308,8 +308,8 @@ def test_what_has_come_since(folder: Path) -> None:
 # Files.
 
 
-def test_files_by_their_stems(folder: Path) -> None:
-    """Whole models and split ones, those by their first part; a whole one wins over a split one of its name."""
+def test_files_are_named_by_stem(folder: Path) -> None:
+    """A single file takes precedence over a split model of its name."""
     names = ("b.gguf", "a-00001-of-00002.gguf", "a-00002-of-00002.gguf", "rest-00002-of-00002.gguf", "notes.txt")
     paths = {name: _write(folder / name) for name in names}
     assert files_in(folder) == {"a": paths["a-00001-of-00002.gguf"], "b": paths["b.gguf"]}
@@ -317,8 +317,8 @@ def test_files_by_their_stems(folder: Path) -> None:
     assert files_in(folder)["a"] == whole
 
 
-def test_what_is_no_file_is_no_model(folder: Path, tmp_path: Path) -> None:
-    """Directories, dangling links, pipes and hidden files are ignored; other links count."""
+def test_non_files_are_ignored(folder: Path, tmp_path: Path) -> None:
+    """Directories, dangling links, pipes and hidden files; other links count."""
     (folder / "directory.gguf").mkdir()
     (folder / "dangling.gguf").symlink_to(tmp_path / "nowhere.gguf")
     (folder / "loop.gguf").symlink_to(folder / "loop.gguf")
@@ -329,8 +329,8 @@ def test_what_is_no_file_is_no_model(folder: Path, tmp_path: Path) -> None:
     assert _read(folder).remarks == ()
 
 
-def test_companions_of_models_are_none(folder: Path) -> None:
-    """An adapter or a projector is no model, and cannot be the default."""
+def test_adapters_and_projectors_are_no_models(folder: Path) -> None:
+    """They cannot be the default either."""
     write_adapter(folder / "lora.gguf")
     _write(folder / "mmproj.gguf", type="mmproj")
     _write(folder / "old-mmproj.gguf", architecture="clip")
@@ -342,28 +342,28 @@ def test_companions_of_models_are_none(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"GGUF", b"GGUF\x03\0\0\0" + b"\xff" * 16])
-def test_a_broken_file_is_listed(folder: Path, content: bytes) -> None:
-    """Who asks for it is told what is wrong; silence would be harder to understand."""
+def test_broken_file_is_listed(folder: Path, content: bytes) -> None:
+    """A request for it gets the reason."""
     (folder / "broken.gguf").write_bytes(content)
     assert sorted(files_in(folder)) == ["broken"]
 
 
 @pytest.mark.skipif(ROOT, reason="root may read everything")
-def test_a_file_that_may_not_be_read_is_listed(folder: Path) -> None:
+def test_unreadable_file_is_listed(folder: Path) -> None:
     """For the same reason."""
     _write(folder / "sealed.gguf").chmod(0)
     assert sorted(files_in(folder)) == ["sealed"]
 
 
-def test_directories_without_models(folder: Path, tmp_path: Path) -> None:
-    """One that is empty or not there has none, and nothing is said of it."""
+def test_empty_or_missing_directory(folder: Path, tmp_path: Path) -> None:
+    """There are no models, and nothing is logged."""
     for directory in (folder, tmp_path / "nowhere"):
         assert files_in(directory) == {}
         assert _read(directory).remarks == ()
 
 
-def test_a_directory_that_is_none(folder: Path) -> None:
-    """It is said once, and the other models are there."""
+def test_models_dir_that_is_no_directory(folder: Path) -> None:
+    """Logged once; the other models are listed."""
     (folder / "file").touch()
     registry = _read(folder / "file")
     assert list(registry.models) == [DEMO]
@@ -376,8 +376,8 @@ def test_a_directory_that_is_none(folder: Path) -> None:
 
 @pytest.mark.skipif(ROOT, reason="root may read everything")
 @pytest.mark.parametrize("mode", [0o000, 0o300, 0o600])
-def test_a_directory_that_may_not_be_read(folder: Path, mode: int) -> None:
-    """Whether its list is closed or its files, no model of it is offered."""
+def test_unreadable_models_dir(folder: Path, mode: int) -> None:
+    """Neither an unlistable nor an untraversable directory has models."""
     _write(folder / "phi.gguf")
     folder.chmod(mode)
     try:
@@ -388,8 +388,8 @@ def test_a_directory_that_may_not_be_read(folder: Path, mode: int) -> None:
     assert "cannot be read: Permission denied" in registry.remarks[0]
 
 
-def test_names_that_sessions_cannot_use(folder: Path) -> None:
-    """They are told in one line that a terminal may show, and cut; one that has a name elsewhere is fine."""
+def test_unusable_names_are_logged(folder: Path) -> None:
+    """In one printable, bounded line; a model with a configured name is fine."""
     for name in ("My Model", "-rf", "\x1b[31mred", "ü" * 100, "a\nb", "x" * 129, "é", "$(id)"):
         _write(folder / f"{name}.gguf")
     odd = Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe.gguf"))
@@ -404,16 +404,16 @@ def test_names_that_sessions_cannot_use(folder: Path) -> None:
     assert "My Model" not in _read(folder, models={"m": {"path": folder / "My Model.gguf"}}).remarks[0]
 
 
-def test_a_very_long_name_is_cut(folder: Path) -> None:
-    """A line of the log has an end."""
+def test_logged_names_are_bounded(folder: Path) -> None:
+    """A log line has a limit."""
     _write(folder / f"{'ü' * 100}.gguf")
     (remark,) = _read(folder).remarks
     assert remark.count("\\xfc") == 80
 
 
 @given(st.text(min_size=1, max_size=40))
-def test_every_name_of_a_file_is_one_that_settings_allow(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
-    """Whatever a file is called, a model that is listed can be given an entry."""
+def test_listed_names_are_valid_in_settings(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    """Any listed model can be given an entry."""
     directory = tmp_path_factory.mktemp("any")
     try:
         (directory / f"{name}.gguf").write_bytes(b"GGUF")
@@ -423,8 +423,8 @@ def test_every_name_of_a_file_is_one_that_settings_allow(tmp_path_factory: pytes
         assert Settings.model_validate({"models": {found: {}}}).models.keys() == {found}
 
 
-def test_many_files_with_large_vocabularies_are_looked_at_quickly(folder: Path) -> None:
-    """Only the beginning of each is read, of a hundred megabytes: a reload looks at all of them on the event loop."""
+def test_scan_reads_only_the_beginning_of_files(folder: Path) -> None:
+    """A reload scans every file on the event loop."""
 
     def read_bytes() -> int:
         (so_far,) = [line for line in Path("/proc/self/io").read_text().splitlines() if line.startswith("rchar: ")]
@@ -446,8 +446,8 @@ def test_many_files_with_large_vocabularies_are_looked_at_quickly(folder: Path) 
     assert read_bytes() - before < 50 * 2**16
 
 
-def test_a_path_that_leads_in_a_circle_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    """Looking it up raises what no file does; the error is one of settings."""
+def test_symlink_loop_is_refused(folder: Path, tmp_path: Path) -> None:
+    """Resolving it raises an error of settings."""
     circle = tmp_path / "circle.gguf"
     circle.symlink_to(circle)
     with pytest.raises(InferenceCenterError, match="the models cannot be read: RuntimeError") as caught:
