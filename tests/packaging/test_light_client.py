@@ -1,4 +1,4 @@
-"""The wheel without extras: the client and the commands that talk to a daemon, without a compiler."""
+"""The wheel without extras: the client and its commands, without a compiler."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ EXAMPLES = ("many_sessions.py", "abort.py", "tool_loop.py")
 
 
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs of an environment in which the wheel was installed, and nothing else."""
+def bin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of an environment in which only the wheel was installed."""
     scratch = tmp_path_factory.mktemp("bare")
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
     subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", scratch, ROOT], check=True)
@@ -52,9 +52,9 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> I
         yield running
 
 
-def run(bare: Path, *command: str | Path, daemon: Daemon | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a program of the bare environment in an empty folder, with the address and token of a daemon."""
-    environment = {"PATH": os.environ["PATH"], "HOME": str(bare)}
+def run(bin_dir: Path, *command: str | Path, daemon: Daemon | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program of that environment in an empty folder, with the address and token of a daemon."""
+    environment = {"PATH": os.environ["PATH"], "HOME": str(bin_dir)}
     if daemon is not None:
         environment |= {
             "INFERENCECENTER_URL": f"http://127.0.0.1:{daemon.port}",
@@ -64,9 +64,9 @@ def run(bare: Path, *command: str | Path, daemon: Daemon | None = None) -> subpr
         }
     program, *arguments = command
     return subprocess.run(
-        [bare / program, *arguments],
+        [bin_dir / program, *arguments],
         env=environment,
-        cwd=bare,
+        cwd=bin_dir,
         input=QUESTION,
         check=False,
         capture_output=True,
@@ -75,16 +75,16 @@ def run(bare: Path, *command: str | Path, daemon: Daemon | None = None) -> subpr
     )
 
 
-def test_nothing_of_the_server_is_installed(bare: Path) -> None:
-    """Neither the compiled packages nor those of the HTTP server are brought along."""
+def test_no_server_dependency_is_installed(bin_dir: Path) -> None:
+    """Neither compiled packages nor those of the HTTP server."""
     found = f"from importlib.util import find_spec; print([n for n in {SERVER_PACKAGES!r} if find_spec(n)])"
-    assert run(bare, "python", "-c", found).stdout == "[]\n"
+    assert run(bin_dir, "python", "-c", found).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_the_examples_of_the_client_run(bare: Path, daemon: Daemon, example: str) -> None:
-    """A program that uses the client needs nothing else."""
-    done = run(bare, "python", ROOT / "examples" / example, daemon=daemon)
+def test_client_examples_run(bin_dir: Path, daemon: Daemon, example: str) -> None:
+    """They need no other package."""
+    done = run(bin_dir, "python", ROOT / "examples" / example, daemon=daemon)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 
@@ -105,32 +105,32 @@ def test_the_examples_of_the_client_run(bare: Path, daemon: Daemon, example: str
     ],
     ids=" ".join,
 )
-def test_commands_work_beside_a_daemon(bare: Path, daemon: Daemon, command: tuple[str, ...]) -> None:
-    """What talks to a daemon, or looks at its files, needs nothing of the server."""
-    done = run(bare, "inferencecenter", *command, daemon=daemon)
+def test_client_commands_work(bin_dir: Path, daemon: Daemon, command: tuple[str, ...]) -> None:
+    """Commands for a running daemon or its files need nothing of the server."""
+    done = run(bin_dir, "inferencecenter", *command, daemon=daemon)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", [("serve",), ("run", "demo", "Hello."), ("doctor",)], ids=" ".join)
-def test_what_needs_the_server_says_so(bare: Path, command: tuple[str, ...]) -> None:
-    """The message names the extra that brings it."""
-    done = run(bare, "inferencecenter", *command)
+def test_server_commands_name_the_extra(bin_dir: Path, command: tuple[str, ...]) -> None:
+    """The message says what to install."""
+    done = run(bin_dir, "inferencecenter", *command)
     assert done.returncode == 78
     assert 'pip install "inferencecenter[server]"' in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_benchmark_says_where_it_is(bare: Path) -> None:
-    """It is not in the wheel; whatever it is asked, the message says so."""
-    done = run(bare, "inferencecenter", "bench", "throughput", "--clients", "4")
+def test_bench_says_where_to_find_it(bin_dir: Path) -> None:
+    """It is not in the wheel, and any arguments give the message."""
+    done = run(bin_dir, "inferencecenter", "bench", "throughput", "--clients", "4")
     assert done.returncode == 78
     assert "Clone the repository" in done.stderr
 
 
-def test_importing_the_client_loads_no_other_part(bare: Path) -> None:
-    """Neither the daemon's modules nor its log come with the client."""
+def test_importing_the_client_loads_no_other_part(bin_dir: Path) -> None:
+    """Neither the daemon's modules nor its logging are imported."""
     code = "import sys, json, inferencecenter.client; print(json.dumps(sorted(sys.modules)))"
-    modules = json.loads(run(bare, "python", "-c", code).stdout)
+    modules = json.loads(run(bin_dir, "python", "-c", code).stdout)
     packages = {name.split(".")[1] for name in modules if name.startswith("inferencecenter.")}
     assert packages == {"client", "protocol", "core"}
     assert not {"structlog", "rich", "typer", "msgspec", "websockets", "orjson"} & set(modules)

@@ -1,4 +1,4 @@
-"""What a release is made of: its tag, its notes, and the workflows that build it."""
+"""Releases: tag, notes, and the workflows that build them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHANGELOG = """# Changelog
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A repository of version 1.2.3, with a Python that only says what it was asked to build."""
+    """A repository of version 1.2.3, with a Python that only records what it should build."""
     for folder in ("tools", "inferencecenter"):
         (tmp_path / folder).mkdir()
     shutil.copy(ROOT / "tools/release", tmp_path / "tools")
@@ -42,15 +42,15 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def release(checkout: Path, tag: str, title: str) -> subprocess.CompletedProcess[str]:
-    """Build a release whose section of the changelog has this title."""
+    """Build a release whose changelog section has this title."""
     (checkout / "CHANGELOG.md").write_text(CHANGELOG.format(title=title))
     command = [str(checkout / "tools/release"), tag, "dist"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(checkout / "python")}
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_a_release_is_built_with_the_notes_of_its_version(checkout: Path) -> None:
-    """The notes are the version's section of the changelog, without its title and without other versions."""
+def test_release_notes_are_the_section_of_the_version(checkout: Path) -> None:
+    """Without its title and without other versions."""
     done = release(checkout, "v1.2.3", "1.2.3 - 2026-02-03")
     assert (done.returncode, done.stdout) == (0, "-m build --outdir dist\n"), done.stderr
     assert (checkout / "dist/notes.md").read_text().strip() == "### Added\n\n- A thing."
@@ -65,16 +65,16 @@ def test_a_release_is_built_with_the_notes_of_its_version(checkout: Path) -> Non
         ("v1.2.3", "1.2.30 - 2026-02-03", "CHANGELOG.md has no section"),
     ],
 )
-def test_a_release_that_does_not_fit_its_tag_is_refused(checkout: Path, tag: str, title: str, said: str) -> None:
-    """Nothing is built for another version's tag, or before the changelog has the date."""
+def test_release_must_match_its_tag(checkout: Path, tag: str, title: str, said: str) -> None:
+    """Nothing is built for another version's tag, or before the changelog has a date."""
     done = release(checkout, tag, title)
     assert done.returncode == 1
     assert said in done.stderr
     assert done.stdout == ""
 
 
-def test_the_changelog_begins_with_the_version() -> None:
-    """The newest section is that of the version in the code, unreleased or with its date."""
+def test_changelog_starts_with_the_version() -> None:
+    """Unreleased or with its date."""
     version = re.findall(r'^__version__ = "(.+)"$', (ROOT / "inferencecenter/__init__.py").read_text(), re.MULTILINE)
     title = r"^## (\S+) - (?:unreleased|\d{4}-\d\d-\d\d)$"
     assert re.findall(title, (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[:1] == version
@@ -88,22 +88,22 @@ def steps(workflow: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_actions_are_pinned(workflow: Path) -> None:
-    """An action of others is named by its commit, which cannot be moved as a tag can."""
+    """Third-party actions are pinned by commit."""
     used = [step["uses"] for step in steps(workflow) if "uses" in step]
     assert used
     assert [each for each in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", each)] == []
 
 
-def test_programs_of_workflows_are_there() -> None:
-    """What they run from the repository can be run."""
+def test_programs_of_workflows_exist() -> None:
+    """Programs of the repository exist and are executable."""
     commands = [step["run"] for path in WORKFLOWS for step in steps(path) if "run" in step]
     called = {word for command in commands for word in command.split()[:1] if "/" in word}
     assert called == {".ci/run", "tools/release"}
     assert [name for name in called if not (ROOT / name).stat().st_mode & 0o100] == []
 
 
-def test_hosted_tests_run_on_the_pythons_of_the_package() -> None:
-    """The matrix of the workflow is the list of classifiers, from the lowest version that may be installed."""
+def test_workflow_matrix_equals_the_classifiers() -> None:
+    """From the lowest supported version on."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pythons = [each.rpartition(" ")[2] for each in project["classifiers"] if re.search(r"Python :: 3\.\d+$", each)]
     matrix = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]
