@@ -1,4 +1,4 @@
-"""Tests of the way from text to requests and from events to text."""
+"""Decoding requests from text and encoding events."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ EVENTS: tuple[type[Event], ...] = get_args(AnyEvent)
 
 
 def refused(text: str) -> InferenceCenterError:
-    """Return the error that a frame causes."""
+    """Return the error of a frame."""
     with pytest.raises(InferenceCenterError) as caught:
         read_frame(text).parse()
     return caught.value
 
 
-# What is not a frame.
+# Invalid frames.
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def refused(text: str) -> InferenceCenterError:
         '{"op": "a\nb"}', '{"op": "ping", "x": 1e}',
     ],
 )  # fmt: skip
-def test_what_is_not_json_is_said_to_be(text: str) -> None:
+def test_invalid_json_is_refused(text: str) -> None:
     """Malformed text, NaN, infinities and lone surrogates are ``invalid_json`` with a position."""
     error = refused(text)
     assert error.code is ErrorCode.INVALID_JSON
@@ -50,8 +50,8 @@ def test_what_is_not_json_is_said_to_be(text: str) -> None:
     ("text", "kind"),
     [("[]", "array"), ('"ping"', "string"), ("1", "number"), ("1.5", "number"), ("true", "boolean"), ("null", "null")],
 )
-def test_what_is_not_an_object_is_said_to_be(text: str, kind: str) -> None:
-    """The message names what it is instead."""
+def test_frame_must_be_an_object(text: str, kind: str) -> None:
+    """The message names the type."""
     error = refused(text)
     assert error.code is ErrorCode.INVALID_JSON
     assert f"JSON {kind}, not an object" in error.message
@@ -60,37 +60,37 @@ def test_what_is_not_an_object_is_said_to_be(text: str, kind: str) -> None:
 @pytest.mark.parametrize("opening", ["[", '{"a":'])
 @pytest.mark.parametrize("depth", [2_000, 90_000])
 def test_deep_nesting_is_refused(opening: str, depth: int) -> None:
-    """However deep, closed or not, it is an error and not the end of the process."""
+    """Any depth, closed or not, is an error and no crash."""
     closing = "]" if opening == "[" else "}"
     assert refused('{"op": "ping", "x": ' + opening * depth).code is ErrorCode.INVALID_JSON
     whole = '{"op": "ping", "x": ' + opening * depth + "1" + closing * depth + "}"
     assert refused(whole).code in (ErrorCode.INVALID_JSON, ErrorCode.INVALID_REQUEST)
 
 
-def test_a_long_value_is_shown_short() -> None:
-    """A megabyte of nonsense does not come back as a megabyte of error."""
+def test_error_shortens_long_values() -> None:
+    """A megabyte of input does not return as a megabyte of error."""
     error = refused(json.dumps({"op": "x" * 1_000_000}))
     assert error.code is ErrorCode.UNKNOWN_OP
     assert len(error.message) < 200
 
 
 @pytest.mark.parametrize("value", ["[" * 500 + "]" * 500, '{"a":' * 500 + "1" + "}" * 500])
-def test_a_deep_value_of_a_known_field_is_refused(value: str) -> None:
-    """What can be read but not written again is described instead of shown."""
+def test_deep_value_is_described(value: str) -> None:
+    """A value that can be decoded but not encoded is described."""
     error = refused('{"op": "infer", "session_id": ' + value + "}")
     assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "session_id")
     assert "of many levels" in error.message
 
 
-def test_a_long_name_is_shown_short() -> None:
-    """Neither the message nor the field has all of it."""
+def test_error_shortens_long_names() -> None:
+    """In message and field."""
     error = refused(json.dumps({"op": "ping", "k" * 100_000: 1}))
     assert str(error.field).startswith("kkk")
     assert len(error.message) + len(str(error.field)) < 300
 
 
-def test_many_faults_are_counted_and_not_listed() -> None:
-    """Saying what is wrong takes no longer than finding it."""
+def test_many_errors_are_counted() -> None:
+    """The cost of reporting is bounded by that of validation."""
     message = {"role": "user", "content": "", **{f"k{n}": n for n in range(5000)}}
     error = refused(json.dumps({"op": "append", "session_id": "s", "messages": [message]}))
     assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, None)
@@ -114,8 +114,8 @@ def test_many_faults_are_counted_and_not_listed() -> None:
         ),
     ],
 )
-def test_the_first_fault_ends_the_validation(frame: dict[str, Any], field: str) -> None:
-    """A list of faults costs what one costs: of thousands only the first is looked for."""
+def test_validation_stops_at_the_first_list_error(frame: dict[str, Any], field: str) -> None:
+    """Thousands of errors cost as much as one."""
     assert refused(json.dumps(frame)).field == field
 
 
@@ -127,7 +127,7 @@ def test_the_first_fault_ends_the_validation(frame: dict[str, Any], field: str) 
     [({}, "op is missing"), ({"op": None}, "op is missing"), ({"op": 1}, "op is a JSON number, not a string"),
      ({"op": ["ping"]}, "op is a JSON array, not a string"), ({"op": True}, "op is a JSON boolean, not a string")],
 )  # fmt: skip
-def test_an_op_must_be_there(frame: dict[str, Any], words: str) -> None:
+def test_op_is_required(frame: dict[str, Any], words: str) -> None:
     """The error names the field, lists the ops and keeps the id."""
     error = refused(json.dumps({**frame, "id": "7"}))
     assert isinstance(error, FrameError)
@@ -137,13 +137,13 @@ def test_an_op_must_be_there(frame: dict[str, Any], words: str) -> None:
 
 
 @pytest.mark.parametrize("op", ["ping", "PING", "Ping"])
-def test_ops_are_read_in_any_case(op: str) -> None:
-    """A client of the first protocol may shout."""
+def test_ops_are_case_insensitive(op: str) -> None:
+    """Clients of protocol version 0 may send capitals."""
     assert isinstance(read_frame(json.dumps({"op": op})).parse(), requests.Ping)
 
 
-def test_an_unknown_op_is_answered_with_the_nearest() -> None:
-    """The hint is what was probably meant."""
+def test_unknown_op_suggests_the_nearest() -> None:
+    """In the hint."""
     error = refused('{"op": "infre"}')
     assert (error.code, error.field, error.hint) == (ErrorCode.UNKNOWN_OP, "op", "Did you mean infer?")
     assert "infer" in str(refused('{"op": "zzz"}').hint)
@@ -152,14 +152,14 @@ def test_an_unknown_op_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("value", "known"), [("", ""), ("a", "a"), ("x" * 64, "x" * 64), ("x" * 65, None), (7, None), (None, None)]
 )
-def test_the_id_is_known_before_anything_fails(value: object, known: str | None) -> None:
-    """A usable id is there to echo even when the op is unknown; an unusable one is not echoed."""
+def test_errors_echo_the_id(value: object, known: str | None) -> None:
+    """Even for an unknown op; an unusable id is not echoed."""
     assert read_frame(json.dumps({"op": "nonsense", "id": value})).id == known
 
 
 @pytest.mark.parametrize("value", ["x" * 65, 7, 1.5, True, [], {}])
-def test_an_unusable_id_is_an_error(value: object) -> None:
-    """Of type or length."""
+def test_invalid_id_is_refused(value: object) -> None:
+    """By type or length."""
     error = refused(json.dumps({"op": "ping", "id": value}))
     assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, "id")
 
@@ -168,8 +168,8 @@ def test_an_unusable_id_is_an_error(value: object) -> None:
 
 
 @pytest.mark.parametrize("op", REQUESTS)
-def test_unknown_fields_are_refused_in_every_request(op: str) -> None:
-    """Nothing is ignored."""
+def test_unknown_fields_are_refused(op: str) -> None:
+    """In every request."""
     special: dict[str, dict[str, Any]] = {
         "auth": {"token": "t"},
         "infer": {"session_id": "s", "prompt": "p"},
@@ -223,8 +223,8 @@ def test_unknown_fields_are_refused_in_every_request(op: str) -> None:
         ({"op": "hello", "protocol": "1"}, "protocol"),
     ],
 )
-def test_a_wrong_field_is_named(frame: dict[str, Any], field: str) -> None:
-    """Missing, of another type, out of range: nothing is coerced, and the error names the field."""
+def test_field_errors_name_the_field(frame: dict[str, Any], field: str) -> None:
+    """Missing, of another type, out of range: nothing is coerced."""
     error = refused(json.dumps(frame))
     assert (error.code, error.field) == (ErrorCode.INVALID_REQUEST, field)
     assert field in error.message
@@ -244,16 +244,16 @@ def test_a_wrong_field_is_named(frame: dict[str, Any], field: str) -> None:
         ({"op": "auth", "token": "t", "client_id": "a", "api_key": "k"}, "either token, or client_id and api_key"),
     ],
 )
-def test_fields_that_do_not_go_together_are_said_to_be(frame: dict[str, Any], words: str) -> None:
-    """What is allowed stands in the message."""
+def test_conflicting_fields_are_refused(frame: dict[str, Any], words: str) -> None:
+    """The message has the valid combinations."""
     error = refused(json.dumps(frame))
     assert error.code is ErrorCode.INVALID_REQUEST
     assert words in error.message
 
 
 @pytest.mark.parametrize("field", ["token", "api_key"])
-def test_secrets_are_not_repeated(field: str) -> None:
-    """A secret of the wrong form does not come back in the error."""
+def test_errors_contain_no_secret(field: str) -> None:
+    """A malformed secret is not echoed."""
     error = refused(json.dumps({"op": "auth", "client_id": "a", field: ["hunter2"]}))
     assert error.field == field
     assert "hunter2" not in error.message
@@ -266,7 +266,7 @@ _OF_ONE_ROLE: Final[dict[str, Any]] = {"role": "assistant", "tool_call_id": None
 
 
 def sample(annotation: Any) -> Any:  # a value of any type that events are made of
-    """Return some value for a field, with every optional part filled."""
+    """Return a value for a field, with every optional part filled."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is typing.Literal:
         return arguments[0]
@@ -283,7 +283,7 @@ def sample(annotation: Any) -> Any:  # a value of any type that events are made 
 
 
 def marked(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return the names that the first protocol knows, nested as the message is."""
+    """Return the names that protocol version 0 knows, nested as the message is."""
     names: dict[str, Any] = {}
     for name, field in kind.model_fields.items():
         if any(isinstance(mark, Dagger) for mark in field.metadata):
@@ -294,13 +294,13 @@ def marked(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def shape(value: dict[str, Any], like: dict[str, Any]) -> dict[str, Any]:
-    """Return the names in ``value``, as deep as ``like`` goes."""
+    """Return the names in ``value``, to the depth of ``like``."""
     return {name: shape(value[name], like[name]) if like.get(name) else None for name in value}
 
 
 @pytest.mark.parametrize("kind", EVENTS)
-def test_every_event_in_both_protocols(kind: type[Event]) -> None:
-    """v1 sockets get every field; old ones the marked ones exactly, or nothing of an op that is not marked."""
+def test_events_of_both_protocol_versions(kind: type[Event]) -> None:
+    """v1 sockets get every field; others exactly the marked ones of marked ops."""
     event = kind(**{name: sample(field.annotation) for name, field in kind.model_fields.items()})
     whole = encode(event)
     assert whole is not None
@@ -315,23 +315,23 @@ def test_every_event_in_both_protocols(kind: type[Event]) -> None:
     assert json.loads(old).items() <= json.loads(whole).items() or any(expected.values())
 
 
-def test_ops_of_the_first_protocol() -> None:
-    """These, as its clients know them, and no others."""
+def test_ops_of_protocol_version_0() -> None:
+    """The list is complete."""
     assert {kind.model_fields["op"].default for kind in EVENTS if kind.dagger} == {
         "hello", "auth_success", "auth_failed", "session_created", "session_error", "token", "end", "abort",
         "session_closed", "metrics", "metrics_subscribed", "metrics_unsubscribed", "error",
     }  # fmt: skip
 
 
-def test_absent_values_are_left_out() -> None:
+def test_absent_values_are_omitted() -> None:
     """Except readings, which are null."""
     assert encode(events.Pong()) == '{"op":"pong"}'
     assert encode(events.Pong(id="x")) == '{"op":"pong","id":"x"}'
     assert encode(events.AuthFailed(reason="no"), dagger_only=True) == '{"op":"auth_failed","reason":"no"}'
 
 
-def test_text_comes_through_whole() -> None:
-    """Quotes, controls, emoji and null characters survive; the frame stays one line."""
+def test_text_round_trips() -> None:
+    """Quotes, controls, emoji and null characters survive in one line."""
     content = 'é"\\\n\x00\U0001f600\u2028'
     frame = encode(events.Token(session_id="s", seq=1, turn_id="t", content=content))
     assert frame is not None
@@ -339,8 +339,8 @@ def test_text_comes_through_whole() -> None:
     assert "\n" not in frame
 
 
-def test_logprobs_are_not_of_the_first_protocol() -> None:
-    """An old socket gets the text alone."""
+def test_version_0_omits_logprobs() -> None:
+    """Such a socket gets the text alone."""
     logprobs = (TokenLogprobs(token="a", token_id=1, logprob=-0.1, top=()),)
     event = events.Token(session_id="s", seq=1, turn_id="t", content="a", logprobs=logprobs)
     assert json.loads(encode(event) or "")["logprobs"][0]["logprob"] == -0.1

@@ -1,4 +1,4 @@
-"""Tests of the bounds of JSON texts."""
+"""Bounds of JSON texts."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ MANY = MAX_STRUCTURE + 1
     ids=["lists", "objects", "depth", "fields", "numbers", "strings", "quotes", "strings with marks"],
 )
 def test_dense_texts_are_refused(text: bytes) -> None:
-    """What takes long to read is refused before it is read, also where it is no JSON."""
+    """Slow texts are refused before parsing, valid JSON or not."""
     with pytest.raises(InferenceCenterError) as caught:
         check_json_bounds(text)
     assert caught.value.code is ErrorCode.MESSAGE_TOO_LARGE
 
 
 @pytest.mark.parametrize("inside", ["[{:,", "a,b: [c]", '\\"[', "\\\\[", '\\"\\\\\\",['])
-def test_long_strings_are_no_problem(inside: str) -> None:
-    """Characters inside strings do not count, whatever stands around them."""
+def test_long_strings_are_accepted(inside: str) -> None:
+    """Characters inside strings do not count."""
     text = b'{"a":["' + inside.encode() * MAX_COMMAS + b'"],"b":[":"]}'
     check_json_bounds(text)
 
 
-def test_a_dense_frame_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader of JSON is not called."""
+def test_dense_frame_is_refused_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The JSON parser is not called."""
     monkeypatch.setattr(orjson, "loads", pytest.fail)
     with pytest.raises(InferenceCenterError) as caught:
         read_frame('{"op":"ping","a":[' + "[]," * MANY + "0]}")
@@ -78,8 +78,8 @@ def _structure(value: object) -> int:
 
 @pytest.mark.parametrize("dumps", [json.dumps, lambda value: json.dumps(value, ensure_ascii=False)])
 @given(value=_json_values, limit=st.integers(0, 40))
-def test_exactly_lists_objects_and_fields_count(dumps: Callable[[object], str], value: object, limit: int) -> None:
-    """A text is refused where it holds more of them than the limit, and only there."""
+def test_lists_objects_and_fields_count(dumps: Callable[[object], str], value: object, limit: int) -> None:
+    """A text is refused exactly above the limit."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(json_bounds, "MAX_STRUCTURE", limit)
         try:

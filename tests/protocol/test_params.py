@@ -1,4 +1,4 @@
-"""Parameters: every spelling, every edge, every combination."""
+"""Parameters: every spelling, every bound, every combination."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ NOT_NUMERIC = {"dry_sequence_breakers", "logit_bias", "samplers", "ignore_eos", 
 
 
 def refused(raw: dict[str, Any], path: str = "params") -> InferenceCenterError:
-    """Return the error that ``raw`` causes."""
+    """Return the error of ``raw``."""
     with pytest.raises(InferenceCenterError) as caught:
         parse_params(raw, path=path)
     assert caught.value.code is ErrorCode.INVALID_REQUEST
@@ -70,21 +70,21 @@ def refused(raw: dict[str, Any], path: str = "params") -> InferenceCenterError:
 
 
 def test_every_parameter_is_covered() -> None:
-    """The tables of this file name each parameter once."""
+    """The tables of this file have each parameter once."""
     assert set(RANGES) | NOT_NUMERIC == set(Params.model_fields)
     assert [doc.name for doc in PARAM_DOCS] == list(Params.model_fields)
 
 
 @pytest.mark.parametrize(("name", "bounds"), RANGES.items())
-def test_both_ends_of_a_range_are_allowed(name: str, bounds: tuple[float, float]) -> None:
-    """The smallest and the largest value are taken as they are."""
+def test_range_bounds_are_inclusive(name: str, bounds: tuple[float, float]) -> None:
+    """The smallest and the largest value are accepted unchanged."""
     for value in bounds:
         assert getattr(parse_params({name: value}), name) == value
 
 
 @pytest.mark.parametrize(("name", "bounds"), RANGES.items())
-def test_a_value_outside_its_range_names_field_value_and_range(name: str, bounds: tuple[float, float]) -> None:
-    """The error says where, what was sent and what is allowed."""
+def test_out_of_range_error(name: str, bounds: tuple[float, float]) -> None:
+    """It names field, value and range."""
     step = 1 if name in INTEGERS else 0.001
     below = bounds[0] - step - (1 if name == "max_tokens" else 0)
     if name in {"seed", "max_tokens"}:
@@ -100,7 +100,7 @@ def test_a_value_outside_its_range_names_field_value_and_range(name: str, bounds
 @pytest.mark.parametrize("name", RANGES)
 @pytest.mark.parametrize("value", [True, "1", math.nan, math.inf, -math.inf, [1], {"a": 1}, 10**400])
 def test_only_finite_numbers_are_numbers(name: str, value: object) -> None:
-    """Booleans, strings, NaN, infinities, containers and giants are refused."""
+    """Booleans, strings, NaN, infinities, containers and huge numbers are refused."""
     raw = {name: value}
     if name == "mirostat" and isinstance(value, dict):
         assert refused(raw).field == "params.mirostat.a"
@@ -109,13 +109,13 @@ def test_only_finite_numbers_are_numbers(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(INTEGERS))
-def test_a_fraction_is_no_integer(name: str) -> None:
-    """Even a whole float is refused where an integer is meant."""
+def test_floats_are_no_integers(name: str) -> None:
+    """Even a whole float."""
     assert refused({name: 2.0}).field == f"params.{name}"
 
 
-def test_an_integer_is_a_number() -> None:
-    """A float parameter takes an integer and stores a float."""
+def test_integers_are_accepted_for_floats() -> None:
+    """And stored as floats."""
     value = parse_params({"temperature": 1}).temperature
     assert (value, type(value)) == (1.0, float)
 
@@ -158,15 +158,15 @@ def test_an_integer_is_a_number() -> None:
         ({"stop_on_repetition": 1}, "always occurs once"),
     ],
 )
-def test_bad_texts_and_lists_are_refused(raw: dict[str, Any], shown: str) -> None:
-    """Lists, patterns, biases and names are checked item by item, and the error says what is wrong."""
+def test_invalid_strings_and_lists_are_refused(raw: dict[str, Any], shown: str) -> None:
+    """Items are validated one by one, and the error names the defect."""
     error = refused(raw)
     assert error.field == f"params.{next(iter(raw))}"
     assert shown in error.message
 
 
-def test_lists_and_biases_are_read() -> None:
-    """The list-like parameters arrive as tuples, in every form they may be written."""
+def test_lists_and_biases_become_tuples() -> None:
+    """In every accepted form."""
     params = parse_params(
         {
             "stop": "END",
@@ -184,14 +184,14 @@ def test_lists_and_biases_are_read() -> None:
     assert parse_params({"logit_bias": [[5, -1], [7, False]]}).logit_bias == params.logit_bias
 
 
-def test_a_bias_of_zero_is_no_ban() -> None:
-    """Zero and false stay apart through the wire form."""
+def test_zero_bias_is_no_ban() -> None:
+    """Zero and false differ on the wire."""
     biases = decode(encode(parse_params({"logit_bias": {"1": 0, "2": False}}))).logit_bias
     assert [type(bias) for _, bias in biases] == [float, bool]
 
 
-def test_every_alias_means_its_parameter() -> None:
-    """An alias sets the parameter it stands for."""
+def test_aliases() -> None:
+    """Each sets its parameter."""
     aliases = {alias: doc.name for doc in PARAM_DOCS for alias in doc.aliases}
     assert aliases == {
         "temp": "temperature",
@@ -203,8 +203,8 @@ def test_every_alias_means_its_parameter() -> None:
         assert getattr(parse_params({alias: 3}), name) == 3
 
 
-def test_groups_and_nested_forms_equal_the_flat_form() -> None:
-    """However a request is laid out, the same values come out."""
+def test_nested_forms_equal_the_flat_form() -> None:
+    """Every layout gives the same values."""
     nested = parse_params(
         {
             "sampling": {
@@ -261,8 +261,8 @@ def test_groups_and_nested_forms_equal_the_flat_form() -> None:
         ({"temp": None, "temperature": 1}, ("params.temp", "params.temperature")),
     ],
 )
-def test_the_same_parameter_twice_names_both_spellings(raw: dict[str, Any], both: tuple[str, str]) -> None:
-    """No spelling wins silently over another."""
+def test_duplicate_parameter_is_refused(raw: dict[str, Any], both: tuple[str, str]) -> None:
+    """The error names both spellings."""
     message = refused(raw).message
     assert all(spelling in message for spelling in both)
 
@@ -286,8 +286,8 @@ def test_the_same_parameter_twice_names_both_spellings(raw: dict[str, Any], both
         ({"max_tokens": 0}, "params.max_tokens", "append"),
     ],
 )
-def test_what_does_not_exist_is_refused_with_what_to_use(raw: dict[str, Any], field: str, hint: str) -> None:
-    """Misspellings get the nearest name, abolished parameters their successor."""
+def test_unknown_parameter_suggests_a_name(raw: dict[str, Any], field: str, hint: str) -> None:
+    """The nearest name, or the successor of a removed parameter."""
     error = refused(raw)
     assert error.field == field
     assert error.hint is not None
@@ -295,37 +295,37 @@ def test_what_does_not_exist_is_refused_with_what_to_use(raw: dict[str, Any], fi
 
 
 @pytest.mark.parametrize("raw", [{"sampling": 1}, {"dry": []}, {"xtc": "a"}, {"stopping": [1]}])
-def test_groups_and_nested_forms_are_objects(raw: dict[str, Any]) -> None:
-    """Anything but an object there is refused at its path."""
+def test_groups_must_be_objects(raw: dict[str, Any]) -> None:
+    """Other values are refused at their path."""
     error = refused(raw)
     assert error.field == f"params.{next(iter(raw))}"
     assert "must be an object" in error.message
 
 
-def test_a_parameter_in_the_wrong_group_is_told_the_right_one() -> None:
-    """``stop`` under ``sampling`` is refused."""
+def test_wrong_group_names_the_right_one() -> None:
+    """As ``stop`` under ``sampling``."""
     error = refused({"sampling": {"stop": "x"}})
     assert error.field == "params.sampling.stop"
     assert "stopping" in error.message
 
 
-def test_tail_free_sampling_switched_off_is_accepted() -> None:
-    """A request that says ``tfs_z: 1.0`` asks for nothing."""
+def test_disabled_tail_free_sampling_is_accepted() -> None:
+    """``tfs_z: 1.0`` has no effect."""
     assert parse_params({"tfs_z": 1.0, "tfs": None}).model_fields_set == set()
 
 
-def test_the_path_is_the_callers() -> None:
-    """Errors start at the path the caller names."""
+def test_error_paths_start_at_the_given_path() -> None:
+    """The caller passes it."""
     assert refused({"top_k": -1}, path="generation.defaults").field == "generation.defaults.top_k"
 
 
-def test_null_means_not_given() -> None:
-    """An explicit null leaves the level below in force."""
+def test_null_is_unset() -> None:
+    """The level below applies."""
     assert parse_params({"temperature": None, "sampling": None, "stop": None}).model_fields_set == set()
 
 
-def test_minus_one_asks_for_no_limit_and_a_random_seed() -> None:
-    """Unlike null, -1 overrides a level below."""
+def test_minus_one_overrides_lower_levels() -> None:
+    """It means no limit, and a random seed."""
     base = parse_params({"seed": 5, "max_tokens": 9})
     merged = merge(base, parse_params({"seed": -1, "max_tokens": -1}))
     assert (merged.seed, merged.max_tokens) == (None, None)
@@ -333,7 +333,7 @@ def test_minus_one_asks_for_no_limit_and_a_random_seed() -> None:
 
 
 def test_levels_merge_field_by_field() -> None:
-    """A later level wins where it says something, and only there."""
+    """A later level wins where it has a value."""
     merged = merge(Params(), Params(top_k=1, top_p=0.5), Params(top_p=0.6), Params())
     assert (merged.top_k, merged.top_p, merged.min_p) == (1, 0.6, Params().min_p)
     assert merged.model_fields_set == {"top_k", "top_p"}
@@ -357,8 +357,8 @@ def test_levels_merge_field_by_field() -> None:
         },
     )
 )
-def test_the_wire_form_keeps_every_value(values: dict[str, Any]) -> None:
-    """What is encoded comes back equal, floats to the last bit, and as explicitly given as it was."""
+def test_wire_form_round_trips(values: dict[str, Any]) -> None:
+    """Values are equal to the last bit, and as explicitly set as before."""
     params = Params(**values)
     again = decode(encode(params))
     assert again == params
@@ -377,8 +377,8 @@ def test_the_wire_form_keeps_every_value(values: dict[str, Any]) -> None:
         max_size=4,
     )
 )
-def test_anything_is_read_or_refused(raw: dict[str, Any]) -> None:
-    """No input raises anything but an error that names a field."""
+def test_any_input_is_accepted_or_refused(raw: dict[str, Any]) -> None:
+    """Every error names a field."""
     try:
         params = parse_params(raw)
     except InferenceCenterError as error:
@@ -417,21 +417,21 @@ def test_anything_is_read_or_refused(raw: dict[str, Any]) -> None:
         ({"min_keep": 3}, set()),
     ],
 )
-def test_values_without_effect_are_named(raw: dict[str, Any], silenced: set[str]) -> None:
-    """Exactly the explicitly given values that do nothing are warned of, once each."""
+def test_values_without_effect_are_warned_about(raw: dict[str, Any], silenced: set[str]) -> None:
+    """Exactly the explicit ones, once each."""
     warnings = cross_check(parse_params(raw))
     assert {warning.split()[0] for warning in warnings} == silenced
     assert len(warnings) == len(silenced)
 
 
-def test_only_chosen_parameters_are_warned_of() -> None:
-    """A caller may leave out levels that no user chose, such as a model file's."""
+def test_warnings_ignore_excluded_levels() -> None:
+    """As those of a model file."""
     params = parse_params({"temperature": 0, "top_k": 20})
     assert cross_check(params, given={"temperature"}) == ()
     assert len(cross_check(params, given={"temperature", "top_k"})) == 1
 
 
-def test_two_samplers_that_both_choose_the_token_are_refused() -> None:
+def test_conflicting_final_samplers_are_refused() -> None:
     """Mirostat and adaptive-p cannot both be last."""
     with pytest.raises(InferenceCenterError) as caught:
         cross_check(parse_params({"mirostat": 2, "adaptive_target": 0.3}))
@@ -439,7 +439,7 @@ def test_two_samplers_that_both_choose_the_token_are_refused() -> None:
 
 
 def test_docs_and_schema_come_from_the_model() -> None:
-    """Each parameter has a group, a description of one sentence, and JSON that serialises."""
+    """Each parameter has a group, a sentence, and a JSON value."""
     schema = json_schema()
     assert set(schema["properties"]) == set(Params.model_fields)
     assert schema["additionalProperties"] is False

@@ -1,4 +1,4 @@
-"""Tests of the table of scopes."""
+"""The table of scopes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from inferencecenter.protocol.scopes import SCOPES, Scope, parse_scopes
 
 
 def test_every_scope_is_described() -> None:
-    """The table has a row for each scope and no other."""
+    """The table has exactly one row per scope."""
     assert set(SCOPES) == set(Scope)
     assert all(SCOPES.values())
 
 
-def test_names_become_scopes() -> None:
-    """Names are spelled as on the wire."""
+def test_scope_names_are_parsed() -> None:
+    """As spelled on the wire."""
     assert parse_scopes(["user", "admin"]) == {Scope.USER, Scope.ADMIN}
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    """The message names the wrong one, the hint all right ones."""
+def test_unknown_scope_is_refused() -> None:
+    """The hint has all valid names."""
     with pytest.raises(InferenceCenterError, match="'root'") as caught:
         parse_scopes(["user", "root"])
     assert caught.value.hint == "One of: user, priority, operator, admin."

@@ -1,4 +1,4 @@
-"""Tests of what counts as a traceparent."""
+"""Parsing of ``traceparent``."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ WRONG = {
 
 
 @pytest.mark.parametrize("value", [GOOD, f"00-{TRACE}-{SPAN}-00", f"01-{TRACE}-{SPAN}-ff", f"cc-{TRACE}-{SPAN}-01-new"])
-def test_a_right_one_is_taken_as_it_is(value: str) -> None:
-    """Also with unknown flags, and of a later version with additional fields."""
+def test_valid_traceparent_is_kept(value: str) -> None:
+    """Also with unknown flags, and of a later version with more fields."""
     assert check_traceparent(value) == value
     assert read_traceparent(f"  {value} ") == value
 
 
 @pytest.mark.parametrize(("value", "why"), WRONG.items())
-def test_a_wrong_one_is_told_why(value: str, why: str) -> None:
-    """Anything else is refused in words, without a trace of zeros or version ff."""
+def test_invalid_traceparent_is_refused(value: str, why: str) -> None:
+    """With the reason; also zero ids and version ff."""
     with pytest.raises(ValueError, match=why):
         check_traceparent(value)
 
 
 @given(st.text(max_size=80))
-def test_a_header_is_taken_or_passed_over(value: str) -> None:
-    """Whatever stands in it, reading it never fails."""
+def test_invalid_header_is_ignored(value: str) -> None:
+    """Parsing a header never fails."""
     assert read_traceparent(value) in (None, value.strip())
 
 
-def test_without_a_header_there_is_none() -> None:
-    """As on nearly every upgrade."""
+def test_missing_header_gives_none() -> None:
+    """As on most upgrades."""
     assert read_traceparent(None) is None
 
 
 @given(st.text(alphabet="0123456789abcdef-", max_size=60))
-def test_infer_takes_just_the_right_ones(value: str) -> None:
-    """What is refused is named as the field it stands in."""
+def test_infer_validates_traceparent(value: str) -> None:
+    """The error names the field."""
     frame = read_frame(f'{{"op": "infer", "session_id": "s", "prompt": "x", "traceparent": "{value}"}}')
     if read_traceparent(value) == value:
         assert frame.parse().model_dump()["traceparent"] == value
