@@ -1,4 +1,4 @@
-"""These tests run on a machine with an NVIDIA GPU and a llama.cpp that was built for it; elsewhere they say why not."""
+"""Tests on a machine with an NVIDIA GPU and a llama.cpp built for it; elsewhere they are skipped with a reason."""
 
 from __future__ import annotations
 

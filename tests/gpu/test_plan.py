@@ -1,4 +1,4 @@
-"""Tests of plans on a real GPU: what a model takes there, and that it answers as without one."""
+"""Plans on a real GPU: memory used, and answers equal to those of the CPU."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ SHAPE: Final = "qwen2.5-0.5b"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of half a billion random weights, large enough to be seen beside the driver's part."""
+    """A model of half a billion random weights, large compared with the driver's memory."""
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     write_model(path, SHAPES[SHAPE], name=SHAPE)
     return path
 
 
-def test_every_reading(devices: tuple[Device, ...]) -> None:
-    """NVML tells of each GPU at least what a plan and the thermal guard need."""
+def test_nvml_readings_are_complete(devices: tuple[Device, ...]) -> None:
+    """NVML reports what a plan and the thermal throttler need."""
     readings = [reading for reading in read_gpus().readings if reading.index in {device.index for device in devices}]
     for reading in readings:
         assert reading.vram_free_bytes
@@ -43,8 +43,8 @@ def test_every_reading(devices: tuple[Device, ...]) -> None:
         assert reading.slowdowns is not None
 
 
-def test_the_estimate_is_within_5_percent(tmp_path: Path, devices: tuple[Device, ...], model: Path) -> None:
-    """Of what the engine has on the GPU when it is ready, driver included; and exact at the next start."""
+def test_memory_estimate_is_within_5_percent(tmp_path: Path, devices: tuple[Device, ...], model: Path) -> None:
+    """Compares the estimate with the engine's VRAM, driver included; it is exact at the next start."""
     options = EngineOptions(backend="llama", parent_pid=os.getpid(), model_path=str(model))
     corrections = VramCalibration(tmp_path / "plan.json")
     planner = Planner(engine=EngineSettings(), gpu=GpuSettings(devices=(devices[0].id,)), calibration=corrections)
