@@ -23,7 +23,7 @@ from websockets.typing import Origin
 from inferencecenter.auth.clients_file import ClientEntry
 from tests.documentation import read_page
 from tests.e2e.harness import free_port
-from tests.service.harness import Manager, Started, started
+from tests.service.harness import ServiceManager, StartedDaemon, start_service
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,7 +73,7 @@ def test_log_commands_work(tmp_path: Path) -> None:
 class Proxied:
     """A daemon behind nginx with the page's configuration."""
 
-    daemon: Started
+    daemon: StartedDaemon
     own_port: int
     port: int
     tls: ssl.SSLContext
@@ -122,10 +122,10 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
     ):
         assert there in shown
         shown = shown.replace(there, here)
-    manager = Manager(folder / "notify")
+    manager = ServiceManager(folder / "notify")
     with (
         contextlib.closing(manager),
-        started(
+        start_service(
             folder,
             INFERENCECENTER_CONFIG=str(folder / "config.toml"),
             INFERENCECENTER_SERVER__PORT=str(own_port),
@@ -135,7 +135,7 @@ def proxied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxied]:
         ) as daemon,
         nginx(folder, shown, port),
     ):
-        manager.hear_until(lambda words: words.get("READY") == "1")
+        manager.receive_until(lambda words: words.get("READY") == "1")
         yield Proxied(daemon, own_port, port, tls)
 
 

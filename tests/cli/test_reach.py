@@ -17,7 +17,7 @@ from inferencecenter.cli.reach import own_tls, own_url, reach_daemon
 from inferencecenter.config.settings import Settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from tests.e2e.harness import free_port
-from tests.service.harness import Manager, Started, started
+from tests.service.harness import ServiceManager, StartedDaemon, start_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,7 @@ class Box:
 
     folder: Path
     port: int
-    daemon: Started
+    daemon: StartedDaemon
 
 
 @pytest.fixture
@@ -119,15 +119,15 @@ def box(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Pa
         f'[server]\nport = {port}\nbase_path = "/inference"\ncertfile = "{certfile}"\nkeyfile = "{keyfile}"\n'
         '[engine]\nbackend = "echo"\n'
     )
-    manager = Manager(tmp_path / "notify")
-    with started(
+    manager = ServiceManager(tmp_path / "notify")
+    with start_service(
         tmp_path,
         INFERENCECENTER_CONFIG=str(config),
         INFERENCECENTER_STATE_DIR=str(state_dir),
         INFERENCECENTER_SERVER__PORT=str(port),
         NOTIFY_SOCKET=str(manager.path),
     ) as daemon:
-        manager.hear_until(lambda words: words.get("READY") == "1")
+        manager.receive_until(lambda words: words.get("READY") == "1")
         monkeypatch.setenv("INFERENCECENTER_CONFIG", str(config))
         monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
         yield Box(tmp_path, port, daemon)

@@ -1,4 +1,4 @@
-"""A daemon started as systemd starts it, and what it tells its manager."""
+"""A daemon started as systemd starts it, and its notifications."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ os.execv(sys.executable, [sys.executable, "-m", "inferencecenter", "serve"])
 """
 
 
-class Manager:
+class ServiceManager:
     """The end of the notification socket that systemd holds."""
 
     def __init__(self, path: Path) -> None:
@@ -38,11 +38,11 @@ class Manager:
         self.heard: list[dict[str, str]] = []
 
     def close(self) -> None:
-        """Hear nothing more."""
+        """Close the socket."""
         self._socket.close()
 
-    def hear(self, timeout_s: float = START_TIMEOUT_S) -> dict[str, str] | None:
-        """Return the words of the next datagram, ``None`` when there is none in time."""
+    def receive(self, timeout_s: float = START_TIMEOUT_S) -> dict[str, str] | None:
+        """Return the variables of the next datagram, ``None`` when there is none in time."""
         self._socket.settimeout(timeout_s)
         try:
             datagram = self._socket.recv(8192).decode()
@@ -52,23 +52,23 @@ class Manager:
         self.heard.append(words)
         return words
 
-    def hear_until(self, wanted: Callable[[dict[str, str]], bool]) -> dict[str, str]:
-        """Read up to and including the first datagram that is wanted."""
+    def receive_until(self, wanted: Callable[[dict[str, str]], bool]) -> dict[str, str]:
+        """Receive up to and including the first datagram that matches."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while (left_s := deadline - time.monotonic()) > 0:
-            words = self.hear(left_s)
+            words = self.receive(left_s)
             if words is not None and wanted(words):
                 return words
         raise AssertionError(f"not told in time; heard {self.heard}")
 
-    def drop_what_waits(self) -> None:
-        """Forget what was said before now."""
-        while self.hear(0) is not None:
+    def discard_pending(self) -> None:
+        """Discard received datagrams."""
+        while self.receive(0) is not None:
             pass
 
 
 @dataclass
-class Started:
+class StartedDaemon:
     """A daemon and its log."""
 
     process: subprocess.Popen[bytes]
@@ -76,7 +76,7 @@ class Started:
     log: Path
 
     def stop(self) -> int:
-        """End it as systemd does, and return its exit status."""
+        """Send SIGTERM and return its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=60)
 
@@ -97,7 +97,9 @@ class Started:
 
 
 @contextlib.contextmanager
-def started(folder: Path, *, sockets: tuple[socket.socket, ...] = (), **environment: str) -> Iterator[Started]:
+def start_service(
+    folder: Path, *, sockets: tuple[socket.socket, ...] = (), **environment: str
+) -> Iterator[StartedDaemon]:
     """Start a daemon with the echo backend, and kill it at the end if it still runs."""
     fds = [each.fileno() for each in sockets]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
@@ -119,10 +121,10 @@ def started(folder: Path, *, sockets: tuple[socket.socket, ...] = (), **environm
             stdout=output,
             stderr=output,
             pass_fds=fds,
-            start_new_session=True,  # without a terminal, as a service
+            start_new_session=True,  # without a terminal
         )
     try:
-        yield Started(process, folder / "state", log)
+        yield StartedDaemon(process, folder / "state", log)
     finally:
         if process.poll() is None:
             process.kill()

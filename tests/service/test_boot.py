@@ -133,19 +133,19 @@ step lines journalctl --no-pager --output=json --identifier=inferencecenter
 
 
 @dataclass(frozen=True)
-class Booted:
-    """How the steps went."""
+class BootResult:
+    """The results of the steps."""
 
     statuses: dict[str, int]
     folder: Path
 
     def output(self, step: str) -> str:
-        """Return what a step wrote."""
+        """Return the output of a step."""
         return (self.folder / f"{step}.out").read_text(errors="replace")
 
 
 def obstacle() -> str | None:
-    """Return what keeps this machine from booting the container, as far as that can be told beforehand."""
+    """Return why this machine cannot boot the container, as far as known beforehand."""
     if os.geteuid() != 0:
         return "only root may boot a container"
     if missing := [name for name in _TOOLS if shutil.which(name) is None]:
@@ -158,15 +158,15 @@ def obstacle() -> str | None:
 
 
 def cgroup_roots() -> list[Path]:
-    """Return where a container's systemd keeps its control groups; in a hybrid layout these are two places."""
+    """Return the container's control groups; in a hybrid layout there are two."""
     return [path for path in (CGROUPS, CGROUPS / "systemd", CGROUPS / "unified") if (path / "cgroup.procs").exists()]
 
 
 @contextlib.contextmanager
 def own_cgroup(name: str) -> Iterator[list[str]]:
-    """Yield the shell's words that put it into control groups of its own, which are removed with all below them.
+    """Yield shell commands that enter control groups of their own, which are removed at the end.
 
-    A running systemd makes one by itself when it is asked, and no other process may in its hierarchy.
+    A running systemd creates one on request, and no other process may write to its hierarchy.
     """
     if Path("/run/systemd/system").is_dir():
         yield []
@@ -182,7 +182,7 @@ def own_cgroup(name: str) -> Iterator[list[str]]:
 
 
 def remove_cgroup(group: Path) -> None:
-    """Remove a control group with all below it; what still runs in it was started by the container, and is killed."""
+    """Kill what runs in a control group and remove it with its children."""
     for below in sorted((path for path in (group, *group.rglob("*")) if path.is_dir()), reverse=True):
         deadline = time.monotonic() + 60
         while below.exists():
@@ -196,14 +196,14 @@ def remove_cgroup(group: Path) -> None:
 
 
 def paths_of_python() -> list[Path]:
-    """Return the directories that the package and what it needs are imported from, the package's first."""
+    """Return the import paths of the package and its dependencies, the package's first."""
     own = Path(inferencecenter.__file__).parents[1]
     others = [Path(entry) for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
     return list(dict.fromkeys([own, *others]))
 
 
-def lay_out(folder: Path) -> list[str]:
-    """Write the files that the container gets besides those of ``make install``; return its options."""
+def write_overlay(folder: Path) -> list[str]:
+    """Write the container's files besides those of ``make install``; return its options."""
     for name in ("base", "check", "files"):
         (folder / name).mkdir()
     (folder / "source").symlink_to(ROOT)
@@ -227,12 +227,12 @@ def lay_out(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def booted(tmp_path_factory: pytest.TempPathFactory) -> Booted:
-    """The steps, worked through by a systemd that has been booted for them."""
+def booted(tmp_path_factory: pytest.TempPathFactory) -> BootResult:
+    """The results of the steps, run once by a booted systemd."""
     if (reason := obstacle()) is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("boot")
-    options = lay_out(folder)
+    options = write_overlay(folder)
     with own_cgroup(f"inferencecenter-{os.getpid()}") as enter, (folder / "console").open("wb") as console:
         keep = ["--keep-unit"] if enter else []
         script = "\n".join([*enter, _OUTER])
@@ -251,19 +251,19 @@ def booted(tmp_path_factory: pytest.TempPathFactory) -> Booted:
     if statuses.get("booted") != 0:
         pytest.skip(f"no systemd can be booted here: {told[-2000:]}")
     assert "lines" in statuses, (ended.returncode, statuses, told)
-    return Booted(statuses, folder / "check")
+    return BootResult(statuses, folder / "check")
 
 
-def test_the_installed_service_starts_and_is_ready(booted: Booted) -> None:
-    """The start returns when a turn can run, below all that the unit forbids."""
+def test_installed_service_becomes_ready(booted: BootResult) -> None:
+    """``systemctl start`` returns when turns can run, within the unit's sandbox."""
     for step in ("users", "folders", "daemon-reload", "start", "status", "ready", "reload"):
         assert booted.statuses[step] == 0, (step, booted.output(step), booted.output("journal"))
     assert 'Status: "' in booted.output("status")
     assert "-m inferencecenter.engine" in booted.output("status")
 
 
-def test_a_reload_of_a_broken_file_fails_with_the_reason(booted: Booted) -> None:
-    """The daemon is the same one afterwards, still ready, and takes the mended file."""
+def test_reload_of_a_broken_file_fails(booted: BootResult) -> None:
+    """The daemon stays ready, and accepts the repaired file."""
     assert booted.statuses["reload-broken"] != 0
     journal = booted.output("journal")
     assert "inferencecenter.toml: is not TOML" in journal
@@ -273,21 +273,21 @@ def test_a_reload_of_a_broken_file_fails_with_the_reason(booted: Booted) -> None
         assert booted.statuses[step] == 0, (step, booted.output(step), journal)
 
 
-def test_an_engine_that_is_given_up_fails_the_unit_and_systemd_starts_it_again(booted: Booted) -> None:
-    """The installed configuration has the daemon end then, and the next one is ready."""
+def test_systemd_restarts_after_a_given_up_engine(booted: BootResult) -> None:
+    """The daemon exits, and the next one is ready."""
     for step in ("engine-killed", "restarted", "start-again", "ready-again"):
         assert booted.statuses[step] == 0, (step, booted.output(step), booted.output("journal"))
     assert "code=exited, status=1/FAILURE" in booted.output("journal")
 
 
-def test_a_stop_is_no_failure(booted: Booted) -> None:
-    """Systemd sees a clean end."""
+def test_stop_is_clean(booted: BootResult) -> None:
+    """The unit does not fail."""
     assert booted.statuses["stop"] == 0
     assert sorted(booted.output("result").split()) == ["ExecMainStatus=0", "Result=success"]
 
 
-def test_the_journal_names_the_service_and_holds_no_token(booted: Booted) -> None:
-    """Lines are found by its name; the administrator's token of the first start is not among them."""
+def test_journal_has_the_service_name_and_no_token(booted: BootResult) -> None:
+    """The administrator's token of the first start is not logged."""
     assert '"engine_ready' in booted.output("lines").replace('\\"', '"')
     journal = booted.output("journal")
     assert "Token in /var/lib/inferencecenter/admin.token" in journal

@@ -1,4 +1,4 @@
-"""What can be said of the container files without building them."""
+"""Checks of the container files that need no build."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KNOWN = {environment_name(name) for name, _ in setting_fields()} | set(OTHER_ENV
 
 @pytest.fixture(scope="module")
 def compose() -> Any:
-    """The composition."""
+    """The compose file."""
     return yaml.safe_load((ROOT / "compose.yaml").read_text())
 
 
@@ -31,8 +31,8 @@ def dockerfile() -> str:
     return (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
 
 
-def test_every_file_that_is_mounted_is_there(compose: Any) -> None:
-    """Docker would make a directory in place of a file that is not."""
+def test_mounted_files_exist(compose: Any) -> None:
+    """Docker would create a directory instead."""
     mounted = [
         source
         for service in compose["services"].values()
@@ -44,22 +44,22 @@ def test_every_file_that_is_mounted_is_there(compose: Any) -> None:
 
 
 def test_volumes_and_secrets_are_declared(compose: Any) -> None:
-    """Each name that a service uses, and no other."""
+    """Exactly the names that services use."""
     services = compose["services"].values()
     used = {volume.split(":")[0] for service in services for volume in service.get("volumes", ())}
     assert {name for name in used if not name.startswith("./")} == set(compose["volumes"])
     assert {name for service in services for name in service.get("secrets", ())} == set(compose["secrets"])
 
 
-def test_ports_are_open_to_this_machine_only(compose: Any) -> None:
-    """Whoever wants more says so; no two services take the same port."""
+def test_ports_are_published_on_loopback_only(compose: Any) -> None:
+    """No two services use the same port."""
     ports = [port for service in compose["services"].values() for port in service["ports"]]
     assert all(port.startswith("127.0.0.1:") for port in ports)
     assert len({port.split(":")[1] for port in ports}) == len(ports)
 
 
-def test_prometheus_asks_the_daemon_with_its_token(compose: Any) -> None:
-    """Service, port and secret have the names that the composition gives them."""
+def test_prometheus_scrapes_the_daemon(compose: Any) -> None:
+    """Service, port and secret have the compose file's names."""
     (job,) = yaml.safe_load((ROOT / "config/prometheus/prometheus.yml").read_text())["scrape_configs"]
     (target,) = job["static_configs"][0]["targets"]
     service, port = target.split(":")
@@ -67,7 +67,7 @@ def test_prometheus_asks_the_daemon_with_its_token(compose: Any) -> None:
     assert Path(job["authorization"]["credentials_file"]).name in compose["secrets"]
 
 
-def test_grafana_asks_prometheus(compose: Any) -> None:
+def test_grafana_uses_prometheus(compose: Any) -> None:
     """By its service's name and port."""
     (source,) = yaml.safe_load((ROOT / "config/grafana/datasources.yml").read_text())["datasources"]
     service, port = source["url"].removeprefix("http://").split(":")
@@ -75,15 +75,15 @@ def test_grafana_asks_prometheus(compose: Any) -> None:
 
 
 def test_settings_in_the_environment_exist(compose: Any, dockerfile: str) -> None:
-    """The daemon refuses to start with a variable that it does not know."""
+    """The daemon refuses unknown variables."""
     names = set(re.findall(r"\b(INFERENCECENTER_\w+)=", dockerfile))
     names |= set(compose["services"]["inferencecenter"]["environment"])
     assert names
     assert names - KNOWN == set()
 
 
-def test_stages_follow_from_one_another(dockerfile: str) -> None:
-    """Each stage begins from an image of elsewhere or from one that came before, for either backend."""
+def test_stages_have_a_base(dockerfile: str) -> None:
+    """Each stage starts from an external image or an earlier stage."""
     for backend in ("cpu", "cuda"):
         before: set[str] = set()
         for line in re.findall(r"^FROM (.+)$", dockerfile, flags=re.MULTILINE):
@@ -92,8 +92,8 @@ def test_stages_follow_from_one_another(dockerfile: str) -> None:
             before.add(name)
 
 
-def test_the_image_runs_without_root_and_on_other_processors(dockerfile: str) -> None:
-    """Its last user is not root, it tells its health, and llama.cpp is not compiled for the builder's processor."""
+def test_image_runs_without_root_and_portably(dockerfile: str) -> None:
+    """It has a health check, and llama.cpp is not built for the builder's CPU."""
     assert re.findall(r"^USER (\S+)$", dockerfile, flags=re.MULTILINE)[-1] == "10001"
     (health,) = re.findall(r"^HEALTHCHECK .* CMD (.+)$", dockerfile, flags=re.MULTILINE)
     assert health == '["inferencecenter", "healthcheck"]'
@@ -102,8 +102,8 @@ def test_the_image_runs_without_root_and_on_other_processors(dockerfile: str) ->
     )
 
 
-def test_stopping_fits_into_the_time_that_containers_get(compose: Any, dockerfile: str) -> None:
-    """Composed, all that stopping may take; with a plain ``docker stop`` running turns and closing."""
+def test_stop_timeouts_fit(compose: Any, dockerfile: str) -> None:
+    """The compose file covers the whole stop; plain ``docker stop`` covers running turns."""
     grace = compose["services"]["inferencecenter"]["stop_grace_period"]
     assert re.fullmatch(r"\d+s", grace)
     longest_s = ServerSettings().shutdown_timeout_s + STOP_S
@@ -115,8 +115,8 @@ def test_stopping_fits_into_the_time_that_containers_get(compose: Any, dockerfil
     assert int(documented) >= longest_s
 
 
-def test_what_is_copied_is_not_ignored(dockerfile: str) -> None:
-    """What the package is built from passes .dockerignore."""
+def test_build_inputs_are_not_ignored(dockerfile: str) -> None:
+    """.dockerignore passes what the package is built from."""
     let_through = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert {"inferencecenter", "pyproject.toml", "README.md", "LICENSE"} == let_through
     assert all((ROOT / name).exists() for name in let_through)

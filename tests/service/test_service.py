@@ -1,4 +1,4 @@
-"""The daemon under a service manager: real processes, real sockets, the echo backend."""
+"""The daemon under a service manager: real processes and sockets, the echo backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from inferencecenter.server.listener import bind
-from tests.service.harness import Manager, Started, started
+from tests.service.harness import ServiceManager, StartedDaemon, start_service
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,15 +28,15 @@ BEAT_S = 0.05
 
 
 @pytest.fixture
-def manager(tmp_path: Path) -> Iterator[Manager]:
-    """A service manager that hears what it is told."""
-    listening = Manager(tmp_path / "notify")
+def manager(tmp_path: Path) -> Iterator[ServiceManager]:
+    """A service manager that receives notifications."""
+    listening = ServiceManager(tmp_path / "notify")
     yield listening
     listening.close()
 
 
 def is_ready(words: dict[str, str]) -> bool:
-    """Whether a datagram says that the daemon is ready."""
+    """Whether a datagram announces readiness."""
     return words.get("READY") == "1"
 
 
@@ -49,95 +49,99 @@ def readiness(port: int) -> int:
     return status
 
 
-def test_ready_is_said_when_turns_can_run(tmp_path: Path, manager: Manager) -> None:
-    """Before it the start is extended, with a status; at its moment the daemon answers that it is ready."""
+def test_ready_is_notified_when_turns_can_run(tmp_path: Path, manager: ServiceManager) -> None:
+    """Before that the start is extended with a status."""
     (listening,) = bind("127.0.0.1", 0)
-    with listening, started(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as daemon:
-        first = manager.hear()
+    with listening, start_service(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as daemon:
+        first = manager.receive()
         assert first == {"EXTEND_TIMEOUT_USEC": "60000000"}
-        manager.hear_until(is_ready)
+        manager.receive_until(is_ready)
         assert readiness(listening.getsockname()[1]) == 200
         statuses = [words["STATUS"] for words in manager.heard if "STATUS" in words]
         assert statuses[0].startswith("loading the model, ")
         assert daemon.stop() == 0
-        stopping = manager.hear_until(lambda words: words.get("STOPPING") == "1")
+        stopping = manager.receive_until(lambda words: words.get("STOPPING") == "1")
         # 7 s for the turns, and what the engine and the store may take.
         assert 7_000_000 < int(stopping["EXTEND_TIMEOUT_USEC"]) < 60_000_000
         assert not any("WATCHDOG" in words for words in manager.heard)
 
 
-def test_the_watchdog_is_fed_while_the_front_runs(tmp_path: Path, manager: Manager) -> None:
-    """A front that does not run says nothing, and goes on when it does."""
-    with started(tmp_path, NOTIFY_SOCKET=str(manager.path), WATCHDOG_USEC=str(int(2 * BEAT_S * 1_000_000))) as daemon:
-        manager.hear_until(is_ready)
+def test_watchdog_stops_while_the_daemon_hangs(tmp_path: Path, manager: ServiceManager) -> None:
+    """A stopped daemon sends nothing, and resumes afterwards."""
+    with start_service(
+        tmp_path, NOTIFY_SOCKET=str(manager.path), WATCHDOG_USEC=str(int(2 * BEAT_S * 1_000_000))
+    ) as daemon:
+        manager.receive_until(is_ready)
         for _ in range(3):
-            assert manager.hear_until(lambda words: "WATCHDOG" in words) == {"WATCHDOG": "1"}
+            assert manager.receive_until(lambda words: "WATCHDOG" in words) == {"WATCHDOG": "1"}
         os.kill(daemon.process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, daemon.process.pid, os.WSTOPPED | os.WNOWAIT)
-        manager.drop_what_waits()
-        assert manager.hear(10 * BEAT_S) is None
+        manager.discard_pending()
+        assert manager.receive(10 * BEAT_S) is None
         os.kill(daemon.process.pid, signal.SIGCONT)
-        assert manager.hear_until(lambda words: "WATCHDOG" in words) == {"WATCHDOG": "1"}
+        assert manager.receive_until(lambda words: "WATCHDOG" in words) == {"WATCHDOG": "1"}
         assert daemon.stop() == 0
 
 
-def test_a_killed_engine_does_not_end_the_feeding(tmp_path: Path, manager: Manager) -> None:
-    """The supervisor starts another; the daemon was ready and stays so."""
-    with started(tmp_path, NOTIFY_SOCKET=str(manager.path), WATCHDOG_USEC=str(int(2 * BEAT_S * 1_000_000))) as daemon:
-        manager.hear_until(is_ready)
+def test_watchdog_continues_over_an_engine_kill(tmp_path: Path, manager: ServiceManager) -> None:
+    """The daemon stays ready."""
+    with start_service(
+        tmp_path, NOTIFY_SOCKET=str(manager.path), WATCHDOG_USEC=str(int(2 * BEAT_S * 1_000_000))
+    ) as daemon:
+        manager.receive_until(is_ready)
         os.kill(daemon.engine_pid(), signal.SIGKILL)
         daemon.wait_for_log("engine_ready", times=2)
-        manager.drop_what_waits()
-        assert manager.hear_until(lambda words: "WATCHDOG" in words) == {"WATCHDOG": "1"}
+        manager.discard_pending()
+        assert manager.receive_until(lambda words: "WATCHDOG" in words) == {"WATCHDOG": "1"}
         assert sum(is_ready(words) for words in manager.heard) == 1
         assert daemon.stop() == 0
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, manager: Manager) -> None:
-    """Readiness is never said, and the exit status is that of the failure."""
-    with started(
+def test_unloadable_model_fails_the_start(tmp_path: Path, manager: ServiceManager) -> None:
+    """Readiness is never notified, and the exit code is that of the failure."""
+    with start_service(
         tmp_path,
         NOTIFY_SOCKET=str(manager.path),
         INFERENCECENTER_ENGINE__BACKEND="llama",
         INFERENCECENTER_MODEL__PATH=str(tmp_path / "none.gguf"),
     ) as daemon:
         assert daemon.process.wait(timeout=60) == 66
-        manager.drop_what_waits()
+        manager.discard_pending()
         assert not any(is_ready(words) for words in manager.heard)
 
 
-def test_the_engine_is_what_the_kernel_takes_when_memory_runs_out(tmp_path: Path, manager: Manager) -> None:
-    """It volunteers; the front stays as it was started."""
-    with started(tmp_path, NOTIFY_SOCKET=str(manager.path)) as daemon:
-        manager.hear_until(is_ready)
+def test_engine_is_preferred_by_the_oom_killer(tmp_path: Path, manager: ServiceManager) -> None:
+    """The daemon's score is unchanged."""
+    with start_service(tmp_path, NOTIFY_SOCKET=str(manager.path)) as daemon:
+        manager.receive_until(is_ready)
         scores = [
             int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (daemon.engine_pid(), daemon.process.pid)
         ]
         assert scores == [500, int(Path("/proc/self/oom_score_adj").read_text())]
 
 
-def test_connections_wait_while_the_daemon_starts_again(tmp_path: Path, manager: Manager) -> None:
-    """A client that connects to the inherited socket between two daemons is served by the second."""
+def test_inherited_socket_queues_connections_between_daemons(tmp_path: Path, manager: ServiceManager) -> None:
+    """The second daemon serves them."""
     (listening,) = bind("127.0.0.1", 0)
     port = listening.getsockname()[1]
     with listening:
-        with started(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as first:
-            manager.hear_until(is_ready)
+        with start_service(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as first:
+            manager.receive_until(is_ready)
             assert readiness(port) == 200
             assert first.stop() == 0
         with socket.create_connection(("127.0.0.1", port), timeout=60) as early:
             early.sendall(b"GET /healthz HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
-            with started(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as second:
+            with start_service(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as second:
                 assert early.recv(4096).startswith(b"HTTP/1.1 200")
                 assert f"http://127.0.0.1:{port}/" in second.log.read_text()
                 assert second.stop() == 0
 
 
-def test_requests_are_logged_neither_before_nor_after_a_reload(tmp_path: Path, manager: Manager) -> None:
-    """Their addresses may hold what a log should not."""
+def test_requests_are_never_logged(tmp_path: Path, manager: ServiceManager) -> None:
+    """Their addresses may hold secrets, also after a reload."""
     (listening,) = bind("127.0.0.1", 0)
-    with listening, started(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as daemon:
-        manager.hear_until(is_ready)
+    with listening, start_service(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as daemon:
+        manager.receive_until(is_ready)
         for reloads in (0, 1):
             if reloads:
                 daemon.process.send_signal(signal.SIGHUP)
@@ -151,29 +155,29 @@ def test_requests_are_logged_neither_before_nor_after_a_reload(tmp_path: Path, m
         assert "uvicorn" not in daemon.log.read_text()
 
 
-def test_lock_files_that_were_left_lock_nothing(tmp_path: Path, manager: Manager) -> None:
-    """They stay when a daemon has stopped; whatever is in them, the next daemon and its engine start."""
-    with started(tmp_path, NOTIFY_SOCKET=str(manager.path)) as first:
-        manager.hear_until(is_ready)
+def test_stale_lock_files_are_harmless(tmp_path: Path, manager: ServiceManager) -> None:
+    """With any content, the next daemon and its engine start."""
+    with start_service(tmp_path, NOTIFY_SOCKET=str(manager.path)) as first:
+        manager.receive_until(is_ready)
         assert first.stop() == 0
     left = sorted(path.name for path in (tmp_path / "state").glob("*.lock"))
     assert [name.partition("-")[0] for name in left] == ["daemon.lock", "engine"]
     for name in left:
-        (tmp_path / "state" / name).write_text(str(os.getpid()))  # of a process that lives
-    with started(tmp_path, NOTIFY_SOCKET=str(manager.path)) as second:
-        manager.hear_until(is_ready)
+        (tmp_path / "state" / name).write_text(str(os.getpid()))  # of a running process
+    with start_service(tmp_path, NOTIFY_SOCKET=str(manager.path)) as second:
+        manager.receive_until(is_ready)
         assert second.stop() == 0
 
 
-def test_a_socket_that_does_not_listen_ends_the_start(tmp_path: Path) -> None:
-    """The message names the descriptor, and the exit status is one that systemd does not try again."""
-    with socket.socket() as connection, started(tmp_path, sockets=(connection,)) as daemon:
+def test_inherited_socket_must_listen(tmp_path: Path) -> None:
+    """The message names the descriptor, and systemd does not retry the exit code."""
+    with socket.socket() as connection, start_service(tmp_path, sockets=(connection,)) as daemon:
         assert daemon.process.wait(timeout=60) == 78
         assert "inherited descriptor 3 does not listen" in daemon.log.read_text()
 
 
-class Reloadable:
-    """A daemon with a certificate, a file of clients and a configuration that may change."""
+class ReloadableDaemon:
+    """A daemon with a certificate, a clients file and a configuration that change."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -188,7 +192,7 @@ class Reloadable:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the daemon is started with."""
+        """The daemon's environment."""
         return {"INFERENCECENTER_CONFIG": str(self.folder / "config.toml")}
 
     def issue(self) -> None:
@@ -208,16 +212,16 @@ class Reloadable:
             f'server.certfile = "{self.folder}/tls.crt"\nserver.keyfile = "{self.folder}/tls.key"\n{more}\n'
         )
 
-    def reload(self, daemon: Started, manager: Manager) -> None:
-        """Send SIGHUP and wait until the daemon has done with it."""
-        manager.drop_what_waits()
+    def reload(self, daemon: StartedDaemon, manager: ServiceManager) -> None:
+        """Send SIGHUP and wait until the reload is done."""
+        manager.discard_pending()
         daemon.process.send_signal(signal.SIGHUP)
-        reloading = manager.hear_until(lambda words: "RELOADING" in words)
+        reloading = manager.receive_until(lambda words: "RELOADING" in words)
         assert int(reloading["MONOTONIC_USEC"]) > 0
-        manager.hear_until(is_ready)
+        manager.receive_until(is_ready)
 
     def serial(self) -> str:
-        """The number of the certificate that a client sees now."""
+        """The serial number of the certificate in use."""
         with (
             socket.create_connection(("127.0.0.1", self.port), timeout=30) as plain,
             self.client.wrap_socket(plain, server_hostname="127.0.0.1") as secure,
@@ -227,7 +231,7 @@ class Reloadable:
             return str(certificate["serialNumber"])
 
     def login(self, key: str) -> str:
-        """Try the client's key, and return the answer's op."""
+        """Try the client's key, and return the reply's op."""
         with connect(f"wss://127.0.0.1:{self.port}/", ssl=self.client, open_timeout=60) as websocket:
             json.loads(websocket.recv())
             websocket.send(json.dumps({"op": "auth", "client_id": "kitchen", "api_key": key}))
@@ -235,14 +239,14 @@ class Reloadable:
             return op
 
 
-def test_sighup_takes_new_certificates_and_clients(tmp_path: Path, manager: Manager) -> None:
-    """Those who came with a key that is none any more are closed; the rest of the connections go on."""
-    setup = Reloadable(tmp_path)
+def test_sighup_reloads_certificates_and_clients(tmp_path: Path, manager: ServiceManager) -> None:
+    """Connections of removed keys are closed; the others continue."""
+    setup = ReloadableDaemon(tmp_path)
     with (
         setup.port_holder as listening,
-        started(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path), **setup.environment) as daemon,
+        start_service(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path), **setup.environment) as daemon,
     ):
-        manager.hear_until(is_ready)
+        manager.receive_until(is_ready)
         assert f"https://127.0.0.1:{setup.port}/" in daemon.log.read_text()
         before = setup.serial()
         token = (daemon.state_dir / "admin.token").read_text().strip()
@@ -275,14 +279,14 @@ def test_sighup_takes_new_certificates_and_clients(tmp_path: Path, manager: Mana
 
 
 @pytest.mark.parametrize("broken", ["config.toml", "clients.toml", "tls.key"])
-def test_what_is_broken_at_sighup_stays_as_it_was(tmp_path: Path, manager: Manager, broken: str) -> None:
-    """The daemon goes on with what it has, says what is wrong, and takes the rest."""
-    setup = Reloadable(tmp_path)
+def test_sighup_keeps_the_old_value_of_a_broken_file(tmp_path: Path, manager: ServiceManager, broken: str) -> None:
+    """The error is logged, and the rest is reloaded."""
+    setup = ReloadableDaemon(tmp_path)
     with (
         setup.port_holder as listening,
-        started(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path), **setup.environment) as daemon,
+        start_service(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path), **setup.environment) as daemon,
     ):
-        manager.hear_until(is_ready)
+        manager.receive_until(is_ready)
         before = setup.serial()
         setup.issue()
         (tmp_path / broken).write_text("broken = [")
@@ -298,16 +302,16 @@ def test_what_is_broken_at_sighup_stays_as_it_was(tmp_path: Path, manager: Manag
 
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["config.toml", "clients.toml", "tls.key"])
-def test_the_command_reports_what_was_not_reloaded(tmp_path: Path, manager: Manager, broken: str) -> None:
-    """It waits, names the reason and fails; the daemon goes on as it was, and the mended file is taken."""
-    setup = Reloadable(tmp_path)
+def test_reload_command_reports_failures(tmp_path: Path, manager: ServiceManager, broken: str) -> None:
+    """It names the reason and fails; the repaired file is accepted."""
+    setup = ReloadableDaemon(tmp_path)
     setup.configure(f'state_dir = "{tmp_path}/state"')
     sound = (tmp_path / broken).read_text()
     with (
         setup.port_holder as listening,
-        started(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path), **setup.environment) as daemon,
+        start_service(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path), **setup.environment) as daemon,
     ):
-        manager.hear_until(is_ready)
+        manager.receive_until(is_ready)
         (tmp_path / broken).write_text("broken = [")
         refused = command(setup, "reload")
         assert refused.returncode == 78
@@ -325,7 +329,7 @@ def test_the_command_reports_what_was_not_reloaded(tmp_path: Path, manager: Mana
         assert command(setup, "reload").returncode == 69
 
 
-def command(setup: Reloadable, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(setup: ReloadableDaemon, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command with the daemon's configuration."""
     return subprocess.run(
         [sys.executable, "-m", "inferencecenter", *arguments],
@@ -339,16 +343,16 @@ def command(setup: Reloadable, *arguments: str) -> subprocess.CompletedProcess[s
 
 
 def json_lines(log: Path) -> list[str]:
-    """Return the lines of a log that were logged, without what was announced."""
+    """Return the logged lines, without the printed announcement."""
     return [line for line in log.read_text().splitlines() if line.startswith("{")]
 
 
-def test_sighup_of_an_ignoring_parent_stays_ignored(tmp_path: Path, manager: Manager) -> None:
-    """Under nohup nothing is read again."""
+def test_ignored_sighup_stays_ignored(tmp_path: Path, manager: ServiceManager) -> None:
+    """Under nohup nothing is reloaded."""
     ignoring = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with started(tmp_path, NOTIFY_SOCKET=str(manager.path)) as daemon:
-            manager.hear_until(is_ready)
+        with start_service(tmp_path, NOTIFY_SOCKET=str(manager.path)) as daemon:
+            manager.receive_until(is_ready)
             daemon.process.send_signal(signal.SIGHUP)
             assert daemon.stop() == 0
             assert '"reloaded"' not in daemon.log.read_text()

@@ -1,4 +1,4 @@
-"""The unit files as ``make install`` puts them, looked at by systemd's own tools."""
+"""The unit files of ``make install``, checked by systemd's own tools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reas
 
 
 def run(*command: str | Path) -> str:
-    """Run a program in the checkout and return all that it writes."""
+    """Run a program in the checkout and return its output."""
     done = subprocess.run(
         list(map(str, command)),
         check=False,
@@ -45,7 +45,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def units(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the installed units, whose program is there to be found."""
+    """The folder of the installed units, whose program exists."""
     folder = tmp_path_factory.mktemp("installed")
     program = folder / "opt" / "venv" / "bin" / "python"
     program.parent.mkdir(parents=True)
@@ -55,16 +55,16 @@ def units(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_systemd
-def test_systemd_has_nothing_to_say_about_the_units(units: Path) -> None:
-    """Neither an unknown name nor a program that is not there."""
+def test_systemd_analyze_accepts_the_units(units: Path) -> None:
+    """Every name is known and every program exists."""
     names = sorted(path.name for path in units.iterdir())
     assert names == ["inferencecenter.service", "inferencecenter.socket"]
     assert run("systemd-analyze", "verify", "--man=no", *(units / name for name in names)) == ""
 
 
 @needs_systemd
-def test_the_service_is_exposed_little(units: Path) -> None:
-    """The score stays within the limit, and docs/operations.md has it."""
+def test_exposure_score_is_within_the_limit(units: Path) -> None:
+    """And equals that in docs/operations.md."""
     said = run("systemd-analyze", "security", "--offline=true", "--no-pager", units / "inferencecenter.service")
     found = re.search(r"Overall exposure level for \S+: ([\d.]+)", said)
     assert found, said
@@ -72,13 +72,13 @@ def test_the_service_is_exposed_little(units: Path) -> None:
     assert f"exposure level {found[1]}" in (ROOT / "docs" / "operations.md").read_text()
 
 
-def test_lines_in_the_journal_have_the_daemons_name() -> None:
-    """And not that of the interpreter."""
+def test_syslog_identifier_is_the_daemon() -> None:
+    """Not the interpreter."""
     assert "\nSyslogIdentifier=inferencecenter\n" in (ROOT / "systemd" / "inferencecenter.service").read_text()
 
 
-def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
-    """All files are below DESTDIR and as after the first time, the configuration as it was left."""
+def test_install_is_idempotent(tmp_path: Path) -> None:
+    """Files stay below DESTDIR, and an edited configuration is kept."""
     make("install-files", f"DESTDIR={tmp_path}")
     first = tree(tmp_path)
     assert {path.split("/")[0] for path in first} == {"etc", "opt", "usr"}
@@ -95,8 +95,8 @@ def test_installing_twice_changes_nothing(tmp_path: Path) -> None:
     assert len(second) == len(first) - 1
 
 
-def test_uninstalling_leaves_the_configuration(tmp_path: Path) -> None:
-    """Nothing else is left, and a second time there is nothing to do."""
+def test_uninstall_keeps_the_configuration(tmp_path: Path) -> None:
+    """Everything else is removed, and a second run does nothing."""
     make("install-files", f"DESTDIR={tmp_path}")
     venv = tmp_path / "opt/inferencecenter/venv/bin"
     venv.mkdir(parents=True)
@@ -106,8 +106,8 @@ def test_uninstalling_leaves_the_configuration(tmp_path: Path) -> None:
     assert not (tmp_path / "opt").exists()
 
 
-def test_another_prefix_is_in_every_file(tmp_path: Path) -> None:
-    """Units and the command call the program where it was put."""
+def test_prefix_is_in_every_file(tmp_path: Path) -> None:
+    """Units and command call the installed program."""
     make("install-files", f"DESTDIR={tmp_path}", "prefix=/usr/local/lib/inference", "sysconfdir=/usr/local/etc")
     installed = tree(tmp_path)
     places = [path for path, content in installed.items() if b"/usr/local/lib/inference/venv/bin/python" in content]
@@ -123,8 +123,8 @@ def test_another_prefix_is_in_every_file(tmp_path: Path) -> None:
 
 
 @needs_systemd
-def test_the_user_and_the_folders_are_understood(tmp_path: Path) -> None:
-    """The files for systemd-sysusers and systemd-tmpfiles are carried out in a folder of their own."""
+def test_sysusers_and_tmpfiles_are_valid(tmp_path: Path) -> None:
+    """They are applied to a folder of the test's own."""
     make("install-files", f"DESTDIR={tmp_path}")
     (tmp_path / "etc" / "passwd").touch()
     (tmp_path / "etc" / "group").touch()
