@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -21,28 +21,6 @@ if TYPE_CHECKING:
     from inferencecenter.engine.output_processor import OutputProcessor, TimeoutReason
     from inferencecenter.engine.scheduler.plan import Admission, DecodePass, DecodeRow, KvMove, StepPlan
     from inferencecenter.ipc.messages import TurnEvent
-
-
-@dataclass(slots=True)
-class KvMoveResult:
-    """The result of a plan's moves.
-
-    ``emptied`` turns are prefilled from the start again, ``lost`` ones cannot continue; the slots of both are empty, as
-    are the ``wiped`` slots of idle sessions, numbered as after the moves. ``times`` lists the duration of each park,
-    restore and copy, ``stages`` those made for a turn, with its id; ``n_parked`` sequences were parked.
-    """
-
-    emptied: set[str] = field(default_factory=set)
-    lost: set[str] = field(default_factory=set)
-    wiped: set[int] = field(default_factory=set)
-    n_parked: int = 0
-    times: list[MoveTime] = field(default_factory=list)
-    stages: list[tuple[str, TraceStage]] = field(default_factory=list)
-
-    @property
-    def took_s(self) -> float:
-        """Total duration of the moves in ``times``."""
-        return sum(each.took_s for each in self.times)
 
 
 class KvMover:
@@ -75,41 +53,43 @@ class KvMover:
         # Keys of parked sequences that parking must not evict.
         self._wanted: set[str] = set()
 
-    def run(self, moves: Collection[KvMove]) -> KvMoveResult:
-        """Make the moves in order and return their result."""
-        moved = KvMoveResult()
+    def run(self, moves: Collection[KvMove]) -> StepOutcome:
+        """Make the moves in order and return the outcome so far."""
+        outcome = StepOutcome()
+        if not moves:
+            return outcome
         self._empty.clear()
         self._wanted = {move.key for move in moves if isinstance(move, RestoreSlot)}
         for move in moves:
             match move:
                 case TruncateSlot():
-                    self._truncate(move, moved)
+                    self._truncate(move, outcome)
                 case SwapSlots():
-                    self._swap(move, moved)
+                    self._swap(move, outcome)
                 case ParkSlot() | RestoreSlot() | CopySlot():
                     began_s = self._clock()
-                    kind = self._transfer(move, moved)
+                    kind = self._transfer(move, outcome)
                     ended_s = self._clock()
-                    moved.times.append(MoveTime(kind, ended_s - began_s))
+                    outcome.move_times.append(MoveTime(kind, ended_s - began_s))
                     if move.turn_id is not None:
-                        moved.stages.append((move.turn_id, TraceStage(kind, began_s, ended_s, move.n_tokens)))
+                        outcome.stages.append((move.turn_id, TraceStage(kind, began_s, ended_s, move.n_tokens)))
             self._progressed()
-        return moved
+        return outcome
 
-    def _transfer(self, move: ParkSlot | RestoreSlot | CopySlot, moved: KvMoveResult) -> str:
+    def _transfer(self, move: ParkSlot | RestoreSlot | CopySlot, outcome: StepOutcome) -> str:
         """Make a timed move and return its kind."""
         match move:
             case ParkSlot():
-                moved.n_parked += self._park(move)
+                outcome.n_parked += self._park(move)
                 return "park"
             case RestoreSlot(slot=slot):
-                self._filled(slot, move.turn_id, moved, filled=self._restore(move))
+                self._filled(slot, move.turn_id, outcome, filled=self._restore(move))
                 return "restore"
             case CopySlot(target=slot):
-                self._filled(slot, move.turn_id, moved, filled=self._copy(move))
+                self._filled(slot, move.turn_id, outcome, filled=self._copy(move))
                 return "copy"
 
-    def _truncate(self, truncation: TruncateSlot, moved: KvMoveResult) -> None:
+    def _truncate(self, truncation: TruncateSlot, outcome: StepOutcome) -> None:
         slot = truncation.slot
         if slot in self._empty:
             return
@@ -117,12 +97,12 @@ class KvMover:
             return
         self._empty.add(slot)
         if truncation.turn_id is None:
-            moved.wiped.add(slot)
+            outcome.wiped.add(slot)
         else:
-            moved.emptied.add(truncation.turn_id)
+            outcome.emptied.add(truncation.turn_id)
 
-    def _swap(self, swap: SwapSlots, moved: KvMoveResult) -> None:
-        for slots in (self._empty, moved.wiped):
+    def _swap(self, swap: SwapSlots, outcome: StepOutcome) -> None:
+        for slots in (self._empty, outcome.wiped):
             _exchange(slots, swap.a, swap.b)
         try:
             self._backend.swap(swap.a, swap.b)
@@ -132,9 +112,9 @@ class KvMover:
                 self._backend.truncate(slot, 0)
                 self._empty.add(slot)
                 if turn_id is None:
-                    moved.wiped.add(slot)
+                    outcome.wiped.add(slot)
                 else:
-                    moved.lost.add(turn_id)
+                    outcome.lost.add(turn_id)
 
     def _park(self, park: ParkSlot) -> bool:
         # An empty slot has no bytes, so there is nothing to park.
@@ -160,14 +140,14 @@ class KvMover:
     def _copy(self, copy: CopySlot) -> bool:
         return copy.source not in self._empty and self._backend.copy(copy.source, copy.target, copy.n_tokens)
 
-    def _filled(self, slot: int, turn_id: str, moved: KvMoveResult, *, filled: bool) -> None:
+    def _filled(self, slot: int, turn_id: str, outcome: StepOutcome, *, filled: bool) -> None:
         if filled:
             self._empty.discard(slot)
             return
         # The previous content may still be there: a missing file is not even tried.
         self._backend.truncate(slot, 0)
         self._empty.add(slot)
-        moved.emptied.add(turn_id)
+        outcome.emptied.add(turn_id)
 
 
 def _exchange(slots: set[int], a: int, b: int) -> None:
@@ -185,7 +165,7 @@ class SampledRow:
     row: DecodeRow
     accepted: tuple[int, ...]
     token: int | None
-    events: tuple[TurnEvent, ...]
+    events: list[TurnEvent]
 
 
 class RowSampler:
@@ -260,10 +240,10 @@ class RowSampler:
             self._on_log("error", f"sampling failed: {error!r}")
             failure = InferenceCenterError(ErrorCode.INTERNAL, "The next token could not be sampled.")
             events.append(output.fail(failure, now=self._clock()))
-        return SampledRow(row, tuple(accepted), token, _coalesced(events))
+        return SampledRow(row, tuple(accepted), token, _coalesced(events) if drafts else events)
 
 
-def _coalesced(events: Sequence[TurnEvent]) -> tuple[TurnEvent, ...]:
+def _coalesced(events: list[TurnEvent]) -> list[TurnEvent]:
     """Merge consecutive token events of one turn."""
     merged: list[TurnEvent] = []
     for event in events:
@@ -274,51 +254,7 @@ def _coalesced(events: Sequence[TurnEvent]) -> tuple[TurnEvent, ...]:
             )
         else:
             merged.append(event)
-    return tuple(merged)
-
-
-@dataclass(slots=True)
-class _Results:
-    """Results of the step so far."""
-
-    events: list[TurnEvent] = field(default_factory=list)
-    decoded: dict[str, int] = field(default_factory=dict)
-    sampled: dict[str, int] = field(default_factory=dict)
-    accepted: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    drafted: int = 0
-    emptied: set[str] = field(default_factory=set)
-    wiped: set[int] = field(default_factory=set)
-    ended: set[str] = field(default_factory=set)
-    lost: set[str] = field(default_factory=set)
-    stalled: set[str] = field(default_factory=set)
-    prefill_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    moves_s: float = 0.0
-    move_times: tuple[MoveTime, ...] = ()
-    n_parked: int = 0
-
-    def continues(self, turn_id: str) -> bool:
-        """Return whether the turn's chunks still continue the content of its slot."""
-        return turn_id not in self.emptied | self.ended | self.stalled
-
-    def outcome(self) -> StepOutcome:
-        return StepOutcome(
-            decoded=self.decoded,
-            sampled=self.sampled,
-            accepted=self.accepted,
-            drafted=self.drafted,
-            emptied=frozenset(self.emptied),
-            wiped=frozenset(self.wiped),
-            ended=frozenset(self.ended),
-            lost=frozenset(self.lost),
-            prefill_tokens=self.prefill_tokens,
-            prefill_s=self.prefill_s,
-            decode_s=self.decode_s,
-            moves_s=self.moves_s,
-            move_times=self.move_times,
-            n_parked=self.n_parked,
-        )
+    return merged
 
 
 class Executor:
@@ -390,24 +326,27 @@ class Executor:
         self._drop(turn_id)
         return failure
 
-    def run(self, plan: StepPlan) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
-        """Run a plan and return its outcome, with the turns' events in order."""
-        results = _Results()
+    def run(self, plan: StepPlan) -> StepOutcome:
+        """Run a plan and return its outcome."""
         for turn_id in plan.preemptions:
             self._preempt(turn_id)
-        self._move(plan, results)
+        outcome = self._mover.run(plan.moves)
+        for turn_id, stage in outcome.stages:
+            self._outputs[turn_id].moved(stage)
+        for turn_id in sorted(outcome.lost):
+            self._lose(turn_id, outcome)
         if self._away:
             self._resume(plan)
         for admission in plan.admissions:
-            self._admit(admission, results)
+            self._admit(admission, outcome)
         for number, each in enumerate(plan.passes):
             if number and self._interrupted():
                 break
-            self._run_pass(each, results)
+            self._run_pass(each, outcome)
             self._progressed()
-        for turn_id in results.ended:
+        for turn_id in outcome.ended:
             self._drop(turn_id)
-        return results.outcome(), tuple(results.events)
+        return outcome
 
     def park(self, park: ParkSlot) -> bool:
         """Park a slot between two steps; ``False`` when that failed."""
@@ -433,18 +372,9 @@ class Executor:
                     self._away.discard(row.turn_id)
                     self._outputs[row.turn_id].resume(now=now, kv_tokens=row.chunk.start, reads=each.prefill)
 
-    def _move(self, plan: StepPlan, results: _Results) -> None:
-        moved = self._mover.run(plan.moves)
-        results.emptied, results.wiped = moved.emptied, moved.wiped
-        results.moves_s, results.move_times, results.n_parked = moved.took_s, tuple(moved.times), moved.n_parked
-        for turn_id, stage in moved.stages:
-            self._outputs[turn_id].moved(stage)
-        for turn_id in sorted(moved.lost):
-            self._lose(turn_id, results)
-
-    def _admit(self, admission: Admission, results: _Results) -> None:
+    def _admit(self, admission: Admission, outcome: StepOutcome) -> None:
         turn_id = admission.turn_id
-        if turn_id in results.ended:
+        if turn_id in outcome.ended:
             return
         output = self._outputs[turn_id]
         begins_at = len(admission.prompt) - output.n_answered
@@ -452,81 +382,81 @@ class Executor:
         try:
             self._samplers[turn_id] = self._backend.sampler(output.params, prompt, answer, output.constraint)
         except InferenceCenterError as error:
-            results.events.append(output.fail(error, now=self._clock()))
-            results.ended.add(turn_id)
+            outcome.events.append(output.fail(error, now=self._clock()))
+            outcome.ended.add(turn_id)
             return
         except Exception as error:  # noqa: BLE001 - a border: what one turn asks for must not end the others
             self._on_log("error", f"building a sampler failed: {error!r}")
             failure = InferenceCenterError(ErrorCode.INTERNAL, "The turn's sampler could not be built.")
-            results.events.append(output.fail(failure, now=self._clock()))
-            results.ended.add(turn_id)
+            outcome.events.append(output.fail(failure, now=self._clock()))
+            outcome.ended.add(turn_id)
             return
-        cached_tokens = 0 if turn_id in results.emptied else admission.cached_tokens
-        results.events.append(output.start(prompt, cached_tokens=cached_tokens, now=self._clock()))
+        cached_tokens = 0 if turn_id in outcome.emptied else admission.cached_tokens
+        outcome.events.append(output.start(prompt, cached_tokens=cached_tokens, now=self._clock()))
 
-    def _run_pass(self, each: DecodePass, results: _Results) -> None:
-        rows = [row for row in each.rows if results.continues(row.turn_id)]
+    def _run_pass(self, each: DecodePass, outcome: StepOutcome) -> None:
+        rows = [row for row in each.rows if outcome.continues(row.turn_id)]
         if not rows:
             return
         began_s = self._clock()
         try:
             self._backend.decode([row.chunk for row in rows])
         except DecodeError as error:
-            self._decode_failed(rows, error, results)
+            self._decode_failed(rows, error, outcome)
             return
         for row in rows:
-            results.decoded[row.turn_id] = results.decoded.get(row.turn_id, 0) + len(row.chunk.tokens)
+            outcome.decoded[row.turn_id] = outcome.decoded.get(row.turn_id, 0) + len(row.chunk.tokens)
         for sample in self._sampling.run([row for row in rows if row.chunk.sample]):
-            self._take(sample, results)
+            self._take(sample, outcome)
         took_s = self._clock() - began_s
         if each.prefill:
-            results.prefill_tokens += sum(len(row.chunk.tokens) for row in rows)
-            results.prefill_s += took_s
+            outcome.prefill_tokens += sum(len(row.chunk.tokens) for row in rows)
+            outcome.prefill_s += took_s
         else:
-            results.decode_s += took_s
+            outcome.decode_s += took_s
 
-    def _take(self, sample: SampledRow, results: _Results) -> None:
+    def _take(self, sample: SampledRow, outcome: StepOutcome) -> None:
         turn_id, drafts = sample.row.turn_id, sample.row.chunk.drafts
-        results.events += sample.events
+        outcome.events += sample.events
         if sample.token is not None:
-            results.sampled[turn_id] = sample.token
+            outcome.sampled[turn_id] = sample.token
         if self._outputs[turn_id].ended:
-            results.ended.add(turn_id)
+            outcome.ended.add(turn_id)
         if drafts:
-            results.drafted += drafts
-            results.accepted[turn_id] = sample.accepted
-            self._cut(sample.row, drafts - len(sample.accepted), results)
+            outcome.drafted += drafts
+            outcome.accepted[turn_id] = sample.accepted
+            self._cut(sample.row, drafts - len(sample.accepted), outcome)
 
-    def _cut(self, row: DecodeRow, n_tokens: int, results: _Results) -> None:
+    def _cut(self, row: DecodeRow, n_tokens: int, outcome: StepOutcome) -> None:
         """Remove a row's rejected drafts from the KV."""
         if not n_tokens:
             return
         turn_id, chunk = row.turn_id, row.chunk
-        results.decoded[turn_id] -= n_tokens
+        outcome.decoded[turn_id] -= n_tokens
         if self._backend.truncate(chunk.slot, chunk.start + len(chunk.tokens) - n_tokens):
             return
         self._on_log("error", f"slot {chunk.slot} could not be truncated and is empty now")
-        del results.decoded[turn_id]
-        (results.lost if turn_id in results.ended else results.emptied).add(turn_id)
+        del outcome.decoded[turn_id]
+        (outcome.lost if turn_id in outcome.ended else outcome.emptied).add(turn_id)
 
-    def _decode_failed(self, rows: Sequence[DecodeRow], error: DecodeError, results: _Results) -> None:
+    def _decode_failed(self, rows: Sequence[DecodeRow], error: DecodeError, outcome: StepOutcome) -> None:
         """Fail the turns whose KV is lost; the others are unchanged and retry with the next step."""
         self._on_log("error", f"decode failed: {error}")
         # An error that names no slot of the batch would recur forever.
         lost = {row.chunk.slot for row in rows} & set(error.slots) or {row.chunk.slot for row in rows}
         for row in rows:
             if row.chunk.slot not in lost:
-                results.stalled.add(row.turn_id)
+                outcome.stalled.add(row.turn_id)
                 continue
             self._backend.truncate(row.chunk.slot, 0)
-            self._lose(row.turn_id, results)
+            self._lose(row.turn_id, outcome)
 
-    def _lose(self, turn_id: str, results: _Results) -> None:
+    def _lose(self, turn_id: str, outcome: StepOutcome) -> None:
         """Fail a turn whose KV is invalid."""
         failure = InferenceCenterError(ErrorCode.INTERNAL, "The KV cache of this turn was lost.")
-        results.events.append(self._outputs[turn_id].fail(failure, now=self._clock()))
-        results.ended.add(turn_id)
-        results.lost.add(turn_id)
+        outcome.events.append(self._outputs[turn_id].fail(failure, now=self._clock()))
+        outcome.ended.add(turn_id)
+        outcome.lost.add(turn_id)
 
     def _drop(self, turn_id: str) -> None:
         del self._outputs[turn_id]

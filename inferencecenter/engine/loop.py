@@ -17,7 +17,7 @@ import os
 import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -27,7 +27,6 @@ from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.output_processor import failed, never_ran
 from inferencecenter.engine.scheduler.placement import is_prefix_key
 from inferencecenter.engine.scheduler.plan import CopySlot, RestoreSlot
-from inferencecenter.engine.scheduler.policy import SchedulerLimits
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.engine.tokenization import (
     FairWorkers,
@@ -45,7 +44,6 @@ from inferencecenter.ipc.messages import (
     EngineLimits,
     KvRamLimit,
     LogLine,
-    PrefillProgress,
     QueuePosition,
     ReleaseSession,
     RetainSessions,
@@ -81,9 +79,9 @@ INBOX_BYTES: Final = 256 * 1024 * 1024
 _FEWEST: Final = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReceivedCommand:
-    """A command from the front, with the monotonic second of its arrival."""
+    """A command from the front, with the monotonic second of its arrival; only those that carry text have a size."""
 
     command: (
         Submit
@@ -98,6 +96,11 @@ class ReceivedCommand:
         | Suspend
     )
     at_s: float
+    size_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        command = self.command
+        self.size_bytes = command.size_bytes if isinstance(command, Submit | TokenizeRequest | DetokenizeRequest) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +185,7 @@ class Inbox:
 
 
 def _size_bytes(command: Command) -> int:
-    """Return the bytes a command counts for; only commands that carry text count."""
-    if isinstance(command, ReceivedCommand) and isinstance(
-        command.command, Submit | TokenizeRequest | DetokenizeRequest
-    ):
-        return command.command.size_bytes
-    return 0
+    return command.size_bytes if isinstance(command, ReceivedCommand) else 0
 
 
 class StepThrottle:
@@ -339,7 +337,7 @@ def work_of(plan: StepPlan, outcome: StepOutcome, *, step_s: float) -> StepStats
         prefill_s=outcome.prefill_s,
         fetches=len(plan.fetches),
         sources=_sources(plan, outcome) if plan.admissions else None,
-        moves=outcome.move_times,
+        moves=tuple(outcome.move_times),
         drafted=outcome.drafted,
         accepted=sum(map(len, outcome.accepted.values())),
     )
@@ -522,23 +520,23 @@ class EngineLoop:
             restored = {move.key for move in plan.moves if isinstance(move, RestoreSlot)}
             for key in plan.fetches:
                 self._kv.fetch(key, keep=restored)
-            outcome, events = self._run(plan)
+            outcome = self._run(plan)
             ended_s = self._clock()
             progress = self._scheduler.completed(outcome, now=ended_s)
             self._work = work_of(plan, outcome, step_s=ended_s - now)
             self._events += [QueuePosition(turn_id, position) for turn_id, position in self._scheduler.positions()]
-            self._events += events
-            self._events += [PrefillProgress(prompt.turn_id, prompt.done, prompt.total) for prompt in progress]
+            self._events += outcome.events
+            self._events += progress
 
-    def _run(self, plan: StepPlan) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
+    def _run(self, plan: StepPlan) -> StepOutcome:
         """Run a plan. Its turns are recorded beforehand, so that a crash can be attributed to them."""
         if plan.empty:
             return self._executor.run(plan)
         self._heartbeat.step(plan.turn_ids)
-        ran = self._executor.run(plan)
+        outcome = self._executor.run(plan)
         self._heartbeat.step(())
         self._throttle.begin()
-        return ran
+        return outcome
 
     def _report(self) -> None:
         """Send all events since the last report in one frame, if there are any."""
@@ -577,7 +575,7 @@ class EngineLoop:
     def _handle_received(self, received: ReceivedCommand) -> None:
         match received.command:
             case Submit() as submit:
-                self._submit(submit, at_s=received.at_s)
+                self._submit(submit, at_s=received.at_s, size_bytes=received.size_bytes)
             case AbortTurn(turn_id=turn_id):
                 self._end(turn_id, "aborted", now=self._clock())
             case ReleaseSession(session_id=session_id):
@@ -596,8 +594,8 @@ class EngineLoop:
             case Suspend(park_all=park_all):
                 self._suspend(park_all=park_all)
 
-    def _submit(self, submit: Submit, *, at_s: float) -> None:
-        self._tokenization.add(submit, at_s=at_s)
+    def _submit(self, submit: Submit, *, at_s: float, size_bytes: int) -> None:
+        self._tokenization.add(submit, at_s=at_s, size_bytes=size_bytes)
         if not submit.answer:
             self._deadlines.add(submit.turn_id, (at_s + self._queue_timeout_s,))
 
@@ -618,7 +616,7 @@ class EngineLoop:
             self._events += output.end(pending.ending, now=now)
             return
         try:
-            self._scheduler.add(pending.request(prepared))
+            self._scheduler.add(prepared.request)
         except InferenceCenterError as error:
             shifts = submit.may_shift and error.code is ErrorCode.PROMPT_TOO_LONG
             self._events.append(output.overflow(now=now) if shifts else output.fail(error, now=now))
@@ -663,10 +661,7 @@ class EngineLoop:
         self._kv.forget_session(session_id)
 
     def _limit(self, limit: EngineLimits) -> None:
-        limits = SchedulerLimits(
-            active_slots=limit.active_slots, prefill_share=limit.prefill_share, lowest_class=limit.lowest_class
-        )
-        self._scheduler.limit(limits, now=self._clock())
+        self._scheduler.limit(limit, now=self._clock())
         self._throttle.change(limit.pause_ms / 1000)
 
     def _suspend(self, *, park_all: bool) -> None:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.engine.backend import Sampled
     from inferencecenter.engine.sampling.constraint import Constraint
-    from inferencecenter.engine.sampling.text import Scan
     from inferencecenter.ipc.messages import TurnEvent
     from inferencecenter.protocol.params import Params
 
@@ -251,12 +250,11 @@ class OutputProcessor:
         """
         if self._reads:
             self._begin_decode(now)
-        scan = self._take(sampled.token)
-        end = self._reached(sampled.token, scan)
+        released, end = self._take(sampled.token)
         if end is None and now >= self._ends_s:
             end = _End("time", None)
         shifts = end is not None and end.reason == "context_full" and self._may_shift
-        text = self._delta(scan.text if end is None or shifts else scan.text + self._scanner.finish())
+        text = self._delta(released if end is None or shifts else released + self._scanner.finish())
         logprobs = () if sampled.logprobs is None else (sampled.logprobs,)
         delta = TokenDelta(self.turn_id, pack_tokens((sampled.token,)), text, logprobs)
         if end is None:
@@ -299,21 +297,28 @@ class OutputProcessor:
         """Replay the earlier answer; return its text to emit and the number of characters already emitted beyond it."""
         texts: list[str] = []
         for token in turn.answer:
-            scan = self._take(token)
-            texts.append(scan.text)
+            released, end = self._take(token)
+            texts.append(released)
             # The prompt may have been shorter before: an end after a full context is the actual end.
             if self._end is None or self._end.reason == "context_full":
-                self._end = self._reached(token, scan)
+                self._end = end
         text = "".join(texts)
         return text[turn.shown_chars :], max(0, turn.shown_chars - len(text))
 
-    def _take(self, token: int) -> Scan:
-        """Add a token to the answer and return its releasable text."""
+    def _take(self, token: int) -> tuple[str, _End | None]:
+        """Add a token to the answer; return the text it releases and the end that it reaches, if any."""
         self._generated_tokens += 1
-        if self._vocabulary.is_end(token):
+        is_end = self._vocabulary.is_end(token)
+        if is_end:
             self._end_text = self._vocabulary.token_text(token)
-            return self._scanner.feed(self._text.push(b""))
-        return self._scanner.feed(self._text.push(self._bytes(token)))
+        scan = self._scanner.feed(self._text.push(b"" if is_end else self._bytes(token)))
+        if is_end or scan.stop is not None:
+            return scan.text, _End("stop", scan.stop)
+        if self._repetition is not None and self._repetition.push(token):
+            return scan.text, _End("repetition", None)
+        if self.params.max_tokens is not None and self._generated_tokens >= self.params.max_tokens:
+            return scan.text, _End("length", None)
+        return scan.text, _End("context_full", None) if self._generated_tokens >= self._room_tokens else None
 
     def _bytes(self, token: int) -> bytes:
         """Return the bytes a token adds to this answer's text."""
@@ -329,16 +334,6 @@ class OutputProcessor:
         self._unsaid, self._ahead_chars = "", max(0, self._ahead_chars - len(text))
         self._shown_chars += len(told)
         return told
-
-    def _reached(self, token: int, scan: Scan) -> _End | None:
-        """Return the end that the answer reaches with this token, if any."""
-        if self._vocabulary.is_end(token) or scan.stop is not None:
-            return _End("stop", scan.stop)
-        if self._repetition is not None and self._repetition.push(token):
-            return _End("repetition", None)
-        if self.params.max_tokens is not None and self._generated_tokens >= self.params.max_tokens:
-            return _End("length", None)
-        return _End("context_full", None) if self._generated_tokens >= self._room_tokens else None
 
     def _ended(self, reason: str, *, stop: str | None, now: float) -> tuple[TurnEvent, ...]:
         text = self._delta(self._scanner.finish())

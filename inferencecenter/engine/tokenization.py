@@ -184,20 +184,20 @@ class GrammarReady:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedTurn:
-    """A submitted turn with its prompt's ``tokens``, of which the first ``prefix_tokens`` are shared.
+    """A submitted turn for the scheduler, and its output, which has replayed the turn's earlier answer, if any."""
 
-    ``tokens`` continue with the turn's earlier answer, if any, which ``output`` has replayed.
-    """
-
-    turn_id: str
-    tokens: list[int]
-    prefix_tokens: int
+    request: EngineRequest
     output: OutputProcessor
+
+    @property
+    def turn_id(self) -> str:
+        """Id of the turn."""
+        return self.request.turn_id
 
     @property
     def prompt(self) -> list[int]:
         """The tokens without the earlier answer."""
-        return self.tokens[: len(self.tokens) - self.output.n_answered]
+        return self.request.tokens[: self.request.prompt_tokens - self.output.n_answered]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,22 +227,6 @@ class PendingSubmission:
     needs_grammar: bool = False
     prepared: TokenizedTurn | TokenizationFailed | None = None
     ending: str | None = None
-
-    def request(self, prepared: TokenizedTurn) -> EngineRequest:
-        """Return the turn's scheduler request."""
-        submit = self.submit
-        return EngineRequest(
-            turn_id=submit.turn_id,
-            session_id=submit.session_id,
-            client_id=submit.client_id,
-            priority=submit.priority,
-            arrival=self.arrival,
-            submitted_s=self.at_s,
-            prefix_tokens=prepared.prefix_tokens,
-            public=submit.public,
-            durable=submit.durable,
-            tokens=prepared.tokens,
-        )
 
 
 class TokenizationStage:
@@ -297,10 +281,10 @@ class TokenizationStage:
         """Return a session's turns that are still here, in order."""
         return tuple(self._sessions.get(session_id, ()))
 
-    def add(self, submit: Submit, *, at_s: float) -> None:
+    def add(self, submit: Submit, *, at_s: float, size_bytes: int) -> None:
         """Prepare a turn that arrived at ``at_s``; without room it fails with ``queue_full``."""
         self._arrivals += 1
-        pending = PendingSubmission(submit, self._arrivals, at_s, submit.size_bytes)
+        pending = PendingSubmission(submit, self._arrivals, at_s, size_bytes)
         begun = submit.accepted or submit.answer
         if not (begun or self._room.fits(submit.client_id, pending.size_bytes)):
             self._on_ready(pending, TokenizationFailed(submit.turn_id, _no_room()))
@@ -313,7 +297,7 @@ class TokenizationStage:
             pending.needs_grammar = True
             self._give(pending, self._compilations, partial(self._compile, submit))
         else:
-            self._give(pending, self._workers, partial(self._tokenize, submit, grammar, at_s))
+            self._give(pending, self._workers, partial(self._tokenize, pending, grammar))
 
     def take(self, result: PreparationResult) -> None:
         """Handle a job's result; it is dropped if its turn has ended meanwhile."""
@@ -323,8 +307,7 @@ class TokenizationStage:
         if isinstance(result, GrammarReady):
             if pending.needs_grammar:
                 pending.needs_grammar = False
-                tokenize = partial(self._tokenize, pending.submit, result.grammar, pending.at_s)
-                self._give(pending, self._workers, tokenize)
+                self._give(pending, self._workers, partial(self._tokenize, pending, result.grammar))
             return
         pending.prepared, pending.job = result, None
         self._advance(pending.submit.session_id)
@@ -335,7 +318,7 @@ class TokenizationStage:
         if pending.needs_grammar:
             pending.needs_grammar = False
             self._withdraw_job(pending)
-            self._give(pending, self._workers, partial(self._tokenize, pending.submit, None, pending.at_s))
+            self._give(pending, self._workers, partial(self._tokenize, pending, None))
 
     def cancel(self, turn_id: str) -> PendingSubmission | None:
         """Remove and return a turn, if it is still here, and cancel its job."""
@@ -415,7 +398,8 @@ class TokenizationStage:
         )
         return GrammarReady(submit.turn_id, grammar)
 
-    def _tokenize(self, submit: Submit, grammar: CompiledGrammar | None, at_s: float, job: Job) -> TokenizedTurn:
+    def _tokenize(self, pending: PendingSubmission, grammar: CompiledGrammar | None, job: Job) -> TokenizedTurn:
+        submit = pending.submit
         answer = unpack_tokens(submit.answer)
         params = turn_params.decode(submit.params_json)
         constraint = None if grammar is None else self._constraint(grammar, params, answer)
@@ -425,7 +409,7 @@ class TokenizationStage:
         turn = GenerationRequest(
             turn_id=submit.turn_id,
             params=params,
-            submitted_s=at_s,
+            submitted_s=pending.at_s,
             prompt_tokens=len(prompt),
             answer=tuple(answer),
             shown_chars=submit.shown_chars,
@@ -437,7 +421,19 @@ class TokenizationStage:
         output = OutputProcessor(
             turn, self._backend, n_ctx=self._backend.model.n_ctx, queue_timeout_s=self._queue_timeout_s
         )
-        return TokenizedTurn(submit.turn_id, prompt + answer, self._prefix_tokens(submit, prompt, job), output)
+        request = EngineRequest(
+            turn_id=submit.turn_id,
+            session_id=submit.session_id,
+            client_id=submit.client_id,
+            priority=submit.priority,
+            arrival=pending.arrival,
+            submitted_s=pending.at_s,
+            prefix_tokens=self._prefix_tokens(submit, prompt, job),
+            public=submit.public,
+            durable=submit.durable,
+            tokens=prompt + answer,
+        )
+        return TokenizedTurn(request, output)
 
     def _constraint(self, grammar: CompiledGrammar, params: Params, answer: Sequence[int]) -> Constraint:
         """Return the constraint that enforces the turn's grammar."""

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 from array import array
 from sys import getsizeof
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+LOWEST_CLASS: Final = 2
+"""Priority classes are 0 (interactive), 1 (normal) and 2 (batch); lower goes first."""
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:
@@ -174,15 +178,23 @@ class CancelLookup(msgspec.Struct, frozen=True, tag=True):
 class EngineLimits(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Throttle the engine until the next ``EngineLimits``.
 
-    At most ``active_slots`` turns hold a slot at once, of the classes down to ``lowest_class`` (see ``Submit``); steps
-    prefill only the fraction ``prefill_share`` of their token budget, and each step is followed by a pause of
-    ``pause_ms``.
+    At most ``active_slots`` turns hold a slot at once, and only turns of the classes down to ``lowest_class`` (see
+    ``Submit``) get one, however long others wait; turns above these limits finish their quantum. Steps prefill only the
+    fraction ``prefill_share`` of their token budget, and each step is followed by a pause of ``pause_ms``.
     """
 
     active_slots: int
-    prefill_share: float
-    lowest_class: int
-    pause_ms: int
+    prefill_share: float = 1.0
+    lowest_class: int = LOWEST_CLASS
+    pause_ms: int = 0
+
+    def __post_init__(self) -> None:
+        if self.active_slots < 1:
+            raise ValueError(f"active_slots must be at least 1, not {self.active_slots}")
+        if not 0 < self.prefill_share <= 1:
+            raise ValueError(f"prefill_share must be in (0, 1], not {self.prefill_share}")
+        if self.lowest_class < 0:
+            raise ValueError(f"lowest_class must not be negative: {self.lowest_class}")
 
 
 class KvRamLimit(msgspec.Struct, frozen=True, tag=True):

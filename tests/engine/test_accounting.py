@@ -48,9 +48,7 @@ def test_a_fetch_alone_is_work() -> None:
 def test_generating_and_reading_are_told_apart() -> None:
     """Rows are those of the pass that generates; tokens that were read, and times, are what the executor measured."""
     plan = StepPlan(passes=(rows("a", "b", prefill=False), rows("c", prefill=True)))
-    outcome = StepOutcome(
-        prefill_tokens=7, prefill_s=0.5, decode_s=0.25, moves_s=0.125, move_times=(MoveTime("park", 0.125),)
-    )
+    outcome = StepOutcome(prefill_tokens=7, prefill_s=0.5, decode_s=0.25, move_times=[MoveTime("park", 0.125)])
     assert work_of(plan, outcome, step_s=1.0) == StepStats(
         1.0, rows=2, decode_s=0.25, prefill_tokens=7, prefill_s=0.5, moves=(MoveTime("park", 0.125),)
     )
@@ -78,7 +76,7 @@ def test_where_the_tokens_of_a_turn_came_from(moves: tuple[KvMove, ...], sources
 def test_what_could_not_be_restored_is_computed() -> None:
     """A turn whose move failed reads all of its prompt."""
     plan = StepPlan(moves=(restore("session"),), admissions=(Admission("t", PROMPT, 4),))
-    work = work_of(plan, StepOutcome(emptied=frozenset({"t"})), step_s=1.0)
+    work = work_of(plan, StepOutcome(emptied={"t"}), step_s=1.0)
     assert work is not None
     assert work.sources == TokenSources(computed=10)
 

@@ -164,9 +164,14 @@ class Bench:
         )
         self.executor.add(OutputProcessor(turn, self.backend, n_ctx=64))
 
+    def run(self, plan: StepPlan) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
+        """Run a plan; return its outcome and the turns' events."""
+        outcome = self.executor.run(plan)
+        return outcome, tuple(outcome.events)
+
     def start(self, *turn_ids: str) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
         """Admit turns to the slots from 0 on, and read their prompts at once."""
-        return self.executor.run(
+        return self.run(
             StepPlan(
                 admissions=tuple(admission(turn_id) for turn_id in turn_ids),
                 passes=(prefill(*enumerate(turn_ids)),),
@@ -179,7 +184,7 @@ class Bench:
             DecodeRow(turn_id, Chunk(slot, len(self.backend.held(slot)), [token], sample=True))
             for slot, turn_id, token in turns
         )
-        return self.executor.run(StepPlan(passes=(DecodePass(rows, prefill=False),)))
+        return self.run(StepPlan(passes=(DecodePass(rows, prefill=False),)))
 
 
 def admission(turn_id: str, *, cached_tokens: int = 0) -> Admission:
@@ -214,7 +219,7 @@ def test_a_prompt_is_read_and_its_first_token_sampled(bench: Bench) -> None:
     assert [type(event) for event in events] == [Started, TokenDelta]
     assert outcome.decoded == {"t": 5}
     assert outcome.sampled == {"t": ord("h")}
-    assert outcome.ended == frozenset()
+    assert outcome.ended == set()
     assert outcome.prefill_tokens == 5
     assert outcome.prefill_s > 0
     assert outcome.decode_s == 0
@@ -226,8 +231,8 @@ def test_a_turn_that_ends_is_dropped_with_its_sampler(bench: Bench) -> None:
     bench.start("t")
     outcome, events = bench.decode((0, "t", ord("h")))
     assert isinstance(events[-1], Finished)
-    assert outcome.ended == frozenset({"t"})
-    assert outcome.lost == frozenset()
+    assert outcome.ended == {"t"}
+    assert outcome.lost == set()
     assert outcome.decode_s > 0
     assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
 
@@ -269,7 +274,7 @@ def test_slots_are_cut_and_exchanged_before_decoding(bench: Bench) -> None:
     bench.backend.decode([Chunk(0, 0, [*PROMPT, 9], sample=False), Chunk(2, 0, [7], sample=False)])
     bench.add("t")
     rows = (DecodeRow("t", Chunk(2, 3, PROMPT[3:], sample=True)),)
-    _, events = bench.executor.run(
+    _, events = bench.run(
         StepPlan(
             moves=(TruncateSlot(0, 3, "t"), SwapSlots(0, 2, "t", None)),
             admissions=(admission("t", cached_tokens=3),),
@@ -287,7 +292,7 @@ def test_a_slot_that_had_to_be_emptied_is_reported(bench: Bench) -> None:
     bench.backend.refuse_cut = True
     bench.add("t")
     rows = (DecodeRow("t", Chunk(0, 3, PROMPT[3:], sample=True)),)
-    outcome, events = bench.executor.run(
+    outcome, events = bench.run(
         StepPlan(
             moves=(TruncateSlot(0, 3, "t"),),
             admissions=(admission("t", cached_tokens=3),),
@@ -306,14 +311,14 @@ def test_emptying_a_slot_on_purpose_is_no_loss(bench: Bench) -> None:
     bench.backend.decode([Chunk(0, 0, [1], sample=False)])
     bench.backend.refuse_cut = True
     bench.add("t")
-    outcome, _ = bench.executor.run(
+    outcome, _ = bench.run(
         StepPlan(
             moves=(TruncateSlot(0, 0, "t"),),
             admissions=(admission("t"),),
             passes=(prefill((0, "t")),),
         )
     )
-    assert outcome.emptied == frozenset()
+    assert outcome.emptied == set()
     assert outcome.decoded == {"t": 5}
 
 
@@ -325,7 +330,7 @@ def test_a_swap_that_fails_loses_both_slots(bench: Bench, running: bool) -> None
         bench.start("t")
     bench.backend.decode([Chunk(2, 0, [7], sample=False)])
     bench.backend.refuse_swap = True
-    outcome, events = bench.executor.run(
+    outcome, events = bench.run(
         StepPlan(
             moves=(SwapSlots(0, 2, "t", None),),
             admissions=() if running else (admission("t"),),
@@ -344,9 +349,9 @@ def test_a_swap_of_two_running_turns_that_fails_ends_both(bench: Bench) -> None:
     bench.add("b")
     bench.start("a", "b")
     bench.backend.refuse_swap = True
-    outcome, events = bench.executor.run(StepPlan(moves=(SwapSlots(0, 1, "a", "b"),)))
+    outcome, events = bench.run(StepPlan(moves=(SwapSlots(0, 1, "a", "b"),)))
     assert [type(event) for event in events] == [Failed, Failed]
-    assert outcome.wiped == frozenset()
+    assert outcome.wiped == set()
     assert outcome.lost == outcome.ended == {"a", "b"}
 
 
@@ -356,7 +361,7 @@ def test_an_interrupted_step_ends_after_the_pass_it_is_in(bench: Bench) -> None:
     bench.add("b")
     bench.interrupted = True
     passes = (prefill((0, "a")), prefill((1, "b")))
-    outcome, _ = bench.executor.run(StepPlan(admissions=(admission("a"), admission("b")), passes=passes))
+    outcome, _ = bench.run(StepPlan(admissions=(admission("a"), admission("b")), passes=passes))
     assert outcome.decoded == {"a": len(PROMPT)}
     assert bench.backend.held(1) == ()
 
@@ -384,8 +389,8 @@ def test_a_decode_error_fails_the_turns_whose_kv_is_lost(bench: Bench) -> None:
     (failure,) = events
     assert isinstance(failure, Failed)
     assert (failure.turn_id, failure.code) == ("a", "internal")
-    assert outcome.ended == frozenset({"a"})
-    assert outcome.lost == frozenset({"a"})
+    assert outcome.ended == {"a"}
+    assert outcome.lost == {"a"}
     assert outcome.decoded == {}
     assert (bench.backend.held(0), bench.backend.open_samplers) == ((), 1)
     assert bench.log == ["decode failed: planned"]
@@ -417,9 +422,9 @@ def test_later_passes_of_a_failed_turn_are_skipped(bench: Bench) -> None:
         )
         for start, end in ((0, 3), (3, 5))
     )
-    outcome, _ = bench.executor.run(StepPlan(admissions=(admission("a"), admission("b")), passes=cells))
+    outcome, _ = bench.run(StepPlan(admissions=(admission("a"), admission("b")), passes=cells))
     assert outcome.decoded == {}
-    assert outcome.ended == frozenset({"a"})
+    assert outcome.ended == {"a"}
     assert len(bench.log) == 1
 
 
@@ -431,8 +436,8 @@ def test_a_sampler_that_raises_fails_its_turn_alone(bench: Bench) -> None:
     bench.backend.samplers[0].error = RuntimeError("broken sampler")
     outcome, events = bench.decode((0, "a", ord("h")), (1, "b", ord("h")))
     assert [type(event) for event in events] == [Failed, TokenDelta]
-    assert outcome.ended == frozenset({"a"})
-    assert outcome.lost == frozenset()
+    assert outcome.ended == {"a"}
+    assert outcome.lost == set()
     assert outcome.sampled == {"b": ord("e")}
     assert bench.log == ["sampling failed: RuntimeError('broken sampler')"]
 
@@ -448,7 +453,7 @@ def test_an_error_of_a_turn_keeps_its_code(bench: Bench) -> None:
     (failure,) = events
     assert isinstance(failure, Failed)
     assert (failure.code, failure.field) == ("invalid_request", "params.stop_regex")
-    assert outcome.ended == frozenset({"t"})
+    assert outcome.ended == {"t"}
     assert bench.log == []
 
 
@@ -486,7 +491,7 @@ def test_a_preempted_turn_goes_on_where_it_was(bench: Bench) -> None:
     bench.start("t")
     tokens = tuple(PROMPT)
     bench.add("other", max_tokens=1)
-    outcome, _ = bench.executor.run(
+    outcome, _ = bench.run(
         StepPlan(
             moves=(ParkSlot(0, "s", "ada", len(tokens), tokens, True), TruncateSlot(0, 0, "other")),
             preemptions=("t",),
@@ -497,7 +502,7 @@ def test_a_preempted_turn_goes_on_where_it_was(bench: Bench) -> None:
     assert outcome.n_parked == 1
     assert outcome.ended == {"other"}
     assert outcome.moves_s > 0
-    outcome, _ = bench.executor.run(
+    outcome, _ = bench.run(
         StepPlan(
             moves=(RestoreSlot(2, "s", len(tokens), pack_tokens(tokens), "t"),),
             passes=(DecodePass((DecodeRow("t", Chunk(2, len(tokens), [ord("h")], sample=True)),), prefill=False),),
@@ -517,7 +522,7 @@ def test_a_turn_whose_kv_did_not_arrive_skips_the_step(bench: Bench, move: Resto
     bench.backend.decode([Chunk(0, 0, [9, 9], sample=False), Chunk(1, 0, [*PROMPT, 9], sample=False)])
     bench.backend.refuse_copy = True
     bench.add("t")
-    outcome, (started,) = bench.executor.run(
+    outcome, (started,) = bench.run(
         StepPlan(
             moves=(move, TruncateSlot(0, 4, "t")),
             admissions=(admission("t", cached_tokens=4),),
@@ -535,7 +540,7 @@ def test_an_answer_goes_on_after_its_prompt_was_made_shorter(bench: Bench) -> No
     """The sampler knows the earlier answer, which is read with the prompt but is not told as part of it."""
     bench.go_on("t", tuple(b"he"), max_tokens=4)
     tokens = [*PROMPT, *b"he"]
-    outcome, events = bench.executor.run(
+    outcome, events = bench.run(
         StepPlan(
             admissions=(Admission("t", tuple(tokens), 0),),
             passes=(DecodePass((DecodeRow("t", Chunk(0, 0, tokens, sample=True)),), prefill=True),),
@@ -591,7 +596,7 @@ def test_moves_and_passes_are_progress(bench: Bench) -> None:
     assert bench.progress == 1
     bench.decode((0, "t", ord("h")))
     assert bench.progress == 2
-    bench.executor.run(StepPlan(moves=(TruncateSlot(1, 0, None), TruncateSlot(2, 0, None))))
+    bench.run(StepPlan(moves=(TruncateSlot(1, 0, None), TruncateSlot(2, 0, None))))
     assert bench.progress == 4
 
 
@@ -602,7 +607,7 @@ def drafted(turn_id: str, slot: int, start: int, text: bytes) -> DecodeRow:
 
 def decode_drafts(bench: Bench, *rows: DecodeRow) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
     """Decode rows, whose turns all say hello."""
-    return bench.executor.run(StepPlan(passes=(DecodePass(rows, prefill=False),)))
+    return bench.run(StepPlan(passes=(DecodePass(rows, prefill=False),)))
 
 
 @pytest.mark.parametrize(
@@ -663,7 +668,7 @@ def test_an_answer_ends_among_its_drafts(
     assert bench.backend.held(0) == (*PROMPT, *held)
     assert outcome.decoded == {"t": len(held)}
     assert outcome.ended == {"t"}
-    assert outcome.lost == frozenset()
+    assert outcome.lost == set()
 
 
 def test_a_sampler_that_raises_among_drafts_keeps_what_was_right(bench: Bench) -> None:
@@ -693,5 +698,5 @@ def test_drafts_that_cannot_be_cut_off_empty_the_slot(bench: Bench, max_tokens: 
     assert outcome.sampled == {"t": ord("e")}
     assert outcome.decoded == {}
     assert bench.backend.held(0) == ()
-    assert (outcome.lost, outcome.emptied) == ((frozenset({"t"}), frozenset()) if ends else (frozenset(), {"t"}))
+    assert (outcome.lost, outcome.emptied) == (({"t"}, set()) if ends else (set(), {"t"}))
     assert bench.log == ["slot 0 could not be truncated and is empty now"]

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.executor import KvMover, KvMoveResult
-from inferencecenter.engine.scheduler.plan import CopySlot, KvMove, ParkSlot, RestoreSlot, SwapSlots, TruncateSlot
+from inferencecenter.engine.executor import KvMover
+from inferencecenter.engine.scheduler.plan import (
+    CopySlot,
+    KvMove,
+    ParkSlot,
+    RestoreSlot,
+    StepOutcome,
+    SwapSlots,
+    TruncateSlot,
+)
 from inferencecenter.ipc.messages import MoveTime, pack_tokens
 from tests.engine.faulty_echo import FaultyEcho
 from tests.engine.parked import open_store
@@ -44,7 +52,7 @@ class Bench:
         for name, tokens in slots.items():
             self.backend.decode([Chunk(int(name[1:]), 0, tokens, sample=False)])
 
-    def run(self, *moves: KvMove) -> KvMoveResult:
+    def run(self, *moves: KvMove) -> StepOutcome:
         """Make the moves; the store stays in order."""
         moved = self.mover.run(moves)
         self.kv.check_integrity()
@@ -71,8 +79,8 @@ def test_what_is_parked_can_be_restored_elsewhere(bench: Bench) -> None:
     bench.fill(s0=[1, 2, 3], s1=[9])
     moved = bench.run(park(0, 1, 2, 3), RestoreSlot(1, "s", 3, pack_tokens([1, 2, 3]), "t"), TruncateSlot(1, 2, "t"))
     assert (bench.held(0), bench.held(1)) == ([1, 2, 3], [1, 2])
-    assert (moved.n_parked, moved.times) == (1, [MoveTime("park", 1.0), MoveTime("restore", 1.0)])
-    assert moved.took_s == 2.0
+    assert (moved.n_parked, moved.move_times) == (1, [MoveTime("park", 1.0), MoveTime("restore", 1.0)])
+    assert moved.moves_s == 2.0
     assert bench.kv.sessions == 1
 
 
@@ -122,7 +130,7 @@ def test_a_sequence_that_cannot_be_restored_is_dropped(bench: Bench) -> None:
 def test_a_copy_and_its_failure(bench: Bench) -> None:
     """A failed one empties its target and leaves its source."""
     bench.fill(s0=[1, 2, 3], s1=[9])
-    assert bench.run(CopySlot(0, 1, 2, "t")).times == [MoveTime("copy", 1.0)]
+    assert bench.run(CopySlot(0, 1, 2, "t")).move_times == [MoveTime("copy", 1.0)]
     assert bench.held(1) == [1, 2]
     bench.backend.refuse = {"copy"}
     assert bench.run(CopySlot(0, 1, 3, "t")).emptied == {"t"}
@@ -169,7 +177,7 @@ def test_a_cut_to_nothing_cannot_fail(bench: Bench, turn_id: str | None) -> None
     """However the backend did it, the slot is as planned."""
     bench.fill(s0=[1, 2])
     bench.backend.refuse = {"truncate"}
-    assert bench.run(TruncateSlot(0, 0, turn_id)) == KvMoveResult()
+    assert bench.run(TruncateSlot(0, 0, turn_id)) == StepOutcome()
 
 
 def test_an_exchange_that_fails_empties_both_slots(bench: Bench) -> None:
@@ -200,5 +208,5 @@ def test_each_plan_begins_afresh(bench: Bench) -> None:
     """A slot emptied in one step may be cut in the next, when something is in it again."""
     bench.run(RestoreSlot(0, "gone", 2, b"", "a"))
     bench.fill(s0=[1, 2])
-    assert bench.run(TruncateSlot(0, 1, "a")) == KvMoveResult()
+    assert bench.run(TruncateSlot(0, 1, "a")) == StepOutcome()
     assert bench.held(0) == [1]

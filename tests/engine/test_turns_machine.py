@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,11 +195,11 @@ class Turns(RuleBasedStateMachine):
         plan = self.scheduler.step(self.now)
         for key in plan.fetches:
             self.kv.fetch(key)
-        outcome, events = self.executor.run(plan)
+        outcome = self.executor.run(plan)
         self.scheduler.completed(outcome, now=self.now)
-        self._tell(events)
+        self._tell(outcome.events)
 
-    def _tell(self, events: tuple[TurnEvent, ...]) -> None:
+    def _tell(self, events: Iterable[TurnEvent]) -> None:
         for event in events:
             self.events[event.turn_id].append(event)
             if not isinstance(event, Started | TokenDelta):

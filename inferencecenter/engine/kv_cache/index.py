@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from inferencecenter.engine.kv_cache.ram import whole_pages
 from inferencecenter.engine.kv_cache.record import TOKEN_BYTES, Record
-from inferencecenter.engine.scheduler.placement import Match, common_prefix_tokens
+from inferencecenter.engine.scheduler.placement import Match, common_prefix_tokens, is_prefix_key
 from inferencecenter.ipc.messages import pack_tokens
 
 if TYPE_CHECKING:
@@ -212,6 +212,8 @@ class KvIndex:
         self.ram: LruBudget[KvEntry] = LruBudget(ram)
         self.disk: LruBudget[KvEntry] = LruBudget(disk)
         self._can_truncate = can_truncate
+        self.sessions = 0
+        """Number of entries that are no shared prefixes."""
         self._entries: dict[str, KvEntry] = {}
         self._scopes: dict[str, dict[str, KvEntry]] = {}
         self._uses = 0
@@ -230,12 +232,14 @@ class KvIndex:
         """Add an entry with a new key as the most recently used."""
         assert entry.key not in self._entries, f"{entry.key} is taken"
         self._entries[entry.key] = entry
+        self.sessions += not is_prefix_key(entry.key)
         self._scopes.setdefault(entry.scope, {})[entry.key] = entry
         self.touch(entry)
 
     def remove(self, entry: KvEntry) -> None:
         """Remove an entry; the budgets are unchanged."""
         del self._entries[entry.key]
+        self.sessions -= not is_prefix_key(entry.key)
         siblings = self._scopes[entry.scope]
         del siblings[entry.key]
         if not siblings:
@@ -365,6 +369,7 @@ class KvIndex:
         self.ram.check_integrity()
         self.disk.check_integrity()
         assert sum(map(len, self._scopes.values())) == len(self._entries), "an entry is lost"
+        assert self.sessions == sum(not is_prefix_key(key) for key in self._entries), "sessions are miscounted"
         for key, entry in self._entries.items():
             assert entry.key == key, f"{key} is entered under another key"
             assert self._scopes[entry.scope][key] is entry, f"{key} is entered under another scope"

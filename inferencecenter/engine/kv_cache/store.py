@@ -108,7 +108,7 @@ class KvStore:
     @property
     def sessions(self) -> int:
         """Number of parked sessions, without shared prefixes."""
-        return sum(not is_prefix_key(entry.key) for entry in self._tiers.index)
+        return self._tiers.index.sessions
 
     @property
     def sessions_on_disk(self) -> int:

@@ -17,15 +17,15 @@ from inferencecenter.hardware.host import physical_cores
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from inferencecenter.engine.backend import Chunk, Sampled
+    from inferencecenter.engine.backend import Sampled
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.engine_options import EngineOptions
-    from inferencecenter.ipc.messages import BufferUse, ModelInfo, PromptSegment
+    from inferencecenter.ipc.messages import BufferUse
     from inferencecenter.protocol.params import Params
 
 
 class LlamaBackend:
-    """Implements ``engine.backend.Backend`` for a loaded model."""
+    """Implements ``engine.backend.Backend`` for a loaded model: its methods are those of the vocabulary and context."""
 
     def __init__(  # noqa: PLR0913 - called by ``load`` alone, with what it has made
         self,
@@ -42,9 +42,21 @@ class LlamaBackend:
         self._context = context
         self._resources = resources
         self._samplers: set[LlamaTurnSampler] = set()
-        self._info = model.info(options, n_threads=context.n_threads, memory=memory)
-        self._fingerprint = digest
-        self._kv_bytes_per_token = kv_bytes_per_token
+        self.model = model.info(options, n_threads=context.n_threads, memory=memory)
+        self.fingerprint = digest
+        self.kv_bytes_per_token = kv_bytes_per_token
+        self.can_truncate = context.can_truncate
+        self.tokenize = model.vocab.tokenize
+        self.token_bytes = model.vocab.token_bytes
+        self.token_text = model.vocab.token_text
+        self.is_end = model.vocab.is_end
+        self.truncate = context.truncate
+        self.swap = context.swap
+        self.copy = context.copy
+        self.state_bytes = context.state_bytes
+        self.save = context.save
+        self.restore = context.restore
+        self.decode = context.decode
 
     @classmethod
     def load(
@@ -86,90 +98,6 @@ class LlamaBackend:
                 memory=sizes.uses(),
                 resources=resources.pop_all(),
             )
-
-    @property
-    def model(self) -> ModelInfo:
-        """Properties of the loaded model."""
-        return self._info
-
-    @property
-    def fingerprint(self) -> str:
-        """Hex digest, equal where saved sequences are interchangeable, whatever the number of slots and tokens."""
-        return self._fingerprint
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Average bytes per token of a full slot in a saved sequence."""
-        return self._kv_bytes_per_token
-
-    @property
-    def can_truncate(self) -> bool:
-        """Whether ``truncate`` can cut anywhere; false for recurrent layers and sliding windows."""
-        return self._context.can_truncate
-
-    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
-        """Return the token ids of ``pieces``, with BOS where the model wants one and ``first`` is set.
-
-        Raises:
-            InferenceCenterError: ``invalid_request`` for text that is not Unicode (lone surrogates).
-        """
-        return self._model.vocab.tokenize(pieces, first=first)
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes a token adds to the text; empty for control tokens."""
-        return self._model.vocab.token_bytes(token)
-
-    def token_text(self, token: int) -> str:
-        """Return a token's text in the template, control tokens included."""
-        return self._model.vocab.token_text(token)
-
-    def is_end(self, token: int) -> bool:
-        """Return whether the token ends a generation."""
-        return self._model.vocab.is_end(token)
-
-    def truncate(self, slot: int, n_tokens: int) -> bool:
-        """Keep the first ``n_tokens`` of a slot; ``False`` when the slot had to be emptied instead."""
-        return self._context.truncate(slot, n_tokens)
-
-    def swap(self, a: int, b: int) -> None:
-        """Swap the sequences of two slots.
-
-        Raises:
-            DecodeError: Both slots have been emptied.
-        """
-        self._context.swap(a, b)
-
-    def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Replace the content of ``target`` by the first ``n_tokens`` of ``source``; ``False`` when it is empty now.
-
-        Raises:
-            ValueError: The slots are the same, or ``source`` holds fewer tokens.
-        """
-        return self._context.copy(source, target, n_tokens)
-
-    def state_bytes(self, slot: int) -> int:
-        """Return the bytes ``save`` would write now; 0 for an empty slot."""
-        return self._context.state_bytes(slot)
-
-    def save(self, slot: int, buffer: memoryview) -> int:
-        """Write the slot's sequence into ``buffer`` and return its bytes; 0 on failure.
-
-        Raises:
-            ValueError: The buffer is read-only.
-        """
-        return self._context.save(slot, buffer)
-
-    def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
-        """Replace a slot's content by a saved sequence of ``n_tokens``; ``False`` when the slot is empty now."""
-        return self._context.restore(slot, data, n_tokens)
-
-    def decode(self, chunks: Sequence[Chunk]) -> None:
-        """Decode chunks sorted by ascending slot, at most one per slot.
-
-        Raises:
-            DecodeError: The named slots have been emptied; the others are unchanged.
-        """
-        self._context.decode(chunks)
 
     def sampler(
         self, params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None

@@ -171,13 +171,13 @@ class NativeSampler:
         first = lib.llama_sampler_chain_n(self._chain) - len(self._tail)
         for _ in self._tail:
             lib.llama_sampler_chain_remove(self._chain, first)
-        tail, self._tail = self._tail, []
-        for spec, native in tail:
+        for index, (spec, native) in enumerate(self._tail):
+            sampler = native
             if _draws_anew(spec):
                 lib.llama_sampler_free(native)
-                self._add(spec, self._build(spec))
-            else:
-                self._add(spec, native)
+                sampler = self._build(spec)
+                self._tail[index] = spec, sampler
+            lib.llama_sampler_chain_add(self._chain, sampler)
 
     def _build(self, spec: SamplerSpec) -> lib.llama_sampler_p:
         """Return a new sampler for the next token, owned by the caller."""

@@ -17,8 +17,9 @@ from inferencecenter.engine.scheduler.plan import (
     SwapSlots,
     TruncateSlot,
 )
-from inferencecenter.engine.scheduler.policy import SchedulerLimits, SlotUse, choose_slot, compaction
-from inferencecenter.engine.scheduler.state import LOWEST_CLASS, RequestChange, RequestState
+from inferencecenter.engine.scheduler.policy import SlotUse, choose_slot, compaction
+from inferencecenter.engine.scheduler.state import RequestChange, RequestState
+from inferencecenter.ipc.messages import LOWEST_CLASS, EngineLimits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -347,7 +348,7 @@ class SlotPlacement:
 
 def compact(builder: PlanBuilder, slots: SlotTable, running: Mapping[str, EngineRequest]) -> None:
     """Swap slots so that busy slots are consecutive."""
-    for a, b in compaction([_use(slot, running) for slot in slots]):
+    for a, b in compaction(tuple(_use(slot, running) for slot in slots)):
         builder.moves.append(SwapSlots(a, b, slots[a].turn_id, slots[b].turn_id))
         builder.reasons.append(f"slots {a} and {b} swapped: busy slots stay consecutive")
         slots.swap(a, b)
@@ -466,7 +467,7 @@ class Dispatcher:
         sources: KvSourceFinder,
         placement: SlotPlacement,
     ) -> None:
-        self.limits = SchedulerLimits(active_slots=len(slots))
+        self.limits = EngineLimits(active_slots=len(slots))
         self._slots = slots
         self._running = running
         self._queue = queue
@@ -592,7 +593,7 @@ class Dispatcher:
             return
         spent = sorted(filter(preemption.spent, self._running.values()), key=preemption.weakness, reverse=True)
         for victim in spent:
-            if limits.excludes(victim) or len(self._running) > limits.active_slots:
+            if victim.base_class > limits.lowest_class or len(self._running) > limits.active_slots:
                 self._rest(builder, victim, now=now)
 
     def _rest(self, builder: PlanBuilder, victim: EngineRequest, *, now: float) -> None:

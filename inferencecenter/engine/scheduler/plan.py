@@ -8,13 +8,12 @@ turns or cached KV, so the floating-point results, and with them a seeded answer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from inferencecenter.engine.backend import Chunk
-    from inferencecenter.ipc.messages import MoveTime
+    from inferencecenter.ipc.messages import MoveTime, TraceStage, TurnEvent
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,38 +168,43 @@ class StepPlan:
         return tuple(dict.fromkeys(ids))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepOutcome:
-    """The result of a plan, by turn id.
+    """The result of a plan, by turn id; the executor fills it while it runs the plan.
 
-    ``decoded`` counts the tokens added to KV that stay there; ``accepted`` are the draft tokens among them, sampled
-    before the token in ``sampled``; ``drafted`` counts all drafts tried. ``emptied`` turns lost the KV they build on
-    and are prefilled from the start; ``wiped`` slots, numbered as after the moves, lost an idle session's KV. ``ended``
-    turns are finished; the ``lost`` ones among them left no KV. ``prefill_s`` is the time for prefilling
-    ``prefill_tokens``, ``decode_s`` the time of the decode pass, ``moves_s`` the time for parking, restoring and
-    copying, itemized in ``move_times``; ``n_parked`` sequences were parked.
+    ``events`` are those of the turns, in order. ``decoded`` counts the tokens added to KV that stay there; ``accepted``
+    are the draft tokens among them, sampled before the token in ``sampled``; ``drafted`` counts all drafts tried.
+    ``emptied`` turns lost the KV they build on and are prefilled from the start; ``wiped`` slots, numbered as after the
+    moves, lost an idle session's KV. ``ended`` turns are finished; the ``lost`` ones among them left no KV. ``stalled``
+    turns are unchanged and decode again with the next step.
+
+    ``prefill_s`` is the time for prefilling ``prefill_tokens``, ``decode_s`` the time of the decode pass.
+    ``move_times`` lists each park, restore and copy, ``stages`` those made for a turn, with its id; ``n_parked``
+    sequences were parked.
     """
 
-    decoded: Mapping[str, int] = field(default_factory=dict)
-    sampled: Mapping[str, int] = field(default_factory=dict)
-    accepted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    events: list[TurnEvent] = field(default_factory=list)
+    decoded: dict[str, int] = field(default_factory=dict)
+    sampled: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, tuple[int, ...]] = field(default_factory=dict)
     drafted: int = 0
-    emptied: frozenset[str] = frozenset()
-    wiped: frozenset[int] = frozenset()
-    ended: frozenset[str] = frozenset()
-    lost: frozenset[str] = frozenset()
+    emptied: set[str] = field(default_factory=set)
+    wiped: set[int] = field(default_factory=set)
+    ended: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)
+    stalled: set[str] = field(default_factory=set)
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    moves_s: float = 0.0
-    move_times: tuple[MoveTime, ...] = ()
+    move_times: list[MoveTime] = field(default_factory=list)
+    stages: list[tuple[str, TraceStage]] = field(default_factory=list)
     n_parked: int = 0
 
+    @property
+    def moves_s(self) -> float:
+        """Total duration of the moves in ``move_times``."""
+        return sum(each.took_s for each in self.move_times)
 
-@dataclass(frozen=True, slots=True)
-class PromptProgress:
-    """``done`` of ``total`` prompt tokens of a turn are in KV; the rest is still to be prefilled."""
-
-    turn_id: str
-    done: int
-    total: int
+    def continues(self, turn_id: str) -> bool:
+        """Return whether the turn's chunks still continue the content of its slot."""
+        return not (turn_id in self.ended or turn_id in self.emptied or turn_id in self.stalled)

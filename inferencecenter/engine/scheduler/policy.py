@@ -11,14 +11,14 @@ charged, so a turn that holds a slot for a quantum advances by a quantum, howeve
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.scheduler.plan import DecodePass, DecodeRow
-from inferencecenter.engine.scheduler.state import LOWEST_CLASS, RequestState
+from inferencecenter.engine.scheduler.state import RequestState
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -165,33 +165,6 @@ _MOVES_PER_PREEMPTION: Final = 2
 _QUANTUM_EWMA_WEIGHT: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """Limits on what may run.
-
-    Attributes:
-        active_slots: Most turns that hold a slot at once. Turns above the limit finish their quantum.
-        prefill_share: The fraction of a step's prompt tokens that is prefilled.
-        lowest_class: Turns of a lower class get no slot, however long they wait.
-    """
-
-    active_slots: int
-    prefill_share: float = 1.0
-    lowest_class: int = LOWEST_CLASS
-
-    def __post_init__(self) -> None:
-        if self.active_slots < 1:
-            raise ValueError(f"active_slots must be at least 1, not {self.active_slots}")
-        if not 0 < self.prefill_share <= 1:
-            raise ValueError(f"prefill_share must be in (0, 1], not {self.prefill_share}")
-        if self.lowest_class < 0:
-            raise ValueError(f"lowest_class must not be negative: {self.lowest_class}")
-
-    def excludes(self, request: EngineRequest) -> bool:
-        """Return whether the limits exclude a turn."""
-        return request.base_class > self.lowest_class
-
-
 def ewma(old: float, new: float, *, weight: float) -> float:
     """Return the exponentially weighted moving average; ``new`` itself when ``old`` is 0."""
     return old + weight * (new - old) if old else new
@@ -233,13 +206,14 @@ class SlotUse(IntEnum):
     DECODE = 2
 
 
-def compaction(uses: Sequence[SlotUse]) -> tuple[tuple[int, int], ...]:
+@lru_cache(maxsize=256)
+def compaction(slot_uses: tuple[SlotUse, ...]) -> tuple[tuple[int, int], ...]:
     """Return the swaps, in order, that make busy slots consecutive and the decoding ones among them too.
 
     llama.cpp decodes only consecutive streams together; a gap costs another pass over all weights, and so does a
     prefilling slot between two decoding ones. The busier slot of a pair comes first.
     """
-    uses = list(uses)
+    uses = list(slot_uses)
     gather = _gather([use > SlotUse.IDLE for use in uses], range(len(uses)))
     for a, b in gather:
         uses[a], uses[b] = uses[b], uses[a]

@@ -9,7 +9,8 @@ from itertools import chain, count, islice
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.engine.scheduler.placement import common_prefix_tokens
-from inferencecenter.engine.scheduler.state import LOWEST_CLASS, RequestChange, RequestState
+from inferencecenter.engine.scheduler.state import RequestChange, RequestState
+from inferencecenter.ipc.messages import LOWEST_CLASS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -217,6 +218,8 @@ class WaitQueue:
         return min((self._counters.served(entry.request.client_id) for entry in firsts), default=None)
 
     def _first(self) -> _Entry | None:
+        if not self._entries:
+            return None
         firsts = (level.first(self._counters) for level in self._levels)
         return next((entry for entry in firsts if entry is not None), None)
 

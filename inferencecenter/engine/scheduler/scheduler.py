@@ -21,7 +21,7 @@ from inferencecenter.engine.scheduler.placement import (
     SlotPlacement,
     compact,
 )
-from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, PromptProgress, RestoreSlot, TruncateSlot
+from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, RestoreSlot, TruncateSlot
 from inferencecenter.engine.scheduler.policy import (
     DECODE_UNITS,
     PreemptionPolicy,
@@ -36,12 +36,13 @@ from inferencecenter.engine.scheduler.policy import (
 from inferencecenter.engine.scheduler.queue import KvLoads, PrefixWaiters, TurnQueue
 from inferencecenter.engine.scheduler.state import EngineRequest, RequestChange, RequestState, SlotTable
 from inferencecenter.engine.speculation import DraftPlanner
+from inferencecenter.ipc.messages import PrefillProgress
 
 if TYPE_CHECKING:
     from inferencecenter.engine.scheduler.placement import ParkedKv
     from inferencecenter.engine.scheduler.plan import DecodePass, StepOutcome, StepPlan
-    from inferencecenter.engine.scheduler.policy import SchedulerLimits
     from inferencecenter.engine.scheduler.state import Slot
+    from inferencecenter.ipc.messages import EngineLimits
 
 
 class Scheduler:
@@ -173,7 +174,7 @@ class Scheduler:
         self._requests[request.turn_id] = request
         self._queue.add(request, self._running.values())
 
-    def limit(self, limits: SchedulerLimits, *, now: float) -> None:
+    def limit(self, limits: EngineLimits, *, now: float) -> None:
         """Set the limits of the next plans; running turns finish at least their quantum."""
         self._planned_nothing = False
         self._dispatcher.limits = limits
@@ -234,7 +235,7 @@ class Scheduler:
         self._planned_nothing = plan.empty and not plan.preemptions
         return plan
 
-    def completed(self, outcome: StepOutcome, *, now: float) -> tuple[PromptProgress, ...]:
+    def completed(self, outcome: StepOutcome, *, now: float) -> tuple[PrefillProgress, ...]:
         """Apply the outcome of the last plan and return the progress of unfinished prompts."""
         for turn_id, tokens in outcome.accepted.items():
             self._requests[turn_id].tokens += tokens
@@ -261,7 +262,7 @@ class Scheduler:
         self._observe(outcome)
         readers = (self._running.get(turn_id) for turn_id in outcome.decoded)
         return tuple(
-            PromptProgress(reader.turn_id, reader.kv_tokens, reader.prompt_tokens)
+            PrefillProgress(reader.turn_id, reader.kv_tokens, reader.prompt_tokens)
             for reader in readers
             if reader is not None and reader.state is RequestState.PREFILL and reader.generated_tokens == 0
         )

@@ -7,15 +7,12 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.core.state_machine import StateMachine
+from inferencecenter.ipc.messages import LOWEST_CLASS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from inferencecenter.engine.speculation import Drafter
-
-
-LOWEST_CLASS: Final = 2
-"""Priority classes are 0 (interactive), 1 (normal) and 2 (batch); lower goes first."""
 
 
 class RequestState(StrEnum):

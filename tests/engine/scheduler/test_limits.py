@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.engine.scheduler.plan import ParkSlot, RestoreSlot
-from inferencecenter.engine.scheduler.policy import SchedulerLimits
 from inferencecenter.engine.scheduler.state import RequestState
+from inferencecenter.ipc.messages import EngineLimits
 from tests.engine.scheduler.world import GRID_TOKENS, N_CTX, FakeStore, World
 
 QUANTUM = 4
@@ -27,7 +27,7 @@ def prompt(number: int, *, length: int = 4) -> list[int]:
 def test_limits_that_let_nothing_run_are_refused(active_slots: int, prefill_share: float, lowest_class: int) -> None:
     """At least one slot, some part of a step and one class are left, else turns would never end."""
     with pytest.raises(ValueError, match=r"active_slots|prefill_share|lowest_class"):
-        SchedulerLimits(active_slots=active_slots, prefill_share=prefill_share, lowest_class=lowest_class)
+        EngineLimits(active_slots=active_slots, prefill_share=prefill_share, lowest_class=lowest_class)
 
 
 def test_turns_above_the_limit_go_on_for_their_quantum_and_then_rest() -> None:
@@ -36,7 +36,7 @@ def test_turns_above_the_limit_go_on_for_their_quantum_and_then_rest() -> None:
     turns = [world.add(prompt(n)) for n in range(4)]
     world.step()
     assert world.scheduler.running == 4
-    world.limit(SchedulerLimits(active_slots=2))
+    world.limit(EngineLimits(active_slots=2))
     world.step()
     assert world.scheduler.running == 4
     moves = [move for _ in range(30) for move in world.step().moves]
@@ -52,7 +52,7 @@ def test_a_rested_turn_goes_on_where_it_was() -> None:
     world = World(slots=2, quantum_tokens=QUANTUM, answer_tokens=30)
     turns = [world.add(prompt(n)) for n in range(2)]
     world.run(5)
-    world.limit(SchedulerLimits(active_slots=1))
+    world.limit(EngineLimits(active_slots=1))
     world.run(5)
     rested = next(turn for turn in turns if turn.slot is None)
     assert rested.preempted == 1
@@ -66,7 +66,7 @@ def test_a_rested_turn_goes_on_where_it_was() -> None:
 def test_new_turns_get_no_slot_above_the_limit() -> None:
     """Though slots are idle; they wait for one of those that run to end or to rest."""
     world = World(slots=4, quantum_tokens=1000, answer_tokens=6)
-    world.limit(SchedulerLimits(active_slots=1))
+    world.limit(EngineLimits(active_slots=1))
     for n in range(3):
         world.add(prompt(n))
     world.step()
@@ -79,7 +79,7 @@ def test_a_session_that_holds_an_idle_slot_waits_as_well() -> None:
     world = World(slots=3, quantum_tokens=QUANTUM, answer_tokens=10)
     first = world.add(prompt(1), session="s")
     world.run_to_end()
-    world.limit(SchedulerLimits(active_slots=1))
+    world.limit(EngineLimits(active_slots=1))
     other = world.add(prompt(2), session="o")
     world.run(3)
     back = world.add(first.tokens + prompt(3), session="s")
@@ -95,7 +95,7 @@ def test_lower_classes_get_no_slot_and_those_that_run_rest() -> None:
     world = World(slots=2, quantum_tokens=QUANTUM, answer_tokens=20, ageing_s=2.0)
     batch = world.add(prompt(1), priority=BATCH)
     world.run(2)
-    world.limit(SchedulerLimits(active_slots=2, lowest_class=INTERACTIVE))
+    world.limit(EngineLimits(active_slots=2, lowest_class=INTERACTIVE))
     normal = world.add(prompt(2), priority=NORMAL)
     assert not world.scheduler.blocked
     world.run(30)
@@ -116,7 +116,7 @@ def test_lower_classes_get_no_slot_and_those_that_run_rest() -> None:
 def test_what_a_barred_turn_waited_counts_when_it_is_let_in() -> None:
     """It has risen meanwhile and goes before a newer one of a higher class."""
     world = World(slots=1, quantum_tokens=1000, ageing_s=2.0)
-    world.limit(SchedulerLimits(active_slots=1, lowest_class=INTERACTIVE))
+    world.limit(EngineLimits(active_slots=1, lowest_class=INTERACTIVE))
     old = world.add(prompt(1), priority=BATCH, client="a")
     world.run(10)
     world.lift_limits()
@@ -128,7 +128,7 @@ def test_what_a_barred_turn_waited_counts_when_it_is_let_in() -> None:
 def test_a_barred_turn_can_be_aborted() -> None:
     """It leaves the line like any other, and does not come back with the others."""
     world = World(slots=1)
-    world.limit(SchedulerLimits(active_slots=1, lowest_class=INTERACTIVE))
+    world.limit(EngineLimits(active_slots=1, lowest_class=INTERACTIVE))
     turn = world.add(prompt(1), priority=NORMAL)
     world.step()
     world.abort(turn.turn_id)
@@ -141,7 +141,7 @@ def test_a_barred_turn_can_be_aborted() -> None:
 def test_a_share_of_the_prompt_is_read(share: float) -> None:
     """Of what a step could read, but a cell of the grid at least."""
     budgets = []
-    for limits in (SchedulerLimits(active_slots=1), SchedulerLimits(active_slots=1, prefill_share=share)):
+    for limits in (EngineLimits(active_slots=1), EngineLimits(active_slots=1, prefill_share=share)):
         world = World(slots=1, target_step_s=0.05, n_ctx=4000)
         world.add(prompt(1, length=3000))
         world.run(4)
@@ -178,7 +178,7 @@ def test_interactive_turns_end_under_any_limit(
         for n, (priority, length) in enumerate(turns)
     ]
     world.run(before)
-    world.limit(SchedulerLimits(active_slots=active_slots, lowest_class=INTERACTIVE, prefill_share=0.25))
+    world.limit(EngineLimits(active_slots=active_slots, lowest_class=INTERACTIVE, prefill_share=0.25))
     interactive = [request for request in requests if request.priority == INTERACTIVE]
     world.run(400, until=lambda: all(request.state is RequestState.DONE for request in interactive))
     assert all(request.state is RequestState.DONE for request in interactive)

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from inferencecenter.engine.scheduler.policy import SchedulerLimits
+from inferencecenter.ipc.messages import EngineLimits
 from tests.engine.scheduler.world import GRID_TOKENS, N_CTX, FakeStore, Faults, World
 
 SESSIONS = ("a", "b", "c", "d", "e", "f")
@@ -171,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def limit(self, active_slots: int, lowest_class: int, prefill_share: float) -> None:
         """Less is to run than could, or more again."""
         self.world.limit(
-            SchedulerLimits(active_slots=active_slots, lowest_class=lowest_class, prefill_share=prefill_share)
+            EngineLimits(active_slots=active_slots, lowest_class=lowest_class, prefill_share=prefill_share)
         )
 
     @rule(move_s=st.sampled_from([0.001, 0.5]))

@@ -61,7 +61,7 @@ def test_exchanges_make_busy_slots_consecutive_and_generating_ones_among_them(us
     """After the preemption both are one run, idle slots moved no more than needed, and the pairs have an order."""
     after = uses.copy()
     to_idle = 0
-    for a, b in compaction(uses):
+    for a, b in compaction(tuple(uses)):
         assert after[a] > after[b]
         to_idle += after[b] is SlotUse.IDLE
         after[a], after[b] = after[b], after[a]
@@ -89,7 +89,8 @@ def test_exchanges_make_busy_slots_consecutive_and_generating_ones_among_them(us
 def test_exchanges(uses: str, preemption: tuple[tuple[int, int], ...]) -> None:
     """The lowest of equal runs is filled; slots that read go to the edges of those that generate."""
     assert (
-        compaction([{"-": SlotUse.IDLE, "r": SlotUse.PREFILL, "g": SlotUse.DECODE}[use] for use in uses]) == preemption
+        compaction(tuple({"-": SlotUse.IDLE, "r": SlotUse.PREFILL, "g": SlotUse.DECODE}[use] for use in uses))
+        == preemption
     )
 
 

@@ -62,9 +62,9 @@ class Driver:
         outcome = StepOutcome(
             decoded=decoded,
             sampled=sampled,
-            emptied=frozenset(emptied),
-            ended=frozenset(end + lost),
-            lost=frozenset(lost),
+            emptied=set(emptied),
+            ended=set(end + lost),
+            lost=set(lost),
         )
         self.scheduler.completed(outcome, now=self.now)
         self.scheduler.check_integrity()

@@ -16,10 +16,9 @@ from inferencecenter.engine.scheduler.plan import (
     SwapSlots,
     TruncateSlot,
 )
-from inferencecenter.engine.scheduler.policy import SchedulerLimits
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.engine.scheduler.state import EngineRequest, RequestState
-from inferencecenter.ipc.messages import pack_tokens
+from inferencecenter.ipc.messages import EngineLimits, MoveTime, pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -164,7 +163,7 @@ class World:
         self.requests: dict[str, EngineRequest] = {}
         self.answers: dict[str, int] = {}
         self.terminals: Counter[str] = Counter()
-        self.limits = SchedulerLimits(active_slots=slots)
+        self.limits = EngineLimits(active_slots=slots)
         self.now = 0.0
 
     def add(
@@ -209,14 +208,14 @@ class World:
         self.terminals.update(self.scheduler.release(session_id, now=self.now))
         self.store.entries.pop(session_id, None)
 
-    def limit(self, limits: SchedulerLimits) -> None:
+    def limit(self, limits: EngineLimits) -> None:
         """Let less run, or more again."""
         self.limits = limits
         self.scheduler.limit(limits, now=self.now)
 
     def lift_limits(self) -> None:
         """Let all run that can."""
-        self.limit(SchedulerLimits(active_slots=len(self.kv)))
+        self.limit(EngineLimits(active_slots=len(self.kv)))
 
     def finish_fetches(self) -> None:
         """Bring what is on disk to RAM."""
@@ -261,10 +260,10 @@ class World:
         before = self.scheduler.running
         plan = self.scheduler.step(self.now)
         assert self.scheduler.running <= max(before, self.limits.active_slots), "more run than may"
-        assert not any(self.limits.excludes(self.requests[each.turn_id]) for each in plan.admissions), (
+        assert all(self.requests[each.turn_id].base_class <= self.limits.lowest_class for each in plan.admissions), (
             "a barred turn began"
         )
-        if self.limits == SchedulerLimits(active_slots=len(self.kv)):
+        if self.limits == EngineLimits(active_slots=len(self.kv)):
             self._check_idle_slots(plan)
         results = Results()
         slots_moved: Counter[int] = Counter()
@@ -442,14 +441,14 @@ class World:
             sampled=results.sampled,
             accepted=results.accepted,
             drafted=results.drafted,
-            emptied=frozenset(results.emptied),
-            wiped=frozenset(results.wiped),
-            ended=frozenset(full | results.lost),
-            lost=frozenset(results.lost),
+            emptied=results.emptied,
+            wiped=results.wiped,
+            ended=full | results.lost,
+            lost=results.lost,
             prefill_tokens=sum(results.decoded.values()),
             prefill_s=0.01,
             decode_s=0.1,
-            moves_s=moves * move_s,
+            move_times=[MoveTime("park", move_s)] * moves,
             n_parked=results.parked,
         )
         self.scheduler.completed(outcome, now=self.now)
