@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tests.api.http_client import post
 from tests.api.streaming import CHAT, send_answer
-from tests.server.harness import ask, hear
+from tests.server.harness import ask, receive
 
 if TYPE_CHECKING:
     from tests.server.harness import Running
@@ -81,7 +81,7 @@ async def test_sessions_of_other_clients_are_not_matched(server: Running) -> Non
 async def test_websocket_sessions_are_not_matched(server: Running) -> None:
     """A session that a socket opened is never continued over HTTP."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         session_id = (await ask(socket, op="create_session"))["session_id"]
         await ask(socket, op="append", session_id=session_id, messages=[FIRST, assistant("1")])
         await complete(server, FIRST, assistant("1"), SECOND, answer="2")

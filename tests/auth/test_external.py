@@ -26,7 +26,7 @@ from inferencecenter.config.sections import ExternalAuthSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 from tests.auth.auth_provider import FakeAuthProvider, fake_auth_provider
-from tests.server.harness import Running, ask, close_code, hear
+from tests.server.harness import Running, ask, close_code, receive
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -444,21 +444,21 @@ async def test_external_client_works_like_a_local_one(
     provider.respond(authorized=True, limits={"max_tokens": 5})
     async with serve_external(serve, provider) as server:
         async with server.connect(additional_headers={"X-Client-ID": "guest", "X-API-Key": "key"}) as socket:
-            welcome = await hear(socket)
+            welcome = await receive(socket)
             assert (welcome["op"], welcome["client_id"], welcome["max_sessions"]) == ("auth_success", "guest", 2)
         provider.answering.clear()
         server.context.authenticator.forget("guest")
         async with server.connect() as socket:
-            await hear(socket)
+            await receive(socket)
             pair = {"client_id": "guest", "api_key": "key"}
             await socket.send(json.dumps({"op": "auth", "id": "a", "protocol": 1, **pair}))
             await socket.send(json.dumps({"op": "create_session", "id": "c"}))
             await provider.wait_requests(2)
             provider.answering.set()
-            welcome = await hear(socket)
+            welcome = await receive(socket)
             assert (welcome["op"], welcome["id"], welcome["scopes"]) == ("auth_success", "a", ["user"])
             assert welcome["limits"]["max_tokens"] == 5
-            assert (await hear(socket))["op"] == "session_created"
+            assert (await receive(socket))["op"] == "session_created"
         logins = [line for line in server.accounts.audit_lines(last=9) if line.event == "login"]
         assert [(line.client_id, line.detail) for line in logins] == [("guest", "known elsewhere")]
 
@@ -471,7 +471,7 @@ async def test_external_refusal_equals_a_local_one(
     async with serve_external(serve, provider, login_attempts_per_minute=3) as server:
         assert await refused_upgrade(server, "guest", "key") == await refused_upgrade(server, "kitchen", "key")
         async with server.connect() as socket:
-            await hear(socket)
+            await receive(socket)
             failed = await ask(socket, op="auth", client_id="guest", api_key="key", protocol=1)
             assert (failed["op"], failed["reason"]) == ("auth_failed", "the credential is not valid")
             limited = await ask(socket, op="auth", client_id="guest", api_key="key")
@@ -507,7 +507,7 @@ async def test_unavailable_provider_is_reported_and_not_counted(
             assert (status, body["message"]) == (401, "the credential cannot be checked at the moment")
             assert body["retry_after_ms"] == 1000
         async with server.connect(additional_headers={"X-Client-ID": "kitchen", "X-API-Key": "kitchen-key"}) as socket:
-            assert (await hear(socket))["op"] == "auth_success"
+            assert (await receive(socket))["op"] == "auth_success"
         lines = [line for line in server.accounts.audit_lines(last=9) if line.event == "login_refused"]
         assert [line.detail for line in lines] == ["cannot be checked: it responded with status 500"]
 
@@ -534,7 +534,7 @@ async def test_disconnect_during_the_request_leaves_no_state(
         await provider.wait_requests(1)
         upgrade.cancel()
         async with server.connect() as socket:
-            await hear(socket)
+            await receive(socket)
             await socket.send(json.dumps({"op": "auth", "client_id": "guest", "api_key": "b"}))
             await provider.wait_requests(2)
             socket.transport.abort()
@@ -565,7 +565,7 @@ async def test_answer_after_the_login_deadline_is_ignored(
     """The socket has closed with 4401."""
     provider.answering.clear()
     async with serve_external(serve, provider, auth_timeout_s=30) as server, server.connect() as socket:
-        await hear(socket)
+        await receive(socket)
         await socket.send(json.dumps({"op": "auth", "client_id": "guest", "api_key": "b"}))
         await provider.wait_requests(1)
         await clock.go_on(30)
@@ -590,8 +590,8 @@ async def test_kicked_client_is_requested_again(
                 additional_headers={"Authorization": f"Bearer {root}"}, subprotocols=["inferencecenter.v1"]
             ) as admin,
         ):
-            await hear(socket)
-            await hear(admin)
+            await receive(socket)
+            await receive(admin)
             await admin.send(json.dumps({"op": "kick", "client_id": "guest"}))
             assert await close_code(socket) == 1008
         provider.respond(authorized=False)

@@ -9,7 +9,7 @@ import pytest
 from inferencecenter.auth.rate_limits import FRAME_UNIT_CHARS, UNIT_CHARS, OperationRateLimiter
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.codec import Frame
-from tests.server.harness import ask, hear
+from tests.server.harness import ask, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,7 +85,7 @@ async def test_operations_beyond_the_rate_are_refused(serve: Serve) -> None:
     """On all sockets of the client together; turns and aborts continue, and other clients are unaffected."""
     async with serve(operations_per_minute=5) as server, server.v1() as one, server.v1() as other:
         for socket in (one, other):
-            await hear(socket)
+            await receive(socket)
         session_id = (await ask(one, op="create_session"))["session_id"]
         for n in range(4):
             await ask((one, other)[n % 2], op="ping")
@@ -112,7 +112,7 @@ async def test_excess_frames_are_refused_before_validation(serve: Serve, monkeyp
     monkeypatch.setattr(Frame, "parse", noting)
     messages = [{"role": "user", "content": "x" * FRAME_UNIT_CHARS}] * 5
     async with serve(operations_per_minute=5) as server, server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         session_id = (await ask(socket, op="create_session"))["session_id"]
         first = await ask(socket, op="append", session_id=session_id, messages=messages, id="first")
         assert (first["op"], first["id"]) == ("appended", "first")
@@ -129,17 +129,17 @@ async def test_excess_frames_are_refused_before_validation(serve: Serve, monkeyp
 async def test_refused_frames_count_as_operations(serve: Serve, frame: str) -> None:
     """Also those that are free when accepted, and invalid ones."""
     async with serve(operations_per_minute=5) as server, server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         for _ in range(5):
             await socket.send(frame)
-            assert (await hear(socket))["code"] in ("session_not_found", "invalid_json")
+            assert (await receive(socket))["code"] in ("session_not_found", "invalid_json")
         assert (await ask(socket, op="ping"))["code"] == "rate_limited"
 
 
 async def test_legacy_socket_receives_the_rate_limit_error(serve: Serve) -> None:
     """A failed session creation has its own op in the first protocol."""
     async with serve(operations_per_minute=1) as server, server.connect() as socket:
-        await hear(socket)
+        await receive(socket)
         await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key")
         await ask(socket, op="hello")
         assert (await ask(socket, op="create_session"))["op"] == "session_error"

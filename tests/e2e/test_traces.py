@@ -14,7 +14,7 @@ import pytest
 from websockets.asyncio.client import connect
 
 from tests.e2e.harness import ENDLESS, Daemon, SocketClient, connect_client, run_daemon
-from tests.telemetry.collector import Collector, Seen
+from tests.telemetry.collector import Collector, ReceivedSpan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,12 +36,12 @@ def trace_settings(address: str) -> dict[str, str]:
     }
 
 
-def turn_count(n_turns: int) -> Callable[[list[Seen]], bool]:
+def turn_count(n_turns: int) -> Callable[[list[ReceivedSpan]], bool]:
     """Return a predicate for this number of turns."""
     return lambda spans: sum(span.name == "turn" for span in spans) >= n_turns
 
 
-def span_tree(spans: list[Seen], turn_id: str) -> tuple[Seen, list[Seen]]:
+def span_tree(spans: list[ReceivedSpan], turn_id: str) -> tuple[ReceivedSpan, list[ReceivedSpan]]:
     """Return a turn's span and its descendants in order."""
     (root,) = (span for span in spans if span.attributes.get("gen_ai.response.id") == turn_id)
     return root, sorted((span for span in spans if span.parent_id == root.span_id), key=lambda span: span.began_ns)
@@ -85,7 +85,7 @@ async def test_one_trace_spans_both_processes(tmp_path: Path, demo_model_path: P
     assert SECRET not in daemon.log.read_text()
 
 
-def check_tree(spans: list[Seen], turn_id: str, *, trace_id: str) -> None:
+def check_tree(spans: list[ReceivedSpan], turn_id: str, *, trace_id: str) -> None:
     """Check the spans of a successful turn."""
     root, stages = span_tree(spans, turn_id)
     assert (root.service, root.trace_id, root.parent_id) == ("inferencecenter", trace_id, SPAN)

@@ -1,4 +1,4 @@
-"""A server for each test, on the event loop that the daemon uses."""
+"""A server for each test, on the daemon's event loop."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 @pytest.fixture
 async def clock(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
-    """The time of what is arranged in this test."""
+    """The fake clock of the test's timers."""
     return LoopClock(monkeypatch)
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Running]]:
-    """Return what runs a server with settings of the test's own."""
+    """Return a function that runs a server with other settings."""
 
     def run(**settings: Any) -> AbstractAsyncContextManager[Running]:
         return running_server(tmp_path, **settings)

@@ -1,4 +1,4 @@
-"""A whole server on a loopback port, with real accounts and sessions and an engine that says what a test tells it."""
+"""A complete server on a loopback port, with real accounts and sessions and a stub engine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ scopes = ["user", "operator"]
 
 
 class StubEngine(CharacterTokens):
-    """An engine whose turns go on when a test says so, and the only model that there is."""
+    """The only model, whose turns advance when a test calls ``say`` or ``finish``."""
 
     default = MODEL.name
 
@@ -107,20 +107,20 @@ class StubEngine(CharacterTokens):
         return {self.default: self.status}
 
     def engine(self, name: str) -> StubEngine:
-        """Return itself, under its own name."""
+        """Return itself."""
         if name != self.default:
             raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, field="model")
         return self
 
     def rescan(self) -> None:
-        """There is no directory of models."""
+        """Do nothing: there is no directory of models."""
 
     def describe(self) -> tuple[ModelSummary, ...]:
         """Return the one model."""
         return (ModelSummary(name=self.default, default=True, state="loaded"),)
 
     def swap(self, name: str, tell: Callable[[Swap], None]) -> None:
-        """Keep what is asked for; the test tells how it goes on."""
+        """Record the request; the test completes it."""
         _refuse_missing(name)
         self.swaps.append((name, tell))
 
@@ -131,20 +131,20 @@ class StubEngine(CharacterTokens):
             watcher(msgspec.structs.replace(MODEL, name=name))
 
     def unload(self, name: str) -> None:
-        """Keep what is asked for."""
+        """Record the request."""
         _refuse_missing(name)
         self.unloaded.append(name)
 
     def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
-        """Tell ``listener`` of every change."""
+        """Notify ``listener`` of every change."""
         self._model_watchers.append(listener)
 
     def subscribe_swaps(self, listener: Callable[[ModelInfo], None]) -> None:
-        """Tell ``listener`` of every other default."""
+        """Notify ``listener`` of every new default."""
         self._swap_watchers.append(listener)
 
     def submit(self, turn: EngineTurn) -> int:
-        """Take a turn; it waits for ``say``."""
+        """Queue a turn until the test generates its tokens."""
         turn.submission(lambda: None)
         self.turns[turn.turn_id] = turn
         self.submitted.set()
@@ -157,7 +157,7 @@ class StubEngine(CharacterTokens):
         return submission
 
     def abort(self, turn_id: str) -> None:
-        """End a turn, soon."""
+        """End a turn asynchronously."""
         asyncio.get_running_loop().call_soon(self._abort, turn_id)
 
     def _abort(self, turn_id: str) -> None:
@@ -165,14 +165,14 @@ class StubEngine(CharacterTokens):
             self.finish(turn_id, reason="aborted")
 
     def release(self, session_id: str) -> None:
-        """Forget a session, of which nothing is known."""
+        """Do nothing."""
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
-        """Tell ``listener`` of every change."""
+        """Notify ``listener`` of every change."""
         self._watchers.append(listener)
 
     def become(self, status: EngineStatus) -> None:
-        """Change state."""
+        """Change the state."""
         self.status = status
         for watcher in self._watchers:
             watcher(status)
@@ -188,7 +188,7 @@ class StubEngine(CharacterTokens):
         self.turns[turn_id].on_engine_event(TokenDelta(turn_id=turn_id, tokens=pack_tokens([2]), text=text))
 
     def overflow(self, turn_id: str, *, n_tokens: int) -> None:
-        """Say that a turn's prompt does not fit; it may come back shorter."""
+        """Report that a turn's prompt does not fit; it may be resubmitted shorter."""
         self.turns.pop(turn_id).on_engine_event(ContextFull(turn_id=turn_id, n_tokens=n_tokens))
 
     def finish(self, turn_id: str, *, reason: str = "stop") -> None:
@@ -218,21 +218,21 @@ def _refuse_missing(name: str) -> None:
 
 
 class StubGpu(Gpu):
-    """A GPU that reads what a test tells it; by default there is none."""
+    """A GPU with readings set by a test; by default there is none."""
 
     def __init__(self) -> None:
         self.reading = NO_GPU
         self.reads = 0
 
     def read(self) -> GpuReading:
-        """Return the reading, and count."""
+        """Return the reading, and count the call."""
         self.reads += 1
         return self.reading
 
 
 @dataclass
 class StubJournal:
-    """A store that forgets what it is given, and lets go of what waits when a test says so."""
+    """A journal that stores nothing, and delays callbacks when a test says so."""
 
     fault: StorageFault | None = None
     n_pending: int = 0
@@ -245,21 +245,21 @@ class StubJournal:
         return False
 
     def of_client(self, client_id: str) -> Journal:
-        """All clients have the same."""
+        """Return the one store of all clients."""
         return self
 
     def write(self, record: Record, *, flush: bool) -> None:
-        """Forget the record."""
+        """Drop the record."""
 
     def release(self, tell: Callable[[], None]) -> None:
-        """Call ``tell`` at once, or hold it."""
+        """Call ``tell`` at once, or queue it."""
         if self.holding:
             self.held.append(tell)
         else:
             tell()
 
-    def let_go(self) -> None:
-        """Hold nothing any more."""
+    def run_callbacks(self) -> None:
+        """Run all queued callbacks."""
         self.holding = False
         held, self.held = self.held, []
         for tell in held:
@@ -295,7 +295,7 @@ class Running:
         )
 
     async def http(self, path: str, headers: str = "", *, method: str = "GET") -> tuple[int, str, bytes]:
-        """Make a plain request, a GET unless told otherwise; returns status, head and body."""
+        """Send a plain request, by default a GET; return status, head and body."""
         host = "" if headers.startswith("Host:") else f"Host: 127.0.0.1:{self.port}\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(f"{method} {path} HTTP/1.1\r\n{host}Connection: close\r\n{headers}\r\n".encode())
@@ -308,10 +308,10 @@ class Running:
 async def ask(socket: ClientConnection, **frame: Any) -> dict[str, Any]:
     """Send a frame and return the next one received."""
     await socket.send(json.dumps(frame))
-    return await hear(socket)
+    return await receive(socket)
 
 
-async def hear(socket: ClientConnection, op: str | None = None) -> dict[str, Any]:
+async def receive(socket: ClientConnection, op: str | None = None) -> dict[str, Any]:
     """Return the next frame, or the next one with ``op``."""
     while True:
         frame: dict[str, Any] = json.loads(await socket.recv())
@@ -320,7 +320,7 @@ async def hear(socket: ClientConnection, op: str | None = None) -> dict[str, Any
 
 
 async def close_code(socket: ClientConnection) -> int | None:
-    """Read to the end; return the close code received, ``None`` without one."""
+    """Receive to the end; return the close code, ``None`` without one."""
     try:
         while True:
             await socket.recv()
@@ -339,7 +339,7 @@ async def running_server(
     read_usage: UsageReader = no_usage,
     **settings: Any,
 ) -> AsyncIterator[Running]:
-    """Run a server with some settings changed, short deadlines otherwise; without ``journal`` it keeps no sessions."""
+    """Run a server with some settings changed and short deadlines; without ``journal`` it stores no sessions."""
     clients = tmp_path / "clients.toml"
     clients.write_text(CLIENTS_TOML)
     static: dict[str, StaticClient] = load_clients(clients, default_max_sessions=16, default_priority="normal")
@@ -405,7 +405,7 @@ def ready(**changes: Any) -> EngineStatus:
 
 
 class StubWire:
-    """A socket that a test opens and shuts."""
+    """A socket that a test makes writable or not."""
 
     def __init__(self) -> None:
         self.on_writable: Callable[[], None] | None = None
@@ -416,11 +416,11 @@ class StubWire:
         self.finished: list[int] = []
 
     def write_text(self, frame: bytes) -> None:
-        """Keep the frame."""
+        """Record the frame."""
         self.written.append(frame)
 
     def write_piece(self, piece: bytes, *, first: bool, last: bool) -> None:
-        """Put the message together; it is written when its last piece is."""
+        """Reassemble the message; it is recorded with its last piece."""
         assert first == (not self.pieces)
         self.pieces.append(piece)
         if last:
@@ -428,12 +428,12 @@ class StubWire:
             self.pieces.clear()
 
     def finish(self, code: int, reason: str, *, linger_s: float) -> None:
-        """Keep the code."""
+        """Record the code."""
         self.finished.append(code)
 
     @property
     def frames(self) -> list[dict[str, Any]]:
-        """What was written, read back."""
+        """The recorded frames, decoded."""
         return [json.loads(frame) for frame in self.written]
 
 
@@ -444,17 +444,17 @@ class StubAccounts:
     """Accounts of one client, with a key and no file."""
 
     def verify_token(self, token: str) -> Account | None:
-        """There are no tokens."""
+        """Refuse every token."""
 
     def verify_key(self, client_id: str, api_key: str) -> Account | None:
         """Return the one client for its key."""
         return KITCHEN if (client_id, api_key) == ("kitchen", "key") else None
 
     def buffer_audit(self, line: AuditEntry) -> None:
-        """There is no audit log."""
+        """Drop the audit record."""
 
     def write_noted(self) -> None:
-        """There is nothing to write."""
+        """Do nothing."""
 
 
 def stub_context() -> ServerContext:

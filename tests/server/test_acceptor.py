@@ -1,4 +1,4 @@
-"""Tests of accepting connections, and of what keeps it from being done."""
+"""Accepting connections, and errors of ``accept``."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PATIENCE_S = 60
 
 
 async def tick() -> None:
-    """Let the server go on."""
+    """Run one iteration of the event loop."""
     await asyncio.sleep(0)
 
 
-class Failing:
+class FailingSocket:
     """A listening socket whose next calls of ``accept`` fail."""
 
     def __init__(self, listening: socket.socket, *errors: OSError) -> None:
@@ -41,7 +41,7 @@ class Failing:
         self.n_accepted = 0
 
     def fileno(self) -> int:
-        """Return the real one."""
+        """Return the real descriptor."""
         return self.listening.fileno()
 
     def accept(self) -> tuple[socket.socket, object]:
@@ -53,12 +53,12 @@ class Failing:
         return accepted
 
 
-class UpgradeLimiter:
-    """An acceptor, and how many came in and how often room was wanted."""
+class AcceptorHarness:
+    """An acceptor, with counts of accepted connections and of requests for room."""
 
     def __init__(self) -> None:
         (self.listening,) = bind("127.0.0.1", 0)
-        self.failing = Failing(self.listening)
+        self.failing = FailingSocket(self.listening)
         self.came = asyncio.Semaphore(0)
         self.wanted_room = 0
         self.acceptor = Acceptor(
@@ -78,85 +78,85 @@ class UpgradeLimiter:
     def _make_room(self) -> None:
         self.wanted_room += 1
 
-    async def knock(self) -> None:
+    async def connect_and_close(self) -> None:
         """Open a connection and close it."""
         _, writer = await asyncio.open_connection(*self.listening.getsockname())
         writer.close()
 
     async def admitted(self) -> None:
-        """Wait until one more has come in."""
+        """Wait until one more is accepted."""
         async with asyncio.timeout(PATIENCE_S):
             await self.came.acquire()
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[UpgradeLimiter]:
-    """Return what accepts."""
-    door = UpgradeLimiter()
-    yield door
-    door.acceptor.close()
-    await door.acceptor.wait_closed()
-    door.listening.close()
+async def harness() -> AsyncIterator[AcceptorHarness]:
+    """An acceptor."""
+    harness = AcceptorHarness()
+    yield harness
+    harness.acceptor.close()
+    await harness.acceptor.wait_closed()
+    harness.listening.close()
 
 
-async def test_running_out_of_descriptors_is_logged_once_and_passes(door: UpgradeLimiter, clock: LoopClock) -> None:
-    """Idle connections make room, and what waits is accepted a moment later."""
+async def test_descriptor_exhaustion_evicts_idle_connections(harness: AcceptorHarness, clock: LoopClock) -> None:
+    """It is logged once, and waiting connections are accepted a moment later."""
     with capture_logs() as logs:
         for _ in range(3):
-            door.failing.errors = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
-            await door.knock()
+            harness.failing.errors = [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+            await harness.connect_and_close()
             async with asyncio.timeout(PATIENCE_S):
-                while door.failing.errors:
+                while harness.failing.errors:
                     await tick()
-            assert door.came.locked()
+            assert harness.came.locked()
             await clock.go_on(listener.RETRY_S)
-            await door.admitted()
-    assert door.wanted_room == 3
+            await harness.admitted()
+    assert harness.wanted_room == 3
     assert [(line["event"], line["error"], line["more"]) for line in logs] == [
         ("accept_failed", "Too many open files", 0)
     ]
 
 
-async def test_a_connection_that_has_gone_is_passed_over(door: UpgradeLimiter) -> None:
-    """Its error is its own: the next one is accepted at once."""
-    door.failing.errors = [ConnectionAbortedError(errno.ECONNABORTED, "gone"), ConnectionAbortedError()]
+async def test_aborted_connection_is_skipped(harness: AcceptorHarness) -> None:
+    """The next one is accepted at once."""
+    harness.failing.errors = [ConnectionAbortedError(errno.ECONNABORTED, "gone"), ConnectionAbortedError()]
     with capture_logs() as logs:
-        await door.knock()
-        await door.admitted()
-    assert (door.wanted_room, logs) == (0, [])
+        await harness.connect_and_close()
+        await harness.admitted()
+    assert (harness.wanted_room, logs) == (0, [])
 
 
-async def test_the_event_loop_goes_on_after_each_connection(door: UpgradeLimiter) -> None:
-    """Of ten that wait, one is accepted in each turn of the loop, so that streams are served in between."""
-    waiting = [socket.create_connection(door.listening.getsockname()) for _ in range(10)]
+async def test_one_connection_is_accepted_per_iteration(harness: AcceptorHarness) -> None:
+    """Streams are served between ten waiting connections."""
+    waiting = [socket.create_connection(harness.listening.getsockname()) for _ in range(10)]
     most_at_once = 0
-    while door.failing.n_accepted < len(waiting):
-        before = door.failing.n_accepted
+    while harness.failing.n_accepted < len(waiting):
+        before = harness.failing.n_accepted
         await tick()
-        most_at_once = max(most_at_once, door.failing.n_accepted - before)
+        most_at_once = max(most_at_once, harness.failing.n_accepted - before)
     assert most_at_once == 1
     for connection in waiting:
         connection.close()
 
 
-async def test_an_acceptor_that_waits_can_be_closed(door: UpgradeLimiter, clock: LoopClock) -> None:
-    """It does not begin again."""
-    door.failing.errors = [OSError(errno.ENOMEM, "no memory")]
-    await door.knock()
+async def test_waiting_acceptor_can_be_closed(harness: AcceptorHarness, clock: LoopClock) -> None:
+    """It does not resume."""
+    harness.failing.errors = [OSError(errno.ENOMEM, "no memory")]
+    await harness.connect_and_close()
     async with asyncio.timeout(PATIENCE_S):
-        while not door.wanted_room:
+        while not harness.wanted_room:
             await tick()
-    door.acceptor.close()
+    harness.acceptor.close()
     await clock.go_on(10 * listener.RETRY_S)
-    assert door.came.locked()
-    door.acceptor.open()  # for the fixture to close
+    assert harness.came.locked()
+    harness.acceptor.open()  # the fixture closes it
 
 
-async def test_a_server_without_descriptors_answers_again_when_there_are(serve: Serve, clock: LoopClock) -> None:
-    """With the limit of the kernel reached in earnest."""
+async def test_server_recovers_from_descriptor_exhaustion(serve: Serve, clock: LoopClock) -> None:
+    """With the kernel's real limit reached."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     async with serve() as server:
-        assert (await server.http("/healthz"))[0] == 200  # it has loaded all that it needs
+        assert (await server.http("/healthz"))[0] == 200  # all modules are loaded
         await tick()  # both of its ends are closed
         while server.listener.n_connections:
             await tick()

@@ -1,4 +1,4 @@
-"""Tests of who makes way among sockets that have not authenticated."""
+"""Eviction among sockets that have not authenticated."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ GOING = st.tuples(st.just("go"), st.integers(0, 30))
 
 
 @given(st.lists(COMING | GOING, max_size=60))
-def test_the_oldest_makes_way(steps: list[tuple[str, str | int]]) -> None:
-    """Limits hold after each step, a newcomer is always in, and none is evicted while there is room."""
+def test_oldest_connection_is_evicted(steps: list[tuple[str, str | int]]) -> None:
+    """Limits hold after each step, a new connection is always admitted, and none is evicted below the limit."""
     sockets: UnauthenticatedSockets[int] = UnauthenticatedSockets(most=MOST, most_per_address=MOST_PER_ADDRESS)
     there: dict[int, str] = {}
     for number, (what, where) in enumerate(steps):

@@ -1,4 +1,4 @@
-"""Tests of the local wire to a running daemon."""
+"""The control socket of a running daemon."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from inferencecenter.server.control import (
 )
 
 
-async def test_a_notice_reaches_the_daemon(tmp_path: Path) -> None:
-    """The callback runs on the daemon's loop; the socket is the owner's alone and goes away at the end."""
+async def test_notification_reaches_the_daemon(tmp_path: Path) -> None:
+    """The callback runs on the daemon's loop; the socket is private and removed at the end."""
     told = asyncio.Event()
     control = ControlSocket(tmp_path, tokens_changed=told.set)
     control.open()
@@ -34,8 +34,8 @@ async def test_a_notice_reaches_the_daemon(tmp_path: Path) -> None:
     assert not (tmp_path / "control.sock").exists()
 
 
-async def test_the_directory_may_lie_deep(tmp_path: Path) -> None:
-    """A path longer than a socket address holds works too."""
+async def test_long_state_directory_path(tmp_path: Path) -> None:
+    """A path longer than a socket address works too."""
     deep = tmp_path / ("d" * 120) / ("e" * 120)
     deep.mkdir(parents=True)
     told = asyncio.Event()
@@ -48,7 +48,7 @@ async def test_the_directory_may_lie_deep(tmp_path: Path) -> None:
 
 
 async def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
-    """What a killed daemon left behind does not keep the next one from listening."""
+    """A killed daemon's socket does not stop the next one from listening."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stale:
         stale.bind(str(tmp_path / "control.sock"))
     assert not notify_tokens_changed(tmp_path)
@@ -58,8 +58,8 @@ async def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
     control.close()
 
 
-async def test_unknown_words_do_nothing(tmp_path: Path) -> None:
-    """A datagram of another version is passed over, and the next one is heard."""
+async def test_unknown_command_is_ignored(tmp_path: Path) -> None:
+    """The next datagram is handled."""
     calls: list[str] = []
     told = asyncio.Event()
 
@@ -79,8 +79,8 @@ async def test_unknown_words_do_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["s_1", "Ünïcode with spaces", "x" * 1000])
-async def test_a_purge_reaches_the_daemon(tmp_path: Path, name: str) -> None:
-    """With what is to go and its whole name."""
+async def test_purge_reaches_the_daemon(tmp_path: Path, name: str) -> None:
+    """With its kind and the complete name."""
     asked: list[tuple[str, str]] = []
     told = asyncio.Event()
 
@@ -99,8 +99,8 @@ async def test_a_purge_reaches_the_daemon(tmp_path: Path, name: str) -> None:
     assert asked == [("session", name), ("client", name)]
 
 
-async def test_a_name_that_is_cut_or_no_text_purges_nothing(tmp_path: Path) -> None:
-    """What is too long is refused by the sender, and not taken for its beginning by the daemon."""
+async def test_truncated_or_invalid_name_purges_nothing(tmp_path: Path) -> None:
+    """The sender refuses names that are too long, and the daemon truncated ones."""
     asked: list[str] = []
     told = asyncio.Event()
     control = ControlSocket(tmp_path, tokens_changed=told.set, purge=lambda _, name: asked.append(name))
@@ -117,23 +117,23 @@ async def test_a_name_that_is_cut_or_no_text_purges_nothing(tmp_path: Path) -> N
     assert asked == []
 
 
-def test_one_holds_the_directory_at_a_time(tmp_path: Path) -> None:
-    """Whoever comes second is told, and may again when the first has gone."""
+def test_state_directory_lock_is_exclusive(tmp_path: Path) -> None:
+    """The second daemon is refused until the first has exited."""
     with try_lock_state_dir(tmp_path) as first, try_lock_state_dir(tmp_path) as second:
         assert (first, second) == (True, False)
     with try_lock_state_dir(tmp_path) as third:
         assert third
 
 
-def test_nobody_listens(tmp_path: Path) -> None:
-    """Without a daemon, or without its directory, the caller is told so."""
+def test_missing_daemon_is_reported(tmp_path: Path) -> None:
+    """Also without its directory."""
     assert not notify_tokens_changed(tmp_path)
     assert not notify_tokens_changed(tmp_path / "missing")
     assert not request_purge(tmp_path, "session", "s_1")
 
 
-async def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    """The error says which socket could not be made."""
+async def test_unusable_directory_is_named(tmp_path: Path) -> None:
+    """The error has the path of the socket."""
     control = ControlSocket(tmp_path / "missing", tokens_changed=lambda: None)
     with pytest.raises(InferenceCenterError, match=r"control\.sock") as caught:
         control.open()
@@ -144,8 +144,8 @@ def _open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def test_a_reload_is_answered(tmp_path: Path) -> None:
-    """The command line gets what the daemon found, cut to a number of problems, and no descriptor stays open."""
+async def test_reload_returns_its_problems(tmp_path: Path) -> None:
+    """At most a number of them, and no descriptor stays open."""
     problem = ReloadProblem("clients", ErrorCode.INVALID_CONFIG, "clients.toml is broken", "client_id", None)
     report = ReloadReport((problem,) * 50, ("server.port",))
     control = ControlSocket(tmp_path, tokens_changed=lambda: None, reload=lambda: report)
@@ -157,8 +157,8 @@ async def test_a_reload_is_answered(tmp_path: Path) -> None:
     control.close()
 
 
-async def test_a_daemon_that_does_not_know_the_command_is_noticed_at_once(tmp_path: Path) -> None:
-    """It drops the descriptor, which ends the waiting before the time is up."""
+async def test_unsupported_command_is_detected_at_once(tmp_path: Path) -> None:
+    """The daemon closes the descriptor, which ends the wait before the timeout."""
     control = ControlSocket(tmp_path, tokens_changed=lambda: None)
     control.open()
     with pytest.raises(InferenceCenterError, match="of a version without this command") as caught:
@@ -167,8 +167,8 @@ async def test_a_daemon_that_does_not_know_the_command_is_noticed_at_once(tmp_pa
     control.close()
 
 
-async def test_a_daemon_that_fails_is_noticed_at_once(tmp_path: Path) -> None:
-    """The answer's descriptor is closed whatever happens, and the next command is obeyed."""
+async def test_failing_command_is_detected_at_once(tmp_path: Path) -> None:
+    """The reply's descriptor is closed, and the next command works."""
     failed: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: failed.append(context["exception"]))
 
@@ -187,7 +187,7 @@ async def test_a_daemon_that_fails_is_noticed_at_once(tmp_path: Path) -> None:
     control.close()
 
 
-async def test_an_answer_to_a_command_line_that_has_gone_is_dropped(tmp_path: Path) -> None:
+async def test_reply_to_a_closed_caller_is_dropped(tmp_path: Path) -> None:
     """The daemon neither fails nor waits."""
     told = asyncio.Event()
     control = ControlSocket(tmp_path, tokens_changed=told.set, reload=ReloadReport)
@@ -203,7 +203,7 @@ async def test_an_answer_to_a_command_line_that_has_gone_is_dropped(tmp_path: Pa
     control.close()
 
 
-def test_a_reload_without_a_daemon_is_told(tmp_path: Path) -> None:
+def test_reload_without_a_daemon_is_an_error(tmp_path: Path) -> None:
     """The message names the state directory."""
     with pytest.raises(InferenceCenterError, match="no daemon listens in") as caught:
         request_reload(tmp_path, timeout_s=60)

@@ -1,4 +1,4 @@
-"""Deadlines: called once, however far away, and never when cancelled."""
+"""Deadlines: called once, however distant, and never when cancelled."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DAY_S = 86_400.0
 
 
 @pytest.mark.parametrize("delay_s", [0.0, -5.0])
-async def test_what_is_past_is_called_soon(delay_s: float) -> None:
-    """Not at once: whoever makes it has its own work to end first."""
+async def test_past_deadline_is_called_soon(delay_s: float) -> None:
+    """Not synchronously."""
     passed = asyncio.Event()
     Deadline(delay_s, passed.set)
     assert not passed.is_set()
@@ -25,7 +25,7 @@ async def test_what_is_past_is_called_soon(delay_s: float) -> None:
         await passed.wait()
 
 
-async def test_a_cancelled_one_is_not_called() -> None:
+async def test_cancelled_deadline_is_not_called() -> None:
     """However often it is cancelled."""
     called: list[None] = []
     deadline = Deadline(0.0, lambda: called.append(None))
@@ -38,8 +38,8 @@ async def test_a_cancelled_one_is_not_called() -> None:
     assert called == []
 
 
-async def test_one_that_is_far_away_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Timers run a week at most; at the end of the last one it is called, and none of them is too long."""
+async def test_distant_deadline_uses_several_timers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of at most a week; the callback runs after the last."""
     timers: list[tuple[float, Callable[[], object]]] = []
     cancelled: list[int] = []
 

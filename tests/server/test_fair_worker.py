@@ -1,4 +1,4 @@
-"""Tests of the worker that clients share."""
+"""The worker that clients share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 PATIENCE_S = 60
 
 
-class Bench:
-    """A worker that is held until a test lets it go, and the order of what it did."""
+class WorkerHarness:
+    """A worker that blocks until a test releases it, and the order of its work."""
 
     def __init__(self) -> None:
         self.worker = FairWorker("test")
@@ -27,7 +27,7 @@ class Bench:
         self.go = threading.Event()
 
     def put(self, client_id: str, name: str) -> asyncio.Task[None]:
-        """Have something done for a client."""
+        """Submit work of a client."""
         return self.tasks.spawn(self._run(client_id, name), name=name)
 
     async def _run(self, client_id: str, name: str) -> None:
@@ -39,50 +39,53 @@ class Bench:
 
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    """Return a worker that is held."""
-    bench = Bench()
-    yield bench
-    bench.go.set()
-    await bench.tasks.cancel()
-    bench.worker.close()
+async def harness() -> AsyncIterator[WorkerHarness]:
+    """A blocked worker."""
+    harness = WorkerHarness()
+    yield harness
+    harness.go.set()
+    await harness.tasks.cancel()
+    harness.worker.close()
 
 
-async def test_clients_take_turns(bench: Bench) -> None:
-    """Another client's work is done after one thing of the client that has much waiting."""
-    tasks = [bench.put("a", name) for name in ("a1", "a2", "a3", "a4")] + [bench.put("b", "b1"), bench.put("c", "c1")]
+async def test_clients_take_turns(harness: WorkerHarness) -> None:
+    """Another client's work runs after one item of the busy client."""
+    tasks = [harness.put("a", name) for name in ("a1", "a2", "a3", "a4")] + [
+        harness.put("b", "b1"),
+        harness.put("c", "c1"),
+    ]
     await asyncio.sleep(0)
-    bench.go.set()
+    harness.go.set()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(*tasks)
-    assert bench.done == ["a1", "a2", "b1", "c1", "a3", "a4"]
+    assert harness.done == ["a1", "a2", "b1", "c1", "a3", "a4"]
 
 
-async def test_work_of_a_caller_that_has_gone_is_not_begun(bench: Bench) -> None:
-    """Cancelling withdraws what waits, and the next is done."""
-    first, second, third = (bench.put("a", name) for name in ("a1", "a2", "a3"))
+async def test_cancelled_work_is_not_started(harness: WorkerHarness) -> None:
+    """The next item runs."""
+    first, second, third = (harness.put("a", name) for name in ("a1", "a2", "a3"))
     await asyncio.sleep(0)
     second.cancel()
     await asyncio.sleep(0)
-    bench.go.set()
+    harness.go.set()
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(first, third)
-    assert bench.done == ["a1", "a3"]
+    assert harness.done == ["a1", "a3"]
 
 
-async def test_a_turn_that_is_given_to_a_cancelled_caller_goes_to_the_next(bench: Bench) -> None:
-    """Both may happen in the same moment."""
-    bench.go.set()
-    first, second, third = (bench.put("a", name) for name in ("a1", "a2", "a3"))
+async def test_grant_to_a_cancelled_caller_passes_on(harness: WorkerHarness) -> None:
+    """Both may happen in the same iteration."""
+    harness.go.set()
+    first, second, third = (harness.put("a", name) for name in ("a1", "a2", "a3"))
     first.add_done_callback(lambda _: second.cancel())
     async with asyncio.timeout(PATIENCE_S):
         await asyncio.gather(first, third)
-    assert {"a1", "a3"} <= set(bench.done)
+    assert {"a1", "a3"} <= set(harness.done)
 
 
-async def test_a_failure_is_the_callers(bench: Bench) -> None:
-    """What the work raises is raised, and the worker goes on."""
-    bench.go.set()
+async def test_failure_is_raised_to_the_caller(harness: WorkerHarness) -> None:
+    """The worker continues."""
+    harness.go.set()
     with pytest.raises(ZeroDivisionError):
-        await bench.worker.run("a", lambda: 1 / 0)
-    assert await bench.worker.run("a", lambda: threading.current_thread().name.startswith("test")) is True
+        await harness.worker.run("a", lambda: 1 / 0)
+    assert await harness.worker.run("a", lambda: threading.current_thread().name.startswith("test")) is True

@@ -1,4 +1,4 @@
-"""Tests of GPU readings that many ask for."""
+"""Cached GPU readings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
 
-class Driver:
-    """Something that can be read, with a clock; it may not answer until it is let."""
+class FakeDriver:
+    """A readable device with a clock, which may block."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -26,15 +26,15 @@ class Driver:
         self.answers.set()
 
     def read(self) -> Gpus:
-        """Count a reading, and give its number as the temperature."""
+        """Count a reading, and return its number as the temperature."""
         self.reads += 1
         assert self.answers.wait(60)
         return Gpus((GpuReading(index=0, temperature_c=self.reads),))
 
 
 @asynccontextmanager
-async def cached(read: Callable[[], Gpus], driver: Driver, patience_s: float = 20.0) -> AsyncIterator[GpuCache]:
-    """A cache that is closed at the end, with nobody left who waits for the driver."""
+async def cached(read: Callable[[], Gpus], driver: FakeDriver, patience_s: float = 20.0) -> AsyncIterator[GpuCache]:
+    """A cache that is closed at the end, with no thread left waiting for the driver."""
     cache = GpuCache(read, patience_s=patience_s, monotonic=lambda: driver.now)
     try:
         yield cache
@@ -43,9 +43,9 @@ async def cached(read: Callable[[], Gpus], driver: Driver, patience_s: float = 2
         await cache.close()
 
 
-async def test_readings_are_kept_for_a_moment() -> None:
-    """For two seconds; then there are others."""
-    driver = Driver()
+async def test_readings_are_cached_for_two_seconds() -> None:
+    """Then the driver is read again."""
+    driver = FakeDriver()
     async with cached(driver.read, driver) as cache:
         first = await cache.get()
         driver.now = MAX_AGE_S - 0.1
@@ -54,18 +54,18 @@ async def test_readings_are_kept_for_a_moment() -> None:
         assert (await cache.get()).readings[0].temperature_c == 2
 
 
-async def test_all_who_ask_at_once_share_a_reading() -> None:
-    """However many they are."""
-    driver = Driver()
+async def test_concurrent_requests_share_a_reading() -> None:
+    """However many there are."""
+    driver = FakeDriver()
     async with cached(driver.read, driver) as cache:
         found = await asyncio.gather(*(cache.get() for _ in range(10)))
     assert driver.reads == 1
     assert all(each is found[0] for each in found)
 
 
-async def test_a_driver_that_does_not_answer_holds_nobody_up() -> None:
-    """There are no GPUs then, not those of before, one thread waits, and when it answers they are back."""
-    driver = Driver()
+async def test_blocked_driver_returns_no_gpu() -> None:
+    """One thread waits, old readings are not reused, and they return when the driver answers."""
+    driver = FakeDriver()
     async with cached(driver.read, driver, patience_s=0.01) as cache:
         driver.answers.clear()
         for _ in range(3):
@@ -78,9 +78,9 @@ async def test_a_driver_that_does_not_answer_holds_nobody_up() -> None:
     assert driver.reads == 1
 
 
-async def test_a_reading_that_fails_is_tried_again() -> None:
-    """It is logged, and no GPU is there meanwhile, not the one of before."""
-    driver = Driver()
+async def test_failed_reading_is_retried() -> None:
+    """It is logged, and there is no GPU meanwhile."""
+    driver = FakeDriver()
     faults = [None, RuntimeError("planned")]
 
     def read() -> Gpus:
@@ -96,9 +96,9 @@ async def test_a_reading_that_fails_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-async def test_closing_waits_for_no_driver(times: int) -> None:
-    """Also more than once."""
-    driver = Driver()
+async def test_close_does_not_wait_for_the_driver(times: int) -> None:
+    """Also when called twice."""
+    driver = FakeDriver()
     async with cached(driver.read, driver, patience_s=0.01) as cache:
         driver.answers.clear()
         await cache.get()

@@ -1,4 +1,4 @@
-"""Tests of callers' addresses and Origins."""
+"""Client addresses and Origins."""
 
 from __future__ import annotations
 
@@ -34,10 +34,8 @@ PROXIES = TrustedProxies(["10.0.0.0/8", "127.0.0.1"])
         ("10.1.2.3", "x" * 10_000, "10.1.2.3"),
     ],
 )
-def test_the_address_is_the_last_hop_that_no_trusted_proxy_vouches_for(
-    peer: str, forwarded: str | None, address: str
-) -> None:
-    """Only trusted proxies are believed, and what a client wrote itself into the header is not."""
+def test_client_address_is_the_last_untrusted_hop(peer: str, forwarded: str | None, address: str) -> None:
+    """Entries that a client wrote itself are not believed."""
     headers = Headers({} if forwarded is None else {"X-Forwarded-For": forwarded})
     assert PROXIES.peer_info(peer, headers).address == address
 
@@ -68,10 +66,10 @@ LOCAL = {"Host": "127.0.0.1:3000"}
     ],
 )
 @pytest.mark.parametrize("trusted", [("10.0.0.0/8", "127.0.0.1"), ()])
-def test_a_proxy_on_this_machine_does_not_make_its_callers_local(
+def test_clients_of_a_local_proxy_are_not_local(
     peer: str, headers: dict[str, str], trusted: tuple[str, ...], local: bool
 ) -> None:
-    """Loopback counts only where nothing in the request is a proxy's, also where the proxy was not declared."""
+    """Loopback counts only without any forwarding header, declared proxy or not."""
     assert TrustedProxies(trusted).peer_info(peer, Headers(headers)).on_this_machine is local
 
 
@@ -84,15 +82,15 @@ def test_a_proxy_on_this_machine_does_not_make_its_callers_local(
         ("::1", {**LOCAL, "Via": "1.1 proxy"}, True),
     ],
 )
-def test_a_proxy_that_is_not_trusted_is_noticed(peer: str, headers: dict[str, str], seen: bool) -> None:
-    """By what comes from this machine and asks for another, but not by what strangers send."""
+def test_untrusted_local_proxy_is_detected(peer: str, headers: dict[str, str], seen: bool) -> None:
+    """By its forwarding headers, not by those that remote clients send."""
     proxies = TrustedProxies(())
     proxies.peer_info(peer, Headers(headers))
     assert proxies.sees_untrusted is seen
 
 
-def test_the_host_comes_from_a_trusted_proxy_only() -> None:
-    """X-Forwarded-Host is believed of trusted peers."""
+def test_forwarded_host_needs_a_trusted_proxy() -> None:
+    """X-Forwarded-Host is ignored otherwise."""
     headers = Headers({"Host": "inner:3000", "X-Forwarded-Host": "chat.example.org"})
     assert PROXIES.peer_info("10.0.0.1", headers).host == "chat.example.org"
     assert PROXIES.peer_info("192.0.2.1", headers).host == "inner:3000"
@@ -116,6 +114,6 @@ def test_the_host_comes_from_a_trusted_proxy_only() -> None:
         ("http://[::1]:80", "[::1]", True),
     ],
 )
-def test_pages_of_the_same_host_and_listed_ones_may_connect(origin: str | None, host: str, allowed: bool) -> None:
-    """Every other page is refused; programs, which send no Origin, are not."""
+def test_allowed_origins(origin: str | None, host: str, allowed: bool) -> None:
+    """The same host and listed origins; programs without an Origin are allowed."""
     assert origin_allowed(origin, host, ("https://friend.example",)) is allowed

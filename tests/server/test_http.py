@@ -1,4 +1,4 @@
-"""Tests of HTTP connections whose peers dawdle, flood, or are more than there may be."""
+"""HTTP connections whose peers are slow, flood, or exceed the limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from inferencecenter.server import http
 from inferencecenter.server.connection_limits import ConnectionLimiter
 from inferencecenter.server.handshake import MAX_QUERY_BYTES
-from tests.server.harness import ask, hear
+from tests.server.harness import ask, receive
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -43,19 +43,19 @@ async def peer(server: Running) -> AsyncIterator[tuple[asyncio.StreamReader, asy
 
 
 async def tick() -> None:
-    """Let the server go on."""
+    """Run one iteration of the server's loop."""
     await asyncio.sleep(0)
 
 
 async def head_began(server: Running) -> None:
-    """Wait until the server has read something of a request."""
+    """Wait until the server has read part of a request."""
     wires = server.listener.server_state.connections
     while not any(wire._in_head for wire in wires if isinstance(wire, http.HttpConnection)):
         await tick()
 
 
 async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
-    """Read one answer that tells its length; returns its status and body."""
+    """Read one response with a length; return its status and body."""
     head = await reader.readuntil(b"\r\n\r\n")
     lines = head.lower().split(b"\r\n")
     length = next(int(line.partition(b":")[2]) for line in lines if line.startswith(b"content-length:"))
@@ -63,7 +63,7 @@ async def answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
 
 
 def answering(server: Running, app: Callable[[Scope, Receive, Send], object]) -> None:
-    """Have connections that come from now on answered by another application."""
+    """Serve new connections with another application."""
     config = server.listener.config
     if not config.loaded:
         config.load()
@@ -71,14 +71,14 @@ def answering(server: Running, app: Callable[[Scope, Receive, Send], object]) ->
 
 
 async def refuse(_scope: Scope, _receive: Receive, send: Send) -> None:
-    """Answer without having read the request's body."""
+    """Respond without reading the request's body."""
     await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"2")]})
     await send({"type": "http.response.body", "body": b"no"})
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"G"])
-async def test_a_head_that_does_not_end_is_refused(serve: Serve, clock: LoopClock, said: bytes) -> None:
-    """What has begun and goes on too slowly gets 408, however it dribbles."""
+async def test_slow_request_head_gets_408(serve: Serve, clock: LoopClock, said: bytes) -> None:
+    """However it is dribbled."""
     async with serve(head_timeout_s=20) as server, peer(server) as (reader, writer):
         writer.write(said)
         await head_began(server)
@@ -88,8 +88,8 @@ async def test_a_head_that_does_not_end_is_refused(serve: Serve, clock: LoopCloc
         assert await reader.read() == b""
 
 
-async def test_each_byte_gives_no_more_time(serve: Serve, clock: LoopClock) -> None:
-    """The time of a head is counted from its first byte."""
+async def test_head_timeout_starts_at_the_first_byte(serve: Serve, clock: LoopClock) -> None:
+    """Later bytes do not extend it."""
     async with serve(head_timeout_s=20) as server, peer(server) as (reader, writer):
         writer.write(b"GET / HTTP/1.1\r\nX-Slow: ")
         await head_began(server)
@@ -100,14 +100,14 @@ async def test_each_byte_gives_no_more_time(serve: Serve, clock: LoopClock) -> N
         assert answered.result()[0] == 408
 
 
-async def test_who_says_nothing_is_closed_without_a_word(serve: Serve) -> None:
-    """A connection without a request ends as quietly as it came."""
+async def test_silent_connection_is_closed(serve: Serve) -> None:
+    """Without a response."""
     async with serve(head_timeout_s=0.05) as server, peer(server) as (reader, _):
         assert await reader.read() == b""
 
 
-async def test_a_kept_connection_waits_for_its_next_request(serve: Serve, clock: LoopClock) -> None:
-    """Between requests the longer time holds, and when it is over the connection closes."""
+async def test_keep_alive_timeout(serve: Serve, clock: LoopClock) -> None:
+    """Between requests the longer timeout applies."""
     async with serve(head_timeout_s=20, keep_alive_s=100) as server, peer(server) as (reader, writer):
         for _ in range(3):
             writer.write(GET)
@@ -118,8 +118,8 @@ async def test_a_kept_connection_waits_for_its_next_request(serve: Serve, clock:
         assert await reader.read() == b""
 
 
-async def test_the_head_of_a_second_request_has_its_time_too(serve: Serve, clock: LoopClock) -> None:
-    """A connection that was good once is held to the same."""
+async def test_head_timeout_applies_to_later_requests(serve: Serve, clock: LoopClock) -> None:
+    """On a kept connection."""
     async with serve(head_timeout_s=20) as server, peer(server) as (reader, writer):
         writer.write(GET)
         await answer(reader)
@@ -129,8 +129,8 @@ async def test_the_head_of_a_second_request_has_its_time_too(serve: Serve, clock
         assert (await answer(reader))[0] == 408
 
 
-async def test_a_response_may_take_longer_than_a_head(serve: Serve, clock: LoopClock) -> None:
-    """The time of the head ends with the head."""
+async def test_head_timeout_ends_with_the_head(serve: Serve, clock: LoopClock) -> None:
+    """A response may take longer."""
 
     async def slow(_scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
@@ -160,8 +160,8 @@ async def test_a_response_may_take_longer_than_a_head(serve: Serve, clock: LoopC
         b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: x\r\n" * 50_000,
     ],
 )
-async def test_what_is_no_http_is_refused(server: Running, said: bytes) -> None:
-    """Broken, ambiguous and enormous heads get 400 as JSON, and the connection ends."""
+async def test_invalid_http_gets_400(server: Running, said: bytes) -> None:
+    """Broken, ambiguous and huge heads get JSON, and the connection closes."""
     async with peer(server) as (reader, writer):
         writer.write(said)
         status, body = await answer(reader)
@@ -169,8 +169,8 @@ async def test_what_is_no_http_is_refused(server: Running, said: bytes) -> None:
         assert await reader.read() == b""
 
 
-async def test_an_answer_that_comes_before_the_body_is_seen(server: Running) -> None:
-    """Whoever sends a large body that nobody reads can read why, and is cut off after that."""
+async def test_early_response_reaches_a_sending_client(server: Running) -> None:
+    """A client whose large body is unread receives the refusal, then a reset."""
     answering(server, refuse)
     async with peer(server) as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n" + b"x" * 5_000_000)
@@ -179,10 +179,10 @@ async def test_an_answer_that_comes_before_the_body_is_seen(server: Running) -> 
 
 
 @pytest.mark.parametrize("headers", [b"", b"Connection: close\r\n"])
-async def test_a_body_that_nobody_waits_for_does_not_hold_its_connection(
+async def test_unread_body_does_not_hold_the_connection(
     clock: LoopClock, server: Running, monkeypatch: pytest.MonkeyPatch, headers: bytes
 ) -> None:
-    """A peer that goes on sending after its answer, byte by byte, is reset."""
+    """A peer that keeps sending after its response is reset."""
     monkeypatch.setattr(http, "LINGER_S", 30.0)
     answering(server, refuse)
     async with peer(server) as (reader, writer):
@@ -197,7 +197,7 @@ async def test_a_body_that_nobody_waits_for_does_not_hold_its_connection(
 
 
 def endless(server: Running) -> Callable[[Scope, Receive, Send], object]:
-    """Return an application that answers for as long as somebody is there."""
+    """Return an application that responds until the client disconnects."""
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -207,8 +207,8 @@ def endless(server: Running) -> Callable[[Scope, Receive, Send], object]:
     return app
 
 
-async def test_a_response_that_nobody_reads_is_given_up(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When nothing is taken for a while the connection is reset."""
+async def test_unread_response_is_reset(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a time without progress."""
     monkeypatch.setattr(http, "STALL_S", 0.1)
     answering(server, endless(server))
     async with peer(server) as (reader, writer):
@@ -222,8 +222,8 @@ async def test_a_response_that_nobody_reads_is_given_up(server: Running, monkeyp
         assert not reader.at_eof()
 
 
-async def test_a_slow_reader_gets_more_time(clock: LoopClock, server: Running) -> None:
-    """As long as something is taken between two looks the response goes on."""
+async def test_slow_reader_is_kept(clock: LoopClock, server: Running) -> None:
+    """Any progress between two checks extends the time."""
     answering(server, endless(server))
     plain = socket.socket()
     plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -244,8 +244,8 @@ async def test_a_slow_reader_gets_more_time(clock: LoopClock, server: Running) -
         assert len(server.listener.limiter) == 1
 
 
-async def test_whoever_waits_makes_way_for_one_more(serve: Serve) -> None:
-    """At the limit the connection that has waited longest is closed, and the new one is answered."""
+async def test_idle_connection_is_evicted_at_the_limit(serve: Serve) -> None:
+    """The one idle longest is closed, and the new one is served."""
     async with serve(max_connections=2) as server, peer(server) as (first, _), peer(server) as (_, second):
         second.write(GET)
         async with peer(server) as (reader, writer):
@@ -255,8 +255,8 @@ async def test_whoever_waits_makes_way_for_one_more(serve: Serve) -> None:
             assert (len(server.listener.limiter), server.listener.limiter.n_waiting) == (2, 2)
 
 
-async def test_when_all_are_busy_one_more_is_turned_away(serve: Serve) -> None:
-    """It hears 503, and those that are being answered go on."""
+async def test_busy_server_refuses_with_503(serve: Serve) -> None:
+    """Running requests continue."""
     finish = asyncio.Event()
 
     async def waiting(scope: Scope, receive: Receive, send: Send) -> None:
@@ -276,18 +276,18 @@ async def test_when_all_are_busy_one_more_is_turned_away(serve: Serve) -> None:
             assert (await answer(busy))[0] == 413
 
 
-async def test_sockets_are_not_counted_among_http_connections(serve: Serve, clock: LoopClock) -> None:
-    """A connection that became a WebSocket has left the crowd, and neither timer nor newcomer touches it."""
+async def test_websockets_do_not_count_as_http_connections(serve: Serve, clock: LoopClock) -> None:
+    """Neither timer nor eviction applies to them."""
     async with serve(max_connections=1, head_timeout_s=10) as server, server.v1() as client:
-        await hear(client)
+        await receive(client)
         assert len(server.listener.limiter) == 0
         assert (await server.http("/healthz"))[0] == 200
         await clock.go_on(15)
         assert (await ask(client, op="ping"))["op"] == "pong"
 
 
-async def test_requests_in_a_row_are_answered_in_their_order(server: Running) -> None:
-    """Pipelined requests, the last of them incomplete, are answered one after the other."""
+async def test_pipelined_requests_are_answered_in_order(server: Running) -> None:
+    """The last of them incomplete."""
     async with peer(server) as (reader, writer):
         writer.write(GET + b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n" + GET * 50 + GET[:-2])
         statuses = [(await answer(reader))[0] for _ in range(52)]
@@ -305,8 +305,8 @@ async def test_requests_in_a_row_are_answered_in_their_order(server: Running) ->
         (b"1.1", b"Content-Length: 5\r\nContent-Length: 50\r\n"),
     ],
 )
-async def test_a_second_request_is_not_smuggled_in(server: Running, version: bytes, lengths: bytes) -> None:
-    """A request that tells its length in two ways is refused, and what follows it is read by nothing."""
+async def test_ambiguous_length_is_refused(server: Running, version: bytes, lengths: bytes) -> None:
+    """Bytes after the request are not parsed."""
     async with peer(server) as (reader, writer):
         writer.write(b"POST /nowhere HTTP/%b\r\nHost: x\r\n%b\r\n0\r\n\r\n" % (version, lengths) + GET)
         status, body = await answer(reader)
@@ -314,8 +314,8 @@ async def test_a_second_request_is_not_smuggled_in(server: Running, version: byt
         assert await reader.read() == b""
 
 
-async def test_chunks_alone_are_a_length(server: Running) -> None:
-    """The connection goes on after them."""
+async def test_chunked_body_is_accepted(server: Running) -> None:
+    """The connection continues after it."""
     async with peer(server) as (reader, writer):
         writer.write(b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + GET)
         assert [(await answer(reader))[0] for _ in range(2)] == [404, 200]
@@ -337,10 +337,10 @@ def chunked(*chunks: bytes) -> bytes:
     ],
     ids=["whole", "begun", "bare line feeds", "bytes"],
 )
-async def test_a_head_of_many_headers_is_refused_before_it_is_read(
+async def test_too_many_headers_are_refused_before_parsing(
     server: Running, monkeypatch: pytest.MonkeyPatch, request_bytes: bytes
 ) -> None:
-    """Whether all of it has come or not: each header costs all others microseconds."""
+    """Complete or not."""
     monkeypatch.setattr("h11._connection.Connection._extract_next_receive_event", pytest.fail)
     async with peer(server) as (reader, writer):
         writer.write(request_bytes)
@@ -348,8 +348,8 @@ async def test_a_head_of_many_headers_is_refused_before_it_is_read(
         assert (status, json.loads(body)["error"]["code"]) == (400, "invalid_request")
 
 
-async def test_a_body_of_tiny_chunks_is_refused(server: Running) -> None:
-    """After some that are let pass; chunks of any length are read while there are few, and large ones always."""
+async def test_many_tiny_chunks_are_refused(server: Running) -> None:
+    """A few small chunks and any large ones are accepted."""
     few, large = [b"x"] * http.SMALL_CHUNKS, [b"x" * http.SMALL_CHUNK_BYTES] * (2 * http.SMALL_CHUNKS)
     async with peer(server) as (reader, writer):
         for chunks in (few, large):
@@ -369,10 +369,10 @@ async def test_a_body_of_tiny_chunks_is_refused(server: Running) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/nowhere"])
-async def test_a_body_that_is_no_http_is_not_logged_as_a_defect(
+async def test_invalid_body_is_not_logged_as_an_error(
     server: Running, caplog: pytest.LogCaptureFixture, path: str
 ) -> None:
-    """The application that waits for it hears that the peer has gone, and nothing is written after the refusal."""
+    """The application sees a disconnect, and nothing follows the refusal."""
     head = (
         f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
@@ -386,27 +386,25 @@ async def test_a_body_that_is_no_http_is_not_logged_as_a_defect(
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/openapi.json", "/v1/models"])
-async def test_a_long_query_is_refused_before_it_is_read(
-    server: Running, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    """It is read before there is a token."""
+async def test_long_query_is_refused(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    """Before authentication."""
     monkeypatch.setattr("starlette.datastructures.parse_qsl", pytest.fail)
     status, _, body = await server.http(f"{path}?{'a&' * MAX_QUERY_BYTES}")
     assert status == 400
     assert b"bytes of parameters" in body
 
 
-def test_a_crowd_forgets_who_has_left() -> None:
-    """Whoever was never let in, or has gone, neither waits nor counts."""
+def test_closed_connections_are_not_tracked() -> None:
+    """Connections that were refused or have closed are neither idle nor counted."""
 
-    class Nobody:
+    class Unclosable:
         """A connection that must not be closed."""
 
         def evict(self) -> None:
             raise AssertionError
 
-    limiter: ConnectionLimiter[Nobody] = ConnectionLimiter(1)
-    first, second = Nobody(), Nobody()
+    limiter: ConnectionLimiter[Unclosable] = ConnectionLimiter(1)
+    first, second = Unclosable(), Unclosable()
     assert limiter.admit(first)
     assert not limiter.admit(second)
     limiter.mark_idle(second)

@@ -1,4 +1,4 @@
-"""Tests of what concerns all connections at once, where one of them has a defect."""
+"""Notifications to all connections, where one of them fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def fail(*_: object, **__: object) -> None:
-    """Fail as a defect does."""
+    """Raise an error."""
     raise RuntimeError
 
 
@@ -30,10 +30,10 @@ def fail(*_: object, **__: object) -> None:
     ],
     ids=["broadcast", "tell", "close"],
 )
-async def test_a_defect_of_one_connection_leaves_the_others(
+async def test_failing_connection_does_not_affect_others(
     monkeypatch: pytest.MonkeyPatch, what: str, act: Callable[[ConnectionHub], None]
 ) -> None:
-    """Whatever the order is, the other hears what concerns all."""
+    """In either order the other one is notified."""
     context, wires = stub_context(), [StubWire(), StubWire(), StubWire()]
     connections = [Connection(context, wire, address="192.0.2.1", v1=True) for wire in wires]
     for connection in connections:

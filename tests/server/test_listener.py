@@ -1,4 +1,4 @@
-"""Tests of the port itself: binding, stopping, idling."""
+"""The listening port: binding, stopping, idling."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.listener import bind
-from tests.server.harness import Running, ask, hear
+from tests.server.harness import Running, ask, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
 
 
-async def to_the_end(client: ClientConnection) -> tuple[list[str], int | None]:
-    """Read until the socket closes; return the ops and the close code."""
+async def receive_all(client: ClientConnection) -> tuple[list[str], int | None]:
+    """Receive until the socket closes; return the ops and the close code."""
     ops: list[str] = []
     try:
         while True:
-            ops.append((await hear(client))["op"])
+            ops.append((await receive(client))["op"])
     except ConnectionClosed as closed:
         return ops, closed.rcvd.code if closed.rcvd else None
 
 
-def test_a_port_in_use_is_said_to_be() -> None:
-    """The error names the address and the setting."""
+def test_port_in_use_is_an_error() -> None:
+    """It names the address and the setting."""
     (taken,) = bind("127.0.0.1", 0)
     port = taken.getsockname()[1]
     with pytest.raises(InferenceCenterError, match=f"127.0.0.1:{port}") as caught:
@@ -45,8 +45,8 @@ def test_a_port_in_use_is_said_to_be() -> None:
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such host"])
-def test_an_address_of_another_machine_is_said_to_be(host: str) -> None:
-    """The error names the setting."""
+def test_foreign_address_is_an_error(host: str) -> None:
+    """It names the setting."""
     with pytest.raises(InferenceCenterError) as caught:
         bind(host, 0)
     assert (caught.value.code, caught.value.field) == (ErrorCode.ADDRESS_IN_USE, "server.host")
@@ -60,8 +60,8 @@ def test_every_address_of_a_name_has_the_same_port() -> None:
         listening.close()
 
 
-async def test_signals_are_left_alone(serve: Serve) -> None:
-    """The handlers are those from before the server ran."""
+async def test_signal_handlers_are_unchanged(serve: Serve) -> None:
+    """As before the server ran."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(each) for each in signals]
     async with serve() as server:
@@ -69,65 +69,65 @@ async def test_signals_are_left_alone(serve: Serve) -> None:
         assert [signal.getsignal(each) for each in signals] == before
 
 
-async def test_headers_tell_the_date_and_not_the_server(server: Running) -> None:
-    """Date is made when it is needed; who serves is nobody's business."""
+async def test_headers_have_date_but_no_server(server: Running) -> None:
+    """The server software is not disclosed."""
     _, head, _ = await server.http("/healthz")
     assert "\r\ndate: " in head
     assert "\r\nserver:" not in head.lower()
 
 
-async def test_stopping_tells_clients_first(serve: Serve) -> None:
-    """A client with nothing running is told to go, and is closed with 1012 at once; a guest is just closed."""
+async def test_stop_notifies_clients(serve: Serve) -> None:
+    """An idle client gets going_away and 1012; an unauthenticated one is closed."""
     async with serve(shutdown_timeout_s=60) as server, server.v1() as client, server.connect() as guest:
-        await hear(client)
-        await hear(guest)
+        await receive(client)
+        await receive(guest)
         server.listener.stop()
-        going = await hear(client)
+        going = await receive(client)
         assert going == {"op": "going_away", "deadline_ms": 60_000, "resume": False}
-        assert await to_the_end(client) == ([], 1012)
-        assert await to_the_end(guest) == ([], 1012)
+        assert await receive_all(client) == ([], 1012)
+        assert await receive_all(guest) == ([], 1012)
         await server.serving
 
 
-async def test_running_turns_may_finish(serve: Serve) -> None:
-    """A draining socket takes no new turn, streams the running one to its end, and closes then."""
+async def test_stop_waits_for_running_turns(serve: Serve) -> None:
+    """A draining socket refuses new turns, and closes after the running one."""
     async with serve(shutdown_timeout_s=60) as server, server.v1() as client:
-        await hear(client)
+        await receive(client)
         sid = (await ask(client, op="create_session"))["session_id"]
         turn = (await ask(client, op="infer", session_id=sid, prompt="hi"))["turn_id"]
         server.engine.begin(turn)
         server.listener.stop()
-        assert (await hear(client))["op"] == "going_away"
+        assert (await receive(client))["op"] == "going_away"
         refused = await ask(client, op="create_session")
         assert (refused["code"], refused["retryable"]) == ("engine_unavailable", True)
         assert (await ask(client, op="ping"))["op"] == "pong"
         server.engine.say(turn, "still here")
-        assert (await hear(client))["content"] == "still here"
+        assert (await receive(client))["content"] == "still here"
         server.engine.finish(turn)
-        assert await to_the_end(client) == (["end"], 1012)
+        assert await receive_all(client) == (["end"], 1012)
         await server.serving
 
 
-async def test_at_the_deadline_running_turns_are_cut(serve: Serve) -> None:
-    """The daemon does not wait longer than it was told to, and what nobody waits for any more stays unfinished."""
+async def test_stop_deadline_suspends_running_turns(serve: Serve) -> None:
+    """The daemon stops in time, and these turns stay unfinished."""
     async with serve(shutdown_timeout_s=0.05) as server, server.v1() as client:
-        await hear(client)
+        await receive(client)
         sid = (await ask(client, op="create_session"))["session_id"]
         await ask(client, op="infer", session_id=sid, prompt="hi")
         server.listener.stop()
-        assert await to_the_end(client) == (["going_away"], 1012)
+        assert await receive_all(client) == (["going_away"], 1012)
         await server.serving
         assert len(server.engine.turns) == 1
 
 
-async def test_nobody_new_is_let_in_while_draining(serve: Serve) -> None:
-    """A connection that was accepted just before is refused with 503, and readiness is over."""
+async def test_draining_refuses_new_connections(serve: Serve) -> None:
+    """With 503, and readiness is false."""
     async with serve(shutdown_timeout_s=60) as server, server.v1() as client:
-        await hear(client)
+        await receive(client)
         sid = (await ask(client, op="create_session"))["session_id"]
         turn = (await ask(client, op="infer", session_id=sid, prompt="hi"))["turn_id"]
         draining = asyncio.get_running_loop().create_task(server.context.drain())
-        await hear(client)
+        await receive(client)
         with pytest.raises(InvalidStatus) as caught:
             await server.connect()
         assert caught.value.response.status_code == 503
@@ -137,13 +137,11 @@ async def test_nobody_new_is_let_in_while_draining(serve: Serve) -> None:
         await draining
 
 
-async def test_a_socket_that_does_not_read_does_not_hold_up_the_end(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever does not answer the close is aborted."""
+async def test_unresponsive_socket_is_aborted_at_the_stop(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that does not answer the close frame does not delay the stop."""
     monkeypatch.setattr("inferencecenter.server.listener.CLOSING_S", 0.1)
     async with serve() as server, server.v1() as client:
-        await hear(client)
+        await receive(client)
         client.transport.pause_reading()
         server.listener.stop()
         async with asyncio.timeout(60):
@@ -152,7 +150,7 @@ async def test_a_socket_that_does_not_read_does_not_hold_up_the_end(
 
 
 async def test_an_idle_server_does_not_tick(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uvicorn's periodic look at flag and clock never happens, from start to stop."""
+    """Uvicorn's periodic check never runs."""
 
     async def on_tick(_server: object, _counter: int) -> bool:
         raise AssertionError("ticked")

@@ -1,4 +1,4 @@
-"""Tests of metrics frames."""
+"""Metrics frames."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.core.tasks import RESTART_MIN_S, TaskGroup
 from inferencecenter.hardware.nvml import GpuReading
 from inferencecenter.server.metrics_stream import FRESH_S, PATIENCE_S, MetricsSampler
-from tests.server.harness import Running, StubGpu, ask, hear, ready, stub_context
+from tests.server.harness import Running, StubGpu, ask, ready, receive, stub_context
 
 if TYPE_CHECKING:
     import pytest
@@ -30,15 +30,15 @@ READING = GpuReading(
 )
 
 
-async def welcomed(socket: ClientConnection) -> None:
-    """Read the first frame."""
-    assert (await hear(socket))["op"] == "auth_success"
+async def skip_hello(socket: ClientConnection) -> None:
+    """Receive the first frame."""
+    assert (await receive(socket))["op"] == "auth_success"
 
 
-async def test_one_frame_on_request(server: Running) -> None:
-    """The frame echoes the id; without a GPU every reading is there and null."""
+async def test_metrics_on_request(server: Running) -> None:
+    """The frame echoes the id; without a GPU every reading is null."""
     async with server.v1() as socket:
-        await welcomed(socket)
+        await skip_hello(socket)
         frame = await ask(socket, op="metrics", id="m")
     assert (frame["op"], frame["id"]) == ("metrics", "m")
     assert set(frame["gpu"]) == {
@@ -49,10 +49,10 @@ async def test_one_frame_on_request(server: Running) -> None:
     assert frame["engine"] == {"state": "ready", "model": "stub", "gpu_layers": 0, "restarts": 0, "rss_mb": None}
 
 
-async def test_old_sockets_get_the_fields_they_know(server: Running) -> None:
-    """``gpu.temp`` is there without a GPU."""
+async def test_version_0_metrics(server: Running) -> None:
+    """``gpu.temp`` is present without a GPU."""
     async with server.connect(additional_headers={"X-Client-ID": "kitchen", "X-API-Key": "kitchen-key"}) as socket:
-        await welcomed(socket)
+        await skip_hello(socket)
         frame = await ask(socket, op="metrics")
     assert set(frame) == {"op", "timestamp", "gpu", "inference"}
     assert frame["gpu"]["temp"] is None
@@ -62,11 +62,11 @@ async def test_old_sockets_get_the_fields_they_know(server: Running) -> None:
     }  # fmt: skip
 
 
-async def test_readings_of_a_gpu(server: Running) -> None:
-    """Bytes become mebibytes, and a reading the GPU does not give stays null."""
+async def test_gpu_readings(server: Running) -> None:
+    """Bytes become mebibytes, and missing readings null."""
     server.gpu.reading = READING
     async with server.v1() as socket:
-        await welcomed(socket)
+        await skip_hello(socket)
         gpu = (await ask(socket, op="metrics"))["gpu"]
     assert gpu == {
         "temp": 61.0, "vram_total_mb": 8192.0, "vram_used_mb": 1024.0, "vram_free_mb": 7168.0, "power_watts": 55.5,
@@ -74,12 +74,12 @@ async def test_readings_of_a_gpu(server: Running) -> None:
     }  # fmt: skip
 
 
-async def test_parked_sessions_are_told(server: Running) -> None:
-    """How many there are and what they take, in ``metrics`` and in an operator's ``status``."""
+async def test_offloaded_sessions_are_reported(server: Running) -> None:
+    """Their number and size, in ``metrics`` and in an operator's ``status``."""
     server.engine.become(ready(parked_sessions=3, parked_bytes=5 * 2**19))
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     async with server.connect(additional_headers=key) as socket:
-        await welcomed(socket)
+        await skip_hello(socket)
         await ask(socket, op="hello", protocol=1)
         inference = (await ask(socket, op="metrics"))["inference"]
         values = (await ask(socket, op="status", type="memory"))["values"]
@@ -88,28 +88,28 @@ async def test_parked_sessions_are_told(server: Running) -> None:
     assert (values["pressure"], values["memory_used_bytes"], values["memory_limit_bytes"]) == ("easy", None, None)
 
 
-async def test_frames_come_only_while_subscribed(clock: LoopClock, server: Running) -> None:
-    """Nothing before and nothing after, and nothing runs then."""
+async def test_frames_require_a_subscription(clock: LoopClock, server: Running) -> None:
+    """No ticker runs without one."""
     async with server.v1() as socket:
-        await welcomed(socket)
+        await skip_hello(socket)
         assert (await ask(socket, op="ping"))["op"] == "pong"
         assert server.gpu.reads == 0
         subscribed = await ask(socket, op="subscribe_metrics", interval_ms=3_600_000, id="s")
         assert subscribed == {"op": "metrics_subscribed", "id": "s", "interval_ms": 3_600_000}
         for _ in range(2):
             await clock.go_on(3600)
-            assert (await hear(socket))["op"] == "metrics"
+            assert (await receive(socket))["op"] == "metrics"
         await socket.send('{"op": "unsubscribe_metrics"}')
-        await hear(socket, "metrics_unsubscribed")
+        await receive(socket, "metrics_unsubscribed")
         await asyncio.sleep(0)
         assert len(server.context.feed._tasks) == 0
         assert (await ask(socket, op="ping"))["op"] == "pong"
 
 
-async def test_a_reading_that_fails_does_not_end_the_frames(
+async def test_failed_reading_does_not_end_the_stream(
     clock: LoopClock, server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failure is counted for operators, and the next frames come."""
+    """It is counted, and the next frames come."""
     read, faults = server.gpu.read, iter([ValueError("a reading that was not expected")])
     failed = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -123,7 +123,7 @@ async def test_a_reading_that_fails_does_not_end_the_frames(
     monkeypatch.setattr(server.gpu, "read", fail_once)
     before = TaskGroup.failures["metrics"]
     async with server.v1() as socket:
-        await welcomed(socket)
+        await skip_hello(socket)
         await ask(socket, op="subscribe_metrics", interval_ms=3_600_000)
         await clock.go_on(3600)
         await asyncio.wait_for(failed.wait(), 60)
@@ -131,7 +131,7 @@ async def test_a_reading_that_fails_does_not_end_the_frames(
             await asyncio.sleep(0)
         await clock.go_on(RESTART_MIN_S)
         await clock.go_on(3600)
-        assert (await hear(socket))["op"] == "metrics"
+        assert (await receive(socket))["op"] == "metrics"
     page = (await server.http("/metrics"))[2].decode()
     assert f'inferencecenter_task_failures_total{{part="metrics"}} {before + 1:.1f}' in page
 
@@ -140,64 +140,64 @@ async def test_subscribers_of_one_interval_share_a_reading(clock: LoopClock, ser
     """The GPU is read once for both."""
     async with server.v1() as first, server.v1() as second:
         for socket in (first, second):
-            await welcomed(socket)
+            await skip_hello(socket)
             await ask(socket, op="subscribe_metrics", interval_ms=10_000)
         await clock.go_on(10)
-        frames = [await hear(socket) for socket in (first, second)]
+        frames = [await receive(socket) for socket in (first, second)]
         assert frames[0]["timestamp"] == frames[1]["timestamp"]
         assert server.gpu.reads == 1
 
 
 async def test_a_new_interval_replaces_the_old(server: Running) -> None:
-    """One subscription a socket."""
+    """Each socket has one subscription."""
     async with server.v1() as socket:
-        await welcomed(socket)
+        await skip_hello(socket)
         await ask(socket, op="subscribe_metrics", interval_ms=3_600_000)
         await ask(socket, op="subscribe_metrics", interval_ms=100)
         await asyncio.sleep(0)
         assert len(server.context.feed._tasks) == 1
-        assert (await hear(socket))["op"] == "metrics"
+        assert (await receive(socket))["op"] == "metrics"
 
 
-async def test_a_lost_socket_is_not_subscribed_any_more(server: Running) -> None:
-    """Its ticker ends with it."""
+async def test_closed_socket_is_unsubscribed(server: Running) -> None:
+    """Its ticker ends."""
     async with server.v1() as socket:
-        await welcomed(socket)
+        await skip_hello(socket)
         await ask(socket, op="subscribe_metrics")
         assert len(server.context.feed._tasks) == 1
     async with server.v1() as other:
-        await welcomed(other)
+        await skip_hello(other)
         await ask(other, op="ping")
         assert len(server.context.feed._tasks) == 0
 
 
-async def test_requests_at_once_share_a_reading(server: Running) -> None:
-    """A client that asks many times before it is answered costs one reading, and gets every answer."""
+async def test_concurrent_requests_share_one_reading(server: Running) -> None:
+    """Every request is answered."""
     async with server.v1() as socket:
-        await welcomed(socket)
+        await skip_hello(socket)
         connection = next(iter(server.context.hub._connections))
         for number in range(5):
             server.context.feed.once(connection, request_id=str(number))
-        assert [(await hear(socket))["id"] for _ in range(5)] == ["0", "1", "2", "3", "4"]
+        assert [(await receive(socket))["id"] for _ in range(5)] == ["0", "1", "2", "3", "4"]
         assert server.gpu.reads == 1
 
 
-class Recorder:
-    """Takes events, and fails at each if it is to."""
+class RecordingSink:
+    """Records events, or fails at each."""
 
     def __init__(self, *, failing: bool = False) -> None:
         self.failing = failing
         self.heard: list[Event] = []
 
     def send(self, event: Event) -> None:
-        """Keep the event, or fail."""
+        """Record the event, or fail."""
         if self.failing:
             raise RuntimeError
         self.heard.append(event)
 
 
-async def test_many_subscriptions_read_the_gpu_as_one() -> None:
-    """Whatever their intervals are, and only one thread waits for the driver."""
+async def test_subscriptions_share_one_driver_thread() -> None:
+    """At any intervals."""
     context, gpu, now_s = stub_context(), StubGpu(), 0.0
     sources = MetricsSampler(
         gpu=gpu, engine=context.models, sessions=context.sessions, clock=lambda: 0.0, monotonic=lambda: now_s
@@ -211,8 +211,8 @@ async def test_many_subscriptions_read_the_gpu_as_one() -> None:
     await context.close()
 
 
-async def test_a_driver_that_does_not_answer_is_as_no_gpu(clock: LoopClock) -> None:
-    """Frames come without its readings, and no further thread is lost to it."""
+async def test_blocked_driver_gives_frames_without_gpu(clock: LoopClock) -> None:
+    """No further thread is blocked."""
     context, answer, asked = stub_context(), threading.Event(), asyncio.Event()
     loop, begun = asyncio.get_running_loop(), []
 
@@ -239,11 +239,11 @@ async def test_a_driver_that_does_not_answer_is_as_no_gpu(clock: LoopClock) -> N
     await context.close()
 
 
-async def test_one_sink_that_fails_keeps_no_frame_from_the_others() -> None:
-    """Neither of those who asked nor of subscribers."""
-    context, good = stub_context(), Recorder()
+async def test_failing_sink_does_not_affect_others() -> None:
+    """Neither requests nor subscriptions."""
+    context, good = stub_context(), RecordingSink()
     feed = context.feed
-    for sink in (Recorder(failing=True), good):
+    for sink in (RecordingSink(failing=True), good):
         feed.once(sink, request_id="m")
     async with asyncio.timeout(60):
         while not good.heard:  # noqa: ASYNC110 - a step of the loop, without any time
@@ -252,14 +252,14 @@ async def test_one_sink_that_fails_keeps_no_frame_from_the_others() -> None:
     await context.close()
 
 
-async def test_who_asks_is_told_that_a_reading_failed(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an error with the id of the request."""
+async def test_failed_reading_answers_the_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an error that has its id."""
 
     def fail() -> GpuReading:
         raise ValueError
 
     async with server.v1() as socket:
-        await welcomed(socket)
+        await skip_hello(socket)
         monkeypatch.setattr(server.gpu, "read", fail)
         answer = await ask(socket, op="metrics", id="m")
     assert (answer["op"], answer["code"], answer["id"]) == ("error", "internal", "m")

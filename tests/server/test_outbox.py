@@ -1,4 +1,4 @@
-"""Tests of the bounded writer."""
+"""The bounded writer of a socket."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event
 
 
-class Overflows:
+class CallCounter:
     """Counts calls."""
 
     count = 0
@@ -39,24 +39,24 @@ class Overflows:
 
 @pytest.fixture
 def wire() -> StubWire:
-    """A socket that takes frames."""
+    """A socket that accepts frames."""
     return StubWire()
 
 
 @pytest.fixture
 def metrics() -> DaemonMetrics:
-    """Metrics of nobody else."""
+    """Metrics of this test."""
     return DaemonMetrics()
 
 
 @pytest.fixture
-def overflows() -> Overflows:
-    """What the outbox calls when it is full."""
-    return Overflows()
+def overflows() -> CallCounter:
+    """The outbox's overflow callback."""
+    return CallCounter()
 
 
 @pytest.fixture
-def outbox(wire: StubWire, metrics: DaemonMetrics, overflows: Overflows) -> Outbox:
+def outbox(wire: StubWire, metrics: DaemonMetrics, overflows: CallCounter) -> Outbox:
     """An outbox of a v1 socket, for 1,000 bytes."""
     outbox = Outbox(wire, limit_bytes=1000, overflowed=overflows, metrics=metrics)
     outbox.enable_v1()
@@ -74,9 +74,9 @@ PONG = events.Pong()
 @settings(deadline=None)
 @given(st.text(), st.text(min_size=1), st.text(min_size=1), st.integers(min_value=1, max_value=2**53), st.booleans())
 def test_token_frames_equal_the_codecs(content: str, session: str, turn: str, seq: int, v1: bool) -> None:
-    """Byte for byte, for any text and both dialects."""
+    """Byte for byte, for any text and both protocol versions."""
     wire = StubWire()
-    outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=DaemonMetrics())
+    outbox = Outbox(wire, limit_bytes=1000, overflowed=CallCounter(), metrics=DaemonMetrics())
     if v1:
         outbox.enable_v1()
     event = token(content, seq, session=session, turn=turn)
@@ -85,32 +85,32 @@ def test_token_frames_equal_the_codecs(content: str, session: str, turn: str, se
 
 
 def reasoning(content: str, seq: int, *, turn: str = "t") -> events.Reasoning:
-    """Return what is thought."""
+    """Return a reasoning event."""
     return events.Reasoning(session_id="s", seq=seq, turn_id=turn, content=content)
 
 
 def call(arguments: str, seq: int, *, index: int = 0, name: str | None = None) -> events.ToolCall:
-    """Return a piece of a call."""
+    """Return a tool call delta."""
     return events.ToolCall(
         session_id="s", seq=seq, turn_id="t", index=index, call_id=f'"{index}', name=name, arguments=arguments
     )
 
 
 @given(st.text(), st.integers(min_value=1, max_value=2**53), st.integers(0, 200))
-def test_frames_of_thoughts_and_calls_equal_the_codecs(text: str, seq: int, index: int) -> None:
-    """Byte for byte; sockets of the first protocol get none."""
+def test_reasoning_and_call_frames_equal_the_codecs(text: str, seq: int, index: int) -> None:
+    """Byte for byte; sockets of protocol version 0 get none."""
     for event in (reasoning(text, seq), call(text, seq, index=index), call(text, seq, index=index, name="f")):
         for v1 in (True, False):
             wire = StubWire()
-            outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=DaemonMetrics())
+            outbox = Outbox(wire, limit_bytes=1000, overflowed=CallCounter(), metrics=DaemonMetrics())
             if v1:
                 outbox.enable_v1()
             outbox.send(event)
             assert [frame.decode() for frame in wire.written] == ([encode(event)] if v1 else [])
 
 
-def test_what_waits_is_joined_by_what_it_is(outbox: Outbox, wire: StubWire) -> None:
-    """Thoughts with thoughts, text with text, arguments with those of the same call; the name stands by itself."""
+def test_pending_deltas_merge_by_kind(outbox: Outbox, wire: StubWire) -> None:
+    """Reasoning, text, and arguments of one call; the call's name stays separate."""
     wire.takes_frames = False
     for event in (
         *(reasoning("a", 1), reasoning("b", 2), token("c", 3), token("d", 4)),
@@ -129,8 +129,8 @@ def test_what_waits_is_joined_by_what_it_is(outbox: Outbox, wire: StubWire) -> N
     ]
 
 
-def test_a_reading_socket_is_written_to_at_once(outbox: Outbox, wire: StubWire, metrics: DaemonMetrics) -> None:
-    """Every event is a frame of its own, and none waits."""
+def test_writable_socket_gets_frames_at_once(outbox: Outbox, wire: StubWire, metrics: DaemonMetrics) -> None:
+    """Every event is a frame of its own."""
     for event in (token("a", 1), token("b", 2), PONG):
         outbox.send(event)
     assert [frame["op"] for frame in wire.frames] == ["token", "token", "pong"]
@@ -138,8 +138,8 @@ def test_a_reading_socket_is_written_to_at_once(outbox: Outbox, wire: StubWire, 
     assert metrics.registry.get_sample_value("inferencecenter_frames_out_total") == 3
 
 
-def test_text_that_waits_is_joined(outbox: Outbox, wire: StubWire) -> None:
-    """One frame with the whole text and the last number."""
+def test_pending_text_is_merged(outbox: Outbox, wire: StubWire) -> None:
+    """One frame has the whole text and the last number."""
     wire.takes_frames = False
     for seq, content in enumerate(['say "', "é\n", "\\u0041"], start=4):
         outbox.send(token(content, seq))
@@ -149,7 +149,7 @@ def test_text_that_waits_is_joined(outbox: Outbox, wire: StubWire) -> None:
     assert outbox.waiting_bytes == 0
 
 
-def test_sessions_are_joined_apart(outbox: Outbox, wire: StubWire) -> None:
+def test_text_merges_per_session(outbox: Outbox, wire: StubWire) -> None:
     """Text of two sessions that alternates becomes two frames."""
     wire.takes_frames = False
     for seq in range(1, 4):
@@ -163,8 +163,8 @@ def test_sessions_are_joined_apart(outbox: Outbox, wire: StubWire) -> None:
     ]
 
 
-def test_text_is_not_joined_across_another_event_of_its_session(outbox: Outbox, wire: StubWire) -> None:
-    """The order within a session is kept; events of other sessions and of none do not matter."""
+def test_text_does_not_merge_across_events_of_its_session(outbox: Outbox, wire: StubWire) -> None:
+    """Events of other sessions do not matter."""
     wire.takes_frames = False
     outbox.send(token("a", 1))
     outbox.send(PONG)
@@ -180,7 +180,7 @@ def test_text_is_not_joined_across_another_event_of_its_session(outbox: Outbox, 
     ]  # fmt: skip
 
 
-def test_tokens_with_logprobs_are_not_joined(outbox: Outbox, wire: StubWire) -> None:
+def test_tokens_with_logprobs_are_not_merged(outbox: Outbox, wire: StubWire) -> None:
     """Each keeps its own probabilities."""
     logprobs = (TokenLogprobs(token="a", token_id=1, logprob=-0.5, top=()),)
     wire.takes_frames = False
@@ -196,8 +196,8 @@ def test_tokens_with_logprobs_are_not_joined(outbox: Outbox, wire: StubWire) -> 
     ]
 
 
-def test_flushing_stops_when_the_socket_is_behind_again(outbox: Outbox, wire: StubWire) -> None:
-    """The rest waits for the next time, and what comes later queues behind it."""
+def test_flush_stops_when_the_socket_is_blocked(outbox: Outbox, wire: StubWire) -> None:
+    """The rest stays queued in order."""
     wire.takes_frames = False
     for _ in range(3):
         outbox.send(PONG)
@@ -222,9 +222,9 @@ def test_flushing_stops_when_the_socket_is_behind_again(outbox: Outbox, wire: St
     assert [frame["op"] for frame in wire.frames] == ["pong", "pong", "pong", "token"]
 
 
-def test_joined_frames_stay_small(wire: StubWire, metrics: DaemonMetrics) -> None:
-    """However much waits, a client with an ordinary frame limit can read each frame."""
-    outbox = Outbox(wire, limit_bytes=2**20, overflowed=Overflows(), metrics=metrics)
+def test_merged_frames_are_bounded(wire: StubWire, metrics: DaemonMetrics) -> None:
+    """Clients with an ordinary frame limit can read each frame."""
+    outbox = Outbox(wire, limit_bytes=2**20, overflowed=CallCounter(), metrics=metrics)
     wire.takes_frames = False
     for seq in range(1, 301):
         outbox.send(token("x" * 1000, seq))
@@ -235,10 +235,10 @@ def test_joined_frames_stay_small(wire: StubWire, metrics: DaemonMetrics) -> Non
     assert sum(len(frame["content"]) for frame in wire.frames) == 300_000
 
 
-def test_past_the_limit_the_outbox_gives_up_once(
-    outbox: Outbox, wire: StubWire, metrics: DaemonMetrics, overflows: Overflows
+def test_overflow_is_reported_once(
+    outbox: Outbox, wire: StubWire, metrics: DaemonMetrics, overflows: CallCounter
 ) -> None:
-    """What waited is forgotten, what comes later is not taken, and the bytes are given back to the gauge."""
+    """Pending events are dropped, later ones refused, and the gauge is reset."""
     wire.takes_frames = False
     outbox.send(token("x" * 1000, 1))
     assert overflows.count == 0
@@ -256,10 +256,10 @@ def test_past_the_limit_the_outbox_gives_up_once(
 
 
 @pytest.mark.parametrize(("write_rest", "n_written"), [(True, 1), (False, 0)])
-def test_closing_writes_the_rest_or_forgets_it(
+def test_close_flushes_or_drops(
     outbox: Outbox, wire: StubWire, metrics: DaemonMetrics, write_rest: bool, n_written: int
 ) -> None:
-    """Before a good-bye what waits goes out, ready or not; after a loss it does not."""
+    """An orderly close flushes; a lost socket drops."""
     wire.takes_frames = False
     outbox.send(PONG)
     outbox.close(write_rest=write_rest)
@@ -267,9 +267,9 @@ def test_closing_writes_the_rest_or_forgets_it(
     assert metrics.registry.get_sample_value("inferencecenter_outbox_bytes") == 0
 
 
-def test_old_sockets_are_sent_only_what_they_know(wire: StubWire, metrics: DaemonMetrics) -> None:
-    """Until the socket speaks v1, other ops are left out; afterwards tokens carry their numbers."""
-    outbox = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=metrics)
+def test_version_0_sockets_get_known_ops(wire: StubWire, metrics: DaemonMetrics) -> None:
+    """After the switch to v1 tokens have their numbers."""
+    outbox = Outbox(wire, limit_bytes=1000, overflowed=CallCounter(), metrics=metrics)
     outbox.send(PONG)
     outbox.send(token("a", 1))
     outbox.enable_v1()
@@ -282,10 +282,10 @@ def test_old_sockets_are_sent_only_what_they_know(wire: StubWire, metrics: Daemo
     ]
 
 
-def test_a_replay_is_encoded_as_the_peer_reads(
-    outbox: Outbox, wire: StubWire, overflows: Overflows, monkeypatch: pytest.MonkeyPatch
+def test_replay_is_encoded_lazily(
+    outbox: Outbox, wire: StubWire, overflows: CallCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Events far beyond the limit keep their place, and none is encoded before the peer has read what is before it."""
+    """Events beyond the limit keep their order, and each is encoded when the peer has read the ones before."""
     encoded: list[int] = []
 
     def counted(event: Any) -> Iterator[tuple[bytes, bool]]:
@@ -317,7 +317,7 @@ def _shut_after_each(wire: StubWire) -> Callable[[bytes], None]:
 
 
 def session(*contents: str) -> events.Session:
-    """Return the answer to ``get_session``."""
+    """Return the reply to ``get_session``."""
     usage = Usage(prompt_tokens=1, cached_tokens=0, completion_tokens=1)
     messages = tuple(ChatMessage(role="user", content=content) for content in contents)
     turns = tuple(TranscriptTurn(turn_id="t", finish_reason="stop", messages=2, usage=usage) for _ in contents[:3])
@@ -328,8 +328,8 @@ def session(*contents: str) -> events.Session:
 
 @settings(deadline=None)
 @given(st.lists(st.text()), st.sampled_from(["", "ä" * 200_000]), st.none() | st.text(max_size=9))
-def test_pieces_are_what_the_codec_writes(contents: list[str], last: str, request_id: str | None) -> None:
-    """Whatever is said; only the last is shorter than the others."""
+def test_pieces_equal_the_codecs(contents: list[str], last: str, request_id: str | None) -> None:
+    """For any content; only the last is shorter."""
     event = session(*contents, last).model_copy(update={"id": request_id})
     pieces = list(encode_in_pieces(event))
     assert json.loads(b"".join(piece for piece, _ in pieces)) == json.loads(encode(event) or "")
@@ -338,8 +338,8 @@ def test_pieces_are_what_the_codec_writes(contents: list[str], last: str, reques
     assert len(pieces[-1][0]) <= PIECE_BYTES + 2
 
 
-async def test_a_long_answer_goes_out_a_piece_in_a_turn_of_the_loop(outbox: Outbox, wire: StubWire) -> None:
-    """However fast the peer reads; what is said meanwhile comes after it."""
+async def test_long_message_is_sent_one_piece_per_iteration(outbox: Outbox, wire: StubWire) -> None:
+    """Later events follow it."""
     outbox.replay([session(*["x" * 1000] * 300)])
     outbox.send(PONG)
     seen = []
@@ -352,8 +352,8 @@ async def test_a_long_answer_goes_out_a_piece_in_a_turn_of_the_loop(outbox: Outb
     assert len(wire.frames[0]["transcript"]) == 300
 
 
-async def test_many_short_events_go_out_in_turns(outbox: Outbox, wire: StubWire) -> None:
-    """A replay of thousands leaves the event loop to others between them."""
+async def test_long_replay_yields_to_the_loop(outbox: Outbox, wire: StubWire) -> None:
+    """Thousands of short events are sent over several iterations."""
     outbox.replay([token("x", seq) for seq in range(1, 1001)])
     seen = []
     while outbox.replay_pending:
@@ -364,12 +364,12 @@ async def test_many_short_events_go_out_in_turns(outbox: Outbox, wire: StubWire)
     assert [frame["seq"] for frame in wire.frames] == list(range(1, 1001))
 
 
-async def test_the_rest_of_a_long_answer_is_written_before_the_end(outbox: Outbox, wire: StubWire) -> None:
-    """A socket that is closed after all that was sent ends with a whole message; one that is lost writes no more."""
+async def test_close_completes_a_long_message(outbox: Outbox, wire: StubWire) -> None:
+    """A lost socket writes no more."""
     for write_rest in (True, False):
         wire.written.clear()
         wire.pieces.clear()
-        made = Outbox(wire, limit_bytes=1000, overflowed=Overflows(), metrics=DaemonMetrics())
+        made = Outbox(wire, limit_bytes=1000, overflowed=CallCounter(), metrics=DaemonMetrics())
         made.enable_v1()
         made.replay([session(*["x" * 1000] * 300)])
         made.close(write_rest=write_rest)
@@ -377,8 +377,8 @@ async def test_the_rest_of_a_long_answer_is_written_before_the_end(outbox: Outbo
         assert len(wire.written) == write_rest
 
 
-async def test_who_waits_for_a_replay_is_told_when_it_has_gone_or_never_will(outbox: Outbox, wire: StubWire) -> None:
-    """The next bulk answer is made when the last one was read, or the socket is closed."""
+async def test_replay_waiters_are_notified(outbox: Outbox, wire: StubWire) -> None:
+    """When the replay was sent, or the socket closed."""
     tasks = TaskGroup("test")
     for ends in (outbox.flush, lambda: outbox.close(write_rest=False)):
         wire.takes_frames = False
@@ -392,8 +392,8 @@ async def test_who_waits_for_a_replay_is_told_when_it_has_gone_or_never_will(out
             await waiting
 
 
-def test_frames_of_sessions_that_ended_are_forgotten(outbox: Outbox) -> None:
-    """However a session leaves a socket, the beginning of its frames goes with it."""
+def test_frame_prefixes_of_ended_sessions_are_dropped(outbox: Outbox) -> None:
+    """However a session leaves the socket."""
     stats = TurnStats(ttft_ms=0, total_ms=0, tokens=0, tps=0, prompt_tokens=0, cached_tokens=0, queue_ms=0, preempted=0)
     usage = Usage(prompt_tokens=0, cached_tokens=0, completion_tokens=0)
     common: dict[str, Any] = {"session_id": "s", "seq": 2}
@@ -411,8 +411,8 @@ def test_frames_of_sessions_that_ended_are_forgotten(outbox: Outbox) -> None:
         assert not outbox._frames, ending.op
 
 
-def test_repr_shows_what_waits(outbox: Outbox, wire: StubWire) -> None:
-    """An outbox can be looked at in a debugger."""
+def test_repr_shows_pending_events(outbox: Outbox, wire: StubWire) -> None:
+    """For debugging."""
     wire.takes_frames = False
     outbox.send(PONG)
     assert repr(outbox) == "<Outbox 1 frames, 13 bytes>"

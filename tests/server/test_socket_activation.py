@@ -1,4 +1,4 @@
-"""Tests of sockets that the daemon is started with."""
+"""Sockets inherited from the service manager."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ caller.sendall(str([taken.fileno(), os.get_inheritable(3)]).encode())
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Return what makes a descriptor of the test's the first that is inherited."""
+    """Return a function that makes a descriptor the first inherited one."""
     return lambda fd: monkeypatch.setattr(listener, "FIRST_FD", fd)
 
 
-def test_connections_wait_for_whoever_takes_the_socket() -> None:
-    """A client that connects before the process is there is accepted by it."""
+def test_inherited_socket_queues_connections() -> None:
+    """A client that connects before the process runs is accepted by it."""
     (listening,) = bind("127.0.0.1", 0)
     with listening, socket.create_connection(listening.getsockname(), timeout=60) as early:
         with subprocess.Popen(
@@ -62,29 +62,29 @@ def test_connections_wait_for_whoever_takes_the_socket() -> None:
         {"LISTEN_FDS": "0", "LISTEN_PID": "4242"},
     ],
 )
-def test_what_is_meant_for_others_is_left_alone(environment: dict[str, str]) -> None:
-    """Without descriptors for this very process there is nothing to take."""
+def test_descriptors_of_other_processes_are_ignored(environment: dict[str, str]) -> None:
+    """Without descriptors for this pid nothing is taken."""
     assert inherited_sockets(environment, pid=PID) == []
 
 
 @pytest.mark.parametrize("given", ["", "one", "-1", "²"])
-def test_a_number_that_is_none_is_refused(given: str) -> None:
-    """The message has what was given."""
+def test_invalid_number_is_refused(given: str) -> None:
+    """The message has the value."""
     with pytest.raises(InferenceCenterError, match="LISTEN_FDS") as caught:
         inherited_sockets({"LISTEN_FDS": given, "LISTEN_PID": str(PID)}, pid=PID)
     assert caught.value.code is ErrorCode.INVALID_CONFIG
 
 
 def refusal() -> InferenceCenterError:
-    """Take one descriptor, named ``web``, and return how it was refused."""
+    """Take one descriptor, named ``web``, and return the error."""
     environment = {"LISTEN_FDS": "1", "LISTEN_PID": str(PID), "LISTEN_FDNAMES": "web"}
     with pytest.raises(InferenceCenterError, match=r"\(web\)") as caught:
         inherited_sockets(environment, pid=PID)
     return caught.value
 
 
-def test_a_descriptor_that_is_no_socket_is_refused(at: Callable[[int], None], tmp_path: Path) -> None:
-    """A file says so, and so does one that is not open."""
+def test_inherited_file_is_refused(at: Callable[[int], None], tmp_path: Path) -> None:
+    """As is a descriptor that is not open."""
     with (tmp_path / "file").open("w") as file:
         at(file.fileno())
         assert "is no socket" in refusal().message
@@ -94,17 +94,17 @@ def test_a_descriptor_that_is_no_socket_is_refused(at: Callable[[int], None], tm
 @pytest.mark.parametrize(
     ("family", "kind"), [(socket.AF_INET, socket.SOCK_DGRAM), (socket.AF_UNIX, socket.SOCK_STREAM)]
 )
-def test_a_socket_of_another_kind_is_refused(
+def test_inherited_socket_must_be_tcp(
     at: Callable[[int], None], family: socket.AddressFamily, kind: socket.SocketKind
 ) -> None:
-    """Clients come over TCP; the descriptor stays open for whoever owns it."""
+    """The descriptor stays open."""
     with socket.socket(family, kind) as other:
         at(other.fileno())
         assert "is no TCP socket" in refusal().message
         os.fstat(other.fileno())
 
 
-def test_a_connection_in_place_of_a_listener_is_refused(at: Callable[[int], None]) -> None:
+def test_inherited_socket_must_listen(at: Callable[[int], None]) -> None:
     """``Accept=yes`` hands over connections; the hint names the setting."""
     with socket.socket() as connection:
         at(connection.fileno())

@@ -1,4 +1,4 @@
-"""Tests of the HTTP pages."""
+"""The health, readiness and metrics pages."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ PROXIED = "X-Forwarded-For: 192.0.2.1\r\n"
 
 
 @pytest.mark.parametrize("path", ["/", "/ws", "/api/inference"])
-async def test_a_visitor_without_a_websocket_learns_what_this_is(server: Running, path: str) -> None:
-    """A plain GET is answered."""
+async def test_plain_get_describes_the_server(server: Running, path: str) -> None:
+    """Without an upgrade."""
     status, _, body = await server.http(path)
     assert (status, json.loads(body)["server"]) == (200, "inferencecenter")
 
 
 async def test_health_does_not_depend_on_the_engine(server: Running) -> None:
-    """The process lives while the engine is dead."""
+    """The process is healthy while the engine is dead."""
     server.engine.status = ready(state=EngineState.FAILED)
     assert (await server.http("/healthz"))[0] == 200
 
 
 @pytest.mark.parametrize("state", EngineState)
-async def test_readiness_is_the_engines(server: Running, state: EngineState) -> None:
-    """200 only when a turn could run, also if it wakes the engine; the body says why not, and how far loading is."""
+async def test_readiness_follows_the_engine(server: Running, state: EngineState) -> None:
+    """200 when a turn could run, also after a wake-up; the body has the reason and load progress."""
     server.engine.status = ready(state=state, load_fraction=0.25, detail="because")
     status, _, body = await server.http("/readyz")
     serves = state in (EngineState.READY, EngineState.SUSPENDING, EngineState.ASLEEP)
@@ -62,7 +62,7 @@ async def test_readiness_is_the_engines(server: Running, state: EngineState) -> 
 
 
 async def test_readiness_needs_storage(serve: Serve) -> None:
-    """While sessions cannot be written down it is 503, and says so without the reason."""
+    """While sessions cannot be stored it is 503, without the reason."""
     journal = StubJournal()
     async with serve(journal=journal) as server:
         assert json.loads((await server.http("/readyz"))[2])["storage"] == "ok"
@@ -74,13 +74,13 @@ async def test_readiness_needs_storage(serve: Serve) -> None:
 
 
 async def test_readiness_needs_accounts(server: Running, tmp_path: Path) -> None:
-    """With the file of accounts deleted, no login is accepted."""
+    """With the accounts file deleted no login is accepted."""
     (tmp_path / "accounts.sqlite3").unlink()
     status, _, body = await server.http("/readyz")
     assert (status, json.loads(body)["storage"]) == (503, "unavailable")
 
 
-async def figures(server: Running, headers: str = "") -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+async def page_samples(server: Running, headers: str = "") -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """Return the samples on the page by name and labels."""
     status, head, body = await server.http("/metrics", headers)
     assert (status, "text/plain; version=" in head) == (200, True)
@@ -92,57 +92,57 @@ async def figures(server: Running, headers: str = "") -> dict[tuple[str, frozens
     }
 
 
-def figure(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+def sample_key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
     """Return the key of a sample."""
     return f"inferencecenter_{name}", frozenset(labels.items())
 
 
 async def test_metrics_are_in_prometheus_format(server: Running) -> None:
-    """Engines by their models, with what is read of them now."""
+    """Engine series are by model, with current values."""
     server.engine.status = ready(
         restarts=3, running=1, waiting=2, parked_sessions=5, parked_bytes=9, parked_ram_bytes=4
     )
-    found = await figures(server)
+    found = await page_samples(server)
     expected = {
-        figure("engine_restarts_total", model="stub"): 3,
-        figure("engine_ready", model="stub"): 1,
-        figure("engine_state", model="stub", state="ready"): 1,
-        figure("engine_state", model="stub", state="failed"): 0,
-        figure("slots", model="stub"): 4,
-        figure("running_turns", model="stub"): 1,
-        figure("waiting_turns", model="stub"): 2,
-        figure("parked_sessions", model="stub"): 5,
-        figure("parked_bytes", model="stub", tier="ram"): 4,
-        figure("parked_bytes", model="stub", tier="disk"): 5,
-        figure("model_info", model="stub", architecture="stub", backend="stub", library="stub"): 1,
-        figure("storage_failing"): 0,
-        figure("build_info", version=inferencecenter.__version__, python=platform.python_version()): 1,
+        sample_key("engine_restarts_total", model="stub"): 3,
+        sample_key("engine_ready", model="stub"): 1,
+        sample_key("engine_state", model="stub", state="ready"): 1,
+        sample_key("engine_state", model="stub", state="failed"): 0,
+        sample_key("slots", model="stub"): 4,
+        sample_key("running_turns", model="stub"): 1,
+        sample_key("waiting_turns", model="stub"): 2,
+        sample_key("parked_sessions", model="stub"): 5,
+        sample_key("parked_bytes", model="stub", tier="ram"): 4,
+        sample_key("parked_bytes", model="stub", tier="disk"): 5,
+        sample_key("model_info", model="stub", architecture="stub", backend="stub", library="stub"): 1,
+        sample_key("storage_failing"): 0,
+        sample_key("build_info", version=inferencecenter.__version__, python=platform.python_version()): 1,
     }
     assert {key: found.get(key) for key in expected} == expected
 
 
-async def test_an_engine_without_a_model_has_a_state(server: Running) -> None:
-    """What only a loaded model has is absent."""
+async def test_unloaded_engine_has_a_state(server: Running) -> None:
+    """Series of a loaded model are absent."""
     server.engine.status = EngineStatus(state=EngineState.STARTING)
-    found = await figures(server)
-    assert found[figure("engine_state", model="stub", state="starting")] == 1
-    assert found[figure("engine_ready", model="stub")] == 0
-    assert figure("slots", model="stub") not in found
+    found = await page_samples(server)
+    assert found[sample_key("engine_state", model="stub", state="starting")] == 1
+    assert found[sample_key("engine_ready", model="stub")] == 0
+    assert sample_key("slots", model="stub") not in found
 
 
-async def test_processes_are_shown_while_they_are_there(server: Running) -> None:
-    """The front, and the engine by its process; one that has just ended is absent."""
+async def test_process_metrics(server: Running) -> None:
+    """The daemon and each engine process; one that has exited is absent."""
     server.engine.status = ready(pid=os.getppid())
-    found = await figures(server)
+    found = await page_samples(server)
     for process, model in (("front", ""), ("engine", "stub")):
-        assert found[figure("process_resident_memory_bytes", process=process, model=model)] > 0
-        assert found[figure("process_cpu_seconds_total", process=process, model=model)] >= 0
+        assert found[sample_key("process_resident_memory_bytes", process=process, model=model)] > 0
+        assert found[sample_key("process_cpu_seconds_total", process=process, model=model)] >= 0
     server.engine.status = ready(pid=2**30)
-    assert figure("process_resident_memory_bytes", process="engine", model="stub") not in await figures(server)
+    assert sample_key("process_resident_memory_bytes", process="engine", model="stub") not in await page_samples(server)
 
 
-def test_gpus_are_shown_as_far_as_they_tell() -> None:
-    """Each by its index; what is not read is absent, and one that is gone leaves nothing behind."""
+def test_gpu_metrics() -> None:
+    """By index; missing readings and lost GPUs are absent."""
     metrics = DaemonMetrics()
     readings = (
         GpuReading(index=0, name="One", uuid="GPU-1", temperature_c=60, slowdowns=("power_cap",)),
@@ -162,8 +162,8 @@ def test_gpus_are_shown_as_far_as_they_tell() -> None:
     assert shown("temperature_celsius", gpu="0") is None
 
 
-async def test_openmetrics_for_those_who_ask_for_it(server: Running) -> None:
-    """As Prometheus does; its parser takes the page."""
+async def test_openmetrics_by_accept_header(server: Running) -> None:
+    """Its parser accepts the page."""
     accept = "Accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.2\r\n"
     status, head, body = await server.http("/metrics", accept)
     assert status == 200
@@ -175,9 +175,9 @@ async def test_openmetrics_for_those_who_ask_for_it(server: Running) -> None:
 @pytest.mark.parametrize(
     "accept", ["text/plain;version=x", "application/openmetrics-text;version=..", "*/*;version", ";;,=", "x" * 4000]
 )
-async def test_a_strange_wish_gets_the_plain_page(server: Running, accept: str) -> None:
-    """What nobody can read as a format is no error."""
-    assert figure("connections") in await figures(server, f"Accept: {accept}\r\n")
+async def test_invalid_accept_header_gets_the_plain_page(server: Running, accept: str) -> None:
+    """It is no error."""
+    assert sample_key("connections") in await page_samples(server, f"Accept: {accept}\r\n")
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ async def test_a_strange_wish_gets_the_plain_page(server: Running, accept: str) 
         ("token", "X-Client-ID: desk\r\nX-API-Key: desk-key\r\n", 200),
     ],
 )
-async def test_who_may_read_the_metrics(serve: Serve, access: str | None, headers: str, status: int) -> None:
-    """The setting decides, by default for tokens; a proxy that shows itself does not make its visitors local."""
+async def test_metrics_access_setting(serve: Serve, access: str | None, headers: str, status: int) -> None:
+    """By default a token is needed; clients of a proxy are not local."""
     default = ServerSettings().metrics_access
     async with serve(metrics_access=access or default) as server:
         server.accounts.ensure_client("op", max_sessions=1, priority="normal", scopes=["operator"])
@@ -212,14 +212,14 @@ async def test_who_may_read_the_metrics(serve: Serve, access: str | None, header
         assert (status == 200) == (b"inferencecenter_connections" in answer[2])
 
 
-async def test_a_token_in_the_address_of_the_metrics_is_refused(serve: Serve) -> None:
+async def test_token_in_the_metrics_url_is_refused(serve: Serve) -> None:
     """As for sockets."""
     async with serve(metrics_access="token") as server:
         assert (await server.http(f"/metrics?token={server.token}"))[0] == 400
 
 
-async def test_local_callers_learn_of_a_proxy_that_is_not_trusted(server: Running) -> None:
-    """One line of the log, and a word in the page of readiness for callers on this machine."""
+async def test_untrusted_proxy_is_reported_locally(server: Running) -> None:
+    """One log line, and a field in the readiness page for local clients."""
 
     async def told(headers: str = "") -> str | None:
         found: str | None = json.loads((await server.http("/readyz", headers))[2]).get("proxy")
@@ -233,8 +233,8 @@ async def test_local_callers_learn_of_a_proxy_that_is_not_trusted(server: Runnin
     assert await told() == "not_trusted"
 
 
-async def test_a_trusted_proxy_is_nothing_to_tell(serve: Serve) -> None:
-    """Nor is a program on this machine."""
+async def test_trusted_proxy_is_not_reported(serve: Serve) -> None:
+    """Nor is a local program."""
     async with serve(trusted_proxies=("127.0.0.1",)) as server:
         await server.http("/readyz", "Host: chat.example.org\r\n" + PROXIED)
         assert not server.context.proxies.sees_untrusted

@@ -1,4 +1,4 @@
-"""Tests of how often an address may make an upgrade without a credential."""
+"""The rate limit of upgrades without a credential."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PER_S = 2
 
 
 class Clock:
-    """Seconds that a test moves."""
+    """A clock that a test advances."""
 
     now_s = 0.0
 
@@ -27,22 +27,22 @@ class Clock:
 
 
 def make(clock: Clock, *, proxies: tuple[str, ...] = ()) -> UpgradeLimiter:
-    """Return a door at which nothing has happened."""
+    """Return a fresh limiter."""
     return UpgradeLimiter(TrustedProxies(proxies), per_s=PER_S, clock=clock, metrics=DaemonMetrics())
 
 
-def crowded(clock: Clock, *, proxies: tuple[str, ...] = ()) -> UpgradeLimiter:
-    """Return a door at which strangers from one address have made all the upgrades that they may make."""
+def exhausted(clock: Clock, *, proxies: tuple[str, ...] = ()) -> UpgradeLimiter:
+    """Return a limiter with one address at its limit."""
     door = make(clock, proxies=proxies)
     for _ in range(PER_S * BURST_S):
         assert door.refusal(HERE, STRANGER) is None
     return door
 
 
-def test_an_address_that_makes_too_many_is_refused() -> None:
-    """Its own upgrades are, and nobody else's; with time it regains some, and never more than at first."""
+def test_address_over_the_limit_is_refused() -> None:
+    """Other addresses are not; tokens refill with time, up to the burst."""
     clock = Clock()
-    door = crowded(clock)
+    door = exhausted(clock)
     assert door.refusal(HERE, STRANGER) == REFUSAL
     assert door.refusal(ELSEWHERE, STRANGER) is None
     clock.now_s += 1
@@ -51,8 +51,8 @@ def test_an_address_that_makes_too_many_is_refused() -> None:
     assert sum(door.refusal(HERE, STRANGER) is None for _ in range(100)) == PER_S * BURST_S
 
 
-def test_a_refusal_is_an_answer_that_programs_know() -> None:
-    """It says when to come again, in its head and in the fields that every error has."""
+def test_refusal_has_retry_after() -> None:
+    """In the head and in the error's fields."""
     head, _, body = REFUSAL.partition(b"\r\n\r\n")
     lines = head.decode().split("\r\n")
     assert lines[0] == "HTTP/1.1 429 Too Many Requests"
@@ -61,8 +61,8 @@ def test_a_refusal_is_an_answer_that_programs_know() -> None:
     assert (told["code"], told["retryable"], told["retry_after_ms"]) == ("rate_limited", True, 1000)
 
 
-def test_who_authenticates_is_not_counted() -> None:
-    """Thousands of one address come in, one after the other; its strangers have what they had."""
+def test_authenticated_upgrades_are_not_counted() -> None:
+    """Thousands of one address succeed, and its budget is unchanged."""
     door = make(Clock())
     for _ in range(10 * PER_S * BURST_S):
         assert door.refusal(HERE, STRANGER) is None
@@ -78,9 +78,9 @@ def test_who_authenticates_is_not_counted() -> None:
         {"sec-websocket-protocol": "inferencecenter.v1, token.ic_1_2"},
     ],
 )
-def test_an_upgrade_with_a_credential_is_judged_by_that(credential: dict[str, str]) -> None:
-    """It is let through where strangers are refused, and takes nothing from them."""
-    door = crowded(Clock())
+def test_upgrade_with_a_credential_bypasses_the_limit(credential: dict[str, str]) -> None:
+    """It uses none of the address's budget."""
+    door = exhausted(Clock())
     assert door.refusal(HERE, Headers(credential)) is None
     other = make(Clock())
     for _ in range(100):
@@ -89,14 +89,14 @@ def test_an_upgrade_with_a_credential_is_judged_by_that(credential: dict[str, st
 
 
 @pytest.mark.parametrize("half", [{"authorization": "Basic x"}, {"x-api-key": "k"}, {"sec-websocket-protocol": "x"}])
-def test_half_a_credential_is_none(half: dict[str, str]) -> None:
-    """What nobody can check lets nobody past."""
-    assert crowded(Clock()).refusal(HERE, Headers(half)) == REFUSAL
+def test_incomplete_credential_counts_as_none(half: dict[str, str]) -> None:
+    """It cannot be verified."""
+    assert exhausted(Clock()).refusal(HERE, Headers(half)) == REFUSAL
 
 
-def test_behind_a_trusted_proxy_the_forwarded_address_counts() -> None:
-    """One visitor's flood refuses that visitor; what an untrusted peer forwards means nothing."""
-    proxied = crowded(Clock(), proxies=(HERE,))
+def test_forwarded_address_is_limited_behind_a_trusted_proxy() -> None:
+    """Headers of an untrusted peer are ignored."""
+    proxied = exhausted(Clock(), proxies=(HERE,))
     assert proxied.refusal(HERE, STRANGER) == REFUSAL
     assert proxied.refusal(HERE, Headers({"x-forwarded-for": ELSEWHERE})) is None
-    assert crowded(Clock()).refusal(HERE, Headers({"x-forwarded-for": ELSEWHERE})) == REFUSAL
+    assert exhausted(Clock()).refusal(HERE, Headers({"x-forwarded-for": ELSEWHERE})) == REFUSAL

@@ -1,4 +1,4 @@
-"""Tests of the web page over HTTP."""
+"""The web page over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.server.web import FILE_HEADERS, HEADERS, ROOT, read_web_files
-from tests.server.harness import Running, hear
+from tests.server.harness import Running, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,12 +27,12 @@ SAFE = set(HEADERS)
 
 
 def fields(head: str) -> dict[str, str]:
-    """Return the headers of an answer."""
+    """Return the headers of a response."""
     return dict(line.split(": ", maxsplit=1) for line in head.split("\r\n")[1:] if line)
 
 
-async def test_a_browser_is_shown_the_page(server: Running) -> None:
-    """Its own files and nothing else may be loaded, and each of those that it names is there for good."""
+async def test_browser_gets_the_page(server: Running) -> None:
+    """Only its own files may be loaded, and each is immutable."""
     status, head, body = await server.http("/", BROWSER)
     found = fields(head)
     assert (status, found["content-type"]) == (200, "text/html; charset=utf-8")
@@ -46,33 +46,33 @@ async def test_a_browser_is_shown_the_page(server: Running) -> None:
         assert (status, fields(head)["cache-control"]) == (200, "public, max-age=31536000, immutable"), path
 
 
-def test_the_page_holds_no_script_or_style_of_its_own() -> None:
+def test_page_has_no_inline_script_or_style() -> None:
     """Its policy would refuse them."""
     page = (ROOT / "index.html").read_text(encoding="utf-8")
     assert re.findall(r"<style|\sstyle=|\son\w+=|<script(?![^>]*\ssrc=)|javascript:|https?://", page) == []
 
 
 @pytest.mark.parametrize("accept", ["", "Accept: */*\r\n", "Accept: application/json\r\n"])
-async def test_programs_are_told_what_this_is(server: Running, accept: str) -> None:
-    """Only who asks for HTML gets it; what lies between must not mix that up."""
+async def test_programs_get_the_description(server: Running, accept: str) -> None:
+    """Only clients that accept HTML get the page; caches keep both apart."""
     status, head, body = await server.http("/", accept)
     assert (status, json.loads(body)["server"], fields(head)["vary"]) == (200, "inferencecenter", "accept")
 
 
 @pytest.mark.parametrize("path", ["/ws", "/api/inference", "/api/inference/"])
-async def test_other_addresses_of_the_socket_show_no_page(server: Running, path: str) -> None:
-    """The page's relative addresses would lead nowhere from there."""
+async def test_other_socket_paths_have_no_page(server: Running, path: str) -> None:
+    """The page's relative URLs would break there."""
     assert json.loads((await server.http(path, BROWSER))[2])["server"] == "inferencecenter"
 
 
-async def test_a_socket_opens_where_the_page_is(server: Running) -> None:
-    """The page's address is the socket's as well."""
+async def test_socket_shares_the_page_path(server: Running) -> None:
+    """The page's URL is the socket's too."""
     async with server.connect() as socket:
-        assert (await hear(socket))["op"] == "hello"
+        assert (await receive(socket))["op"] == "hello"
 
 
-async def test_files_are_compressed_for_who_takes_that(server: Running) -> None:
-    """The same bytes either way, each way with its own tag."""
+async def test_files_are_compressed_on_request(server: Running) -> None:
+    """Each encoding has its own ETag."""
     plain = await server.http("/web/vendor/preact.js")
     packed = await server.http("/web/vendor/preact.js", ZIPPED)
     declined = await server.http("/web/vendor/preact.js", "Accept-Encoding: gzip;q=0, br\r\n")
@@ -93,8 +93,8 @@ async def test_files_are_compressed_for_who_takes_that(server: Running) -> None:
         ("/web/vendor/uplot.css", FILE_HEADERS),
     ],
 )
-async def test_a_file_that_is_known_is_not_sent_again(server: Running, path: str, safe: dict[str, str]) -> None:
-    """304 without a body for its tag, weak or among others; the file for another one. Scripts need no policy."""
+async def test_etag_gives_304(server: Running, path: str, safe: dict[str, str]) -> None:
+    """For a weak or listed tag; another tag gets the file. Scripts need no policy."""
     tag = fields((await server.http(path, BROWSER))[1])["etag"]
     for known in (tag, f"W/{tag}", f'"other", {tag}', "*"):
         status, head, body = await server.http(path, BROWSER + f"If-None-Match: {known}\r\n")
@@ -102,8 +102,8 @@ async def test_a_file_that_is_known_is_not_sent_again(server: Running, path: str
     assert (await server.http(path, BROWSER + 'If-None-Match: "other"\r\n'))[0] == 200
 
 
-async def test_a_head_has_no_body(server: Running) -> None:
-    """The size is told, nothing is sent."""
+async def test_head_request_has_no_body(server: Running) -> None:
+    """It has the length."""
     size = (ROOT / "vendor/htm.js").stat().st_size
     status, head, body = await server.http("/web/vendor/htm.js", method="HEAD")
     assert (status, body, fields(head)["content-length"]) == (200, b"", str(size))
@@ -133,26 +133,26 @@ async def test_a_head_has_no_body(server: Running) -> None:
         "/web/.git/config",
     ],
 )
-async def test_what_is_not_in_the_table_is_not_there(server: Running, path: str) -> None:
-    """Paths are names in a table and never lead into the file system."""
+async def test_unlisted_paths_are_404(server: Running, path: str) -> None:
+    """Paths are keys of a table and never reach the file system."""
     status, head, body = await server.http(path)
     assert (status, "error" in json.loads(body), set(fields(head)) >= SAFE) == (404, True, True)
 
 
-async def test_only_reading_is_possible(server: Running) -> None:
-    """There is nothing to write to."""
+async def test_only_get_and_head_are_allowed(server: Running) -> None:
+    """Other methods get 405."""
     assert (await server.http("/web/vendor/htm.js", method="DELETE"))[0] == 405
 
 
-async def test_the_page_can_be_switched_off(serve: Serve) -> None:
-    """Browsers are then told what programs are, and there are no files."""
+async def test_page_can_be_disabled(serve: Serve) -> None:
+    """Browsers then get the description, and there are no files."""
     async with serve(web=False) as server:
         assert json.loads((await server.http("/", BROWSER))[2])["server"] == "inferencecenter"
         assert (await server.http("/web/vendor/htm.js"))[0] == 404
 
 
-async def test_the_page_lives_below_the_base_path(serve: Serve) -> None:
-    """Its addresses are relative, so a browser is first sent to where they lead to its files."""
+async def test_page_below_a_base_path(serve: Serve) -> None:
+    """Browsers are redirected to the path with a slash."""
     async with serve(base_path="/inference") as server:
         status, head, _ = await server.http("/inference", BROWSER)
         assert (status, fields(head)["location"]) == (307, "/inference/")
@@ -163,8 +163,8 @@ async def test_the_page_lives_below_the_base_path(serve: Serve) -> None:
         assert (await server.http("/web/vendor/htm.js"))[0] == 404
 
 
-def test_a_version_is_of_all_files(tmp_path: Path) -> None:
-    """It changes with any file that is served and with no other; files outside the table stay outside."""
+def test_version_covers_every_served_file(tmp_path: Path) -> None:
+    """It changes with any of them, and with no other file."""
     (tmp_path / "js").mkdir()
     (tmp_path / "index.html").write_text('<script src="web/js/a.js">')
     (tmp_path / "js/a.js").write_text("1")
@@ -179,8 +179,8 @@ def test_a_version_is_of_all_files(tmp_path: Path) -> None:
     assert read(tmp_path).version != first.version
 
 
-def test_the_page_names_what_its_modules_import(tmp_path: Path) -> None:
-    """Each once, however they import one another, and nothing that is imported only when it is needed."""
+def test_page_preloads_static_imports(tmp_path: Path) -> None:
+    """Each once, and no dynamic import."""
     modules = {
         "index.html": "<head></head>",
         "js/main.js": 'import { a,\n  b } from "./views/a.js";\nimport("./later.js");',
@@ -196,8 +196,8 @@ def test_the_page_names_what_its_modules_import(tmp_path: Path) -> None:
     assert named == [(files.version, "js/views/a.js"), (files.version, "vendor/b.js")]
 
 
-def test_everything_that_is_served_is_in_the_package() -> None:
-    """What the patterns of the package's data leave out would be missing where it is installed."""
+def test_served_files_are_packaged() -> None:
+    """The package data's patterns cover them."""
     with (ROOT.parents[1] / "pyproject.toml").open("rb") as file:
         patterns = tomllib.load(file)["tool"]["setuptools"]["package-data"]["inferencecenter"]
     packed = {path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.parent.glob(pattern)}
@@ -205,8 +205,8 @@ def test_everything_that_is_served_is_in_the_package() -> None:
     assert not any(name.endswith((".ts", ".json")) for name in packed)
 
 
-def test_vendored_files_are_what_was_fetched() -> None:
-    """Each has the digest that was noted when it came, a licence, and none came by another way."""
+def test_vendored_files_match_their_digests() -> None:
+    """Each has a licence, and none is unlisted."""
     folder = ROOT / "vendor"
     packages = json.loads((folder / "versions.json").read_text(encoding="utf-8"))["packages"]
     noted = {each["file"]: each["sha256"] for package in packages for each in package["files"]}
@@ -218,8 +218,8 @@ def test_vendored_files_are_what_was_fetched() -> None:
         assert f"{package['name']} {package['version']} ({package['license']})" in licenses
 
 
-def test_modules_import_what_is_served() -> None:
-    """Every static import of every module is relative and leads to a file: there is no import map."""
+def test_imports_are_served() -> None:
+    """Every static import is relative and leads to a file: there is no import map."""
     assets = read_web_files().assets
     statement = re.compile(r"""\b(?:import|export)\b[\w\s{},*$]*\bfrom\s*["']([^"'\n]+)["']""")
     wrong = []

@@ -1,4 +1,4 @@
-"""Tests of what the WebSocket protocol adds: clients that stop reading, and those that only read slowly."""
+"""WebSocket clients that stop reading, or read slowly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from websockets.frames import Close, Frame, Opcode
 from inferencecenter.api.websocket.connection import Connection
 from inferencecenter.auth.rate_limits import RefusalBackoff
 from inferencecenter.server.websocket import NOT_SENT_LOW_WATER_BYTES, WebSocket
-from tests.server.harness import Running, ask, close_code, hear
+from tests.server.harness import Running, ask, close_code, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 async def start_turn(server: Running, socket: ClientConnection) -> str:
-    """Open a session and start a turn in it; returns the turn's id."""
-    await hear(socket)
+    """Create a session and start a turn in it; return the turn's id."""
+    await receive(socket)
     session = await ask(socket, op="create_session")
     queued = await ask(socket, op="infer", session_id=session["session_id"], prompt="hi")
     server.engine.begin(queued["turn_id"])
@@ -39,27 +39,27 @@ async def start_turn(server: Running, socket: ClientConnection) -> str:
 
 
 def shrink(socket: ClientConnection, *, to_bytes: int) -> None:
-    """Let the client's kernel take little, so that a test need not send much."""
+    """Shrink the client's kernel buffer, so that a test need not send much."""
     socket.transport.get_extra_info("socket").setsockopt(sockets.SOL_SOCKET, sockets.SO_RCVBUF, to_bytes)
 
 
 def only_websocket(server: Running) -> WebSocket:
-    """Return the server's end of its one socket."""
+    """Return the server's end of its only socket."""
     (found,) = [each for each in server.listener.server_state.connections if isinstance(each, WebSocket)]
     return found
 
 
-async def test_sockets_are_tuned(server: Running) -> None:
-    """The kernel keeps little unsent, and small frames go out at once."""
+async def test_socket_options(server: Running) -> None:
+    """The kernel buffers little, and small frames are sent at once."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         raw = only_websocket(server).transport.get_extra_info("socket")
         assert raw.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_NOTSENT_LOWAT) == NOT_SENT_LOW_WATER_BYTES
         assert raw.getsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY) == 1
 
 
-async def test_a_socket_that_stops_reading_is_aborted_and_nobody_else_notices(serve: Serve) -> None:
-    """Its turn goes on for it to come back to; another client's stream does, frame by frame, all the while."""
+async def test_unread_socket_is_aborted(serve: Serve) -> None:
+    """Its turn continues and can be resumed; another client's stream is unaffected."""
     async with serve(outbox_bytes=2**16) as server, server.v1(max_queue=1) as stuck, server.v1() as reading:
         shrink(stuck, to_bytes=4096)
         stuck_turn = await start_turn(server, stuck)
@@ -69,21 +69,21 @@ async def test_a_socket_that_stops_reading_is_aborted_and_nobody_else_notices(se
         while len(server.context.hub) == 2 and said < 2000:
             server.engine.say(stuck_turn, "x" * 50_000)
             server.engine.say(turn, "y")
-            frame = await hear(reading)
+            frame = await receive(reading)
             assert (frame["op"], frame["content"]) == ("token", "y")
             said += 1
         assert len(server.context.hub) == 1, "the socket was never given up"
         assert stuck_turn in server.engine.turns
         server.engine.finish(turn)
-        assert (await hear(reading))["op"] == "end"
+        assert (await receive(reading))["op"] == "end"
         stuck.transport.resume_reading()
         assert await close_code(stuck) in (None, 4408)
         overflows = server.context.metrics.registry.get_sample_value("inferencecenter_outbox_overflows_total")
         assert overflows == 1
 
 
-async def test_a_socket_that_falls_behind_gets_everything_in_the_end(serve: Serve) -> None:
-    """Text is joined into fewer frames, and nothing is lost or twice."""
+async def test_slow_socket_loses_nothing(serve: Serve) -> None:
+    """Text is merged into fewer frames, without loss or repetition."""
     async with serve() as server, server.v1(max_queue=1) as socket:
         shrink(socket, to_bytes=2**16)
         turn = await start_turn(server, socket)
@@ -95,16 +95,16 @@ async def test_a_socket_that_falls_behind_gets_everything_in_the_end(serve: Serv
         server.engine.finish(turn)
         socket.transport.resume_reading()
         contents: list[str] = []
-        while (frame := await hear(socket))["op"] == "token":
+        while (frame := await receive(socket))["op"] == "token":
             contents.append(frame["content"])
         assert "".join(contents) == "".join(said)
         assert len(contents) < len(said)
 
 
-async def test_a_client_that_gives_no_sign_of_life_is_let_go(serve: Serve, clock: LoopClock) -> None:
-    """Pings that are not answered end the connection."""
+async def test_unanswered_pings_close_the_connection(serve: Serve, clock: LoopClock) -> None:
+    """After the ping timeout."""
     async with serve(ping_interval_s=30, ping_timeout_s=60) as server, server.v1(ping_interval=None) as socket:
-        await hear(socket)
+        await receive(socket)
         wire = only_websocket(server)
         socket.transport.pause_reading()
         async with asyncio.timeout(60):
@@ -112,10 +112,10 @@ async def test_a_client_that_gives_no_sign_of_life_is_let_go(serve: Serve, clock
                 await clock.go_on(10)
 
 
-async def test_a_client_that_is_heard_of_is_not_pinged_out(serve: Serve) -> None:
-    """Pongs that come too late do not matter while anything else comes."""
+async def test_any_traffic_counts_as_a_pong(serve: Serve) -> None:
+    """Late pongs do not matter while frames arrive."""
     async with serve(ping_interval_s=1000, ping_timeout_s=3600) as server, server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         wire = only_websocket(server)
         socket.transport.pause_reading()
         wire.send_keepalive_ping()
@@ -132,10 +132,10 @@ async def test_a_client_that_is_heard_of_is_not_pinged_out(serve: Serve) -> None
         assert wire.close_sent, "nothing came since"
 
 
-async def test_pongs_are_kept_from_a_client_that_does_not_read_them(server: Running) -> None:
-    """A flood of pings by a client that is behind does not pile up in memory."""
+async def test_pongs_to_a_blocked_client_are_dropped(server: Running) -> None:
+    """A flood of pings uses no memory."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         wire = only_websocket(server)
         wire.pause_writing()
         before = wire.transport.get_write_buffer_size()
@@ -146,7 +146,7 @@ async def test_pongs_are_kept_from_a_client_that_does_not_read_them(server: Runn
             await asyncio.sleep(0)
         assert wire.transport.get_write_buffer_size() == before
         wire.resume_writing()
-        assert (await hear(socket))["code"] == "unknown_op"
+        assert (await receive(socket))["code"] == "unknown_op"
 
 
 UPGRADE = (
@@ -156,7 +156,7 @@ UPGRADE = (
 
 
 async def upgrade_refused(server: Running, path: bytes, headers: bytes = b"") -> bytes:
-    """Ask for an upgrade and return the answer, after which the connection must end."""
+    """Request an upgrade and return the refusal, after which the connection must close."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     async with asyncio.timeout(60):
         writer.write(UPGRADE % (path, headers))
@@ -175,16 +175,16 @@ async def upgrade_refused(server: Running, path: bytes, headers: bytes = b"") ->
     ],
     ids=["many headers", "a long header", "a body", "chunks"],
 )
-async def test_an_upgrade_that_is_only_http_is_refused(server: Running, headers: bytes) -> None:
-    """It is answered and closed, and does not stay as a connection that nothing counts."""
+async def test_incomplete_upgrade_is_refused(server: Running, headers: bytes) -> None:
+    """The connection closes and is not leaked."""
     with capture_logs() as logs:
         assert (await upgrade_refused(server, b"/ws", headers)).startswith(b"HTTP/1.1 400 ")
     assert [line for line in logs if line["log_level"] == "error"] == []
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/healthz", "/v1/nothing", "/ws/"])
-async def test_an_upgrade_at_another_path_is_not_found(server: Running, path: str) -> None:
-    """404, as for plain HTTP; the body says where to connect."""
+async def test_upgrade_at_another_path_gets_404(server: Running, path: str) -> None:
+    """The body says where to connect."""
     with pytest.raises(InvalidStatus) as caught:
         await server.connect(path)
     response = caught.value.response
@@ -192,19 +192,19 @@ async def test_an_upgrade_at_another_path_is_not_found(server: Running, path: st
     assert (response.status_code, body["code"], body["hint"]) == (404, "unknown_op", "Connect to /ws.")
 
 
-async def test_refused_upgrades_are_not_logged_as_defects(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither a wrong path nor a wrong token writes a line of error."""
+async def test_refused_upgrades_are_not_logged_as_errors(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither a wrong path nor a wrong token."""
     for path, headers in ((b"/nowhere", b""), (b"/ws", b"Authorization: Bearer x\r\n")):
         await upgrade_refused(server, path, headers)
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_text_that_is_not_utf8_is_logged_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """Each such socket is closed with 1007; a line without a traceback stands for all of a minute."""
+async def test_invalid_utf8_is_logged_once_per_minute(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    """Each such socket is closed with 1007, without a traceback."""
     with capture_logs() as logs:
         for _ in range(3):
             async with server.connect() as socket:
-                await hear(socket)
+                await receive(socket)
                 await socket.send(b"\xff\xfe", text=True)
                 assert await close_code(socket) == 1007
     lines = [line for line in logs if line["event"] == "bad_frame"]
@@ -222,28 +222,28 @@ CLOSE = Frame(Opcode.CLOSE, Close(1000, "").serialize())
     [([NOT_UTF8, PING], 1007), ([NOT_UTF8, NOT_UTF8, PING, PING], 1007), ([NOT_UTF8, CLOSE], 1000)],
     ids=["ping", "twice", "close"],
 )
-async def test_what_comes_with_text_that_is_not_utf8_ends_nothing_but_its_socket(
+async def test_frames_after_invalid_utf8_are_handled(
     server: Running, caplog: pytest.LogCaptureFixture, frames: list[Frame], code: int
 ) -> None:
-    """In the same packet: a ping is not answered on a socket that says no more, a close is answered as one."""
+    """In the same packet: a ping is not answered, a close is."""
     async with server.connect() as socket:
-        await hear(socket)
+        await receive(socket)
         socket.transport.write(b"".join(frame.serialize(mask=True) for frame in frames))
         assert await close_code(socket) == code
     assert caplog.records == []
 
 
-async def test_a_message_of_several_frames_is_read_as_one(server: Running) -> None:
-    """Also where a character is cut in two."""
+async def test_fragmented_message_is_reassembled(server: Running) -> None:
+    """Also where a character is split."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         frame = json.dumps({"op": "ping", "id": "é"}, ensure_ascii=False).encode()
         cut = frame.index("é".encode()) + 1
         await socket.send([frame[:cut], frame[cut:]], text=True)
-        assert (await hear(socket))["id"] == "é"
+        assert (await receive(socket))["id"] == "é"
 
 
-async def opened(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def open_raw_socket(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Open a client's socket of which a test writes the bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     writer.write(UPGRADE % (b"/ws", f"Authorization: Bearer {server.token}\r\n".encode()))
@@ -252,17 +252,15 @@ async def opened(server: Running) -> tuple[asyncio.StreamReader, asyncio.StreamW
 
 
 def masked(opcode: int, data: bytes = b"") -> bytes:
-    """Return a frame as a client sends it, with a mask that changes nothing."""
+    """Return a client frame with a mask of zeros."""
     return bytes([0x80 | opcode, 0x80 | len(data)]) + bytes(4) + data
 
 
 @pytest.mark.parametrize(
     "frame", [masked(1), masked(9), masked(10), masked(1, b"{}")], ids=["empty", "ping", "pong", "json"]
 )
-async def test_many_small_frames_are_read_in_turns(
-    server: Running, monkeypatch: pytest.MonkeyPatch, frame: bytes
-) -> None:
-    """The event loop goes on between any two pieces, and the last frame is answered after all others."""
+async def test_small_frames_yield_to_the_loop(server: Running, monkeypatch: pytest.MonkeyPatch, frame: bytes) -> None:
+    """Between any two batches; frames are answered in order."""
     sizes: list[int] = []
     read = WebSocketsSansIOProtocol.data_received
 
@@ -272,7 +270,7 @@ async def test_many_small_frames_are_read_in_turns(
 
     monkeypatch.setattr(WebSocketsSansIOProtocol, "data_received", noting)
     monkeypatch.setattr(RefusalBackoff, "refused", lambda _pace: 0.0)
-    reader, writer = await opened(server)
+    reader, writer = await open_raw_socket(server)
     sizes.clear()
     count = 5000
     writer.write(frame * count + masked(1, b'{"op":"hello"}'))
@@ -285,20 +283,20 @@ async def test_many_small_frames_are_read_in_turns(
     assert max(sizes) <= 8 * 1024
 
 
-async def test_a_large_frame_arrives_whole(server: Running) -> None:
-    """However many pieces it is read in; what follows it is answered after it."""
+async def test_large_frame_is_reassembled(server: Running) -> None:
+    """From any number of reads, and later frames are answered after it."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         await socket.send(json.dumps({"op": "ping", "id": "1", "padding": "x" * 900_000}))
         await socket.send(json.dumps({"op": "ping", "id": "2"}))
-        answers = [await hear(socket) for _ in range(2)]
+        answers = [await receive(socket) for _ in range(2)]
     assert [(answer["op"], answer["id"]) for answer in answers] == [("error", "1"), ("pong", "2")]
 
 
-async def test_what_waits_is_bounded_while_a_command_takes_long(
+async def test_pending_frames_are_bounded_during_a_slow_command(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The transport is not read while frames of earlier pieces wait."""
+    """Reading from the transport pauses."""
     go_on = asyncio.Event()
     receive = Connection.receive
 
@@ -307,7 +305,7 @@ async def test_what_waits_is_bounded_while_a_command_takes_long(
         await receive(self, text)
 
     monkeypatch.setattr(Connection, "receive", holding)
-    reader, writer = await opened(server)
+    reader, writer = await open_raw_socket(server)
     writer.write(masked(1, b"{}") * 100_000)
     wire = only_websocket(server)
     while not wire.read_paused:  # noqa: ASYNC110 - a step of the loop

@@ -1,4 +1,4 @@
-"""A collector of traces on the loopback: takes OTLP over HTTP and keeps what it is sent."""
+"""A trace collector on the loopback: receives OTLP over HTTP and keeps the spans."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A span as it arrived; ids are hex, times Unix nanoseconds."""
+class ReceivedSpan:
+    """A span as received; ids are hex, times Unix nanoseconds."""
 
     service: str
     name: str
@@ -38,10 +38,10 @@ class Seen:
 
 @dataclass
 class Collector:
-    """Answers with ``status``; ``spans`` are all that came, ``headers`` those of the latest request."""
+    """Answers with ``status``; ``spans`` are all received spans, ``headers`` those of the latest request."""
 
     status: int = 200
-    spans: list[Seen] = field(default_factory=list)
+    spans: list[ReceivedSpan] = field(default_factory=list)
     headers: dict[str, str] = field(default_factory=dict)
     bodies: list[bytes] = field(default_factory=list)
     paths: list[str] = field(default_factory=list)
@@ -50,18 +50,18 @@ class Collector:
 
     @property
     def address(self) -> str:
-        """Where it is."""
+        """The collector's address."""
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.server_address[1]}"
 
-    def wait(self, done: Callable[[list[Seen]], bool]) -> list[Seen]:
-        """Block until what has come is enough, and return it."""
+    def wait(self, done: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
+        """Block until the spans satisfy a condition, and return them."""
         with self._came:
             assert self._came.wait_for(lambda: done(self.spans), WAIT_S), self.spans
             return list(self.spans)
 
-    def take(self, path: str, headers: dict[str, str], body: bytes) -> int:
-        """Keep a request, and return the status of its answer."""
+    def receive(self, path: str, headers: dict[str, str], body: bytes) -> int:
+        """Record a request, and return the status of its answer."""
         with self._came:
             self.headers = headers
             self.bodies.append(body)
@@ -87,7 +87,7 @@ def _handler(collector: Collector) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            self.send_response(collector.take(self.path, headers, body))
+            self.send_response(collector.receive(self.path, headers, body))
             answer = ExportTraceServiceResponse().SerializeToString()
             self.send_header("Content-Type", "application/x-protobuf")
             self.send_header("Content-Length", str(len(answer)))
@@ -95,15 +95,15 @@ def _handler(collector: Collector) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(answer)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     return Handler
 
 
-def _spans(body: bytes) -> list[Seen]:
+def _spans(body: bytes) -> list[ReceivedSpan]:
     request = ExportTraceServiceRequest.FromString(body)
     return [
-        Seen(
+        ReceivedSpan(
             service=_values(group.resource.attributes)["service.name"],
             name=span.name,
             trace_id=span.trace_id.hex(),

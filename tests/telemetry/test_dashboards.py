@@ -1,4 +1,4 @@
-"""What alerts and the dashboard ask for is there: every metric, label and value."""
+"""Alerts and the dashboard query only existing metrics, labels and values."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import pytest
 import yaml
 
 from inferencecenter.core.errors import ERRORS, ErrorCode
-from tests.telemetry.shown import busy_metrics, shown
+from tests.telemetry.all_series import busy_metrics, samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.telemetry.shown import Shown
+    from tests.telemetry.all_series import SeriesByName
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "config/prometheus/rules.yml"
 SCRAPING = ROOT / "config/prometheus/prometheus.yml"
 DASHBOARD = ROOT / "config/grafana/inferencecenter.json"
 ALERT_TESTS = Path(__file__).parent / "alerts.yml"
-# What Prometheus and Grafana put in.
+# Replaced by Prometheus and Grafana.
 OF_PROMETHEUS = {"up": {"job": {"inferencecenter"}, "instance": {"box:3000"}}}
 VARIABLES = {"$__rate_interval": "5m", "$model": ".*"}
 FREE = {"model", "gpu", "client"}
@@ -35,7 +35,7 @@ FREE = {"model", "gpu", "client"}
 
 @dataclass(frozen=True)
 class Query:
-    """An expression, where it stands, and the labels that its texts name."""
+    """An expression, its location, and the labels that its texts use."""
 
     place: str
     expr: str
@@ -43,7 +43,7 @@ class Query:
 
     @property
     def parsed(self) -> Any:
-        """The expression with its variables put in, as PromQL."""
+        """The expression with its variables replaced, as PromQL."""
         text = self.expr
         for name, value in VARIABLES.items():
             text = text.replace(name, value)
@@ -61,7 +61,7 @@ def dashboard() -> Any:
 
 
 def queries() -> Iterator[Query]:
-    """Everything that is asked of Prometheus."""
+    """All queries of alerts and dashboard."""
     for rule in alerts():
         texts = " ".join(rule["annotations"].values())
         yield Query(rule["alert"], rule["expr"], frozenset(re.findall(r"\$labels\.(\w+)", texts)))
@@ -77,13 +77,13 @@ QUERIES = list(queries())
 
 
 @pytest.fixture(scope="module")
-def there() -> Shown:
-    """What a daemon shows that has seen everything."""
-    return shown(busy_metrics()) | OF_PROMETHEUS
+def known_series() -> SeriesByName:
+    """Every series that a daemon can show."""
+    return samples_of(busy_metrics()) | OF_PROMETHEUS
 
 
 def nodes(expr: Any, kind: type[Any]) -> list[Any]:
-    """Return all parts of an expression that are of a kind."""
+    """Return all parts of an expression that are of a type."""
     found: list[Any] = []
 
     def visit(node: Any) -> bool:
@@ -96,49 +96,49 @@ def nodes(expr: Any, kind: type[Any]) -> list[Any]:
 
 
 def selectors(expr: Any) -> list[Any]:
-    """Return the selectors of an expression, those of ranges too."""
+    """Return the selectors of an expression, range selectors included."""
     return nodes(expr, promql_parser.VectorSelector)
 
 
-def outcome_labels(node: Any, there: Shown) -> set[str]:
-    """Return the labels of what an expression yields, as far as one side of it says."""
+def outcome_labels(node: Any, known_series: SeriesByName) -> set[str]:
+    """Return the labels of an expression's result, as far as known."""
     match node:
         case promql_parser.VectorSelector():
-            found = set(there[str(node.name)])
+            found = set(known_series[str(node.name)])
         case promql_parser.AggregateExpr():
             kept = set(node.modifier.labels if node.modifier else ())
-            found = outcome_labels(node.expr, there)
+            found = outcome_labels(node.expr, known_series)
             found = found if str(node.op) == "topk" else found & kept
         case promql_parser.BinaryExpr():
-            found = outcome_labels(node.lhs, there) or outcome_labels(node.rhs, there)
+            found = outcome_labels(node.lhs, known_series) or outcome_labels(node.rhs, known_series)
         case promql_parser.Call():
-            found = set().union(*(outcome_labels(each, there) for each in node.args))
+            found = set().union(*(outcome_labels(each, known_series) for each in node.args))
             found -= {"le"} if node.func.name == "histogram_quantile" else set()
         case promql_parser.MatrixSelector():
-            found = outcome_labels(node.vector_selector, there)
+            found = outcome_labels(node.vector_selector, known_series)
         case promql_parser.ParenExpr() | promql_parser.UnaryExpr() | promql_parser.SubqueryExpr():
-            found = outcome_labels(node.expr, there)
+            found = outcome_labels(node.expr, known_series)
         case _:
             found = set()
     return found
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.place)
-def test_what_is_asked_for_is_there(query: Query, there: Shown) -> None:
-    """The name of each metric, its labels, the values that are compared, and the labels that texts are made of."""
+def test_queries_use_existing_series(query: Query, known_series: SeriesByName) -> None:
+    """The name of each metric, its labels, compared values, and labels in texts."""
     for selector in selectors(query.parsed):
-        assert selector.name in there, f"{selector.name} is no metric"
-        labels = there[selector.name]
+        assert selector.name in known_series, f"{selector.name} is no metric"
+        labels = known_series[selector.name]
         for matcher in selector.matchers.matchers:
             assert matcher.name in labels, f"{selector.name} has no label {matcher.name}"
             if matcher.name not in FREE:
                 for value in matcher.value.split("|"):
                     assert value in labels[matcher.name], f"{selector.name} has no {matcher.name}={value}"
-    assert query.labels <= outcome_labels(query.parsed, there)
+    assert query.labels <= outcome_labels(query.parsed, known_series)
 
 
-def test_a_query_of_something_else_is_noticed(there: Shown) -> None:
-    """The test above can fail: for a name, a label, a value and a text."""
+def test_query_check_can_fail(known_series: SeriesByName) -> None:
+    """For a name, a label, a value and a text."""
     for expr, label in (
         ("inferencecenter_nothing", "model"),
         ('inferencecenter_slots{state="x"}', "model"),
@@ -146,13 +146,13 @@ def test_a_query_of_something_else_is_noticed(there: Shown) -> None:
         ("sum(inferencecenter_slots)", "model"),
     ):
         with pytest.raises(AssertionError):
-            test_what_is_asked_for_is_there(Query("planned", expr, frozenset({label})), there)
+            test_queries_use_existing_series(Query("planned", expr, frozenset({label})), known_series)
 
 
-def test_every_metric_is_looked_at_by_somebody(there: Shown) -> None:
-    """What no panel and no alert shows is told by name: it is there for other queries."""
+def test_every_metric_is_queried(known_series: SeriesByName) -> None:
+    """Metrics without a panel or an alert are listed by name."""
     names = {selector.name for query in QUERIES for selector in selectors(query.parsed)}
-    unseen = {re.sub(r"_(bucket|sum|count)$", "", name) for name in there} - {
+    unseen = {re.sub(r"_(bucket|sum|count)$", "", name) for name in known_series} - {
         re.sub(r"_(bucket|sum|count)$", "", name) for name in names
     }
     assert unseen == {
@@ -165,21 +165,21 @@ def test_every_metric_is_looked_at_by_somebody(there: Shown) -> None:
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: query.place)
-def test_counters_are_asked_how_fast_they_rise(query: Query) -> None:
-    """A bare counter says how long the daemon has been up."""
+def test_counters_are_queried_as_rates(query: Query) -> None:
+    """A bare counter only shows how long the daemon has been up."""
     ranges = [matrix.vector_selector.name for matrix in nodes(query.parsed, promql_parser.MatrixSelector)]
     bare = [selector.name for selector in selectors(query.parsed) if selector.name.endswith("_total")]
     assert sorted(bare) == sorted(name for name in ranges if name.endswith("_total"))
 
 
-def test_a_bare_counter_is_noticed() -> None:
-    """The test above can fail."""
+def test_counter_check_can_fail() -> None:
+    """A bare counter is found."""
     with pytest.raises(AssertionError):
-        test_counters_are_asked_how_fast_they_rise(Query("planned", "sum(inferencecenter_errors_total)", frozenset()))
+        test_counters_are_queried_as_rates(Query("planned", "sum(inferencecenter_errors_total)", frozenset()))
 
 
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
-def test_alerts_say_what_is_wrong_and_what_to_do(alert: dict[str, Any]) -> None:
+def test_alerts_are_documented(alert: dict[str, Any]) -> None:
     """Each has sentences, a severity, and a row in the operator's guide."""
     assert alert["labels"]["severity"] in ("critical", "warning")
     assert alert["annotations"].keys() == {"summary", "description"}
@@ -187,22 +187,22 @@ def test_alerts_say_what_is_wrong_and_what_to_do(alert: dict[str, Any]) -> None:
     assert f"| `{alert['alert']}` |" in (ROOT / "docs/operations.md").read_text()
 
 
-def test_what_counts_as_failure_is_nobodys_fault_but_ours() -> None:
-    """The codes of the alert are those of HTTP's 5xx that a turn can end with, and the dashboard has the same."""
+def test_failure_codes_are_server_errors() -> None:
+    """The alert and the dashboard have the codes of HTTP's 5xx that a turn can end with."""
     (alert,) = (rule for rule in alerts() if rule["alert"] == "InferenceCenterTurnsFail")
     (codes,) = set(re.findall(r'finish=~"([^"]+)"', alert["expr"] + DASHBOARD.read_text().replace('\\"', '"')))
     assert all(ERRORS[ErrorCode(code)].http_status >= 500 for code in codes.split("|"))
 
 
-def test_prometheus_reads_the_rules() -> None:
-    """Its configuration names them, and gives the daemon the name that the rules ask for."""
+def test_prometheus_loads_the_rules() -> None:
+    """Its configuration names them, and the job that the rules query."""
     config = yaml.safe_load(SCRAPING.read_text())
     assert config["rule_files"] == [RULES.name]
     assert [job["job_name"] for job in config["scrape_configs"]] == ["inferencecenter"]
 
 
-def test_panels_have_their_place() -> None:
-    """Nothing overlaps, nothing is wider than the page, and no two have one number."""
+def test_panel_layout() -> None:
+    """Nothing overlaps or exceeds the page, and ids are unique."""
     panels = dashboard()["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells: set[tuple[int, int]] = set()
@@ -219,7 +219,7 @@ def test_panels_have_their_place() -> None:
 
 
 def test_panels_use_the_variables() -> None:
-    """No panel names a source of its own, and all that is of models is of the chosen ones."""
+    """No panel names a data source, and queries of models are of the selected ones."""
     board = dashboard()
     assert [variable["name"] for variable in board["templating"]["list"]] == ["datasource", "model"]
     for panel in board["panels"]:
@@ -237,7 +237,7 @@ def test_panels_use_the_variables() -> None:
     ],
     ids=["rules", "scraping", "alerts"],
 )
-def test_promtool_agrees(arguments: tuple[str, ...]) -> None:
-    """Prometheus' own checks, and alerts that are raised when they should be and not otherwise."""
+def test_promtool_accepts_the_rules(arguments: tuple[str, ...]) -> None:
+    """Prometheus' own checks, and alerts that fire exactly when they should."""
     done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

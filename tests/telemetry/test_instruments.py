@@ -1,4 +1,4 @@
-"""Tests of the counters and histograms for one thread."""
+"""Counters and histograms for one thread."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ BOUNDS = (0.5, 1, 2.5)
 
 
 def samples(registry: CollectorRegistry) -> dict[str, float]:
-    """Return all samples by name and labels, without the times at which prometheus_client's own were made."""
+    """Return all samples by name and labels, without creation times."""
     lines = (line.rsplit(" ", 1) for line in generate_latest(registry).decode().splitlines() if line[0] != "#")
     return {name: float(value) for name, value in lines if "_created" not in name}
 
 
 @given(st.lists(st.one_of(st.floats(0, 4), st.sampled_from(BOUNDS)), max_size=30))
-def test_a_histogram_is_exposed_as_prometheus_clients_own(values: list[float]) -> None:
-    """Same samples for the same values: a value on a bound belongs to the bucket below it."""
+def test_histogram_equals_prometheus_clients(values: list[float]) -> None:
+    """A value on a bound belongs to the bucket below it."""
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     histogram = Histograms("wait_seconds", "Waits.", ["model"], bounds=BOUNDS, registry=ours).labels("demo")
     expected = Histogram("wait_seconds", "Waits.", ["model"], buckets=BOUNDS, registry=theirs).labels("demo")
@@ -34,7 +34,7 @@ def test_a_histogram_is_exposed_as_prometheus_clients_own(values: list[float]) -
 
 
 def test_counters_count_by_their_labels() -> None:
-    """Each set of label values has its own number, which stays the same object."""
+    """Each set of label values has its own number, always the same object."""
     registry = CollectorRegistry()
     counts = Counts("errors", "Errors.", ["code", "kind"], registry=registry)
     counts.labels("a", "x").inc()
@@ -45,8 +45,8 @@ def test_counters_count_by_their_labels() -> None:
     assert samples(registry) == {}
 
 
-def test_without_labels_there_is_a_zero_from_the_beginning() -> None:
-    """So that a first increase is seen as one."""
+def test_counter_without_labels_starts_at_zero() -> None:
+    """A first increase is then visible."""
     registry = CollectorRegistry()
     Counts("frames", "Frames.", registry=registry)
     Histograms("wait_seconds", "Waits.", bounds=(1,), registry=registry)
@@ -60,30 +60,30 @@ def test_without_labels_there_is_a_zero_from_the_beginning() -> None:
 
 
 @pytest.mark.parametrize("values", [(), ("a",), ("a", "b", "c")])
-def test_as_many_values_as_labels(values: tuple[str, ...]) -> None:
-    """A wrong number of label values would break the whole page."""
+def test_number_of_label_values_is_checked(values: tuple[str, ...]) -> None:
+    """A wrong number would break the whole page."""
     with pytest.raises(ValueError, match="has the labels"):
         Counts("errors", "Errors.", ["code", "kind"], registry=CollectorRegistry()).labels(*values)
 
 
-def test_a_name_is_declared_once() -> None:
-    """The registry refuses a second metric of the same name."""
+def test_duplicate_name_is_refused() -> None:
+    """By the registry."""
     registry = CollectorRegistry()
     Counts("frames", "Frames.", registry=registry)
     with pytest.raises(ValueError, match="Duplicated"):
         Counts("frames", "More frames.", registry=registry)
 
 
-def test_a_value_may_come_several_times() -> None:
-    """At once, as if it had come one after the other, and never."""
+def test_observe_with_a_count() -> None:
+    """Equals that many observations, and none for zero."""
     distribution = Distribution((1, 2))
     distribution.observe(1.5, 3)
     distribution.observe(1.5, 0)
     assert (distribution.counts, distribution.sum, distribution.count) == ([0, 3, 0], 4.5, 3)
 
 
-def test_what_is_above_all_bounds_is_counted() -> None:
-    """In the bucket without one."""
+def test_values_above_all_bounds_are_counted() -> None:
+    """In the infinite bucket."""
     distribution = Distribution((1, 2))
     for value in (3, math.inf):
         distribution.observe(value)

@@ -1,4 +1,4 @@
-"""Tests of label values that come from outside."""
+"""Label values from outside."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from inferencecenter.telemetry.instruments import OTHER, BoundedLabel, Counts, l
 HOSTILE = 'ada"} 1\n# HELP x y\n\\'
 
 
-def test_names_are_shown_as_they_are() -> None:
+def test_names_are_kept() -> None:
     """Also those that are not English."""
     assert [label_text(name) for name in ("ada", "Küche 2", "北")] == ["ada", "Küche 2", "北"]
 
 
-def test_a_name_is_cut() -> None:
-    """A label is no place for a megabyte."""
+def test_long_name_is_shortened() -> None:
+    """A label value is bounded."""
     assert label_text("x" * 1000) == "x" * 64
 
 
@@ -28,8 +28,8 @@ def test_a_name_is_cut() -> None:
 @example(HOSTILE)
 @example("\udcff\ud800")
 @example("\x00\x85\u2028\u202e")
-def test_no_name_breaks_the_page(name: str) -> None:
-    """Whatever a client is called, both formats are parsed, and it has one series with one value."""
+def test_any_name_is_escaped(name: str) -> None:
+    """Both formats parse, with one series of one value."""
     registry = CollectorRegistry()
     counts = Counts("turns", "Turns.", ["client"], registry=registry)
     counts.labels(label_text(name)).inc(3)
@@ -40,15 +40,15 @@ def test_no_name_breaks_the_page(name: str) -> None:
     assert [sample.labels for sample in family.samples] == [{"client": label_text(name)}]
 
 
-def test_who_comes_late_is_other() -> None:
-    """As many names as allowed keep their value; more change nothing."""
+def test_excess_names_become_other() -> None:
+    """As many names as allowed keep their value."""
     label = BoundedLabel(2)
     assert [label.of(name) for name in ("ada", "bob", "eve", "ada", "mallory")] == ["ada", "bob", OTHER, "ada", OTHER]
 
 
 @given(st.lists(st.text(max_size=8)))
-def test_there_are_never_more_values_than_allowed(names: list[str]) -> None:
-    """Whatever names come, in whatever order, and each keeps its value."""
+def test_number_of_values_is_bounded(names: list[str]) -> None:
+    """For any names in any order, and each keeps its value."""
     label = BoundedLabel(3)
     first = {name: label.of(name) for name in names}
     assert len(set(first.values())) <= 4

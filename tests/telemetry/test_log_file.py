@@ -1,4 +1,4 @@
-"""Tests of the log file: contents, rotation, and tolerance of a full disk."""
+"""The log file: contents, rotation, and tolerance of a full disk."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """Leave the loggers of other tests as they were, and no file open."""
+    """Restore the loggers, and close the file."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     yield
@@ -42,8 +42,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def say(n_lines: int = 1, **values: object) -> None:
-    """Log some lines, by turns from our code and from a library."""
+def log_lines(n_lines: int = 1, **values: object) -> None:
+    """Log some lines, alternately from the package and from a library."""
     for number in range(n_lines):
         if number % 2:
             logging.getLogger("uvicorn.error").warning("line %d", number)
@@ -51,11 +51,11 @@ def say(n_lines: int = 1, **values: object) -> None:
             structlog.get_logger("x").warning(f"line {number}", **values)
 
 
-def test_all_lines_go_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_file_gets_every_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As JSON, from all loggers, and nothing to the terminal; only the owner may read it."""
     path = tmp_path / "daemon.log"
     logs.apply(LogSettings(file=path))
-    say(4, token="ic_k3x9_" + "Zq-8_s" * 7, text="ü\n")
+    log_lines(4, token="ic_k3x9_" + "Zq-8_s" * 7, text="ü\n")
     assert [line["event"] for line in lines(path)] == ["line 0", "line 1", "line 2", "line 3"]
     assert lines(path)[0]["token"] == "***"
     assert lines(path)[0]["text"] == "ü\n"
@@ -63,31 +63,31 @@ def test_all_lines_go_to_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_file_is_gone_on_with(tmp_path: Path) -> None:
-    """What an earlier daemon wrote stays."""
+def test_log_file_is_appended_to(tmp_path: Path) -> None:
+    """Lines of an earlier daemon stay."""
     path = tmp_path / "daemon.log"
     path.write_text('{"event":"before"}\n')
     logs.apply(LogSettings(file=path))
-    say()
+    log_lines()
     assert [line["event"] for line in lines(path)] == ["before", "line 0"]
 
 
-def test_without_a_file_a_stream_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_log_stream_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     """Standard error, or standard output."""
     logs.apply(LogSettings())
-    say()
+    log_lines()
     logs.apply(LogSettings(output="stdout"))
-    say(2)
+    log_lines(2)
     out, err = capsys.readouterr()
     assert [json.loads(line)["event"] for line in err.splitlines()] == ["line 0"]
     assert [json.loads(line)["event"] for line in out.splitlines()] == ["line 0", "line 1"]
 
 
-def test_a_file_that_gets_too_large_is_renamed(tmp_path: Path) -> None:
-    """The newest lines are in the file itself, then in ``.1``; no more than ``backups`` are kept, all private."""
+def test_rotation_by_size(tmp_path: Path) -> None:
+    """The newest lines are in the file itself, then in ``.1``; at most ``backups`` are kept, all private."""
     path = tmp_path / "daemon.log"
     logs.configure(stream=LogFile(path, max_bytes=1000, backups=2))  # type: ignore[arg-type]
-    say(100)
+    log_lines(100)
     files = sorted(tmp_path.iterdir())
     assert [file.name for file in files] == ["daemon.log", "daemon.log.1", "daemon.log.2"]
     assert all(file.stat().st_size <= 1000 for file in files)
@@ -96,25 +96,25 @@ def test_a_file_that_gets_too_large_is_renamed(tmp_path: Path) -> None:
     assert told == [f"line {number}" for number in range(100)][-len(told) :]
 
 
-def test_a_file_without_a_limit_grows(tmp_path: Path) -> None:
-    """For ``logrotate`` to rename."""
+def test_without_a_limit_the_file_grows(tmp_path: Path) -> None:
+    """``logrotate`` renames it."""
     path = tmp_path / "daemon.log"
     logs.apply(LogSettings(file=path, max_mib=0))
-    say(2000)
+    log_lines(2000)
     assert [file.name for file in tmp_path.iterdir()] == ["daemon.log"]
     assert len(lines(path)) == 2000
 
 
-def test_a_file_that_was_renamed_by_others_is_left(tmp_path: Path) -> None:
-    """Applying the settings again, as SIGHUP does, begins a new one, and closes the old."""
+def test_reload_opens_a_new_file_after_a_rename(tmp_path: Path) -> None:
+    """The old file is closed."""
     path, moved = tmp_path / "daemon.log", tmp_path / "daemon.log-20261122"
     settings = LogSettings(file=path)
     logs.apply(settings)
-    say()
+    log_lines()
     path.rename(moved)
-    say(3)
+    log_lines(3)
     logs.apply(settings)
-    say(2)
+    log_lines(2)
     assert (len(lines(moved)), len(lines(path))) == (4, 2)
     open_files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
     assert open_files.count(str(path)) == 1
@@ -122,49 +122,49 @@ def test_a_file_that_was_renamed_by_others_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["no/such/directory.log", ""])
-def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path, name: str) -> None:
-    """By its setting; the log stays where it was."""
+def test_unopenable_log_file_is_an_error(tmp_path: Path, name: str) -> None:
+    """The error names the setting, and the log stays unchanged."""
     good = tmp_path / "good.log"
     logs.apply(LogSettings(file=good))
     with pytest.raises(InferenceCenterError) as refused:
         logs.apply(LogSettings(file=tmp_path / name))
     assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_CONFIG, "log.file")
-    say()
+    log_lines()
     assert len(lines(good)) == 1
 
 
 @pytest.fixture
 def limit_files() -> Iterator[Callable[[int], None]]:
-    """Let files grow no larger than so many bytes: what goes over it is cut off, as on a disk that is full."""
+    """Limit the size of files: writes beyond it are cut off, as on a full disk."""
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda n_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (n_bytes, hard))
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 
 
-def test_a_full_disk_costs_lines_and_nothing_else(
+def test_full_disk_drops_lines(
     tmp_path: Path, limit_files: Callable[[int], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Callers continue, a line is written whole or not at all, and writing resumes when there is room."""
+    """Callers continue, lines are written whole or not at all, and writing resumes when there is room."""
     path = tmp_path / "daemon.log"
     logs.apply(LogSettings(file=path))
-    say()
+    log_lines()
     limit_files(path.stat().st_size + 10)
-    say(3)
+    log_lines(3)
     limit_files(2**30)
-    say(2, text="room")
+    log_lines(2, text="room")
     assert [line.get("text") for line in lines(path)] == [None, "room", None]
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_full_device_is_no_exception() -> None:
-    """The kernel's own: every write fails, none raises."""
+def test_full_device_raises_nothing() -> None:
+    """On /dev/full every write fails."""
     file = LogFile(Path("/dev/full"), max_bytes=10, backups=1)
     file.write("one\n")
     file.write("two\n")
     file.close()
 
 
-def test_a_file_that_cannot_be_renamed_is_written_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rotation_keeps_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unwritable directory costs no line."""
 
     def refuse(*_: object) -> None:
@@ -173,19 +173,19 @@ def test_a_file_that_cannot_be_renamed_is_written_on(tmp_path: Path, monkeypatch
     path = tmp_path / "daemon.log"
     logs.configure(stream=LogFile(path, max_bytes=300, backups=2))  # type: ignore[arg-type]
     monkeypatch.setattr(os, "rename", refuse)
-    say(20)
+    log_lines(20)
     monkeypatch.undo()
     assert len(lines(path)) == 20
-    say(1)
+    log_lines(1)
     assert len(lines(path)) == 1
     assert len(lines(tmp_path / "daemon.log.1")) == 20
 
 
-def test_lines_of_many_threads_stay_whole(tmp_path: Path) -> None:
-    """Also while the file is renamed under them."""
+def test_concurrent_lines_stay_whole(tmp_path: Path) -> None:
+    """Also during a rotation."""
     path = tmp_path / "daemon.log"
     logs.configure(stream=LogFile(path, max_bytes=4000, backups=1000))  # type: ignore[arg-type]
-    threads = [threading.Thread(target=say, args=(100,)) for _ in range(4)]
+    threads = [threading.Thread(target=log_lines, args=(100,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

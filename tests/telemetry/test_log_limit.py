@@ -1,12 +1,12 @@
-"""Tests of the limit on lines that others cause."""
+"""The rate limit of log lines that clients cause."""
 
 from __future__ import annotations
 
 from inferencecenter.telemetry.log_limit import LogLimit
 
 
-def test_one_line_stands_for_all_of_an_interval() -> None:
-    """The first is admitted at once; the next one after the interval says how many were held back."""
+def test_one_line_per_interval() -> None:
+    """The first is logged at once; the next, after the interval, has the number suppressed."""
     now_s = 0.0
     limit = LogLimit(60, clock=lambda: now_s)
     assert [limit.admit() for _ in range(4)] == [0, None, None, None]

@@ -1,4 +1,4 @@
-"""Tests of the log set-up."""
+"""The logging configuration."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ TOKEN = "ic_k3x9_" + "Zq-8_s" * 7
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that is a terminal."""
 
     def isatty(self) -> bool:
-        """Say so."""
+        """Return true."""
         return True
 
 
 @pytest.fixture(autouse=True)
 def restored() -> Iterator[None]:
-    """Leave the loggers of other tests as they were."""
+    """Restore the loggers."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     yield
@@ -46,7 +46,7 @@ def _lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_a_stream_that_is_no_terminal_gets_json_lines() -> None:
+def test_json_lines_on_a_stream() -> None:
     """Each line is an object with an ISO time in UTC, level and event first, then the fields."""
     stream = io.StringIO()
     logs.configure(stream=stream)
@@ -57,8 +57,8 @@ def test_a_stream_that_is_no_terminal_gets_json_lines() -> None:
     assert (line["level"], line["event"], line["tokens"]) == ("info", "turn", 3)
 
 
-def test_a_terminal_gets_text() -> None:
-    """On a terminal the line is no JSON and carries the fields."""
+def test_text_on_a_terminal() -> None:
+    """The line is no JSON and has the fields."""
     stream = Terminal()
     logs.configure(stream=stream)
     structlog.get_logger("x").info("turn", session="s1")
@@ -66,7 +66,7 @@ def test_a_terminal_gets_text() -> None:
     assert not stream.getvalue().startswith("{")
 
 
-def test_the_format_can_be_forced() -> None:
+def test_format_can_be_set() -> None:
     """``json`` on a terminal writes JSON, ``pretty`` elsewhere writes text without colours."""
     terminal, pipe = Terminal(), io.StringIO()
     logs.configure(log_format="json", stream=terminal)
@@ -79,8 +79,8 @@ def test_the_format_can_be_forced() -> None:
 
 
 @pytest.mark.parametrize("name", ["uvicorn.error", "asyncio", "anything.else"])
-def test_standard_loggers_are_written_the_same_way(name: str) -> None:
-    """A record of the standard library becomes a line with the logger's name and its arguments filled in."""
+def test_standard_loggers_use_the_same_format(name: str) -> None:
+    """With the logger's name and the formatted message."""
     stream = io.StringIO()
     logs.configure(stream=stream)
     logging.getLogger(name).warning("port %d", 3000)
@@ -88,8 +88,8 @@ def test_standard_loggers_are_written_the_same_way(name: str) -> None:
     assert (line["event"], line["level"], line["logger"]) == ("port 3000", "warning", name)
 
 
-def test_the_level_holds_for_both_kinds_of_logger() -> None:
-    """Lines below the level are not written, whichever logger they come from."""
+def test_level_applies_to_both_kinds_of_logger() -> None:
+    """Lines below it are dropped."""
     stream = io.StringIO()
     logs.configure(level="warning", stream=stream)
     structlog.get_logger("x").info("quiet")
@@ -100,8 +100,8 @@ def test_the_level_holds_for_both_kinds_of_logger() -> None:
 
 
 @pytest.mark.parametrize("log_format", ["json", "pretty"])
-def test_secrets_are_not_written(log_format: logs.LogFormat) -> None:
-    """A token is replaced under a telling key, inside text, in an exception and in a foreign record."""
+def test_secrets_are_redacted(log_format: logs.LogFormat) -> None:
+    """Under a revealing key, inside text, in an exception and in a library's record."""
     stream = io.StringIO()
     logs.configure(log_format=log_format, stream=stream)
     log = structlog.get_logger("x")
@@ -118,13 +118,13 @@ def test_secrets_are_not_written(log_format: logs.LogFormat) -> None:
         assert secret not in text
 
 
-def test_numbers_of_tokens_are_kept() -> None:
-    """Redaction goes by text: a count under ``token`` is no secret."""
+def test_token_counts_are_not_redacted() -> None:
+    """Redaction applies to text only."""
     assert logs.redact(None, "info", {"token": 3, "tokens": 4}) == {"token": 3, "tokens": 4}
 
 
-def test_an_exception_becomes_one_json_line() -> None:
-    """The traceback is a field, so that a line stays a line."""
+def test_exception_is_one_json_line() -> None:
+    """The traceback is a field."""
     stream = io.StringIO()
     logs.configure(stream=stream)
     try:
@@ -137,13 +137,13 @@ def test_an_exception_becomes_one_json_line() -> None:
     assert "KeyError: 'lost'" in second["exception"]
 
 
-def test_warnings_are_logged() -> None:
-    """A Python warning goes to the log and not to the bare stream."""
+def test_python_warnings_are_logged() -> None:
+    """Not written to the bare stream."""
     stream = io.StringIO()
     logs.configure(stream=stream)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        # pytest shows warnings its own way inside a test; capturing again puts the log's way back.
+        # pytest replaces the warnings hook inside a test; capturing again restores the log's.
         logging.captureWarnings(capture=False)
         logging.captureWarnings(capture=True)
         warnings.warn("old", stacklevel=1)
@@ -152,7 +152,7 @@ def test_warnings_are_logged() -> None:
     assert line["logger"] == "py.warnings"
 
 
-def test_values_that_json_lacks_become_text() -> None:
+def test_unserialisable_values_become_text() -> None:
     """A path or an odd key does not lose the line."""
     stream = io.StringIO()
     logs.configure(stream=stream)
@@ -161,7 +161,7 @@ def test_values_that_json_lacks_become_text() -> None:
 
 
 class GoneTerminal(Terminal):
-    """A terminal that was closed: whatever is written to it fails."""
+    """A closed terminal: every write fails."""
 
     def write(self, _text: str) -> int:
         """Fail as the kernel does."""
@@ -172,17 +172,17 @@ class GoneTerminal(Terminal):
         raise OSError(errno.EIO, "Input/output error")
 
 
-def test_a_terminal_that_is_gone_stops_nobody() -> None:
-    """A line that cannot be written is dropped; the caller continues."""
+def test_closed_terminal_drops_lines() -> None:
+    """The caller continues."""
     logs.configure(stream=GoneTerminal())
     structlog.get_logger().info("stopping", signal="SIGTERM")
 
 
 @pytest.mark.parametrize("log_format", ["json", "pretty"])
-def test_lines_of_the_journal_have_their_priorities(
+def test_journal_lines_have_priorities(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_format: logs.LogFormat
 ) -> None:
-    """Each line of a traceback too, and of foreign loggers; what the journal does not read has none."""
+    """Each traceback line and library line too; other streams have none."""
     path = tmp_path / "journal"
     with path.open("w") as journal:
         found = os.fstat(journal.fileno())

@@ -1,4 +1,4 @@
-"""Tests of the measurement of the event loop's lag."""
+"""The measurement of the event loop's lag."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ GUARD_S = 60.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Let the loop run until the condition holds."""
+    """Run the loop until a condition holds."""
     async with asyncio.timeout(GUARD_S):
         while not condition():  # noqa: ASYNC110 - a thread makes it true
             await asyncio.sleep(0.001)
 
 
-async def test_a_loop_that_runs_has_its_lag_counted() -> None:
+async def test_lag_of_a_running_loop_is_observed() -> None:
     """Each callback that the thread posts is one observation."""
     lag_s = Distribution(BOUNDS_S)
     async with LoopMonitor(lag_s, is_idle=lambda: False):
         await until(lambda: lag_s.count >= 3)
 
 
-async def test_nothing_is_posted_while_idle() -> None:
-    """An idle daemon measures nothing until it is woken, and then again."""
+async def test_idle_loop_is_not_measured() -> None:
+    """Until an activity wakes it."""
     asked, idle, lag_s = threading.Event(), True, Distribution(BOUNDS_S)
 
     def is_idle() -> bool:
@@ -48,8 +48,8 @@ async def test_nothing_is_posted_while_idle() -> None:
         await until(lambda: lag_s.count > 0)
 
 
-async def test_a_monitor_that_is_closed_just_before_it_sleeps_ends() -> None:
-    """Its end may fall between its last look at the flag and the moment in which it would begin to wait."""
+async def test_close_races_with_sleep() -> None:
+    """A close between the last check and the wait ends the thread."""
     monitor = LoopMonitor(Distribution(BOUNDS_S), is_idle=lambda: True)
     clear = monitor._awake.clear
 
@@ -77,7 +77,7 @@ class Seen(LoopMonitor):
 
 
 class Blocking(float):
-    """A number that takes until an event to be compared."""
+    """A number whose comparison blocks until an event."""
 
     awaited: threading.Event
 
@@ -86,8 +86,8 @@ class Blocking(float):
         return False
 
 
-async def test_a_blocked_loop_is_logged_with_its_task_and_line() -> None:
-    """What the loop executes while it is late is named: the task, and the innermost line of the package."""
+async def test_blocked_loop_is_logged() -> None:
+    """With its task and the innermost line of the package."""
     with capture_logs() as logs:
         monitor = Seen(Distribution(BOUNDS_S))
         async with monitor:

@@ -1,4 +1,4 @@
-"""Tests of the Prometheus metrics."""
+"""The Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from inferencecenter.telemetry.metrics import MAX_CLIENTS, DaemonMetrics
 
 
 @dataclass(frozen=True)
-class Figures:
+class TurnFigures:
     """A turn."""
 
     client_id: str = "ada"
@@ -32,16 +32,16 @@ def value(metrics: DaemonMetrics, name: str, **labels: str) -> float | None:
     return metrics.registry.get_sample_value(f"inferencecenter_{name}", labels)
 
 
-def test_instances_share_nothing() -> None:
-    """Two daemons in one process, or two tests, do not see each other's counts."""
+def test_instances_are_independent() -> None:
+    """Two daemons in one process have their own counts."""
     first, second = DaemonMetrics(), DaemonMetrics()
     first.frames_in.inc()
     assert value(first, "frames_in_total") == 1
     assert value(second, "frames_in_total") == 0
 
 
-def test_every_metric_has_a_prefix_and_a_sentence() -> None:
-    """Names and help are what the documentation is made of."""
+def test_metric_names_and_help() -> None:
+    """The documentation is generated from them."""
     families = list(text_string_to_metric_families(generate_latest(DaemonMetrics().registry).decode()))
     assert len(families) > 40
     for family in families:
@@ -51,10 +51,10 @@ def test_every_metric_has_a_prefix_and_a_sentence() -> None:
     assert len(names) == len(set(names))
 
 
-def test_a_turn_is_counted() -> None:
-    """How it ended, its waiting and its first token by its model, and its tokens by its client."""
+def test_turn_metrics() -> None:
+    """End, queueing and first token by model, tokens by client."""
     metrics = DaemonMetrics()
-    metrics.turn_ended(Figures())
+    metrics.turn_ended(TurnFigures())
     assert value(metrics, "turns_total", model="demo", finish="stop") == 1
     assert value(metrics, "preemptions_total", model="demo") == 2
     assert math.isclose(value(metrics, "queue_wait_seconds_sum", model="demo") or 0, 0.04)
@@ -64,22 +64,22 @@ def test_a_turn_is_counted() -> None:
     assert [value(metrics, "client_tokens_total", client="ada", kind=kind) for kind in kinds] == [30, 10, 11]
 
 
-def test_a_turn_without_tokens_has_no_first_token() -> None:
-    """A failed turn does not pull the histogram to zero."""
+def test_turn_without_tokens_has_no_first_token_time() -> None:
+    """A failed turn adds no zero to the histogram."""
     metrics = DaemonMetrics()
-    metrics.turn_ended(replace(Figures(), finish="engine_crashed", tokens=0))
+    metrics.turn_ended(replace(TurnFigures(), finish="engine_crashed", tokens=0))
     assert value(metrics, "turns_total", model="demo", finish="engine_crashed") == 1
     assert value(metrics, "time_to_first_token_seconds_count", model="demo") == 0
-    metrics.turn_ended(replace(Figures(), tokens=1))
+    metrics.turn_ended(replace(TurnFigures(), tokens=1))
     assert value(metrics, "time_to_first_token_seconds_count", model="demo") == 1
 
 
 @pytest.mark.parametrize("name", ["client-{}", 'x"}} {}\n# EOF\n', "{}\udcff"])
-def test_clients_cannot_make_the_page_grow(name: str) -> None:
-    """Of ten thousand clients fifty have series of their own; what the others did is not lost, and not theirs."""
+def test_number_of_client_series_is_bounded(name: str) -> None:
+    """Of ten thousand clients fifty have their own series; the rest is summed."""
     metrics = DaemonMetrics()
     for number in range(10_000):
-        metrics.turn_ended(replace(Figures(), client_id=name.format(number), tokens=1))
+        metrics.turn_ended(replace(TurnFigures(), client_id=name.format(number), tokens=1))
     families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
     turns = {
         sample.labels["client"]: sample.value
@@ -93,8 +93,8 @@ def test_clients_cannot_make_the_page_grow(name: str) -> None:
     assert value(metrics, "client_tokens_total", client="other", kind="generated") == 10_000 - MAX_CLIENTS
 
 
-def test_one_state_of_heat_and_memory_is_marked() -> None:
-    """The one of before is put back to 0; memory that cannot be read is no number."""
+def test_one_state_is_set() -> None:
+    """The previous one returns to 0; unknown memory has no value."""
     metrics = DaemonMetrics()
     states = ["cool", "hot"]
     metrics.set_thermal("hot", states=states)

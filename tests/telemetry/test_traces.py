@@ -1,4 +1,4 @@
-"""Tests of traces: the tree of spans, what is sent of it, and that a collector is never waited for."""
+"""Traces: the tree of spans, their attributes, and that a slow collector never blocks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EPOCH_NS = 1_700_000_000_000_000_000
 
 @dataclass(frozen=True)
 class Spent:
-    """A stage."""
+    """The timing of a stage."""
 
     name: str
     began_s: float
@@ -43,14 +43,14 @@ class Spent:
 
 
 class Clock:
-    """Seconds that a test moves; the wall clock may jump beside them."""
+    """Seconds that a test advances; the wall clock may jump beside them."""
 
     def __init__(self) -> None:
         self.second = 100.0
         self.jump_ns = 0
 
     def monotonic(self) -> float:
-        """Return the second."""
+        """Return the seconds."""
         return self.second
 
     def wall_ns(self) -> int:
@@ -59,8 +59,8 @@ class Clock:
 
 
 @dataclass
-class Bench:
-    """Traces whose spans are kept."""
+class TraceRecorder:
+    """Traces whose spans are recorded."""
 
     clock: Clock
     kept: InMemorySpanExporter
@@ -68,29 +68,29 @@ class Bench:
 
     @property
     def spans(self) -> dict[str, ReadableSpan]:
-        """The spans that have ended, by name."""
+        """The ended spans by name."""
         return {span.name: span for span in self.kept.get_finished_spans()}
 
 
-def bench(ratio: float = 1.0) -> Bench:
-    """Return a fresh one."""
+def make_recorder(ratio: float = 1.0) -> TraceRecorder:
+    """Return a new recorder."""
     clock, kept = Clock(), InMemorySpanExporter()
     made = Traces(SimpleSpanProcessor(kept), ratio=ratio, wall_ns=clock.wall_ns, monotonic=clock.monotonic)
-    return Bench(clock, kept, made)
+    return TraceRecorder(clock, kept, made)
 
 
 @pytest.fixture(autouse=True)
 def quiet_again() -> Iterator[None]:
-    """Leave OpenTelemetry's logger as it was."""
+    """Restore OpenTelemetry's logger."""
     logger = logging.getLogger("opentelemetry")
     handlers, propagate = logger.handlers, logger.propagate
     yield
     logger.handlers, logger.propagate = handlers, propagate
 
 
-def test_a_turn_is_one_tree_over_both_processes() -> None:
-    """The engine's stages hang under the turn, from when to when the engine says, and are another service's."""
-    world = bench()
+def test_turn_is_one_trace_over_both_processes() -> None:
+    """The engine's stages have its times, and belong to another service."""
+    world = make_recorder()
     trace = world.traces.begin(None)
     trace.set_attributes({"gen_ai.request.model": "demo"})
     trace.add_stages((Spent("queue", 100.5, 101.0), Spent("prefill", 101.0, 102.25, 40)))
@@ -110,9 +110,9 @@ def test_a_turn_is_one_tree_over_both_processes() -> None:
     assert (queue.attributes, prefill.attributes) == ({}, {"inferencecenter.tokens": 40})
 
 
-def test_two_turns_are_two_traces() -> None:
-    """Concurrent traces are not each other's children."""
-    world = bench()
+def test_turns_have_separate_traces() -> None:
+    """Concurrent traces are not nested."""
+    world = make_recorder()
     first, second = world.traces.begin(None), world.traces.begin(None)
     second.end({}, error=None)
     first.end({}, error=None)
@@ -121,9 +121,9 @@ def test_two_turns_are_two_traces() -> None:
     assert one.parent is other.parent is None
 
 
-def test_a_client_may_have_the_turn_in_its_trace() -> None:
-    """Its span is the turn's parent, whatever our share of turns is."""
-    world = bench(ratio=0.0)
+def test_client_span_is_the_parent() -> None:
+    """At any sampling ratio."""
+    world = make_recorder(ratio=0.0)
     trace = world.traces.begin(SAMPLED)
     trace.add_stages((Spent("queue", 100.0, 101.0),))
     trace.end({}, error=None)
@@ -134,9 +134,9 @@ def test_a_client_may_have_the_turn_in_its_trace() -> None:
 
 
 @pytest.mark.parametrize(("ratio", "parent"), [(1.0, UNSAMPLED), (0.0, None)])
-def test_what_is_not_sampled_is_not_wanted(ratio: float, parent: str | None) -> None:
-    """As the client says, else as the ratio has it; whatever is told of it leaves nothing."""
-    world = bench(ratio)
+def test_unsampled_turns_are_not_recorded(ratio: float, parent: str | None) -> None:
+    """By the client's flag, else by the ratio."""
+    world = make_recorder(ratio)
     trace = world.traces.begin(parent)
     assert not trace.wanted
     trace.set_attributes({"a": 1})
@@ -146,24 +146,24 @@ def test_what_is_not_sampled_is_not_wanted(ratio: float, parent: str | None) -> 
     assert world.kept.get_finished_spans() == ()
 
 
-def test_a_share_of_the_turns() -> None:
-    """About so many of them as the ratio says."""
-    made = bench(0.25).traces
+def test_sampling_ratio() -> None:
+    """About that share of the turns is sampled."""
+    made = make_recorder(0.25).traces
     assert 150 < sum(made.begin(None).wanted for _ in range(1000)) < 350
 
 
-def test_a_turn_that_fails() -> None:
-    """The code is its status and its error's type; no message goes with it."""
-    world = bench()
+def test_failed_turn_has_an_error_status() -> None:
+    """With its code, and without its message."""
+    world = make_recorder()
     world.traces.begin(None).end({}, error="engine_crashed")
     turn = world.spans["turn"]
     assert (turn.status.status_code.name, turn.status.description) == ("ERROR", "engine_crashed")
     assert turn.attributes == {"error.type": "engine_crashed"}
 
 
-def test_what_happens_on_the_way_is_an_event() -> None:
-    """With its time and figures."""
-    world = bench()
+def test_incidents_are_span_events() -> None:
+    """With time and figures."""
+    world = make_recorder()
     trace = world.traces.begin(None)
     world.clock.second = 102.0
     trace.add_event("engine_lost", {"inferencecenter.tokens": 3})
@@ -173,9 +173,9 @@ def test_what_happens_on_the_way_is_an_event() -> None:
     assert event.attributes == {"inferencecenter.tokens": 3}
 
 
-def test_a_wall_clock_that_jumps_tears_no_trace() -> None:
+def test_wall_clock_jump_does_not_distort_a_trace() -> None:
     """Within a turn only the monotonic clock counts."""
-    world = bench()
+    world = make_recorder()
     trace = world.traces.begin(None)
     world.clock.jump_ns = -3600 * 10**9
     world.clock.second = 103.0
@@ -186,9 +186,9 @@ def test_a_wall_clock_that_jumps_tears_no_trace() -> None:
     assert times == [EPOCH_NS + second * 10**9 for second in (100, 101, 102, 103)]
 
 
-def test_turns_that_go_on_with_the_next_daemon_are_sent_too() -> None:
-    """They end with the daemon, and say so; those that have ended are not touched, refused ones are forgotten."""
-    world = bench()
+def test_suspended_turns_are_exported() -> None:
+    """They end with the daemon and say so; ended ones are unchanged, refused ones dropped."""
+    world = make_recorder()
     world.traces.begin(None).end({}, error=None)
     running = world.traces.begin(None)
     world.traces.begin(None)
@@ -200,8 +200,8 @@ def test_turns_that_go_on_with_the_next_daemon_are_sent_too() -> None:
     assert len(world.kept.get_finished_spans()) == 2
 
 
-class Stuck(SpanProcessor):
-    """Does not come to its end before it may."""
+class BlockedProvider(SpanProcessor):
+    """Blocks its shutdown until released."""
 
     def __init__(self) -> None:
         self.entered, self.may, self.left = threading.Event(), threading.Event(), threading.Event()
@@ -213,10 +213,10 @@ class Stuck(SpanProcessor):
         self.left.set()
 
 
-def test_the_end_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collector that does not answer costs ``FLUSH_S`` and no more."""
+def test_shutdown_flush_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collector that does not answer costs ``FLUSH_S``."""
     monkeypatch.setattr(otlp, "FLUSH_S", 0.05)
-    stuck = Stuck()
+    stuck = BlockedProvider()
     try:
         Traces(stuck).close()
         assert not stuck.left.is_set()
@@ -225,8 +225,8 @@ def test_the_end_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None
         stuck.may.set()
 
 
-class Moody(SpanExporter):
-    """Sends or does not, as a test has it."""
+class FlakyExporter(SpanExporter):
+    """Succeeds or fails as a test sets."""
 
     def __init__(self) -> None:
         self.works = True
@@ -236,9 +236,9 @@ class Moody(SpanExporter):
         return SpanExportResult.SUCCESS if self.works else SpanExportResult.FAILURE
 
 
-def test_an_outage_is_one_line_and_its_end_another() -> None:
-    """However many batches are lost; the next one is not complained of within a minute."""
-    clock, sender = Clock(), Moody()
+def test_collector_outage_logs_two_lines() -> None:
+    """One at the start and one at the end, at most one per minute."""
+    clock, sender = Clock(), FlakyExporter()
     sending = BackgroundExporter(sender, complaints=otlp.ExporterLogHandler(), monotonic=clock.monotonic)
     logging.getLogger("opentelemetry.anything").warning("refused %s", "by 127.0.0.1")
     span = _span()
@@ -259,26 +259,26 @@ def test_an_outage_is_one_line_and_its_end_another() -> None:
 
 
 def _span() -> ReadableSpan:
-    world = bench()
+    world = make_recorder()
     world.traces.begin(None).end({}, error=None)
     return world.spans["turn"]
 
 
 def settings(**values: Any) -> TelemetrySettings:
-    """Settings, validated."""
+    """Validated settings."""
     return TelemetrySettings(**values)
 
 
-def test_nothing_is_traced_unless_it_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Then it does not matter what is installed."""
+def test_tracing_is_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages need not be installed."""
     monkeypatch.setattr(traces, "find_spec", lambda _name: None)
     assert traces.open_traces(settings()) is None
     traces.check_installed(settings())
 
 
 @pytest.mark.parametrize("missing", ["opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http"])
-def test_a_missing_package_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    """It is the daemon's start that fails, not its first turn."""
+def test_missing_package_fails_the_start(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    """The hint says what to install."""
 
     def find_spec(name: str) -> object:
         if name == missing:
@@ -293,8 +293,8 @@ def test_a_missing_package_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1/traces"])
-def test_a_collector_gets_the_tree(path: str) -> None:
-    """As protobuf over HTTP, with the headers that it wants."""
+def test_collector_receives_the_trace(path: str) -> None:
+    """As protobuf over HTTP, with the configured headers."""
     with Collector() as collector:
         made = traces.open_traces(
             settings(otlp_endpoint=collector.address + path, otlp_headers={"X-Key": SecretStr("hunter2")})
@@ -316,10 +316,10 @@ def test_a_collector_gets_the_tree(path: str) -> None:
     assert decode.ended_ns - decode.began_ns == pytest.approx(5e8, abs=1000)
 
 
-def test_a_collector_that_is_not_there_matters_to_nobody(
+def test_missing_collector_costs_one_log_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Turns begin and end, there is one line in the log, and the end comes."""
+    """Turns and shutdown are unaffected."""
     monkeypatch.setattr(otlp, "FLUSH_S", 0.2)
     monkeypatch.setattr(otlp, "_SEND_TIMEOUT_S", 0.1)
     with socket.socket() as unheard:

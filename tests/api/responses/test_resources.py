@@ -69,7 +69,7 @@ async def test_stream_waiting_for_storage_sends_one_comment(serve: Serve, *, sto
             server.engine.say(turn, "Good day")
             server.engine.finish(turn)
             journal.fault = None
-            journal.let_go()
+            journal.run_callbacks()
             rest = await reader.readuntil(b"data: [DONE]")
     assert b"Good day" in rest
     assert store or b"storage" not in rest

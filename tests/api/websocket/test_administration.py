@@ -12,7 +12,7 @@ import pytest
 from inferencecenter.config.limits import AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.store.archive import UsageLine
-from tests.server.harness import Running, ask, close_code, hear
+from tests.server.harness import Running, ask, close_code, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,7 +51,7 @@ async def test_operations_require_their_scopes(server: Running, op: str, scope: 
     fields = {"client_id": "ada"} if op in ("kick", "usage") else {}
     others = ({"operator", "admin", "priority"} - {scope}) if op != "usage" else {"admin"}
     async with connect(server, "eve", "user", *others) as socket:
-        await hear(socket)
+        await receive(socket)
         refused = await ask(socket, op=op, id="1", **fields)
         assert (refused["code"], refused["id"]) == ("forbidden", "1")
         assert scope in refused["message"]
@@ -73,7 +73,7 @@ async def test_connected_clients_are_listed(server: Running) -> None:
         server.connect() as unauthenticated,
     ):
         for socket in (admin, one, two, unauthenticated):
-            await hear(socket)
+            await receive(socket)
         first = (await ask(one, op="create_session"))["session_id"]
         await ask(two, op="create_session")
         turn_id = (await ask(one, op="infer", session_id=first, prompt="Hi"))["turn_id"]
@@ -93,7 +93,7 @@ async def test_kick_closes_sockets_but_no_session(server: Running) -> None:
     """The turn continues, and the client can resume it."""
     async with connect(server, "root", "user", "admin") as admin, server.v1() as one, server.v1() as two:
         for socket in (admin, one, two):
-            await hear(socket)
+            await receive(socket)
         created = await ask(one, op="create_session")
         turn_id = (await ask(one, op="infer", session_id=created["session_id"], prompt="Hi"))["turn_id"]
         kicked = await ask(admin, op="kick", client_id="ada", id="k")
@@ -102,7 +102,7 @@ async def test_kick_closes_sockets_but_no_session(server: Running) -> None:
         server.engine.begin(turn_id)
         server.engine.say(turn_id, "still here")
         async with server.v1() as back:
-            await hear(back)
+            await receive(back)
             resumed = await ask(back, op="resume_session", session_id=created["session_id"])
             assert (resumed["state"], resumed["turn_id"], resumed["content"]) == ("busy", turn_id, "still here")
             server.engine.finish(turn_id)
@@ -112,7 +112,7 @@ async def test_kick_closes_sockets_but_no_session(server: Running) -> None:
 async def test_kicking_oneself_is_answered_first(server: Running) -> None:
     """The answer is sent before the socket closes."""
     async with connect(server, "root", "user", "admin") as admin:
-        await hear(admin)
+        await receive(admin)
         assert (await ask(admin, op="kick", client_id="root"))["op"] == "kicked"
         assert await close_code(admin) == 1008
 
@@ -120,7 +120,7 @@ async def test_kicking_oneself_is_answered_first(server: Running) -> None:
 async def test_kicking_an_absent_client_is_an_error(server: Running) -> None:
     """The error names the client, and nothing is logged."""
     async with connect(server, "root", "user", "admin") as admin:
-        await hear(admin)
+        await receive(admin)
         refused = await ask(admin, op="kick", client_id="adda")
         assert (refused["code"], refused["field"]) == ("invalid_request", "client_id")
     assert audit_entries(server, "client_kicked") == []
@@ -130,17 +130,17 @@ async def test_operator_drains_the_daemon(serve: Callable[..., AbstractAsyncCont
     """Like SIGTERM: clients are notified, a running turn ends, then sockets close with 1012 and the server stops."""
     async with serve(shutdown_timeout_s=30) as server:
         async with connect(server, "op", "user", "operator") as operator, server.v1() as socket:
-            await hear(operator)
-            await hear(socket)
+            await receive(operator)
+            await receive(socket)
             session_id = (await ask(socket, op="create_session"))["session_id"]
             turn_id = (await ask(socket, op="infer", session_id=session_id, prompt="Hi"))["turn_id"]
             assert await ask(operator, op="drain", id="d") == {"op": "draining", "id": "d", "deadline_ms": 30_000}
-            assert (await hear(operator))["op"] == "going_away"
+            assert (await receive(operator))["op"] == "going_away"
             assert await close_code(operator) == 1012
-            assert (await hear(socket))["op"] == "going_away"
+            assert (await receive(socket))["op"] == "going_away"
             server.engine.begin(turn_id)
             server.engine.finish(turn_id)
-            assert (await hear(socket))["op"] == "end"
+            assert (await receive(socket))["op"] == "end"
             assert await close_code(socket) == 1012
         async with asyncio.timeout(60):
             await server.serving
@@ -163,7 +163,7 @@ async def test_client_reads_its_usage(serve: Callable[..., AbstractAsyncContextM
         server.context.tokens_changed()
         server.context.quotas.of("ada", server.token_id).use(30)
         async with server.v1() as socket:
-            await hear(socket)
+            await receive(socket)
             report = await ask(socket, op="usage", id="u", days=3)
             assert (report["op"], report["id"], report["client_id"]) == ("usage", "u", "ada")
             assert report["days"] == [
@@ -175,7 +175,7 @@ async def test_client_reads_its_usage(serve: Callable[..., AbstractAsyncContextM
             assert left == {"tokens_today": 30, "turns": 0, "requests_left": 3, "day_tokens_left": 70}
             assert (await ask(socket, op="usage", client_id="bob"))["code"] == "forbidden"
         async with connect(server, "op", "user", "operator") as operator:
-            await hear(operator)
+            await receive(operator)
             report = await ask(operator, op="usage", client_id="bob")
             assert (report["client_id"], "left" in report) == ("bob", False)
     assert [client_id for client_id, _ in asked] == ["ada", "bob"]
@@ -190,18 +190,18 @@ async def test_usage_read_failure_is_an_error(
         raise InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, "the disk is gone")
 
     async with serve(read_usage=read) as server, server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         await socket.send('{"op": "usage", "id": "1"}')
         refused = await ask(socket, op="ping", id="2")
         assert (refused["code"], refused["id"]) == ("storage_unavailable", "1")
-        assert await hear(socket) == {"op": "pong", "id": "2"}
+        assert await receive(socket) == {"op": "pong", "id": "2"}
         assert (await ask(socket, op="usage", days=0))["field"] == "days"
 
 
 async def test_usage_without_a_store_has_only_the_allowance(server: Running) -> None:
     """The remaining allowance is known without stored usage."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         report = await ask(socket, op="usage")
         assert (report["days"], report["left"]["tokens_today"]) == ([], 0)
 
@@ -228,7 +228,7 @@ async def test_concurrent_usage_reads_of_a_client_share_one_thread(
         greedy = [await open_sockets.enter_async_context(connect(server, "ada")) for _ in range(4)]
         other = await open_sockets.enter_async_context(connect(server, "eve", "user"))
         for socket in (*greedy, other):
-            await hear(socket)
+            await receive(socket)
         for socket in (*greedy, other):
             await socket.send('{"op": "usage"}')
         frames_in = server.context.metrics.registry.get_sample_value
@@ -237,7 +237,7 @@ async def test_concurrent_usage_reads_of_a_client_share_one_thread(
                 await asyncio.sleep(0)
         go_on.set()
         for socket in (*greedy, other):
-            assert (await hear(socket))["op"] == "usage"
+            assert (await receive(socket))["op"] == "usage"
     assert most == 1
     assert sorted(asked) == ["ada"] * 4 + ["eve"]
     assert asked.index("eve") <= 2

@@ -10,7 +10,7 @@ from inferencecenter.api.websocket.commands import COMMANDS
 from inferencecenter.protocol.codec import REQUESTS
 from inferencecenter.protocol.values import PlanReason, StatusType
 from tests.plans import engine_plan
-from tests.server.harness import Running, ask, hear
+from tests.server.harness import Running, ask, receive
 
 if TYPE_CHECKING:
     from inferencecenter.protocol.requests import ListSessions
@@ -31,7 +31,7 @@ def test_only_hello_and_auth_need_no_scope() -> None:
 async def test_unknown_op_is_refused(server: Running, op: str) -> None:
     """The error names the field and echoes the id."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         error = await ask(socket, op=op, id="1", session_id="s")
         assert (error["code"], error["field"], error["id"]) == ("unknown_op", "op", "1")
 
@@ -41,7 +41,7 @@ async def test_missing_scope_is_refused(server: Running) -> None:
     server.accounts.ensure_client("idle", max_sessions=1, priority="normal", scopes=["operator"])
     token = server.accounts.create_token("idle").token
     async with server.connect(additional_headers={"Authorization": f"Bearer {token}"}) as socket:
-        await hear(socket)
+        await receive(socket)
         await ask(socket, op="hello", protocol=1)
         error = await ask(socket, op="create_session")
         assert (error["code"], error["message"]) == ("forbidden", "this requires the scope user")
@@ -61,8 +61,8 @@ async def test_foreign_and_unknown_sessions_are_indistinguishable(server: Runnin
     fields = extra.get(op, {})
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     async with server.v1() as owner, server.connect(additional_headers=key) as other:
-        await hear(owner)
-        await hear(other)
+        await receive(owner)
+        await receive(other)
         await ask(other, op="hello", protocol=1)
         sid = (await ask(owner, op="create_session"))["session_id"]
         answers = []
@@ -77,7 +77,7 @@ async def test_foreign_and_unknown_sessions_are_indistinguishable(server: Runnin
 async def test_session_errors_name_the_session(server: Running) -> None:
     """The client knows which of its sessions failed."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         sid = (await ask(socket, op="create_session"))["session_id"]
         error = await ask(socket, op="abort", session_id=sid, id="a")
         assert (error["code"], error["session_id"], error["id"]) == ("nothing_to_abort", sid, "a")
@@ -90,7 +90,7 @@ async def test_internal_error_leaves_the_socket_open(server: Running, monkeypatc
         raise ZeroDivisionError("inside")
 
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         with monkeypatch.context() as patched:
             patched.setattr(server.context.sessions, "list", broken)
             error = await ask(socket, op="list_sessions", id="x")
@@ -105,8 +105,8 @@ async def test_status_shows_own_or_all_sessions(server: Running, kind: str) -> N
     """A user sees its own sessions only, an operator sees those of all clients."""
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     async with server.v1() as user, server.connect(additional_headers=key) as operator:
-        await hear(user)
-        await hear(operator)
+        await receive(user)
+        await receive(operator)
         await ask(operator, op="hello", protocol=1)
         for socket in (user, operator):
             await ask(socket, op="create_session")
@@ -127,8 +127,8 @@ async def test_only_operators_see_the_placement_plan(server: Running) -> None:
     """It is part of the model's status, and absent without a plan."""
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     async with server.v1() as user, server.connect(additional_headers=key) as operator:
-        await hear(user)
-        await hear(operator)
+        await receive(user)
+        await receive(operator)
         await ask(operator, op="hello", protocol=1)
         assert "plan" not in await ask(operator, op="status", type="model")
         reason = PlanReason(name="n_gpu_layers", value="0 of 2", why="there is no GPU", explicit=False)
@@ -142,7 +142,7 @@ async def test_only_operators_see_the_placement_plan(server: Running) -> None:
 async def test_turn_on_a_v1_socket(server: Running) -> None:
     """It is acknowledged with the id, numbered, and ended once."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         sid = (await ask(socket, op="create_session", id="c"))["session_id"]
         queued = await ask(socket, op="infer", session_id=sid, prompt="hi", id="i")
         assert (queued["op"], queued["id"], queued["position"], queued["seq"]) == ("queued", "i", 0, 1)
@@ -150,9 +150,9 @@ async def test_turn_on_a_v1_socket(server: Running) -> None:
         server.engine.begin(turn)
         server.engine.say(turn, "Hé")
         server.engine.finish(turn)
-        token = await hear(socket)
+        token = await receive(socket)
         assert token == {"op": "token", "session_id": sid, "seq": 2, "turn_id": turn, "content": "Hé"}
-        end = await hear(socket)
+        end = await receive(socket)
         assert (end["op"], end["seq"], end["turn_id"], end["finish_reason"]) == ("end", 3, turn, "stop")
         assert (await ask(socket, op="close_session", session_id=sid))["op"] == "session_closed"
 
@@ -160,14 +160,14 @@ async def test_turn_on_a_v1_socket(server: Running) -> None:
 async def test_fork_and_rewind(server: Running) -> None:
     """The fork names its parent, the rewind the turn; an unknown turn is an error of the session."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         sid = (await ask(socket, op="create_session"))["session_id"]
         turn = (await ask(socket, op="infer", session_id=sid, prompt="hi"))["turn_id"]
         busy = await ask(socket, op="fork_session", session_id=sid, id="b")
         assert (busy["code"], busy["id"], busy["retryable"]) == ("session_busy", "b", True)
         server.engine.begin(turn)
         server.engine.finish(turn)
-        await hear(socket, "end")
+        await receive(socket, "end")
         created = await ask(socket, op="fork_session", session_id=sid, turn=turn, id="f")
         assert (created["op"], created["id"], created["parent"]) == ("session_created", "f", sid)
         rewound = await ask(socket, op="rewind_session", session_id=sid, turn="start", id="r")
@@ -185,7 +185,7 @@ async def test_context_shift_is_sent_to_v1_sockets_only(server: Running) -> None
     key = {"X-Client-ID": "desk", "X-API-Key": "desk-key"}
     async with server.v1() as new, server.connect(additional_headers=key) as old:
         for socket, expected in ((new, ["context_shifted", "token", "end"]), (old, ["token", "end"])):
-            await hear(socket)
+            await receive(socket)
             sid = (await ask(socket, op="create_session"))["session_id"]
             for number in range(3):
                 server.engine.submitted.clear()
@@ -199,9 +199,9 @@ async def test_context_shift_is_sent_to_v1_sockets_only(server: Running) -> None
                 else:
                     server.engine.begin(turn)
                 server.engine.finish(turn)
-                frames = [await hear(socket)]
+                frames = [await receive(socket)]
                 while frames[-1]["op"] != "end":
-                    frames.append(await hear(socket))
+                    frames.append(await receive(socket))
             assert [frame["op"] for frame in frames if frame["op"] != "queued"] == expected
 
 
@@ -216,13 +216,13 @@ async def test_metadata_change_reaches_all_v1_sockets_of_the_client(server: Runn
         server.connect(additional_headers=key) as other,
     ):
         for socket in (first, second, plain, other):
-            await hear(socket)
+            await receive(socket)
         await ask(other, op="hello", protocol=1)
         sid = (await ask(first, op="create_session"))["session_id"]
         expected = {"op": "metadata_set", "session_id": sid, "metadata": {"title": "Über"}}
         reply = await ask(second, op="set_metadata", id="m", session_id=sid, metadata={"title": "Über"})
         assert reply == {**expected, "id": "m"}
-        assert await hear(first) == expected
+        assert await receive(first) == expected
         assert (await ask(other, op="ping"))["op"] == "pong"
         assert (await ask(plain, op="metrics"))["op"] == "metrics"
         assert (await ask(first, op="get_session", session_id=sid))["metadata"] == {"title": "Über"}

@@ -16,7 +16,7 @@ from inferencecenter.api.websocket.connection import LARGE_FRAME_CHARS, MAX_FRAM
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.codec import Frame, read_frame
 from inferencecenter.protocol.events import AnyEvent
-from tests.server.harness import Running, ask, close_code, hear, ready
+from tests.server.harness import Running, ask, close_code, ready, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ LEGACY_OPS = {kind.model_fields["op"].default for kind in get_args(AnyEvent) if 
 
 async def legacy_socket(server: Running, socket: ClientConnection) -> None:
     """Authenticate as the first protocol does."""
-    assert (await hear(socket))["op"] == "hello"
+    assert (await receive(socket))["op"] == "hello"
     assert (await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key"))["op"] == "auth_success"
 
 
@@ -47,7 +47,7 @@ async def test_unauthenticated_socket_is_closed_at_the_deadline(serve: Serve, cl
 async def test_authentication_cancels_the_deadline(serve: Serve, clock: LoopClock) -> None:
     """A socket opened later passes its deadline first."""
     async with serve(auth_timeout_s=30) as server, server.v1() as socket, server.connect() as late:
-        await hear(socket)
+        await receive(socket)
         await clock.go_on(30)
         assert await close_code(late) == 4401
         assert (await ask(socket, op="ping"))["op"] == "pong"
@@ -57,7 +57,7 @@ async def test_authentication_cancels_the_deadline(serve: Serve, clock: LoopCloc
 async def test_other_ops_before_authentication_are_refused(server: Running, op: str) -> None:
     """The error does not reveal which ops exist; the socket may still authenticate."""
     async with server.connect() as socket:
-        await hear(socket)
+        await receive(socket)
         await ask(socket, op="hello", protocol=1)
         error = await ask(socket, op=op, id="7")
         assert (error["op"], error["code"], error["id"]) == ("error", "not_authenticated", "7")
@@ -67,7 +67,7 @@ async def test_other_ops_before_authentication_are_refused(server: Running, op: 
 async def test_wrong_credential_may_be_followed_by_a_right_one(server: Running) -> None:
     """``auth_failed`` has the reason, and the socket stays open."""
     async with server.connect() as socket:
-        await hear(socket)
+        await receive(socket)
         failed = await ask(socket, op="auth", client_id="kitchen", api_key="wrong", id="1")
         assert failed == {"op": "auth_failed", "id": "1", "reason": "the credential is not valid"}
         assert (await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key"))["op"] == "auth_success"
@@ -76,7 +76,7 @@ async def test_wrong_credential_may_be_followed_by_a_right_one(server: Running) 
 async def test_too_many_wrong_credentials_close_the_socket(serve: Serve) -> None:
     """The last answer has the retry delay."""
     async with serve(login_attempts_per_minute=1) as server, server.connect() as socket:
-        await hear(socket)
+        await receive(socket)
         assert (await ask(socket, op="auth", token="x", protocol=1))["op"] == "auth_failed"
         failed = await ask(socket, op="auth", token=server.token)
         assert failed["op"] == "auth_failed"
@@ -87,7 +87,7 @@ async def test_too_many_wrong_credentials_close_the_socket(serve: Serve) -> None
 async def test_authenticating_twice_is_an_error(server: Running) -> None:
     """A socket does not change its client."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         error = await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key")
         assert error["code"] == "invalid_request"
         assert (await ask(socket, op="create_session"))["op"] == "session_created"
@@ -97,7 +97,7 @@ async def test_failing_accounts_database_is_reported(server: Running) -> None:
     """It is neither a wrong credential nor a closed socket."""
     server.accounts._file.close()
     async with server.connect() as socket:
-        await hear(socket)
+        await receive(socket)
         error = await ask(socket, op="auth", token=server.token, protocol=1)
         assert (error["op"], error["code"], error["retryable"]) == ("error", "storage_unavailable", True)
         assert error["message"] == "accounts cannot be read at the moment"
@@ -111,8 +111,8 @@ async def test_revoking_a_token_closes_only_its_sockets(server: Running) -> None
         server.connect(additional_headers={"Authorization": f"Bearer {other}"}) as going_on,
         server.connect() as keyed,
     ):
-        await hear(socket)
-        await hear(going_on)
+        await receive(socket)
+        await receive(going_on)
         await legacy_socket(server, keyed)
         server.accounts.revoke(server.token_id)
         server.context.tokens_changed()
@@ -125,7 +125,7 @@ async def test_token_expiry_closes_its_socket(clock: LoopClock, server: Running)
     """With 4401 at its time, without further frames."""
     token = server.accounts.create_token("ada", expires_at=time.time() + 3600).token
     async with server.connect(additional_headers={"Authorization": f"Bearer {token}"}) as socket:
-        await hear(socket)
+        await receive(socket)
         await clock.go_on(3600)
         assert await close_code(socket) == 4401
 
@@ -137,9 +137,9 @@ async def test_token_expiry_closes_its_socket(clock: LoopClock, server: Running)
 async def test_invalid_frame_is_answered_and_the_socket_stays_open(server: Running, frame: str, code: str) -> None:
     """No invalid request ends a connection."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         await socket.send(frame)
-        error = await hear(socket)
+        error = await receive(socket)
         assert (error["op"], error["code"]) == ("error", code)
         assert error["error"] == error["message"]
         assert (await ask(socket, op="ping"))["op"] == "pong"
@@ -148,9 +148,9 @@ async def test_invalid_frame_is_answered_and_the_socket_stays_open(server: Runni
 async def test_binary_frame_is_answered_and_the_socket_stays_open(server: Running) -> None:
     """Frames are text."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         await socket.send(b'{"op": "ping"}')
-        error = await hear(socket)
+        error = await receive(socket)
         assert (error["code"], error["hint"]) == ("invalid_request", "Send JSON in text frames.")
         assert (await ask(socket, op="ping"))["op"] == "pong"
 
@@ -159,13 +159,13 @@ async def test_oversized_frame_closes_with_1009(serve: Serve) -> None:
     """Also while it is still being sent; a frame at the limit is accepted."""
     async with serve(max_frame_bytes=2048) as server:
         async with server.v1() as socket:
-            await hear(socket)
+            await receive(socket)
             padding = 2048 - len(json.dumps({"op": "ping", "id": ""}))
             assert (await ask(socket, op="ping", id="x" * padding))["op"] == "error"
             await socket.send("x" * 2049)
             assert await close_code(socket) == 1009
         async with server.v1() as socket:
-            await hear(socket)
+            await receive(socket)
             with contextlib.suppress(ConnectionClosed):
                 await socket.send("x" * 10_000_000)
             assert await close_code(socket) == 1009
@@ -175,7 +175,7 @@ async def test_legacy_socket_receives_only_first_protocol_frames(server: Running
     """Through a conversation with errors and newer ops."""
     seen: list[dict[str, Any]] = []
     async with server.connect() as socket:
-        seen.append(await hear(socket))
+        seen.append(await receive(socket))
         seen.append(await ask(socket, op="hello"))
         seen.append(await ask(socket, op="auth", client_id="kitchen", api_key="kitchen-key"))
         session = await ask(socket, op="create_session")
@@ -191,8 +191,8 @@ async def test_legacy_socket_receives_only_first_protocol_frames(server: Running
         server.engine.say(turn, "a")
         server.engine.become(ready(state=EngineState.STARTING))
         server.engine.finish(turn)
-        seen += [await hear(socket), await hear(socket)]
-        seen += [await ask(socket, op="abort", session_id=sid), await hear(socket)]
+        seen += [await receive(socket), await receive(socket)]
+        seen += [await ask(socket, op="abort", session_id=sid), await receive(socket)]
         seen += [await ask(socket, op="nonsense"), await ask(socket, op="metrics")]
         seen += [await ask(socket, op="subscribe_metrics"), await ask(socket, op="unsubscribe_metrics")]
         seen += [await ask(socket, op="close_session", session_id=sid)]
@@ -215,11 +215,11 @@ async def test_legacy_socket_receives_its_abort(server: Running) -> None:
         await socket.send(json.dumps({"op": "infer", "session_id": sid, "prompt": "hi"}))
         await server.engine.submitted.wait()
         assert await ask(socket, op="abort", session_id=sid) == {"op": "abort", "session_id": sid, "status": "aborted"}
-        assert (await hear(socket))["op"] == "end"
+        assert (await receive(socket))["op"] == "end"
         for target in (sid, "nobody's"):
             answer = await ask(socket, op="abort", session_id=target)
             assert answer == {"op": "abort", "session_id": target, "status": "not_found"}
-            assert (await hear(socket))["op"] == "error"
+            assert (await receive(socket))["op"] == "error"
 
 
 async def test_hello_upgrades_to_v1_at_any_time(server: Running) -> None:
@@ -233,8 +233,8 @@ async def test_hello_upgrades_to_v1_at_any_time(server: Running) -> None:
 async def test_engine_states_reach_v1_sockets(server: Running) -> None:
     """Loading, restarting and waking are sent once each; changes caused by shutdown are not."""
     async with server.v1() as socket, server.connect(subprotocols=["inferencecenter.v1"]) as unauthenticated:
-        await hear(socket)
-        await hear(unauthenticated)
+        await receive(socket)
+        await receive(unauthenticated)
         server.engine.become(ready(state=EngineState.BACKOFF, detail="it died"))
         server.engine.become(ready(state=EngineState.DRAINING))
         server.engine.become(ready(state=EngineState.STARTING, restarts=1, detail="it died"))
@@ -242,7 +242,7 @@ async def test_engine_states_reach_v1_sockets(server: Running) -> None:
         server.engine.become(ready(state=EngineState.SUSPENDING, restarts=1))
         server.engine.become(ready(state=EngineState.ASLEEP, restarts=1))
         server.engine.become(ready(state=EngineState.STARTING, restarts=1))
-        states = [await hear(socket) for _ in range(4)]
+        states = [await receive(socket) for _ in range(4)]
         assert [(event["state"], event["detail"]) for event in states] == [
             ("restarting", "it died"),
             ("ready", ""),
@@ -257,13 +257,13 @@ async def test_engine_states_reach_v1_sockets(server: Running) -> None:
 async def test_lost_socket_closes_sessions_without_resume(server: Running) -> None:
     """Running turns included."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         sid = (await ask(socket, op="create_session", on_disconnect="close"))["session_id"]
         await ask(socket, op="infer", session_id=sid, prompt="hi")
         assert server.context.sessions.totals().active_generations == 1
     await socket.wait_closed()
     async with server.v1() as again:
-        await hear(again)
+        await receive(again)
         assert (await ask(again, op="list_sessions"))["sessions"] == []
     assert server.engine.turns == {}
 
@@ -286,10 +286,10 @@ async def test_large_frame_is_parsed_off_the_event_loop(server: Running, monkeyp
     monkeypatch.setattr("inferencecenter.api.websocket.connection.read_frame", noting)
     monkeypatch.setattr(Frame, "parse", noting_parse)
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         await socket.send(json.dumps({"op": "ping", "id": "1", "padding": "x" * LARGE_FRAME_CHARS}))
         await socket.send(json.dumps({"op": "ping", "id": "2"}))
-        answers = [await hear(socket) for _ in range(2)]
+        answers = [await receive(socket) for _ in range(2)]
     assert [(answer["op"], answer["id"]) for answer in answers] == [("error", "1"), ("pong", "2")]
     assert threads[0] != threading.get_ident() == threads[1]
     assert parsed == threads
@@ -298,12 +298,12 @@ async def test_large_frame_is_parsed_off_the_event_loop(server: Running, monkeyp
 async def test_unauthenticated_frames_are_limited(server: Running) -> None:
     """Frames before login are answered up to a limit; an authenticated client has none."""
     async with server.connect() as socket, server.v1() as client:
-        await hear(socket)
+        await receive(socket)
         for _ in range(MAX_FRAMES_BEFORE_LOGIN):
             assert (await ask(socket, op="hello"))["op"] == "hello"
         await socket.send('{"op": "hello"}')
         assert await close_code(socket) == 4429
-        await hear(client)
+        await receive(client)
         for _ in range(MAX_FRAMES_BEFORE_LOGIN + 1):
             assert (await ask(client, op="ping"))["op"] == "pong"
 
@@ -313,12 +313,12 @@ async def test_large_frame_before_authentication_is_not_parsed(
 ) -> None:
     """No login is that large; the socket may still authenticate."""
     async with server.connect() as socket:
-        await hear(socket)
+        await receive(socket)
         await ask(socket, op="hello", protocol=1)
         with monkeypatch.context() as closed:
             closed.setattr("inferencecenter.api.websocket.connection.read_frame", pytest.fail)
             await socket.send(json.dumps({"op": "auth", "token": "x" * LARGE_FRAME_CHARS}))
-            assert (await hear(socket, "error"))["code"] == "message_too_large"
+            assert (await receive(socket, "error"))["code"] == "message_too_large"
         assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
 
 
@@ -327,7 +327,7 @@ async def test_internal_error_in_one_frame_leaves_the_socket_open(
 ) -> None:
     """It is reported as an internal error."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         with monkeypatch.context() as broken:
             broken.setattr("inferencecenter.api.websocket.connection.read_frame", fail_unexpectedly)
             assert (await ask(socket, op="ping"))["code"] == "internal"

@@ -16,7 +16,7 @@ from inferencecenter.client.retry import is_final
 from inferencecenter.client.transport import open_transport
 from inferencecenter.protocol import requests
 from inferencecenter.server.upgrade_limiter import BURST_S
-from tests.server.harness import Running, ask, close_code, hear
+from tests.server.harness import Running, ask, close_code, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ async def refused(server: Running, path: str = "/", **options: Any) -> tuple[int
 async def test_every_path_sends_hello_first(server: Running, path: str) -> None:
     """An unauthenticated socket receives the hello of the first protocol."""
     async with server.connect(path) as socket:
-        hello = await hear(socket)
+        hello = await receive(socket)
     assert set(hello) == {"op", "status", "message", "uptime_seconds", "requires_auth"}
     assert (hello["op"], hello["status"], hello["requires_auth"]) == ("hello", "ready", True)
 
@@ -52,7 +52,7 @@ async def test_base_path_prefixes_every_address(serve: Serve) -> None:
     async with serve(base_path="/llm") as server:
         for path in ("/llm", "/llm/", "/llm/ws", "/llm/api/inference"):
             async with server.connect(path) as socket:
-                assert (await hear(socket))["op"] == "hello"
+                assert (await receive(socket))["op"] == "hello"
         assert (await server.http("/llm/healthz"))[0] == 200
         assert (await server.http("/healthz"))[0] == 404
         with pytest.raises(InvalidStatus):
@@ -62,7 +62,7 @@ async def test_base_path_prefixes_every_address(serve: Serve) -> None:
 async def test_token_in_a_frame(server: Running) -> None:
     """A v1 socket receives all fields of its account."""
     async with server.connect() as socket:
-        await hear(socket)
+        await receive(socket)
         answer = await ask(socket, op="auth", token=server.token, protocol=1, id="a1")
     assert answer == {
         "op": "auth_success",
@@ -78,7 +78,7 @@ async def test_token_in_a_frame(server: Running) -> None:
 async def test_key_in_a_frame(server: Running) -> None:
     """The first protocol's id and key are answered with the first protocol's fields."""
     async with server.connect() as socket:
-        await hear(socket)
+        await receive(socket)
         answer = await ask(socket, op="AUTH", client_id="kitchen", api_key="kitchen-key")
     assert answer == {"op": "auth_success", "client_id": "kitchen", "max_sessions": 3}
 
@@ -86,27 +86,27 @@ async def test_key_in_a_frame(server: Running) -> None:
 async def test_bearer_token_in_the_upgrade(server: Running) -> None:
     """The first frame is auth_success; without the subprotocol the first protocol applies."""
     async with server.connect(additional_headers={"Authorization": f"bearer {server.token}"}) as socket:
-        assert await hear(socket) == {"op": "auth_success", "client_id": "ada", "max_sessions": 8}
+        assert await receive(socket) == {"op": "auth_success", "client_id": "ada", "max_sessions": 8}
 
 
 async def test_key_in_the_upgrade(server: Running) -> None:
     """X-Client-ID and X-API-Key belong together."""
     headers = {"X-Client-ID": "kitchen", "X-API-Key": "kitchen-key"}
     async with server.connect(additional_headers=headers) as socket:
-        assert (await hear(socket))["client_id"] == "kitchen"
+        assert (await receive(socket))["client_id"] == "kitchen"
 
 
 async def test_token_as_subprotocol(server: Running) -> None:
     """Browsers send the token as a second subprotocol, and only the protocol name is selected."""
     async with server.connect(subprotocols=[V1, Subprotocol(f"token.{server.token}")]) as socket:
         assert socket.subprotocol == V1
-        assert (await hear(socket))["scopes"] == ["user"]
+        assert (await receive(socket))["scopes"] == ["user"]
 
 
 async def test_subprotocol_selects_v1(server: Running) -> None:
     """The first hello then has all fields."""
     async with server.connect(subprotocols=[V1]) as socket:
-        hello = await hear(socket)
+        hello = await receive(socket)
     assert (hello["protocol"], hello["model"], hello["limits"]["max_frame_bytes"]) == (1, "stub", 2**20)
 
 
@@ -152,7 +152,7 @@ async def test_allowed_origins_connect(serve: Serve, origin: str) -> None:
         serve(allowed_origins=("https://friend.example",)) as server,
         server.connect(origin=origin.format(port=server.port)) as socket,
     ):
-        assert (await hear(socket))["op"] == "hello"
+        assert (await receive(socket))["op"] == "hello"
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:1", "null"])
@@ -168,12 +168,12 @@ async def test_total_connections_are_limited(serve: Serve) -> None:
     """A further one is refused with 503 and a retry delay until another closes."""
     async with serve(max_connections=1) as server:
         async with server.v1() as socket:
-            await hear(socket)
+            await receive(socket)
             status, body, headers = await refused(server)
             assert (status, body["retryable"], headers["Retry-After"]) == (503, True, "1")
         await socket.wait_closed()
         async with server.connect() as socket:
-            assert (await hear(socket))["op"] == "hello"
+            assert (await receive(socket))["op"] == "hello"
 
 
 async def test_unauthenticated_sockets_do_not_use_client_capacity(serve: Serve) -> None:
@@ -182,9 +182,9 @@ async def test_unauthenticated_sockets_do_not_use_client_capacity(serve: Serve) 
         strangers = [await open_sockets.enter_async_context(server.connect()) for _ in range(10)]
         assert not server.context.hub.full
         client = await open_sockets.enter_async_context(server.v1())
-        assert (await hear(client))["op"] == "auth_success"
+        assert (await receive(client))["op"] == "auth_success"
         assert server.context.hub.full
-        await hear(strangers[0])
+        await receive(strangers[0])
         failed = await ask(strangers[0], op="auth", client_id="kitchen", api_key="kitchen-key")
         assert failed["op"] == "error"
         assert (await ask(client, op="ping"))["op"] == "pong"
@@ -206,7 +206,7 @@ async def test_excess_unauthenticated_socket_evicts_the_oldest_of_its_address(se
         async def unauthenticated_socket(address: str) -> ClientConnection:
             headers = {"X-Forwarded-For": address}
             socket = await open_sockets.enter_async_context(server.connect(additional_headers=headers))
-            await hear(socket)
+            await receive(socket)
             return socket
 
         other = await unauthenticated_socket("2001:db8:0:2::1")
@@ -237,7 +237,7 @@ async def test_total_unauthenticated_limit_evicts_the_oldest(serve: Serve) -> No
         ]
         assert [await close_code(socket) for socket in sockets[:2]] == [4429, 4429]
         for socket in sockets[2:]:
-            assert (await hear(socket))["op"] == "hello"
+            assert (await receive(socket))["op"] == "hello"
         assert unauthenticated(server) == (2, 2)
 
 
@@ -274,7 +274,7 @@ async def test_unauthenticated_upgrades_are_rate_limited(serve: Serve) -> None:
         assert later.value.retry_after_ms == 1000
         assert not is_final(later.value)
         async with server.connect(additional_headers={"Authorization": f"Bearer {server.token}"}) as socket:
-            assert (await hear(socket))["op"] == "auth_success"
+            assert (await receive(socket))["op"] == "auth_success"
 
 
 async def test_authenticated_upgrades_are_not_rate_limited(serve: Serve) -> None:
@@ -282,29 +282,29 @@ async def test_authenticated_upgrades_are_not_rate_limited(serve: Serve) -> None
     async with serve(unauthenticated_per_s=1) as server:
         for _ in range(3 * BURST_S):
             async with server.v1() as socket:
-                await hear(socket)
+                await receive(socket)
         for _ in range(3 * BURST_S):
             async with server.connect() as socket:
-                await hear(socket)
+                await receive(socket)
                 assert (await ask(socket, op="auth", token=server.token))["op"] == "auth_success"
 
 
 async def test_connections_per_client_are_limited(serve: Serve) -> None:
     """A further one is refused with 429 at the upgrade and 4429 after an auth frame; other clients connect."""
     async with serve(max_connections_per_client=1) as server, server.v1() as first:
-        await hear(first)
+        await receive(first)
         status, body, _ = await refused(server, additional_headers={"Authorization": f"Bearer {server.token}"})
         assert (status, body["code"]) == (429, "rate_limited")
         async with server.connect() as second:
-            await hear(second)
+            await receive(second)
             answer = await ask(second, op="auth", token=server.token)
             assert answer["op"] == "auth_failed"
             with pytest.raises(ConnectionClosed) as caught:
-                await hear(second)
+                await receive(second)
             assert caught.value.rcvd is not None
             assert caught.value.rcvd.code == 4429
         async with server.connect() as other:
-            await hear(other)
+            await receive(other)
             assert (await ask(other, op="auth", client_id="kitchen", api_key="kitchen-key"))["op"] == "auth_success"
 
 
@@ -313,7 +313,7 @@ async def test_closed_connection_releases_its_slot(serve: Serve) -> None:
     async with serve(max_connections_per_client=1) as server:
         for _ in range(3):
             async with server.v1() as socket:
-                await hear(socket)
+                await receive(socket)
             await socket.wait_closed()
 
 
@@ -336,4 +336,4 @@ async def test_failed_logins_behind_a_trusted_proxy_count_by_client_address(serv
         assert (await refused(server, additional_headers=bad))[0] == 429
         good = {"Authorization": f"Bearer {server.token}", "X-Forwarded-For": "192.0.2.2"}
         async with server.connect(additional_headers=good) as socket:
-            assert (await hear(socket))["op"] == "auth_success"
+            assert (await receive(socket))["op"] == "auth_success"

@@ -9,7 +9,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from tests.server.harness import Running, ask, close_code, hear
+from tests.server.harness import Running, ask, close_code, receive
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ async def test_limits_are_sent_at_login(serve: Callable[..., AbstractAsyncContex
         server.accounts.limit_client("ada", AccessLimits(max_tokens=50, models=("stub",), addresses=("127.0.0.0/8",)))
         limit(server, tokens_per_day=1000)
         async with server.v1() as socket:
-            assert (await hear(socket))["limits"] == {
+            assert (await receive(socket))["limits"] == {
                 "max_sessions": 8,
                 "max_connections": 32,
                 "tokens_per_day": 1000,
@@ -55,13 +55,13 @@ async def test_exhausted_quota_has_a_retry_time(server: Running) -> None:
     limit(server, tokens_per_day=4)
     other = server.accounts.create_token("ada").token
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         session_id = await opened(socket)
         turn_id = (await infer(socket, session_id))["turn_id"]
         server.engine.begin(turn_id)
         for word in ("one", " two", " three"):
             server.engine.say(turn_id, word)
-        end = await hear(socket, "end")
+        end = await receive(socket, "end")
         assert end["finish_reason"] == "quota_exceeded"
         session = await ask(socket, op="get_session", session_id=session_id)
         assert session["turns"][0]["finish_reason"] == "quota_exceeded"
@@ -70,7 +70,7 @@ async def test_exhausted_quota_has_a_retry_time(server: Running) -> None:
         assert 0 < refused["retry_after_ms"] <= 86_400_000
         assert "00:00 UTC" in refused["hint"]
         async with server.connect(additional_headers={"X-Client-ID": "ada", "X-API-Key": other}) as elsewhere:
-            await hear(elsewhere)
+            await receive(elsewhere)
             await elsewhere.send(json.dumps({"op": "infer", "session_id": session_id, "prompt": "Hi"}))
             server.engine.submitted.clear()
             await server.engine.submitted.wait()
@@ -80,7 +80,7 @@ async def test_rate_and_concurrency_limits(server: Running) -> None:
     """Each refusal names its limit and has a retry delay."""
     limit(server, requests_per_minute=1)
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         session_id, second = await opened(socket), await opened(socket)
         turn_id = (await infer(socket, session_id))["turn_id"]
         refused = await infer(socket, second)
@@ -91,7 +91,7 @@ async def test_rate_and_concurrency_limits(server: Running) -> None:
         limit(server, tokens_per_minute=1)
         server.engine.begin(turn_id)
         server.engine.finish(turn_id)
-        await hear(socket, "end")
+        await receive(socket, "end")
         limit(server, tokens_per_minute=1000)
         assert (await infer(socket, second))["op"] == "queued"
 
@@ -99,7 +99,7 @@ async def test_rate_and_concurrency_limits(server: Running) -> None:
 async def test_limit_changes_apply_to_open_sockets(server: Running) -> None:
     """A lowered limit applies to the next frame, a removed one no longer does."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         session_id = await opened(socket)
         limit(server, models=["another"])
         refused = await ask(socket, op="create_session")
@@ -117,7 +117,7 @@ async def test_daemon_limits_can_be_reloaded(server: Running) -> None:
     limit(server, max_tokens=7)
     server.context.limits_changed(AccessLimits(max_tokens=1, models=("another",)))
     async with server.v1() as socket:
-        assert (await hear(socket))["limits"]["max_tokens"] == 7
+        assert (await receive(socket))["limits"]["max_tokens"] == 7
         assert (await ask(socket, op="create_session"))["code"] == "forbidden"
 
 
@@ -132,7 +132,7 @@ async def test_disallowed_address_is_refused_like_a_wrong_token(server: Running)
         with pytest.raises(InvalidStatus) as refused:
             await server.connect(additional_headers={"Authorization": f"Bearer {token}"})
         async with server.connect() as socket:
-            await hear(socket)
+            await receive(socket)
             failed = await ask(socket, op="auth", token=token)
         answers.append((refused.value.response.status_code, refused.value.response.body, failed))
     assert answers[0] == answers[1]
@@ -162,8 +162,8 @@ async def test_sockets_close_when_their_address_is_disallowed(server: Running) -
         server.v1() as socket,
         server.connect(additional_headers={"Authorization": f"Bearer {other}"}) as stays,
     ):
-        await hear(socket)
-        await hear(stays)
+        await receive(socket)
+        await receive(stays)
         limit(server, addresses=["127.0.0.0/8"])
         limit(server, addresses=["192.0.2.0/24"])
         assert await close_code(socket) == 4401
@@ -183,8 +183,8 @@ async def test_session_limit_change_applies_at_once(server: Running) -> None:
         server.v1() as socket,
         server.connect(subprotocols=versioned, additional_headers=kitchen) as other,
     ):
-        await hear(socket)
-        await hear(other)
+        await receive(socket)
+        await receive(other)
         first = await opened(socket)
         limit_sessions(1)
         refused = await ask(socket, op="create_session")

@@ -12,7 +12,7 @@ from inferencecenter.config.limits import AccessLimits
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.events import Swap
 from inferencecenter.protocol.values import ModelSummary
-from tests.server.harness import Running, ask, hear, ready
+from tests.server.harness import Running, ask, ready, receive
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -31,7 +31,7 @@ def two_models(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 async def upgrade_to_v1(socket: ClientConnection) -> None:
     """Send hello and receive the welcome."""
-    await hear(socket)
+    await receive(socket)
     await ask(socket, op="hello", protocol=1)
 
 
@@ -67,7 +67,7 @@ async def test_operators_see_all_models(two_models: Running) -> None:
 async def test_model_in_the_list(two_models: Running) -> None:
     """Unknown values are absent."""
     async with two_models.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         models = (await ask(socket, op="list_models"))["models"]
     assert models[0] == {"name": "other", "default": False, "state": "unloaded", "detail": ""}
 
@@ -76,7 +76,7 @@ async def test_model_in_the_list(two_models: Running) -> None:
 async def test_only_operators_may_swap(server: Running, op: str) -> None:
     """Others are refused, also for an unknown model, and nothing is logged."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         for name in ("stub", "missing"):
             error = await ask(socket, op=op, name=name, id="1")
             assert (error["code"], error["message"], error["id"]) == (
@@ -122,7 +122,7 @@ async def test_load_progress_is_sent_to_the_requester_only(server: Running) -> N
     """The audit log has the client and the requested model."""
     async with server.connect(additional_headers=OPERATOR) as asker, server.v1() as other:
         await upgrade_to_v1(asker)
-        await hear(other)
+        await receive(other)
         await asker.send('{"op": "load_model", "id": "swap-1", "name": "phi"}')
         await ask(asker, op="ping")
         ((name, tell),) = server.engine.swaps
@@ -133,7 +133,7 @@ async def test_load_progress_is_sent_to_the_requester_only(server: Running) -> N
             Swap(model="phi", phase="failed", detail="no such file"),
         ):
             tell(swap)
-            assert await hear(asker) == {
+            assert await receive(asker) == {
                 "op": "swap",
                 "id": "swap-1",
                 "model": "phi",
@@ -153,13 +153,13 @@ async def test_default_change_is_broadcast(server: Running) -> None:
         server.connect(additional_headers={"Authorization": f"Bearer {server.token}"}) as old,
         server.connect() as stranger,
     ):
-        await hear(user)
+        await receive(user)
         await upgrade_to_v1(operator)
-        await hear(old)
-        await hear(stranger)
+        await receive(old)
+        await receive(stranger)
         server.engine.swapped("phi")
         for socket in (user, operator):
-            assert await hear(socket) == {"op": "model_changed", "model": "phi", "n_ctx": 4096}
+            assert await receive(socket) == {"op": "model_changed", "model": "phi", "n_ctx": 4096}
         assert (await ask(old, op="metrics"))["op"] == "metrics"
         assert (await ask(stranger, op="hello"))["op"] == "hello"
 
@@ -167,7 +167,7 @@ async def test_default_change_is_broadcast(server: Running) -> None:
 async def test_legacy_socket_receives_no_model_events(server: Running) -> None:
     """Neither their frames nor their requests are part of the first protocol."""
     async with server.connect(additional_headers=OPERATOR) as old:
-        await hear(old)
+        await receive(old)
         assert (await ask(old, op="load_model", name="phi"))["op"] == "error"
         assert server.engine.swaps == []
         server.engine.swapped("phi")
@@ -182,10 +182,10 @@ async def test_load_continues_after_the_requester_disconnects(server: Running) -
         await socket.send('{"op": "load_model", "name": "phi"}')
         await ask(socket, op="ping")
     async with server.v1() as other:
-        await hear(other)
+        await receive(other)
         server.engine.swaps[0][1](Swap(model="phi", phase="done", done=1.0))
         server.engine.swapped("phi")
-        assert (await hear(other, "model_changed"))["model"] == "phi"
+        assert (await receive(other, "model_changed"))["model"] == "phi"
 
 
 async def test_model_is_unloaded(server: Running) -> None:
@@ -201,9 +201,9 @@ async def test_model_is_unloaded(server: Running) -> None:
 async def test_engine_events_name_other_models(server: Running) -> None:
     """Those of the default have no name; an unused model that sleeps causes no event."""
     async with server.v1() as socket:
-        await hear(socket)
+        await receive(socket)
         for state, detail in ((EngineState.ASLEEP, ""), (EngineState.STARTING, "")):
             server.context.engine_changed("phi", replace(ready(), state=state, detail=detail, model=None))
-        assert await hear(socket) == {"op": "engine", "state": "starting", "detail": "", "model": "phi"}
+        assert await receive(socket) == {"op": "engine", "state": "starting", "detail": "", "model": "phi"}
         server.engine.become(ready(state=EngineState.ASLEEP))
-        assert "model" not in await hear(socket, "engine")
+        assert "model" not in await receive(socket, "engine")

@@ -9,7 +9,7 @@ import pytest
 from websockets.typing import Subprotocol
 
 from inferencecenter.sessions.journal import TurnQueued
-from tests.server.harness import StubJournal, ask, hear, running_server
+from tests.server.harness import StubJournal, ask, receive, running_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -51,7 +51,7 @@ async def run_turn(server: Running, header: str | None, **fields: Any) -> dict[s
     """Request a turn on a socket opened with a header, and return the first frame of its answer."""
     headers = {"Authorization": f"Bearer {server.token}"} | ({"traceparent": header} if header else {})
     async with server.connect(additional_headers=headers, subprotocols=[Subprotocol("inferencecenter.v1")]) as socket:
-        await hear(socket, "auth_success")
+        await receive(socket, "auth_success")
         session_id = (await ask(socket, op="create_session"))["session_id"]
         return await ask(socket, op="infer", session_id=session_id, prompt="Hi", **fields)
 

@@ -1,4 +1,4 @@
-"""Metrics in which everything has happened: every series that a daemon can show is there."""
+"""A metrics page with every series that a daemon can show."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ GPU = GpuReading(
 )
 
 # Name of a sample to its labels, and these to the values that they have.
-Shown = dict[str, dict[str, set[str]]]
+SeriesByName = dict[str, dict[str, set[str]]]
 
 
 def busy_metrics() -> DaemonMetrics:
-    """Return metrics of a daemon to which everything has happened."""
+    """Return metrics of a daemon in which every event has occurred."""
     metrics = DaemonMetrics()
     engines = {MODEL.name: EngineStatus(EngineState.READY, model=MODEL, pid=os.getpid())}
     show_engines(metrics.engines, engines)
@@ -64,9 +64,9 @@ def busy_metrics() -> DaemonMetrics:
     return metrics
 
 
-def shown(metrics: DaemonMetrics) -> Shown:
-    """Return what the page has."""
-    found: Shown = {}
+def samples_of(metrics: DaemonMetrics) -> SeriesByName:
+    """Return the page's samples."""
+    found: SeriesByName = {}
     for sample in _samples(metrics):
         labels = found.setdefault(sample.name, {})
         for name, value in sample.labels.items():

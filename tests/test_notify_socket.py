@@ -1,4 +1,4 @@
-"""Tests of what systemd is told, against real datagram sockets."""
+"""Notifications to systemd, over real datagram sockets."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[st
         yield name, heard
 
 
-def test_words_arrive_as_one_datagram(manager: tuple[str, socket.socket]) -> None:
-    """Each is a line; numbers are written as they are."""
+def test_variables_are_one_datagram(manager: tuple[str, socket.socket]) -> None:
+    """One per line; numbers are decimal."""
     address, heard = manager
     notifier = Notifier.from_environment({"NOTIFY_SOCKET": address}, pid=1)
     assert notifier is not None
@@ -36,22 +36,22 @@ def test_words_arrive_as_one_datagram(manager: tuple[str, socket.socket]) -> Non
     assert heard.recv(4096) == b"READY=1\nSTATUS=ready: 3 sessions"
 
 
-def test_a_value_cannot_add_words(manager: tuple[str, socket.socket]) -> None:
-    """Line ends within a value, as in an engine's last words, become spaces."""
+def test_value_cannot_inject_variables(manager: tuple[str, socket.socket]) -> None:
+    """Line ends within a value become spaces."""
     address, heard = manager
     Notifier(address).send(STATUS="the engine said:\nREADY=1\r\nbye")
     assert heard.recv(4096) == b"STATUS=the engine said: READY=1 bye"
 
 
 @pytest.mark.parametrize("environment", [{}, {"NOTIFY_SOCKET": ""}, {"WATCHDOG_USEC": "1000000"}])
-def test_without_a_manager_nobody_is_told(environment: dict[str, str]) -> None:
-    """There is no notifier, and so no watchdog either."""
+def test_without_a_manager_there_is_no_notifier(environment: dict[str, str]) -> None:
+    """Nor a watchdog."""
     assert Notifier.from_environment(environment, pid=1) is None
 
 
 @pytest.mark.parametrize("address", ["vsock:2:1234", "relative", "@", "/"])
-def test_an_address_of_another_kind_is_logged_and_left(address: str) -> None:
-    """The daemon starts all the same."""
+def test_unsupported_address_is_ignored(address: str) -> None:
+    """It is logged, and the daemon starts."""
     with structlog.testing.capture_logs() as logs:
         assert Notifier.from_environment({"NOTIFY_SOCKET": address}, pid=1) is None
     assert [line["event"] for line in logs] == ["notify_socket_unknown"]
@@ -70,15 +70,15 @@ def test_an_address_of_another_kind_is_logged_and_left(address: str) -> None:
         ({}, None),
     ],
 )
-def test_the_watchdog_is_that_of_this_process(watchdog: dict[str, str], expected_s: float | None) -> None:
-    """One meant for another process, or of no length, is none."""
+def test_watchdog_must_be_of_this_process(watchdog: dict[str, str], expected_s: float | None) -> None:
+    """One for another pid, or of no length, is ignored."""
     notifier = Notifier.from_environment({"NOTIFY_SOCKET": "/run/notify", **watchdog}, pid=7)
     assert notifier is not None
     assert notifier.watchdog_s == expected_s
 
 
-def test_a_manager_that_is_gone_is_no_failure(tmp_path: Path) -> None:
-    """What cannot be told is logged with its names."""
+def test_missing_manager_is_logged(tmp_path: Path) -> None:
+    """With the names of the variables."""
     with structlog.testing.capture_logs() as logs:
         Notifier(str(tmp_path / "nobody")).send(STOPPING=1)
     assert [(line["event"], line["words"]) for line in logs] == [("service_manager_not_told", ["STOPPING"])]
