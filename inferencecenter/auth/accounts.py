@@ -124,8 +124,8 @@ class Accounts:
         check_max_sessions(max_sessions)
         check_retention(retention_days)
         with self._file.transaction() as database:
-            there = database.execute("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)).fetchone()
-            if not there:
+            exists = database.execute("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)).fetchone()
+            if not exists:
                 check_client_id(client_id)
             database.execute(
                 "INSERT INTO clients (client_id, max_sessions, priority, scopes, retention_days, created_at)"
@@ -134,7 +134,7 @@ class Accounts:
                 " priority = excluded.priority, scopes = excluded.scopes, retention_days = excluded.retention_days",
                 (client_id, max_sessions, priority, spelled, retention_days, self._clock()),
             )
-            event = AuditEvent.CLIENT_CHANGED if there else AuditEvent.CLIENT_CREATED
+            event = AuditEvent.CLIENT_CHANGED if exists else AuditEvent.CLIENT_CREATED
             self._record(database, audit_entry(event, client_id=client_id, detail=f"scopes {spelled}"))
 
     def has_client(self, client_id: str) -> bool:

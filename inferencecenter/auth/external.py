@@ -169,7 +169,7 @@ class ExternalAuth:
         Raises:
             AuthUnavailableError: There is none, or too much of it.
         """
-        with foreign_input(_cannot_tell, own=AuthUnavailableError):
+        with foreign_input(_unavailable, own=AuthUnavailableError):
             return await self._answer(self._request(client_id, api_key))
 
     async def _answer(self, request: httpx2.Request) -> tuple[int, bytes]:
@@ -265,7 +265,7 @@ class ExternalAuth:
         self._failing = False
 
 
-def _cannot_tell(reason: str) -> AuthUnavailableError:
+def _unavailable(reason: str) -> AuthUnavailableError:
     return AuthUnavailableError(reason.partition(":")[0])
 
 

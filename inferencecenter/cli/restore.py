@@ -23,7 +23,7 @@ from inferencecenter.core.sqlite_file import (
     connect_reading,
     copy,
     damage,
-    is_there,
+    database_exists,
     put_in_place,
     version_of,
 )
@@ -55,11 +55,11 @@ def restore(
     settings = load_settings(config, given(state_dir=state_dir))
     found = _backup_in(source)
     with without_daemon(settings.state_dir):
-        there = [path.name for path in found if is_there(settings.state_dir / path.name)]
-        if there and not replace:
+        existing = [path.name for path in found if database_exists(settings.state_dir / path.name)]
+        if existing and not replace:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,
-                f"{settings.state_dir} holds {' and '.join(there)}",
+                f"{settings.state_dir} holds {' and '.join(existing)}",
                 hint="--replace renames the existing files and restores the backup.",
             )
         kept = _restore(found, settings.state_dir)
@@ -107,7 +107,7 @@ def _restore(found: list[Path], state_dir: Path) -> dict[str, str]:
                     _mark_old(made)
             for path, made in copies:
                 target = state_dir / path.name
-                aside = aside_name(target, "before-restore") if is_there(target) else None
+                aside = aside_name(target, "before-restore") if database_exists(target) else None
                 put_in_place(made, target, aside=aside)
                 if aside is not None:
                     kept[target.name] = aside.name

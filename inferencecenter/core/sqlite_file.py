@@ -249,7 +249,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def is_there(path: Path) -> bool:
+def database_exists(path: Path) -> bool:
     """Return whether the file, or one of SQLite's files beside it, exists."""
     return any(each.exists() for each in (path, *_beside(path)))
 

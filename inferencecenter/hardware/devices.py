@@ -54,11 +54,11 @@ def select_devices(devices: Sequence[Device], wanted: Sequence[str]) -> tuple[De
     known = {name: device for device in reversed(devices) for name in (device.id, *device.aliases)}
     for name in wanted:
         if name not in known:
-            there = "; ".join(f"{device.name}: {', '.join((*device.aliases, device.id))}" for device in devices)
+            usable = "; ".join(f"{device.name}: {', '.join((*device.aliases, device.id))}" for device in devices)
             raise InferenceCenterError(
                 ErrorCode.INVALID_CONFIG,
                 f"There is no GPU {name}.",
-                hint=f"llama.cpp can use: {there}." if there else "llama.cpp can use no GPU here.",
+                hint=f"llama.cpp can use: {usable}." if usable else "llama.cpp can use no GPU here.",
                 field="gpu.devices",
             )
     return tuple(known[name] for name in dict.fromkeys(wanted))

@@ -1,4 +1,4 @@
-"""Explains a plan in sentences: the reason for each number, and alternatives. Pure."""
+"""Explains a placement: the reason for each number, and alternatives. Pure."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _about_model(model: ModelShape) -> Iterator[str]:
     if not model.known:
         yield (
             f"The architecture {model.architecture!r} is unknown: "
-            "all its layers are taken to look at the whole context, which may be too much."
+            "full attention is assumed in all layers, which may overestimate the KV."
         )
 
 
@@ -112,15 +112,15 @@ def _about_slots(model: ModelShape, chosen: Placement, constraints: PlacementCon
     longest = min(model.n_ctx_train, total)
     if constraints.prefer == "many":
         yield (
-            f"For one user who wants a long context: 1 slot of {longest} tokens takes the same memory "
-            'as these; gpu.prefer = "long" chooses so.'
+            f"For a single user with a long context: 1 slot of {longest} tokens takes the same memory; "
+            'gpu.prefer = "long" selects it.'
         )
 
 
 def _about_precision(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> Iterator[str]:
     gave_up = chosen.n_gpu_layers <= model.n_layers or (not constraints.slots and chosen.setup.slots < 8)
     if chosen.devices and gave_up and not constraints.quantized_kv and not _kv_is_set(constraints):
-        yield "gpu.quantized_kv = true would keep KV in about half the memory (q8_0), at a small loss of precision."
+        yield "gpu.quantized_kv = true would halve the memory of KV (q8_0), at a small loss of precision."
 
 
 def _why_layers(
@@ -129,11 +129,11 @@ def _why_layers(
     if constraints.n_gpu_layers >= 0:
         return _SET
     if not devices:
-        return "there is no GPU that llama.cpp can use"
+        return "llama.cpp can use no GPU"
     if not chosen.n_gpu_layers:
-        return "not even the output matrix fits beside the buffers on a GPU: the processor does it all"
+        return "no GPU has room for the output matrix and the buffers: the model runs on the CPU"
     if constraints.most_gpu_layers is not None and chosen.n_gpu_layers == constraints.most_gpu_layers:
-        return "more did not load the last time"
+        return "more failed to load last time"
     if chosen.n_gpu_layers > model.n_layers:
         return "all layers and the output matrix fit"
     start = model.n_layers + 1 - chosen.n_gpu_layers
@@ -143,8 +143,8 @@ def _why_layers(
         for device, demand in zip(chosen.devices, chosen.demand.devices, strict=True)
     )
     return (
-        f"the output matrix and layers {start} to {model.n_layers - 1}; the next layer takes "
-        f"{mib(next_layer.bytes + kv_bytes(next_layer, chosen.setup))}, and {mib(room)} are left"
+        f"the output matrix and layers {start} to {model.n_layers - 1}; the next layer needs "
+        f"{mib(next_layer.bytes + kv_bytes(next_layer, chosen.setup))}, and {mib(room)} are free"
     )
 
 
@@ -166,12 +166,12 @@ def _devices(chosen: Placement) -> str:
 
 def _why_devices(chosen: Placement, devices: Sequence[Device]) -> str:
     if not chosen.devices:
-        return "nothing is put on a GPU, and no memory of one is taken"
+        return "no GPU memory is used"
     if len(devices) == 1:
         return "the only GPU"
     if len(chosen.devices) == 1:
-        return "all of it is on one GPU, which needs no transfers between them"
-    return "layers on each, the output counted as one; all filled to about the same part"
+        return "the model fits on one GPU, which avoids transfers between GPUs"
+    return "layers per GPU, including the output matrix as one; all GPUs are filled to about the same share"
 
 
 def _experts(chosen: Placement) -> str:
@@ -182,27 +182,27 @@ def _why_experts(model: ModelShape, chosen: Placement) -> str:
     if not chosen.n_gpu_layers:
         return "no layer is on a GPU"
     if not chosen.experts_in_host:
-        return "the experts of all layers on GPUs fit there"
+        return "the experts of all offloaded layers fit on the GPUs"
     return (
-        f"experts stay in the host's memory, where a token uses {model.n_experts_used} of {model.n_experts}; "
+        f"experts stay in host memory, where a token uses {model.n_experts_used} of {model.n_experts}; "
         "attention and KV of these layers are on the GPU"
     )
 
 
 def _why_lora(chosen: Placement) -> str:
-    where = "on GPUs with those that are there" if chosen.n_gpu_layers else "in memory"
-    return f"{_SET}; adapters are counted among the layers' weights, {where}"
+    where = "on GPUs for offloaded layers" if chosen.n_gpu_layers else "in host memory"
+    return f"{_SET}; adapters count as weights of their layers, {where}"
 
 
 def _why_slots(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> str:
     setup = chosen.setup
     each = sum(kv_bytes(layer, setup) for layer in model.layers) // setup.slots
-    cost = f"the KV of one takes {mib(each)}"
+    cost = f"{mib(each)} of KV per slot"
     if constraints.slots:
         return f"{_SET}; {cost}"
     if setup.slots == 8:
-        return f"the usual number; {cost}"
-    return f"what is left beside the layers; {cost}. More sessions take turns, their KV is parked meanwhile"
+        return f"default; {cost}"
+    return f"the memory left by the layers; {cost}. Further sessions share the slots; their KV is parked"
 
 
 def _why_n_ctx(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> str:
@@ -210,48 +210,50 @@ def _why_n_ctx(model: ModelShape, chosen: Placement, constraints: PlacementConst
     if constraints.n_ctx:
         return _SET
     if n_ctx == model.n_ctx_train:
-        return "all that the model was trained for"
+        return "the context length of the model's training"
     trained = f"the model was trained for {model.n_ctx_train}"
     if constraints.prefer == "long":
         return f"the longest that fits; {trained}"
     if n_ctx > 4096:
-        return f"what the GPU has room for in all slots; {trained}"
-    return f"usual; {trained}" if n_ctx == 4096 else f"more does not fit in memory; {trained}"
+        return f"the longest that fits on the GPU in all slots; {trained}"
+    return f"default; {trained}" if n_ctx == 4096 else f"more does not fit in memory; {trained}"
 
 
 def _why_kv(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> str:
     setup = chosen.setup
     per_token = kv_bytes_per_token(model, type_k=setup.kv_type_k, type_v=setup.kv_type_v)
-    cost = f"{per_token / 1024:.0f} KiB a token"
+    cost = f"{per_token / 1024:.0f} KiB per token"
     if _kv_is_set(constraints):
         return f"{_SET}; {cost}"
-    return f"full precision; {cost}" if setup.kv_type_k == "f16" else f"full precision leaves room for less; {cost}"
+    return f"full precision; {cost}" if setup.kv_type_k == "f16" else f"quantized to make the model fit; {cost}"
 
 
 def _why_flash_attention(chosen: Placement, constraints: PlacementConstraints) -> str:
     if constraints.flash_attention != "auto":
         return _SET
     if chosen.n_gpu_layers:
-        return "where a GPU has kernels for the model"
+        return "used where the GPU has kernels for the model"
     if chosen.setup.flash_attention:
-        return "quantized KV needs it"
-    return "on a processor short questions and generated tokens are faster without it"
+        return "required by quantized KV"
+    return "short prompts and decode are faster without it on a CPU"
 
 
 def _why_batch(chosen: Placement) -> str:
     buffers = [demand.compute_bytes for demand in chosen.demand.devices] or [chosen.demand.host_compute_bytes]
-    cost = f"buffers of {' and '.join(map(mib, buffers))}"
-    return f"llama.cpp's own; {cost}" if chosen.setup.n_ubatch == 512 else f"smaller leaves room for layers; {cost}"
+    cost = f"compute buffers of {' and '.join(map(mib, buffers))}"
+    return (
+        f"llama.cpp's default; {cost}" if chosen.setup.n_ubatch == 512 else f"reduced to leave room for layers; {cost}"
+    )
 
 
 def _why_threads(n_threads: int, model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> str:
     if constraints.n_threads:
         return _SET
     if chosen.n_gpu_layers > model.n_layers and not chosen.experts_in_host:
-        return "the processor only looks up embeddings"
+        return "the CPU only looks up embeddings"
     return f"one for each of {n_threads} cores"
 
 
 def mib(n_bytes: int) -> str:
-    """Return bytes in MiB for people: ``2,310 MiB``."""
+    """Format bytes as ``2,310 MiB``."""
     return f"{n_bytes / 2**20:,.0f} MiB"

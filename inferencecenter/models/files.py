@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.gguf import GgufFile
 
 _HASHED_BYTES: Final = 2**22
-_MAX_RECEIPT_BYTES: Final = 2**24
+_MAX_MANIFEST_BYTES: Final = 2**24
 _YEAR_9999: Final = 253_370_764_800
 
 # ``llama_ftype``: the type of most of a file's weights.
@@ -131,7 +131,7 @@ def list_models(directory: Path) -> tuple[ModelFiles, ...]:
         part = SHARD.match(path.stem)
         groups.setdefault(part["stem"] if part else path.stem, []).append(path)
     return tuple(
-        ModelFiles(name, tuple(parts), _missing(parts), _receipt(directory, name))
+        ModelFiles(name, tuple(parts), _missing(parts), _read_manifest(directory, name))
         for name, parts in sorted(groups.items())
     )
 
@@ -238,11 +238,11 @@ def _missing(parts: list[Path]) -> tuple[str, ...]:
     return tuple(name for name in wanted if name not in names)
 
 
-def _receipt(directory: Path, name: str) -> Manifest | None:
+def _read_manifest(directory: Path, name: str) -> Manifest | None:
     """Return a model's manifest; ``None`` if it cannot be read."""
     # Whatever the decoder raises for an unrelated file of that name: the model was not pulled.
     with suppress(Exception), manifest_path(directory, name).open("rb") as file:
-        return msgspec.json.decode(file.read(_MAX_RECEIPT_BYTES), type=Manifest)
+        return msgspec.json.decode(file.read(_MAX_MANIFEST_BYTES), type=Manifest)
     return None
 
 

@@ -107,9 +107,9 @@ class ModelHub:
                 hf_raise_for_status(response)
                 is_range = response.status_code == _PARTIAL
                 if is_range:
-                    told = _RANGE.match(response.headers.get("Content-Range", ""))
-                    if told is None or int(told[1]) != start:
-                        raise self._odd_answer("another range than was asked for")
+                    content_range = _RANGE.match(response.headers.get("Content-Range", ""))
+                    if content_range is None or int(content_range[1]) != start:
+                        raise self._invalid_response("a range other than the requested one")
             yield RangeBody(start if is_range else 0, self._chunks(listing.repo, response.iter_raw))
 
     def _chunks(self, repo: str, read: Callable[[], Iterator[bytes]]) -> Iterator[bytes]:
@@ -126,7 +126,7 @@ class ModelHub:
     @contextlib.contextmanager
     def _failures(self, repo: str) -> Iterator[None]:
         """Convert the library's exceptions, whose messages may contain signed addresses."""
-        with foreign_input(lambda reason: self._odd_answer(reason.partition(":")[0])), self._known_failures(repo):
+        with foreign_input(lambda reason: self._invalid_response(reason.partition(":")[0])), self._known_failures(repo):
             yield
 
     @contextlib.contextmanager
@@ -180,7 +180,7 @@ class ModelHub:
             hint="Try again; downloaded parts are kept, and only the rest is fetched.",
         )
 
-    def _odd_answer(self, why: str) -> InferenceCenterError:
+    def _invalid_response(self, why: str) -> InferenceCenterError:
         return InferenceCenterError(
             ErrorCode.HUB_UNREACHABLE,
             f"{self._host} does not respond like a hub ({why})",

@@ -85,8 +85,8 @@ def pull(  # noqa: PLR0913 - keyword-only; the last three have defaults
     name = name or check_name(variant.name)
     names = file_names(name, len(variant.files))
     with _storage_failures(directory), _incoming(directory) as incoming:
-        if (there := _already_there(directory, name, variant)) is not None:
-            return Pulled(there, fetched=False)
+        if (existing := _find_pulled(directory, name, variant)) is not None:
+            return Pulled(existing, fetched=False)
         parts = [incoming / f"{_digest_of(file, hub)}.part" for file in variant.files]
         _check_room(variant, parts, directory)
         digests: dict[str, str] = {}
@@ -113,7 +113,7 @@ class _Fetch:
         self._part = part
         self._sleep = sleep
         self._done = 0
-        self._sums = _sums(file)
+        self._hashes = _hashes(file)
 
     def run(self, report: Callable[[int], None]) -> str:
         """Fetch what is missing, verify all, and return the SHA-256 in hex.
@@ -125,7 +125,7 @@ class _Fetch:
             InferenceCenterError: See ``pull``.
         """
         with _locked(self._part) as part:
-            self._take_up(part, report)
+            self._resume(part, report)
             attempts = iter(_WAITS_S)
             while self._done < self._file.size_bytes:
                 before = self._done
@@ -141,9 +141,9 @@ class _Fetch:
                     self._sleep(wait_s)
             os.fsync(part)
         self._check()
-        return self._sums["sha256"].hexdigest()
+        return self._hashes["sha256"].hexdigest()
 
-    def _take_up(self, part: int, report: Callable[[int], None]) -> None:
+    def _resume(self, part: int, report: Callable[[int], None]) -> None:
         """Count what an earlier attempt left; ignore a part that is longer than the file."""
         if os.fstat(part).st_size > self._file.size_bytes:
             os.ftruncate(part, 0)
@@ -155,11 +155,11 @@ class _Fetch:
         with self._hub.read(self._listing, self._file, start=self._done) as body:
             if body.start != self._done:
                 os.ftruncate(part, 0)
-                self._done, self._sums = 0, _sums(self._file)
+                self._done, self._hashes = 0, _hashes(self._file)
             before = self._done
             for chunk in body.chunks:
                 if self._done + len(chunk) > self._file.size_bytes:
-                    raise self._differs(f"more than its {self._file.size_bytes} bytes arrive")
+                    raise self._corrupt(f"more than its {self._file.size_bytes} bytes arrive")
                 _write(part, chunk, self._done)
                 self._add(chunk)
                 report(self._done)
@@ -167,16 +167,16 @@ class _Fetch:
             raise InferenceCenterError(ErrorCode.HUB_UNREACHABLE, f"no data of {self._file.path} arrives")
 
     def _add(self, chunk: bytes) -> None:
-        for each in self._sums.values():
+        for each in self._hashes.values():
             each.update(chunk)
         self._done += len(chunk)
 
     def _check(self) -> None:
         kind = "sha256" if self._file.sha256 else "git"
-        if self._sums[kind].hexdigest() != self._file.digest:
-            raise self._differs("its checksum is another")
+        if self._hashes[kind].hexdigest() != self._file.digest:
+            raise self._corrupt("its checksum does not match")
 
-    def _differs(self, why: str) -> InferenceCenterError:
+    def _corrupt(self, why: str) -> InferenceCenterError:
         """Delete the downloaded part, and return the error."""
         self._part.unlink(missing_ok=True)
         return InferenceCenterError(
@@ -190,7 +190,7 @@ def _report_on(report: Callable[[PullProgress], None], file: str, before: int, t
     report(PullProgress(file, before + done, total))
 
 
-def _sums(file: RemoteFile) -> dict[str, hashlib._Hash]:
+def _hashes(file: RemoteFile) -> dict[str, hashlib._Hash]:
     sums = {"sha256": hashlib.sha256()}
     if file.sha256 is None:
         # Git's object name of the content.
@@ -208,20 +208,20 @@ def _digest_of(file: RemoteFile, hub: ModelHub) -> str:
     return file.digest
 
 
-def _already_there(directory: Path, name: str, variant: ModelVariant) -> ModelFiles | None:
+def _find_pulled(directory: Path, name: str, variant: ModelVariant) -> ModelFiles | None:
     """Return the model if it was pulled before.
 
     Raises:
         InferenceCenterError: ``invalid_request`` if another model has its name.
     """
-    there = next((model for model in list_models(directory) if model.name == name), None)
-    if there is None:
+    existing = next((model for model in list_models(directory) if model.name == name), None)
+    if existing is None:
         return None
-    sizes = tuple(path.stat().st_size for path in there.paths)
-    digests = tuple((there.manifest.sha256 if there.manifest else {}).get(path.name) for path in there.paths)
+    sizes = tuple(path.stat().st_size for path in existing.paths)
+    digests = tuple((existing.manifest.sha256 if existing.manifest else {}).get(path.name) for path in existing.paths)
     same = sizes == tuple(file.size_bytes for file in variant.files)
     if same and all(file.sha256 in (None, digest) for file, digest in zip(variant.files, digests, strict=True)):
-        return there
+        return existing
     raise InferenceCenterError(
         ErrorCode.INVALID_REQUEST,
         f"{directory} already has another model named {name}",
@@ -231,21 +231,21 @@ def _already_there(directory: Path, name: str, variant: ModelVariant) -> ModelFi
 
 
 def _check_room(variant: ModelVariant, parts: list[Path], directory: Path) -> None:
-    there = sum(part.stat().st_size for part in parts if part.exists())
-    needed, free = variant.size_bytes - there, shutil.disk_usage(directory).free
+    received = sum(part.stat().st_size for part in parts if part.exists())
+    needed, free = variant.size_bytes - received, shutil.disk_usage(directory).free
     if needed > free:
         raise InferenceCenterError(
             ErrorCode.STORAGE_UNAVAILABLE,
-            f"{directory} has {free / 2**30:.1f} GiB free, and {needed / 2**30:.1f} GiB are still to come",
+            f"{directory} has {free / 2**30:.1f} GiB free, and {needed / 2**30:.1f} GiB are still to be downloaded",
             hint="Free some space, or set models_dir to another directory.",
         )
 
 
 def _install(directory: Path, name: str, parts: dict[str, Path], manifest: Manifest) -> None:
     """Rename the files, the first part last: without it the others are not recognized as a model."""
-    part_of_receipt = directory / INCOMING / f"{name}.json"
-    part_of_receipt.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
-    part_of_receipt.replace(manifest_path(directory, name))
+    temporary = directory / INCOMING / f"{name}.json"
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+    temporary.replace(manifest_path(directory, name))
     for own_name, part in reversed(parts.items()):
         part.chmod(0o644)
         part.replace(directory / own_name)

@@ -142,18 +142,18 @@ def choose(reference: ModelReference, files: Sequence[RemoteFile]) -> ModelVaria
     Raises:
         InferenceCenterError: ``model_not_found``, with a list of the models.
     """
-    there = list_variants(files)
+    variants = list_variants(files)
     if reference.file is not None:
-        for offer in there:
-            if any(file.path == reference.file for file in offer.files):
-                return offer
-        raise _unknown(f"{reference.repo} has no whole model with the file {reference.file}", there)
-    models = [offer for offer in there if not offer.name.lower().startswith(_NO_MODEL)]
+        for variant in variants:
+            if any(file.path == reference.file for file in variant.files):
+                return variant
+        raise _unknown(f"{reference.repo} has no whole model with the file {reference.file}", variants)
+    models = [variant for variant in variants if not variant.name.lower().startswith(_NO_MODEL)]
     if not models:
         raise _unknown(f"{reference.repo} has no GGUF model", ())
     wanted = reference.quant or _PREFERRED
-    matching = [offer for offer in models if offer.is_quant(wanted)]
-    exact = [offer for offer in matching if (offer.quant or "").upper() == wanted.upper()]
+    matching = [variant for variant in models if variant.is_quant(wanted)]
+    exact = [variant for variant in matching if (variant.quant or "").upper() == wanted.upper()]
     chosen = exact or matching
     if reference.quant is None and len(models) == 1:
         chosen = models
@@ -175,8 +175,8 @@ def _quant_of(place: PurePosixPath) -> str | None:
     return None
 
 
-def _unknown(message: str, there: Sequence[ModelVariant], *, by_file: bool = False) -> InferenceCenterError:
-    shown = {offer.files[0].path if by_file or offer.quant is None else offer.quant: None for offer in there}
+def _unknown(message: str, variants: Sequence[ModelVariant], *, by_file: bool = False) -> InferenceCenterError:
+    shown = {variant.files[0].path if by_file or variant.quant is None else variant.quant: None for variant in variants}
     names = ", ".join(list(shown)[:_MAX_SHOWN]) + (", …" if len(shown) > _MAX_SHOWN else "")
     how = "owner/repo/file.gguf" if by_file else "owner/repo:Q4_K_M or owner/repo/file.gguf"
     hint = f"There are {names}. Name one as {how}." if shown else "Models of other forms cannot be run."

@@ -119,12 +119,13 @@ def read_registry(settings: Settings) -> Registry:
 
 
 def _read(settings: Settings) -> Registry:
-    there = _look_into(settings.models_dir)
+    scanned = _scan(settings.models_dir)
     shared = settings.engine.model_copy(update=_OF_THE_DAEMON)
     found = {
-        name: ModelSpec(name=name, path=path, engine=shared, params={}, lora=()) for name, path in there.models.items()
+        name: ModelSpec(name=name, path=path, engine=shared, params={}, lora=())
+        for name, path in scanned.models.items()
     }
-    entries = {name: _entry(name, entry, settings, there.models) for name, entry in settings.models.items()}
+    entries = {name: _entry(name, entry, settings, scanned.models) for name, entry in settings.models.items()}
     default = _default(settings, found, entries, shared)
     if default != entries.get(default.name, default):
         raise _invalid(
@@ -134,7 +135,7 @@ def _read(settings: Settings) -> Registry:
             "or call the default something else with model.name.",
         )
     models = found | entries | {default.name: default}
-    remarks = there.remarks(named={spec.path for spec in models.values()})
+    remarks = scanned.remarks(named={spec.path for spec in models.values()})
     return Registry(default.name, models, remarks, reread=lambda: read_registry(settings))
 
 
@@ -150,7 +151,7 @@ def default_model(settings: Settings) -> ModelSpec:
 
 def files_in(directory: Path) -> dict[str, Path]:
     """Return the model files in a directory by stem; of a split model the first part, by the common stem."""
-    return _look_into(directory).models
+    return _scan(directory).models
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +184,7 @@ class _Directory:
         )
 
 
-def _look_into(directory: Path) -> _Directory:
+def _scan(directory: Path) -> _Directory:
     found = _Directory(directory, {}, {})
     try:
         paths = sorted(path for path in directory.iterdir() if path.suffix == ".gguf" and path.is_file())
@@ -210,7 +211,7 @@ def _is_model(path: Path) -> bool:
     return metadata.get("general.type", "model") == "model" and metadata.get("general.architecture") != "clip"
 
 
-def _entry(name: str, entry: ModelEntry, settings: Settings, there: Mapping[str, Path]) -> ModelSpec:
+def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[str, Path]) -> ModelSpec:
     own = {field: value for field in _OWN_OF_ENGINE if (value := getattr(entry, field)) is not None}
     if entry.keep_alive_s is not None:
         own["sleep_after_s"] = entry.keep_alive_s
@@ -225,7 +226,7 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, there: Mapping[str,
             field=f"models.{name}",
             hint="Its settings override [engine]; keep_alive_s overrides sleep_after_s.",
         ) from None
-    path = entry.path or there.get(name, settings.models_dir / f"{name}.gguf")
+    path = entry.path or scanned.get(name, settings.models_dir / f"{name}.gguf")
     return ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora)
 
 
@@ -242,7 +243,7 @@ def _default(
             hint=f"There are {', '.join(sorted(models))}." if models else f"{settings.models_dir} has no models.",
         )
     path = chosen.path or bundled_model()
-    name = chosen.name or _stem_of(chosen.path, found) or _own_name(path, backend=shared.backend, taken=models)
+    name = chosen.name or _stem_of(chosen.path, found) or _name_in_file(path, backend=shared.backend, taken=models)
     return ModelSpec(name=name, path=path, engine=shared, params={}, lora=chosen.lora)
 
 
@@ -264,7 +265,7 @@ def _stem_of(path: Path | None, found: Mapping[str, ModelSpec]) -> str | None:
     return next((name for name, spec in found.items() if spec.path.resolve() == path.resolve()), None)
 
 
-def _own_name(path: Path, *, backend: str, taken: Collection[str]) -> str:
+def _name_in_file(path: Path, *, backend: str, taken: Collection[str]) -> str:
     """Return the model's name in the file; for an unreadable file the stem, and its engine reports the error."""
     if backend != "llama":
         return backend

@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from prometheus_client import Gauge
-
-from inferencecenter.telemetry.instruments import Counts, Histograms, label_text
+from inferencecenter.telemetry.instruments import label_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from prometheus_client import CollectorRegistry
-
-    from inferencecenter.telemetry.instruments import Count, Distribution
+    from inferencecenter.telemetry.instruments import Count, Distribution, MetricRegistry
 
 # A GPU generates a token in some milliseconds, two old cores one of a large model in a second. People read ten a second
 # and notice differences between 50 and 300 ms, where the bounds are closest.
@@ -52,128 +48,75 @@ class EngineMetrics:
     Gauges are read from the engines' statuses when the metrics are scraped.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: MetricRegistry) -> None:
         self._declare_state(registry)
         self._declare_steps(registry)
         self._declare_kv(registry)
 
-    def _declare_state(self, registry: CollectorRegistry) -> None:
-        self.info = Gauge(
-            "inferencecenter_model_info",
-            "1 for each model that was loaded, with what it is.",
-            ["model", "architecture", "backend", "library"],
-            registry=registry,
+    def _declare_state(self, registry: MetricRegistry) -> None:
+        self.info = registry.gauge(
+            "model_info",
+            "Always 1 for each loaded model; the labels describe it.",
+            "model",
+            "architecture",
+            "backend",
+            "library",
         )
-        self.ready = Gauge(
-            "inferencecenter_engine_ready",
-            "1 while turns can be run, also by an engine that they wake.",
-            ["model"],
-            registry=registry,
+        self.ready = registry.gauge(
+            "engine_ready", "1 while turns are accepted, including by a sleeping engine that they start.", "model"
         )
-        self.state = Gauge(
-            "inferencecenter_engine_state",
-            "1 for the state the engine process is in.",
-            ["model", "state"],
-            registry=registry,
-        )
-        self.restarts = Counts(
-            "inferencecenter_engine_restarts",
-            "Starts of the engine process after a loss.",
-            ["model"],
-            registry=registry,
-        )
-        self.gpu_layers = Gauge(
-            "inferencecenter_gpu_layers", "Layers of the model that are on GPUs.", ["model"], registry=registry
-        )
-        self.slots = Gauge(
-            "inferencecenter_slots", "Turns that the engine can run at once.", ["model"], registry=registry
-        )
-        self.running_turns = Gauge(
-            "inferencecenter_running_turns", "Turns that hold a slot.", ["model"], registry=registry
-        )
-        self.waiting_turns = Gauge(
-            "inferencecenter_waiting_turns", "Turns that wait for a slot.", ["model"], registry=registry
-        )
+        self.state = registry.gauge("engine_state", "1 for the current state of the engine process.", "model", "state")
+        self.restarts = registry.counter("engine_restarts", "Restarts of the engine process after a loss.", "model")
+        self.gpu_layers = registry.gauge("gpu_layers", "Layers of the model on GPUs.", "model")
+        self.slots = registry.gauge("slots", "Maximum number of turns that run at once.", "model")
+        self.running_turns = registry.gauge("running_turns", "Turns with a slot.", "model")
+        self.waiting_turns = registry.gauge("waiting_turns", "Turns waiting for a slot.", "model")
 
-    def _declare_steps(self, registry: CollectorRegistry) -> None:
-        self.tokens = Counts("inferencecenter_generated_tokens", "Tokens generated.", ["model"], registry=registry)
-        self.inter_token_s = Histograms(
-            "inferencecenter_inter_token_seconds",
-            "From one frame with tokens of a turn to its next, its waiting for others included.",
-            ["model"],
+    def _declare_steps(self, registry: MetricRegistry) -> None:
+        self.tokens = registry.counter("generated_tokens", "Generated tokens.", "model")
+        self.inter_token_s = registry.histogram(
+            "inter_token_seconds",
+            "Time between two frames with tokens of a turn, including the time that it is preempted.",
+            "model",
             bounds=_TOKEN_BOUNDS_S,
-            registry=registry,
         )
-        self.step_s = Histograms(
-            "inferencecenter_step_seconds",
-            "Steps in which the engine read or generated.",
-            ["model"],
-            bounds=_STEP_BOUNDS_S,
-            registry=registry,
+        self.step_s = registry.histogram(
+            "step_seconds", "Duration of a step with prefill or decode.", "model", bounds=_STEP_BOUNDS_S
         )
-        self.batch_turns = Histograms(
-            "inferencecenter_batch_turns",
-            "Turns that generated together in one step.",
-            ["model"],
-            bounds=_TURN_BOUNDS,
-            registry=registry,
+        self.batch_turns = registry.histogram(
+            "batch_turns", "Turns that decode together in one step.", "model", bounds=_TURN_BOUNDS
         )
-        self.decode_s = Counts(
-            "inferencecenter_decode_seconds", "Time the engine spent generating.", ["model"], registry=registry
-        )
-        self.prefill_s = Counts(
-            "inferencecenter_prefill_seconds", "Time the engine spent reading prompts.", ["model"], registry=registry
-        )
-        self.prefill_tokens = Counts(
-            "inferencecenter_prefill_tokens",
-            "Tokens that the engine read, those of preempted turns each time.",
-            ["model"],
-            registry=registry,
+        self.decode_s = registry.counter("decode_seconds", "Time spent on decode.", "model")
+        self.prefill_s = registry.counter("prefill_seconds", "Time spent on prefill.", "model")
+        self.prefill_tokens = registry.counter(
+            "prefill_tokens", "Tokens computed by prefill, including those computed again after a preemption.", "model"
         )
 
-        self.drafted_tokens = Counts(
-            "inferencecenter_drafted_tokens",
-            "Tokens that were guessed from what the text said before.",
-            ["model"],
-            registry=registry,
-        )
-        self.accepted_tokens = Counts(
-            "inferencecenter_accepted_tokens",
-            "Of the guessed tokens those that were right; they are among the generated ones.",
-            ["model"],
-            registry=registry,
+        self.drafted_tokens = registry.counter("drafted_tokens", "Tokens drafted by prompt lookup.", "model")
+        self.accepted_tokens = registry.counter(
+            "accepted_tokens", "Drafted tokens that were accepted; they are included in the generated ones.", "model"
         )
 
-    def _declare_kv(self, registry: CollectorRegistry) -> None:
-        self.prompt_tokens = Counts(
-            "inferencecenter_prompt_tokens",
-            "Tokens of turns that began, by where their KV was: in their session's slot, in a neighbour, parked, in a"
-            " shared prefix, or nowhere (computed).",
-            ["model", "source"],
-            registry=registry,
+    def _declare_kv(self, registry: MetricRegistry) -> None:
+        self.prompt_tokens = registry.counter(
+            "prompt_tokens",
+            "Prompt tokens of turns that began, by source of their KV: the session's slot, a neighbour, "
+            "parked, a shared prefix, or none (computed).",
+            "model",
+            "source",
         )
-        self.kv_move_s = Histograms(
-            "inferencecenter_kv_move_seconds",
-            "Sequences of KV that were moved: park, restore or copy.",
-            ["model", "kind"],
+        self.kv_move_s = registry.histogram(
+            "kv_move_seconds",
+            "Duration of a KV transfer, by kind: park, restore or copy.",
+            "model",
+            "kind",
             bounds=_MOVE_BOUNDS_S,
-            registry=registry,
         )
-        self.kv_fetches = Counts(
-            "inferencecenter_kv_fetches", "Parked sequences that were asked of the disk.", ["model"], registry=registry
+        self.kv_fetches = registry.counter("kv_fetches", "Parked sequences read from disk.", "model")
+        self.parked_sessions = registry.gauge(
+            "parked_sessions", "Sessions whose KV is parked outside the slots.", "model"
         )
-        self.parked_sessions = Gauge(
-            "inferencecenter_parked_sessions",
-            "Sessions whose KV is kept outside the slots.",
-            ["model"],
-            registry=registry,
-        )
-        self.parked_bytes = Gauge(
-            "inferencecenter_parked_bytes",
-            "Bytes of KV kept outside the slots, by tier: ram or disk.",
-            ["model", "tier"],
-            registry=registry,
-        )
+        self.parked_bytes = registry.gauge("parked_bytes", "Bytes of parked KV, by tier: ram or disk.", "model", "tier")
 
     def of(self, model: str) -> EngineMeters:
         """Return the instruments of a model that each step updates."""

@@ -9,17 +9,18 @@ from bisect import bisect_left
 from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from prometheus_client import CollectorRegistry
     from prometheus_client.core import Metric
 
 
 OTHER: Final = "other"
+_PREFIX: Final = "inferencecenter_"
 _MAX_CHARS: Final = 64
 _UNSHOWN: Final = "\N{REPLACEMENT CHARACTER}"
 
@@ -181,3 +182,16 @@ class Histograms(_Family[Distribution]):
 
     def _family(self) -> HistogramMetricFamily:
         return HistogramMetricFamily(self._name, self._documentation, labels=self._labels)
+
+
+class MetricRegistry(CollectorRegistry):
+    """A registry whose metrics have the prefix ``inferencecenter_`` and their labels in the order given."""
+
+    def counter(self, name: str, documentation: str, *labels: str) -> Counts:
+        return Counts(_PREFIX + name, documentation, labels, registry=self)
+
+    def gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
+        return Gauge(_PREFIX + name, documentation, labels, registry=self)
+
+    def histogram(self, name: str, documentation: str, *labels: str, bounds: Sequence[float]) -> Histograms:
+        return Histograms(_PREFIX + name, documentation, labels, bounds=bounds, registry=self)

@@ -4,67 +4,57 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from prometheus_client import Gauge
-
-from inferencecenter.telemetry.instruments import Counts
-
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import Gauge
+
+    from inferencecenter.telemetry.instruments import MetricRegistry
 
 
 class MachineMetrics:
     """Metrics of the machine. Those of GPUs have the label ``gpu``, NVML's index; unavailable readings are absent."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: MetricRegistry) -> None:
         self._declare_processes(registry)
         self._declare_gpus(registry)
 
-    def _declare_processes(self, registry: CollectorRegistry) -> None:
-        self.process_cpu_s = Counts(
-            "inferencecenter_process_cpu_seconds",
-            "CPU time of a process since it began: front, or engine of a model.",
-            ["process", "model"],
-            registry=registry,
+    def _declare_processes(self, registry: MetricRegistry) -> None:
+        self.process_cpu_s = registry.counter(
+            "process_cpu_seconds",
+            "CPU time of a process since its start: front, or the engine of a model.",
+            "process",
+            "model",
         )
-        self.process_rss_bytes = Gauge(
-            "inferencecenter_process_resident_memory_bytes",
-            "Memory that a process holds, mapped files included.",
-            ["process", "model"],
-            registry=registry,
+        self.process_rss_bytes = registry.gauge(
+            "process_resident_memory_bytes", "Resident memory of a process, including mapped files.", "process", "model"
         )
-        self.memory_pressure = Gauge(
-            "inferencecenter_memory_pressure",
-            "1 for how short memory is: easy, shedding parked KV, or full.",
-            ["state"],
-            registry=registry,
+        self.memory_pressure = registry.gauge(
+            "memory_pressure",
+            "1 for the current memory pressure: easy, shedding (parked KV is evicted) or full.",
+            "state",
         )
-        self.memory_used_bytes = Gauge(
-            "inferencecenter_memory_used_bytes",
-            "Main memory in use, of what memory_limit_bytes limits.",
-            registry=registry,
+        self.memory_used_bytes = registry.gauge(
+            "memory_used_bytes", "Main memory in use, measured as memory_limit_bytes is."
         )
-        self.memory_limit_bytes = Gauge(
-            "inferencecenter_memory_limit_bytes",
-            "Main memory in use above which parked KV is given up.",
-            registry=registry,
+        self.memory_limit_bytes = registry.gauge(
+            "memory_limit_bytes", "Main memory in use above which parked KV is evicted."
         )
 
-    def _declare_gpus(self, registry: CollectorRegistry) -> None:
+    def _declare_gpus(self, registry: MetricRegistry) -> None:
         def gauge(name: str, documentation: str, *labels: str) -> Gauge:
-            return Gauge(f"inferencecenter_gpu_{name}", documentation, ["gpu", *labels], registry=registry)
+            return registry.gauge(f"gpu_{name}", documentation, "gpu", *labels)
 
-        self.gpu_info = gauge("info", "1 for each GPU, with what it is.", "name", "uuid", "driver")
+        self.gpu_info = gauge("info", "Always 1 for each GPU; the labels describe it.", "name", "uuid", "driver")
         self.gpu_temperature_c = gauge("temperature_celsius", "Temperature of a GPU.")
-        self.gpu_power_watts = gauge("power_watts", "Power that a GPU draws.")
-        self.gpu_power_limit_watts = gauge("power_limit_watts", "Power that a GPU may draw at most.")
-        self.gpu_fan_percent = gauge("fan_percent", "Speed of a GPU's fan.")
+        self.gpu_power_watts = gauge("power_watts", "Power draw of a GPU.")
+        self.gpu_power_limit_watts = gauge("power_limit_watts", "Power limit of a GPU.")
+        self.gpu_fan_percent = gauge("fan_percent", "Fan speed of a GPU.")
         self.gpu_utilization_percent = gauge("utilization_percent", "Share of time in which a GPU was busy.")
-        self.gpu_memory_used_bytes = gauge("memory_used_bytes", "Used memory of a GPU, by all programs.")
-        self.gpu_memory_total_bytes = gauge("memory_total_bytes", "Memory of a GPU.")
-        self.gpu_sm_clock_mhz = gauge("sm_clock_megahertz", "Clock of a GPU's processors.")
-        self.gpu_slowdown = gauge("slowdown", "1 for what slows a GPU down now.", "reason")
-        self.thermal_state = Gauge(
-            "inferencecenter_thermal_state", "1 for how the GPUs are: cool, warm or hot.", ["state"], registry=registry
+        self.gpu_memory_used_bytes = gauge("memory_used_bytes", "Used memory of a GPU, by all processes.")
+        self.gpu_memory_total_bytes = gauge("memory_total_bytes", "Total memory of a GPU.")
+        self.gpu_sm_clock_mhz = gauge("sm_clock_megahertz", "SM clock of a GPU.")
+        self.gpu_slowdown = gauge("slowdown", "1 for each reason for which a GPU is throttled now.", "reason")
+        self.thermal_state = registry.gauge(
+            "thermal_state", "1 for the current thermal state of the GPUs: cool, warm or hot.", "state"
         )
 
     def clear_gpus(self) -> None:

@@ -8,17 +8,17 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING, Final, Protocol
 
-from prometheus_client import CollectorRegistry, Gauge
-
 from inferencecenter import __version__
 from inferencecenter.core.errors import ErrorCode
 from inferencecenter.telemetry.engine_metrics import EngineMetrics
-from inferencecenter.telemetry.instruments import BoundedLabel, Counts, Gauges, Histograms, label_text
+from inferencecenter.telemetry.instruments import BoundedLabel, Gauges, MetricRegistry, label_text
 from inferencecenter.telemetry.loop_monitor import BOUNDS_S
 from inferencecenter.telemetry.machine_metrics import MachineMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from prometheus_client import Gauge
 
 MAX_CLIENTS: Final = 50
 # From a short prompt after a cached history on a GPU to a long text on two cores behind a queue.
@@ -60,121 +60,86 @@ class DaemonMetrics:
     """
 
     def __init__(self, *, max_clients: int = MAX_CLIENTS) -> None:
-        self.registry = registry = CollectorRegistry()
+        self.registry = registry = MetricRegistry()
         self._declare_sockets(registry)
         self._declare_turns(registry)
         self._clients = BoundedLabel(max_clients)
-        self.task_failures = Counts(
-            "inferencecenter_task_failures",
-            "Unexpected exceptions of background work, by the part of the daemon; what is to go on is started again.",
-            ["part"],
-            registry=registry,
+        self.task_failures = registry.counter(
+            "task_failures",
+            "Unexpected exceptions of background tasks, by part of the daemon; permanent tasks are restarted.",
+            "part",
         )
         self.engines = EngineMetrics(registry)
         self.machine = MachineMetrics(registry)
-        self.loop_lag_s = Histograms(
-            "inferencecenter_loop_lag_seconds",
-            "What a callback waits for the front's event loop, measured every 50 ms while there are connections.",
+        self.loop_lag_s = registry.histogram(
+            "loop_lag_seconds",
+            "Delay of a callback on the front's event loop, measured every 50 ms while clients are connected.",
             bounds=BOUNDS_S,
-            registry=registry,
         ).labels()
-        build = Gauge("inferencecenter_build_info", "1, with what runs.", ["version", "python"], registry=registry)
+        build = registry.gauge("build_info", "Always 1; the labels are the versions.", "version", "python")
         build.labels(__version__, platform.python_version()).set(1)
 
-    def _declare_sockets(self, registry: CollectorRegistry) -> None:
-        self.connections = Gauge("inferencecenter_connections", "Open WebSockets.", registry=registry)
-        self.unauthenticated_connections = Gauge(
-            "inferencecenter_unauthenticated_connections",
-            "Open WebSockets that have not authenticated, which are counted apart from those of clients.",
-            registry=registry,
+    def _declare_sockets(self, registry: MetricRegistry) -> None:
+        self.connections = registry.gauge("connections", "Open WebSockets.")
+        self.unauthenticated_connections = registry.gauge(
+            "unauthenticated_connections",
+            "Open WebSockets that have not authenticated; they are counted separately from those of clients.",
         )
-        self.evicted_connections = Counts(
-            "inferencecenter_evicted_connections",
-            "WebSockets that had not authenticated and were closed for newer ones.",
-            registry=registry,
+        self.evicted_connections = registry.counter(
+            "evicted_connections", "Unauthenticated WebSockets that were closed to admit newer ones."
         ).labels()
-        self.refused_handshakes = Counts(
-            "inferencecenter_refused_handshakes",
-            "WebSocket upgrades without a credential that were refused, as their address makes too many.",
-            registry=registry,
+        self.refused_handshakes = registry.counter(
+            "refused_handshakes", "WebSocket upgrades without a credential refused by the rate limit of their address."
         ).labels()
-        self.frames_in = Counts("inferencecenter_frames_in", "WebSocket frames received.", registry=registry).labels()
-        self.frames_out = Counts("inferencecenter_frames_out", "WebSocket frames sent.", registry=registry).labels()
+        self.frames_in = registry.counter("frames_in", "WebSocket frames received.").labels()
+        self.frames_out = registry.counter("frames_out", "WebSocket frames sent.").labels()
         self.outbox_bytes = Gauges(
-            "inferencecenter_outbox_bytes", "Bytes that wait for slow readers.", registry=registry
+            "inferencecenter_outbox_bytes", "Bytes queued for slow readers.", registry=registry
         ).labels()
-        self.outbox_overflows = Counts(
-            "inferencecenter_outbox_overflows", "Sockets aborted because they stopped reading.", registry=registry
+        self.outbox_overflows = registry.counter(
+            "outbox_overflows", "Sockets aborted because they stopped reading."
         ).labels()
-        self.errors = Counts(
-            "inferencecenter_errors", "Errors sent to clients, by code of the error table.", ["code"], registry=registry
-        )
+        self.errors = registry.counter("errors", "Errors sent to clients, by code of the error table.", "code")
         for code in ErrorCode:
             self.errors.labels(code.value)  # so that the first error counts as an increase
-        self.refused_connections = Counts(
-            "inferencecenter_refused_connections",
-            "WebSocket upgrades refused, and connections turned away before their request was heard, by HTTP status.",
-            ["status"],
-            registry=registry,
+        self.refused_connections = registry.counter(
+            "refused_connections",
+            "Refused WebSocket upgrades, and connections closed before their request was read, by HTTP status.",
+            "status",
         )
-        self.http_requests = Gauge(
-            "inferencecenter_http_requests", "HTTP requests of clients that are being answered.", registry=registry
+        self.http_requests = registry.gauge("http_requests", "HTTP requests of clients in progress.")
+        self.http_responses = registry.counter(
+            "http_responses", "HTTP responses to clients, by path pattern and status.", "path", "status"
         )
-        self.http_responses = Counts(
-            "inferencecenter_http_responses",
-            "HTTP answers to clients, by the address's pattern and by status.",
-            ["path", "status"],
-            registry=registry,
-        )
-        self.login_failures = Counts("inferencecenter_login_failures", "Wrong credentials.", registry=registry).labels()
+        self.login_failures = registry.counter("login_failures", "Failed authentication attempts.").labels()
 
-    def _declare_turns(self, registry: CollectorRegistry) -> None:
-        self.sessions = Gauge("inferencecenter_sessions", "Open sessions.", registry=registry)
-        self.storage_failing = Gauge(
-            "inferencecenter_storage_failing", "1 while sessions cannot be written down.", registry=registry
-        )
-        self.records_set_aside = Counts(
-            "inferencecenter_records_set_aside",
-            "Records of sessions that a defect kept from being written; the log names them.",
-            registry=registry,
+    def _declare_turns(self, registry: MetricRegistry) -> None:
+        self.sessions = registry.gauge("sessions", "Open sessions.")
+        self.storage_failing = registry.gauge("storage_failing", "1 while sessions cannot be written to storage.")
+        self.records_set_aside = registry.counter(
+            "records_set_aside", "Records of sessions that were not written because of a defect; the log names them."
         ).labels()
-        self.turns = Counts(
-            "inferencecenter_turns",
-            "Turns that ended, by finish_reason, or by code of the error table.",
-            ["model", "finish"],
-            registry=registry,
+        self.turns = registry.counter(
+            "turns", "Ended turns, by finish_reason, or by code of the error table.", "model", "finish"
         )
-        self.first_token_s = Histograms(
-            "inferencecenter_time_to_first_token_seconds",
-            "From infer to the first token, of turns that ended.",
-            ["model"],
+        self.first_token_s = registry.histogram(
+            "time_to_first_token_seconds",
+            "Time from infer to the first token, of ended turns.",
+            "model",
             bounds=_FIRST_TOKEN_BOUNDS_S,
-            registry=registry,
         )
-        self.queue_s = Histograms(
-            "inferencecenter_queue_wait_seconds",
-            "What turns that ended had waited for a slot.",
-            ["model"],
-            bounds=_QUEUE_BOUNDS_S,
-            registry=registry,
+        self.queue_s = registry.histogram(
+            "queue_wait_seconds", "Time that ended turns waited for a slot.", "model", bounds=_QUEUE_BOUNDS_S
         )
-        self.preemptions = Counts(
-            "inferencecenter_preemptions",
-            "How often turns that ended had given their slot to others.",
-            ["model"],
-            registry=registry,
+        self.preemptions = registry.counter("preemptions", "Preemptions of ended turns.", "model")
+        self.client_turns = registry.counter(
+            "client_turns", "Ended turns by client; clients after the first 50 are counted as other.", "client"
         )
-        self.client_turns = Counts(
-            "inferencecenter_client_turns",
-            "Turns that ended, by client; all but the first 50 clients together are other.",
-            ["client"],
-            registry=registry,
-        )
-        self.client_tokens = Counts(
-            "inferencecenter_client_tokens",
-            "Tokens of turns that ended, by client as above and kind: prompt, cached (of the prompt) or generated.",
-            ["client", "kind"],
-            registry=registry,
+        self.client_tokens = registry.counter(
+            "client_tokens",
+            "Tokens of ended turns, by client as above and kind: prompt, cached (of the prompt) or generated.",
+            "client",
+            "kind",
         )
 
     def connection_refused(self, status: int) -> None:

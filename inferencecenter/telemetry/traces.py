@@ -20,7 +20,7 @@ def check_installed(settings: TelemetrySettings) -> None:
     Raises:
         InferenceCenterError: ``invalid_config`` without OpenTelemetry.
     """
-    if settings.otlp_endpoint is not None and not all(_is_there(package) for package in _PACKAGES):
+    if settings.otlp_endpoint is not None and not all(_is_installed(package) for package in _PACKAGES):
         raise InferenceCenterError(
             ErrorCode.INVALID_CONFIG,
             "telemetry.otlp_endpoint is set, but OpenTelemetry is not installed",
@@ -44,7 +44,7 @@ def open_traces(settings: TelemetrySettings) -> Traces | None:
     return Traces.to_collector(settings.otlp_endpoint, headers=headers, ratio=settings.trace_ratio)
 
 
-def _is_there(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         return find_spec(package) is not None
     except ModuleNotFoundError:  # not even its parent package

@@ -65,9 +65,9 @@ def test_a_7b_on_3_gib(cli: Cli, model: Path) -> None:
     assert result.code == 0
     for shown in (
         "14 of 29",
-        "the output matrix and layers 15 to 27; the next layer takes 150 MiB",
-        "the KV of one takes 224 MiB",
-        "56 KiB a token",
+        "the output matrix and layers 15 to 27; the next layer needs 150 MiB",
+        "224 MiB of KV per slot",
+        "56 KiB per token",
         "2,769 MiB",
         "gpu.quantized_kv = true",
     ):

@@ -329,7 +329,7 @@ def test_layer_limit_after_a_failed_start(shape_of: ShapeOf) -> None:
     """No more layers than that, however much is free."""
     made = plan(shape_of("llama3.2-1b"), gpus(24), HOST, PlacementConstraints(most_gpu_layers=8))
     assert made.n_gpu_layers == 8
-    assert "did not load" in made.reasons[0].why
+    assert "failed to load" in made.reasons[0].why
 
 
 def test_measurement_corrects_the_estimate(shape_of: ShapeOf) -> None:
@@ -401,7 +401,7 @@ def test_adapters_take_memory_with_their_layers(shape_of: ShapeOf) -> None:
         in_memory.demand.host_weight_bytes - plan(plain, (), HOST, PlacementConstraints()).demand.host_weight_bytes
         == 320 * MIB
     )
-    assert "in memory" in next(each.why for each in in_memory.reasons if each.name == "lora")
+    assert "in host memory" in next(each.why for each in in_memory.reasons if each.name == "lora")
 
 
 def test_adapter_may_cost_a_layer(shape_of: ShapeOf) -> None:

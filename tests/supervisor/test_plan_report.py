@@ -74,7 +74,7 @@ def test_the_processor_alone(tmp_path: Path) -> None:
     model = shape(tmp_path)
     told = plan_report(made(model, ()), model=model, host=HOST, constraints=PlacementConstraints())
     assert (told.devices, told.n_gpu_layers, told.host.weight_bytes) == ((), 0, model.bytes)
-    assert told.reasons[0].why == "there is no GPU that llama.cpp can use"
+    assert told.reasons[0].why == "llama.cpp can use no GPU"
 
 
 def test_experts_that_stay_with_the_host(tmp_path: Path) -> None:

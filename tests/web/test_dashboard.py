@@ -53,7 +53,7 @@ def device(number: int, **changes: Any) -> dict[str, Any]:
 def plan(*devices: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return a plan for these GPUs, as it is on the wire."""
     on_gpus = sum(each["layers"] for each in devices)
-    why = "all layers and the output matrix fit" if devices else "there is no GPU that llama.cpp can use"
+    why = "all layers and the output matrix fit" if devices else "llama.cpp can use no GPU"
     told = {
         "fits": True, "layers": 29, "n_gpu_layers": on_gpus, "split_mode": "layer" if len(devices) > 1 else "none",
         "slots": 8, "n_ctx": 4096, "n_batch": 2048, "n_ubatch": 512, "kv_type_k": "f16", "kv_type_v": "q8_0",
@@ -61,8 +61,8 @@ def plan(*devices: dict[str, Any], **changes: Any) -> dict[str, Any]:
         "host": {"available_bytes": 32 * GIB, "weight_bytes": GIB, "kv_bytes": 0, "compute_bytes": GIB // 8,
                  "expert_layers": 0},
         "reasons": [{"name": "n_gpu_layers", "value": f"{on_gpus} of 29", "why": why, "explicit": False},
-                    {"name": "slots", "value": "8", "why": "set; the KV of one takes 224 MiB", "explicit": True}],
-        "advice": ['For one user who wants a long context: 1 slot of 32768 tokens; gpu.prefer = "long" chooses so.'],
+                    {"name": "slots", "value": "8", "why": "set; 224 MiB of KV per slot", "explicit": True}],
+        "advice": ['For a single user with a long context: 1 slot of 32768 tokens; gpu.prefer = "long" selects it.'],
     } | changes  # fmt: skip
     return EnginePlan.model_validate(told, strict=False).model_dump(exclude_none=True)
 

@@ -52,7 +52,7 @@ def test_everything_on_the_processor() -> None:
     """Is said, with the plan's reason, or that it is set so; nothing is said where there is a GPU."""
     set_so = plan(reasons=[{"name": "n_gpu_layers", "value": "0 of 29", "why": "set", "explicit": True}])
     words = "Everything is on the CPU: "
-    assert divided(plan(), "processorInWords(input)") == f"{words}there is no GPU that llama.cpp can use."
+    assert divided(plan(), "processorInWords(input)") == f"{words}llama.cpp can use no GPU."
     assert divided(set_so, "processorInWords(input)") == f"{words}set by engine.n_gpu_layers."
     assert divided(plan(device(0)), "processorInWords(input)") == ""
 
