@@ -67,7 +67,7 @@ _HEAT_STYLES: Final = {"warm": "yellow", "hot": "bold red"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Glance:
+class StatsSnapshot:
     """Snapshot of a daemon.
 
     Attributes:
@@ -95,29 +95,29 @@ class Glance:
     notice: str = ""
 
 
-def screen(glance: Glance, *, width: int) -> RenderableType:
+def screen(snapshot: StatsSnapshot, *, width: int) -> RenderableType:
     """Return the full display for a screen of this width in columns."""
-    title = Text.assemble(("InferenceCenter", "bold"), f" {glance.version}", (f"  {glance.address}", "dim"))
+    title = Text.assemble(("InferenceCenter", "bold"), f" {snapshot.version}", (f"  {snapshot.address}", "dim"))
     # A line below the title even if empty: a moving display is hard to read.
-    notice = Text(_plain(glance.notice), style="bold yellow", no_wrap=True, overflow="ellipsis")
+    notice = Text(_plain(snapshot.notice), style="bold yellow", no_wrap=True, overflow="ellipsis")
     parts: list[RenderableType] = [title, notice]
-    if glance.metrics is None:
+    if snapshot.metrics is None:
         return Group(*parts, Text("no readings yet", style="dim"))
     grid = Table.grid(Column(width=_LABEL_WIDTH, style="dim"), Column(overflow="fold"), padding=(0, 1))
     bar_width = min(_MAX_BAR, max(_MIN_BAR, width - _LABEL_WIDTH - _FIGURES_WIDTH))
-    for label, content in _rows(glance, glance.metrics, bar_width):
+    for label, content in _rows(snapshot, snapshot.metrics, bar_width):
         grid.add_row(label, content)
     parts.append(grid)
-    if len(glance.models) > 1:
-        parts += [Text(), models_table(glance.models, width=width)]
-    if glance.clients:
-        parts += [Text(), clients_table(glance.clients, width=width)]
+    if len(snapshot.models) > 1:
+        parts += [Text(), models_table(snapshot.models, width=width)]
+    if snapshot.clients:
+        parts += [Text(), clients_table(snapshot.clients, width=width)]
     return Group(*parts)
 
 
-def line(glance: Glance) -> str:
+def line(snapshot: StatsSnapshot) -> str:
     """Return the main readings in one line, for a pipe or a log."""
-    metrics = glance.metrics
+    metrics = snapshot.metrics
     if metrics is None:
         return "no readings yet"
     work, gpu = metrics.inference, metrics.gpu
@@ -137,18 +137,18 @@ def line(glance: Glance) -> str:
     return "  ".join(parts)
 
 
-def as_data(glance: Glance) -> dict[str, Any]:
+def as_data(snapshot: StatsSnapshot) -> dict[str, Any]:
     """Return the snapshot as JSON data."""
-    metrics = glance.metrics
+    metrics = snapshot.metrics
     return {
-        "address": glance.address,
-        "version": glance.version,
+        "address": snapshot.address,
+        "version": snapshot.version,
         "metrics": None if metrics is None else metrics.model_dump(exclude={"op", "id"}),
-        "status": {side: dict(values) for side, values in glance.status.items()},
-        "plan": None if glance.plan is None else glance.plan.model_dump(),
-        "models": [model.model_dump() for model in glance.models],
-        "clients": [client.model_dump() for client in glance.clients],
-        "thermal": None if glance.heat is None else glance.heat.model_dump(exclude={"op", "id"}),
+        "status": {side: dict(values) for side, values in snapshot.status.items()},
+        "plan": None if snapshot.plan is None else snapshot.plan.model_dump(),
+        "models": [model.model_dump() for model in snapshot.models],
+        "clients": [client.model_dump() for client in snapshot.clients],
+        "thermal": None if snapshot.heat is None else snapshot.heat.model_dump(exclude={"op", "id"}),
     }
 
 
@@ -202,21 +202,21 @@ def _name_column(heading: str, width: int) -> Column:
     return Column(heading, max_width=max(_MIN_BAR, width - _TABLE_FIGURES_WIDTH), overflow="ellipsis", no_wrap=True)
 
 
-def _rows(glance: Glance, metrics: Metrics, bar_width: int) -> Iterator[tuple[str, Text]]:
+def _rows(snapshot: StatsSnapshot, metrics: Metrics, bar_width: int) -> Iterator[tuple[str, Text]]:
     work = metrics.inference
-    yield "model", _model(metrics.engine, glance.status.get("model", {}))
+    yield "model", _model(metrics.engine, snapshot.status.get("model", {}))
     yield "engine", _engine(metrics.engine)
-    rates = Text(sparkline(glance.rates, width=bar_width), style="cyan")
+    rates = Text(sparkline(snapshot.rates, width=bar_width), style="cyan")
     yield "tokens/s", rates.append(f" {work.tokens_per_s:.1f}", style="bold")
     yield "last turn", Text(f"{work.last_tps:.1f} tokens/s, the first after {work.last_ttft_ms:.0f} ms")
     slots = bar(work.slots_used, work.slots, width=bar_width, style="green")
     yield "slots", slots.append(f" {work.slots_used} of {work.slots}", style="default")
     yield "queue", Text(f"{work.queue_depth} waiting", style="yellow" if work.queue_depth else "")
-    yield "sessions", _sessions(glance, metrics)
-    yield from _memory(glance, bar_width)
-    yield from _gpu(metrics.gpu, glance.heat, bar_width)
-    if glance.plan is not None:
-        yield from _plan(glance.plan)
+    yield "sessions", _sessions(snapshot, metrics)
+    yield from _memory(snapshot, bar_width)
+    yield from _gpu(metrics.gpu, snapshot.heat, bar_width)
+    if snapshot.plan is not None:
+        yield from _plan(snapshot.plan)
 
 
 def _model(engine: EngineReadings, status: Mapping[str, float | int | str | None]) -> Text:
@@ -241,8 +241,8 @@ def _engine(engine: EngineReadings) -> Text:
     return text.append("".join(f" · {fact}" for fact in facts), style="default")
 
 
-def _sessions(glance: Glance, metrics: Metrics) -> Text:
-    work, status = metrics.inference, glance.status.get("sessions", {})
+def _sessions(snapshot: StatsSnapshot, metrics: Metrics) -> Text:
+    work, status = metrics.inference, snapshot.status.get("sessions", {})
     facts = [f"{work.total_sessions} open", f"{work.active_generations} answering"]
     facts.append(f"{work.parked_sessions} parked ({_mib(work.parked_mb)})")
     if (connections := status.get("connections")) is not None:
@@ -254,9 +254,9 @@ def _sessions(glance: Glance, metrics: Metrics) -> Text:
     return text
 
 
-def _memory(glance: Glance, bar_width: int) -> Iterator[tuple[str, Text]]:
+def _memory(snapshot: StatsSnapshot, bar_width: int) -> Iterator[tuple[str, Text]]:
     """Yield the host's memory use against its limit, which only operators may read."""
-    status = glance.status.get("memory", {})
+    status = snapshot.status.get("memory", {})
     used, limit, pressure = (status.get(name) for name in ("memory_used_bytes", "memory_limit_bytes", "pressure"))
     if not isinstance(used, int | float) or not isinstance(limit, int | float):
         return
@@ -346,14 +346,14 @@ class Watch:
         monotonic: Monotonic clock in seconds.
 
     Attributes:
-        glance: The latest snapshot.
+        snapshot: The latest snapshot.
         draw: Shows the snapshot.
         complain: Reports a connection problem when no screen shows it.
     """
 
     def __init__(self, address: str, *, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self.glance = Glance(address=address)
-        self.draw: Callable[[Glance], None] = lambda _glance: None
+        self.snapshot = StatsSnapshot(address=address)
+        self.draw: Callable[[StatsSnapshot], None] = lambda _snapshot: None
         self.complain: Callable[[str], None] | None = None
         self._monotonic = monotonic
         self._next_clients_at = float("-inf")
@@ -363,15 +363,15 @@ class Watch:
         """Record a change of the connection or the thermal state, and show it at once."""
         match notice:
             case events.Thermal():
-                self.glance = replace(self.glance, heat=notice)
+                self.snapshot = replace(self.snapshot, heat=notice)
             case Reconnecting() | events.GoingAway() | Connected():
-                self.glance = replace(self.glance, notice=describe_notice(notice))
+                self.snapshot = replace(self.snapshot, notice=describe_notice(notice))
             case _:
                 return
         if self.complain is None:
-            self.draw(self.glance)
+            self.draw(self.snapshot)
         elif isinstance(notice, Reconnecting) and notice.attempt == 1:
-            self.complain(self.glance.notice)
+            self.complain(self.snapshot.notice)
 
     async def run(
         self,
@@ -388,7 +388,7 @@ class Watch:
         """
         while True:
             await self.look(client)
-            self.draw(self.glance)
+            self.draw(self.snapshot)
             if once:
                 return
             await sleep(interval_s)
@@ -405,10 +405,10 @@ class Watch:
         clients = await self._clients(client)
         if metrics is not None:
             self._rates.append(metrics.inference.tokens_per_s)
-        self.glance = replace(
-            self.glance,
+        self.snapshot = replace(
+            self.snapshot,
             version=client.hello.version,
-            metrics=metrics or self.glance.metrics,
+            metrics=metrics or self.snapshot.metrics,
             plan=model.plan if (model := sides["model"]) else None,
             models=models.models if models else (),
             clients=clients,
@@ -422,7 +422,7 @@ class Watch:
             return ()
         now = self._monotonic()
         if now < self._next_clients_at:
-            return self.glance.clients
+            return self.snapshot.clients
         self._next_clients_at = now + _CLIENTS_EVERY_S
         answer = await _ask(client, requests.ListClients(op="list_clients"), events.Clients)
         return answer.clients if answer else ()
@@ -455,7 +455,7 @@ async def _watch(watch: Watch, daemon: DaemonAccess, *, interval_s: float, once:
             return
         with _until_quit(), Live(console=stdout, screen=True, auto_refresh=False) as shown:
             hint = Text("\nq leaves", style="dim")
-            watch.draw = lambda glance: shown.update(Group(screen(glance, width=stdout.width), hint), refresh=True)
+            watch.draw = lambda snapshot: shown.update(Group(screen(snapshot, width=stdout.width), hint), refresh=True)
             await watch.run(client, interval_s=interval_s)
 
 
@@ -490,13 +490,13 @@ def _until_quit() -> Iterator[None]:
             termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-def _print_screen(glance: Glance) -> None:
-    stdout.print(screen(glance, width=stdout.width))
+def _print_screen(snapshot: StatsSnapshot) -> None:
+    stdout.print(screen(snapshot, width=stdout.width))
 
 
-def _write_line(glance: Glance) -> None:
-    typer.echo(line(glance))
+def _write_line(snapshot: StatsSnapshot) -> None:
+    typer.echo(line(snapshot))
 
 
-def _write_json(glance: Glance) -> None:
-    typer.echo(orjson.dumps(as_data(glance)).decode())
+def _write_json(snapshot: StatsSnapshot) -> None:
+    typer.echo(orjson.dumps(as_data(snapshot)).decode())

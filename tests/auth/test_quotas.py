@@ -205,7 +205,7 @@ def test_tokens_of_a_client_are_counted_separately(accounts: Accounts, quotas: A
     quotas.of("ada", ids[1]).use(500)
     assert quotas.of("ada", ids[0]).day_tokens_left == 400
     assert quotas.used_today("ada") == 1100
-    assert quotas.used_today("nobody") == 0
+    assert quotas.used_today("unknown") == 0
 
 
 def test_limit_changes_apply_at_once_and_keep_usage(accounts: Accounts, quotas: AccessQuotas) -> None:

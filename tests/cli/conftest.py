@@ -1,4 +1,4 @@
-"""The command line as it is called, away from this machine's own settings."""
+"""The command line, isolated from this machine's settings."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def scripted() -> AsyncIterator[Start]:
-    """Start daemons that follow a script."""
+    """Return a function that starts scripted daemons."""
     async with scripted_daemon() as start:
         yield start
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a command left behind."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -37,7 +37,7 @@ class Result:
 
 
 class Cli:
-    """Calls the command line in this process."""
+    """Runs commands in this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self._monkeypatch = monkeypatch
@@ -62,7 +62,7 @@ def state_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, state_dir: Path) -> Cli:
-    """The command line with a state directory of its own and none of this machine's settings."""
+    """The command line with its own state directory and without this machine's settings."""
     for name in list(os.environ):
         if name.startswith("INFERENCECENTER_"):
             monkeypatch.delenv(name)

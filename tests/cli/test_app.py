@@ -1,4 +1,4 @@
-"""Tests of the command line as a whole."""
+"""The command line as a whole."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.cli.conftest import Cli
 
 
-def test_version(cli: Cli) -> None:
+def test_version_option(cli: Cli) -> None:
     """``--version`` prints the package's version."""
     assert cli.run("--version").out == f"inferencecenter {__version__}\n"
 
@@ -46,8 +46,8 @@ def test_version(cli: Cli) -> None:
         ["doctor"],
     ],
 )
-def test_every_command_explains_itself(cli: Cli, command: list[str]) -> None:
-    """``--help`` says what a command does and lists its options."""
+def test_every_command_has_help(cli: Cli, command: list[str]) -> None:
+    """``--help`` describes the command and lists its options."""
     result = cli.run(*command, "--help")
     assert result.code == 0
     assert "Usage:" in result.out
@@ -97,15 +97,15 @@ def test_the_list_of_commands_is_not_cut(cli: Cli) -> None:
     assert all(line.endswith(".") and not line.endswith("...") for line in listed)
 
 
-def test_an_unknown_command_is_an_error(cli: Cli) -> None:
-    """A mistyped command exits with 2 and names itself."""
+def test_unknown_command_is_an_error(cli: Cli) -> None:
+    """It exits with 2 and names the command."""
     result = cli.run("sevre")
     assert result.code == 2
     assert "sevre" in result.err
 
 
-def test_a_known_failure_is_one_message_and_its_exit_code(cli: Cli) -> None:
-    """Code, message and hint go to standard error; nothing goes to standard output and there is no traceback."""
+def test_error_is_one_message_with_its_exit_code(cli: Cli) -> None:
+    """Code, message and hint go to standard error, without a traceback."""
     result = cli.run("serve", "--config", "/nowhere/inferencecenter.toml")
     assert result.code == ERRORS[ErrorCode.INVALID_CONFIG].exit_code == 78
     assert result.out == ""
@@ -115,7 +115,7 @@ def test_a_known_failure_is_one_message_and_its_exit_code(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "code", "told"),
+    ("command", "code", "words"),
     [
         (["doctor"], 73, "cannot be written"),
         (["backup", "copy"], 73, "Permission denied"),
@@ -127,10 +127,10 @@ def test_a_known_failure_is_one_message_and_its_exit_code(cli: Cli) -> None:
         (["stats", "--once"], 77, "admin.token: Permission denied"),
     ],
 )
-def test_a_home_of_another_user_is_a_message(  # noqa: PLR0917 - cases and fixtures
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str], code: int, told: str
+def test_inaccessible_home_is_reported(  # noqa: PLR0917 - cases and fixtures
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: list[str], code: int, words: str
 ) -> None:
-    """Where directories may not be entered, commands say so, or do without them; none writes a traceback."""
+    """Commands report the directory or work without it, and none prints a traceback."""
     home = str(tmp_path / "home")
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -142,17 +142,17 @@ def test_a_home_of_another_user_is_a_message(  # noqa: PLR0917 - cases and fixtu
         monkeypatch.setenv(name, f"{home}/{place}")
     monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
     for name in ("stat", "open", "scandir", "listdir", "mkdir"):
-        monkeypatch.setattr(os, name, _sealed(getattr(os, name), home))
+        monkeypatch.setattr(os, name, _deny_below(getattr(os, name), home))
     monkeypatch.setattr(os, "access", lambda _path, _mode: False)
-    monkeypatch.setattr(io, "open", _sealed(io.open, home))
+    monkeypatch.setattr(io, "open", _deny_below(io.open, home))
     result = cli.run(*command)
     assert result.code == code, result.err
     assert "Traceback" not in result.err
-    assert told in result.err + result.out
+    assert words in result.err + result.out
 
 
-def _sealed(function: Callable[..., Any], home: str) -> Callable[..., Any]:
-    """Return a function of the system that refuses everything below a directory."""
+def _deny_below(function: Callable[..., Any], home: str) -> Callable[..., Any]:
+    """Wrap a system function so that it refuses everything below a directory."""
 
     def refuse(path: Any, *arguments: Any, **options: Any) -> Any:
         if isinstance(path, (str, os.PathLike)) and os.fspath(path).startswith(f"{home}/"):

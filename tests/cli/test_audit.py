@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter audit``."""
+"""The command ``inferencecenter audit``."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _json(cli: Cli, *arguments: str) -> list[dict[str, Any]]:
     return lines
 
 
-def test_the_log_is_shown_beside_a_running_daemon(cli: Cli, running: Accounts) -> None:
-    """Every line with all that it says, the newest last; the daemon goes on writing."""
+def test_log_is_readable_beside_a_running_daemon(cli: Cli, running: Accounts) -> None:
+    """Every entry with all fields, the newest last; the daemon keeps writing."""
     lines = _json(cli)
     assert [line["event"] for line in lines] == ["daemon_started", "client_created", "login"]
     login = lines[-1]
@@ -63,7 +63,7 @@ def test_the_log_is_shown_beside_a_running_daemon(cli: Cli, running: Accounts) -
 
 
 @pytest.mark.usefixtures("running")
-def test_lines_can_be_chosen(cli: Cli) -> None:
+def test_entries_are_filtered(cli: Cli) -> None:
     """By number, client and event."""
     assert [line["event"] for line in _json(cli, "--last", "2")] == ["client_created", "login"]
     assert [line["event"] for line in _json(cli, "--client", "ada")] == ["client_created", "login"]
@@ -72,8 +72,8 @@ def test_lines_can_be_chosen(cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("running")
-def test_in_a_pipe_a_line_is_a_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fields stand between tabs, the time is local, and nothing is wrapped."""
+def test_piped_output_has_one_line_per_entry(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields are separated by tabs, times are local, and nothing is wrapped."""
     monkeypatch.setenv("TZ", "Asia/Kolkata")
     time.tzset()
     try:
@@ -86,8 +86,8 @@ def test_in_a_pipe_a_line_is_a_line(cli: Cli, monkeypatch: pytest.MonkeyPatch) -
     assert rest == ["login", "ada", "aabb", "192.0.2.1", "2", ""]
 
 
-def test_a_table_shows_claims_as_text() -> None:
-    """A claimed name is shown literally, whatever it contains."""
+def test_table_shows_claims_literally() -> None:
+    """A claimed name is not interpreted as markup."""
     line = AuditLine(
         at=0.0,
         last_at=0.0,
@@ -105,15 +105,15 @@ def test_a_table_shows_claims_as_text() -> None:
         assert words in shown
 
 
-def test_a_new_state_directory_has_an_empty_log(cli: Cli) -> None:
-    """Nothing is shown, and that is no failure."""
+def test_new_state_directory_has_an_empty_log(cli: Cli) -> None:
+    """The command succeeds without output."""
     result = cli.run("audit")
     assert (result.code, result.out) == (0, "")
     assert _json(cli) == []
 
 
-def test_days_are_those_of_the_settings(cli: Cli, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line older than ``auth.audit_days`` is not shown."""
+def test_retention_follows_the_settings(cli: Cli, state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry older than ``auth.audit_days`` is not shown."""
     with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=lambda: time.time() - 5 * 86_400)) as old:
         old.audit(AuditEvent.DAEMON_STARTED)
     assert len(_json(cli)) == 1
@@ -121,8 +121,8 @@ def test_days_are_those_of_the_settings(cli: Cli, state_dir: Path, monkeypatch: 
     assert _json(cli) == []
 
 
-def test_a_command_removes_no_line_that_the_settings_keep(cli: Cli, state_dir: Path) -> None:
-    """Making a token prunes by the same days as the daemon."""
+def test_commands_prune_by_the_settings(cli: Cli, state_dir: Path) -> None:
+    """Creating a token prunes by the daemon's retention."""
     with contextlib.closing(Accounts.open(state_dir / DATABASE_NAME, clock=lambda: time.time() - 89 * 86_400)) as old:
         old.audit(AuditEvent.DAEMON_STARTED)
     cli.run("token", "create", "ada")
@@ -130,15 +130,15 @@ def test_a_command_removes_no_line_that_the_settings_keep(cli: Cli, state_dir: P
 
 
 @pytest.mark.parametrize("arguments", [["--last", "0"], ["--last", "x"], ["--event", "lunch"]])
-def test_wrong_options_are_refused(cli: Cli, arguments: list[str]) -> None:
+def test_invalid_options_are_refused(cli: Cli, arguments: list[str]) -> None:
     """The message names the option."""
     result = cli.run("audit", *arguments)
     assert result.code == 2
     assert arguments[0] in result.err
 
 
-def test_an_unusable_state_directory_is_told(cli: Cli, tmp_path: Path) -> None:
-    """The path is named; the exit code is the table's."""
+def test_unusable_state_directory_is_reported(cli: Cli, tmp_path: Path) -> None:
+    """The path is named, with the exit code of the error table."""
     (tmp_path / "file").touch()
     result = cli.run("audit", "--state-dir", str(tmp_path / "file" / "state"))
     assert result.code == 73

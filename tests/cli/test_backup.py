@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter backup``."""
+"""The command ``inferencecenter backup``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def running(state_dir: Path) -> AsyncIterator[SessionStore]:
-    """The store of a daemon that runs, with an answer under way, and its accounts."""
+    """The store and accounts of a running daemon with an unfinished answer."""
     with contextlib.closing(Accounts.open(state_dir / ACCOUNTS_NAME, clock=time.time)) as accounts:
         accounts.ensure_client("ada", max_sessions=3, priority="normal")
         store = SessionStore.open(state_dir / DATABASE_NAME)
@@ -39,8 +39,8 @@ async def running(state_dir: Path) -> AsyncIterator[SessionStore]:
         await store.close()
 
 
-async def test_a_backup_holds_both_files(cli: Cli, running: SessionStore, tmp_path: Path) -> None:
-    """Taken while sessions are written; private, whole, and to be used as a state directory."""
+async def test_backup_contains_both_files(cli: Cli, running: SessionStore, tmp_path: Path) -> None:
+    """Taken during writes it is private, complete, and usable as a state directory."""
     target = tmp_path / "backup"
     copying = asyncio.get_running_loop().run_in_executor(None, cli.run, "backup", str(target), "--json")
     n_written = 0
@@ -61,8 +61,8 @@ async def test_a_backup_holds_both_files(cli: Cli, running: SessionStore, tmp_pa
     assert running.fault is None
 
 
-async def test_a_daemon_on_a_backup_knows_that_something_is_missing(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
-    """Even one that was taken after a stop in order: since then clients may have been shown more."""
+async def test_daemon_on_a_backup_starts_a_new_epoch(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
+    """Clients may have received more since, even after a clean stop."""
     store = SessionStore.open(state_dir / DATABASE_NAME)
     store.write(opened(), flush=True)
     await store.close()
@@ -73,43 +73,41 @@ async def test_a_daemon_on_a_backup_knows_that_something_is_missing(cli: Cli, st
     assert await was_clean(state_dir / DATABASE_NAME)
 
 
-async def test_nothing_is_written_over(cli: Cli, running: SessionStore, tmp_path: Path) -> None:
-    """A directory that is there is refused, empty or not."""
+async def test_existing_target_is_refused(cli: Cli, running: SessionStore, tmp_path: Path) -> None:
+    """A directory is not overwritten, empty or not."""
     result = await asyncio.to_thread(cli.run, "backup", str(tmp_path))
     assert result.code == 73
     assert "never overwritten" in result.err
 
 
-def lose(path: Path) -> None:
+def delete(path: Path) -> None:
     """Delete a file of a daemon."""
     path.unlink()
 
 
 def replace(path: Path) -> None:
-    """Put another file in the place of a daemon's."""
+    """Replace a daemon's file by another one."""
     path.with_name("new").write_bytes(path.read_bytes())
     path.with_name("new").rename(path)
 
 
-@pytest.mark.parametrize("hurt", [lose, replace])
-async def test_a_file_that_a_daemon_writes_elsewhere_is_no_backup(
-    cli: Cli, running: SessionStore, state_dir: Path, tmp_path: Path, hurt: Callable[[Path], None]
+@pytest.mark.parametrize("change", [delete, replace])
+async def test_moved_database_is_not_backed_up(
+    cli: Cli, running: SessionStore, state_dir: Path, tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
-    """Deleted or replaced while it is open: a copy would lack what clients were shown since."""
+    """The daemon writes to the deleted or replaced file, so a copy would lack recent data."""
     with control.try_lock_state_dir(state_dir) as alone:
         assert alone
         control.record_open_files(state_dir, [running.identity])
-        hurt(state_dir / DATABASE_NAME)
+        change(state_dir / DATABASE_NAME)
         result = await asyncio.to_thread(cli.run, "backup", str(tmp_path / "backup"))
     assert result.code == 73
     assert DATABASE_NAME in result.err
     assert not (tmp_path / "backup").exists()
 
 
-async def test_what_a_killed_daemon_had_open_does_not_matter(
-    cli: Cli, running: SessionStore, state_dir: Path, tmp_path: Path
-) -> None:
-    """Its note of what it had open is left behind, the lock is not."""
+async def test_backup_after_a_killed_daemon(cli: Cli, running: SessionStore, state_dir: Path, tmp_path: Path) -> None:
+    """Its record of open files remains, but the lock is free."""
     with control.try_lock_state_dir(state_dir):
         control.record_open_files(state_dir, [running.identity])
     await running.close()
@@ -118,8 +116,8 @@ async def test_what_a_killed_daemon_had_open_does_not_matter(
     assert result.code == 0, result.err
 
 
-def test_without_a_state_directory_nothing_is_made(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
-    """The directory that was looked at is named."""
+def test_missing_state_directory_creates_nothing(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
+    """The message has its path."""
     result = cli.run("backup", str(tmp_path / "backup"))
     assert result.code == 73
     assert str(state_dir) in result.err
@@ -127,8 +125,8 @@ def test_without_a_state_directory_nothing_is_made(cli: Cli, state_dir: Path, tm
 
 
 @pytest.mark.parametrize("content", [b"no database" * 500, b""])
-def test_a_copy_that_cannot_be_whole_is_not_kept(cli: Cli, state_dir: Path, tmp_path: Path, content: bytes) -> None:
-    """Half a backup would be taken for one."""
+def test_incomplete_copy_is_removed(cli: Cli, state_dir: Path, tmp_path: Path, content: bytes) -> None:
+    """A partial backup could be mistaken for a whole one."""
     state_dir.mkdir()
     Accounts.open(state_dir / ACCOUNTS_NAME, clock=time.time).close()
     (state_dir / DATABASE_NAME).write_bytes(content)

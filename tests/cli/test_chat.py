@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter chat`` against a scripted daemon: in a pipe, and on a terminal in a process of its own."""
+"""The command ``inferencecenter chat`` with a scripted daemon: in a pipe, and as a process on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from inferencecenter.cli.view import column_after, describe_notice
 from inferencecenter.client import Connected, Reconnecting
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.events import EngineChanged, GoingAway, StorageChanged
-from tests.cli.chatting import TIMEOUT_S, Screen, answer, converse, on_terminal
+from tests.cli.chat_harness import TIMEOUT_S, Screen, answer, chat_on_terminal, run_chat
 from tests.client.peer import AUTH_SUCCESS, HELLO, USAGE
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from tests.client.peer import Peer, Start
 
 
-async def test_each_line_is_a_turn_and_only_answers_are_written(
+async def test_piped_lines_are_turns_and_only_answers_are_written(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
 ) -> None:
-    """In a pipe, prompts go out one by one, blank lines are passed over, and the answers come back bare."""
+    """Prompts are sent one by one, blank lines are skipped, and answers are plain."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -41,7 +41,7 @@ async def test_each_line_is_a_turn_and_only_answers_are_written(
         assert [first["prompt"], second["prompt"]] == ["My name is Ada.", "What is my name?"]
         assert first["params"] == {"temperature": 0, "stop": ["x"]}
 
-    result = await converse(
+    result = await run_chat(
         cli,
         monkeypatch,
         await scripted(daemon),
@@ -51,8 +51,8 @@ async def test_each_line_is_a_turn_and_only_answers_are_written(
     assert (result.code, result.out, result.err) == (0, "Nice to meet you, Ada!\nAda.\n", "")
 
 
-async def test_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
-    """``/params`` holds for the next turns, ``/new`` opens one, ``/stats`` shows the last turn, ``//`` escapes."""
+async def test_slash_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """``/params`` applies to later turns, ``/new`` creates a session, ``/stats`` shows the last one, ``//`` escapes."""
     received: list[dict[str, object]] = []
 
     async def daemon(peer: Peer) -> None:
@@ -67,7 +67,7 @@ async def test_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Sta
         *("/params temperature 0.5", "a", "/stats", "/new", "/params reset", "//b", "/params top_k 3", "c"),
         *("/params", "/help", "/quit", "never"),
     ]
-    result = await converse(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
+    result = await run_chat(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
     assert result.code == 0, result.err
     assert [(turn["session_id"], turn["prompt"], turn.get("params")) for turn in received] == [
         ("s1", "a", {"temperature": 0.5}),
@@ -80,8 +80,8 @@ async def test_commands(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Sta
     assert "never" not in result.out
 
 
-async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
-    """``/undo`` rewinds to the turn before, ``/fork`` goes on in a copy, ``/back`` closes it and returns."""
+async def test_undo_fork_and_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """``/undo`` rewinds to the previous turn, ``/fork`` continues in a copy, ``/back`` closes it and returns."""
     received: list[tuple[object, ...]] = []
 
     async def turn(peer: Peer, turn_id: str) -> None:
@@ -112,7 +112,7 @@ async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
         await turn(peer, "t4")
 
     lines = ["a", "b", "/fork", "/undo", "c", "/back", "/undo", "/undo", "d"]
-    result = await converse(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
+    result = await run_chat(cli, monkeypatch, await scripted(daemon), "\n".join(lines))
     assert result.code == 0, result.err
     assert received == [
         ("s1", "a"),
@@ -128,7 +128,7 @@ async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "words"),
     [
         ("/undo", "no turn to undo"),
         ("/back", "not a copy"),
@@ -137,22 +137,22 @@ async def test_commands_that_go_back(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
         ("/params temperature 9", "temperature"),
     ],
 )
-async def test_a_wrong_command_ends_a_script(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start, line: str, told: str
+async def test_invalid_command_ends_a_script(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start, line: str, words: str
 ) -> None:
-    """In a pipe it cannot be corrected: the error is printed and the program exits with the table's code."""
+    """The error is printed, with the exit code of the error table."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session()
 
-    result = await converse(cli, monkeypatch, await scripted(daemon), f"{line}\nhello\n")
+    result = await run_chat(cli, monkeypatch, await scripted(daemon), f"{line}\nhello\n")
     assert result.code == 64
-    assert told in result.err
+    assert words in result.err
 
 
-async def test_a_refused_turn_ends_a_script(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
-    """The daemon's code decides the exit code; message and hint are told."""
+async def test_refused_turn_ends_a_script(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """The daemon's code decides the exit code; message and hint are printed."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -161,13 +161,13 @@ async def test_a_refused_turn_ends_a_script(cli: Cli, monkeypatch: pytest.Monkey
         text = {"message": "full", "error": "full", "hint": "Open another session.", "retryable": False}
         await peer.send(op="error", id=infer["id"], code="context_full", **text)
 
-    result = await converse(cli, monkeypatch, await scripted(daemon), "hello\n")
+    result = await run_chat(cli, monkeypatch, await scripted(daemon), "hello\n")
     assert result.code == 65
     assert result.err == "context_full: full\nhint: Open another session.\n"
 
 
-async def test_waiting_for_the_model(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
-    """While the daemon loads its model, the chat asks again until it is ready, and then begins."""
+async def test_chat_waits_for_the_model(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """The request is repeated until the model is loaded."""
     monkeypatch.setattr("inferencecenter.cli.chat_loop._LOADING_POLL_S", 0)
 
     async def daemon(peer: Peer) -> None:
@@ -178,12 +178,12 @@ async def test_waiting_for_the_model(cli: Cli, monkeypatch: pytest.MonkeyPatch, 
         await peer.open_session()
         await answer(peer, "Here.")
 
-    result = await converse(cli, monkeypatch, await scripted(daemon), "hello\n")
+    result = await run_chat(cli, monkeypatch, await scripted(daemon), "hello\n")
     assert (result.code, result.out) == (0, "Here.\n")
 
 
-def test_no_daemon_and_no_token(cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> None:
-    """Without a token the file is named, without a daemon the address; both say what to do."""
+def test_missing_daemon_or_token_is_reported(cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> None:
+    """The token's file or the daemon's address is named, with what to do."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
     result = cli.run("chat")
     assert result.code == 77
@@ -205,19 +205,19 @@ async def _list(peer: Peer, *sessions: dict[str, object]) -> None:
     await peer.send(op="sessions", id=request["id"], sessions=list(sessions))
 
 
-SAID = [
+TRANSCRIPT = [
     {"role": "user", "content": "Earlier?"},
     {"role": "assistant", "content": "Yes."},
     {"role": "user", "content": "My name is Ada."},
     {"role": "assistant", "content": "Nice to meet you."},
 ]
-PAST = {
+RESUMED = {
     "resumed": False,
     "reason": "no_position",
     "state": "idle",
     "epoch": "e2",
     "seq": 7,
-    "transcript": SAID,
+    "transcript": TRANSCRIPT,
     "turns": [
         {"turn_id": "t1", "finish_reason": "stop", "messages": 2, "usage": USAGE},
         {"turn_id": "t2", "finish_reason": "stop", "messages": 4, "usage": USAGE},
@@ -225,10 +225,8 @@ PAST = {
 }
 
 
-async def test_a_script_leaves_no_conversation_behind(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
-) -> None:
-    """What it opened is closed at its end, also the copies; without a question nothing was opened."""
+async def test_script_closes_its_sessions(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """Including forks; without a prompt no session is created."""
     peers: list[Peer] = []
 
     async def daemon(peer: Peer) -> None:
@@ -238,20 +236,20 @@ async def test_a_script_leaves_no_conversation_behind(
         await answer(peer, "one", session_id="s1")
         await peer.open_session("s2")
 
-    assert (await converse(cli, monkeypatch, await scripted(daemon), "a\n/fork\n")).code == 0
+    assert (await run_chat(cli, monkeypatch, await scripted(daemon), "a\n/fork\n")).code == 0
     assert [(frame["op"], frame["session_id"]) for frame in peers[0].received[4:]] == [
         ("close_session", "s1"),
         ("close_session", "s2"),
     ]
-    assert (await converse(cli, monkeypatch, await scripted(daemon), "\n")).code == 0
+    assert (await run_chat(cli, monkeypatch, await scripted(daemon), "\n")).code == 0
     assert [frame["op"] for frame in peers[1].received] == ["auth"]
 
 
 @pytest.mark.parametrize("option", ["--resume", "--continue"])
-async def test_going_on_with_a_conversation(
+async def test_resume_and_continue_options(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start, option: str
 ) -> None:
-    """``--resume`` names it, ``--continue`` takes the one that was used last; it stays when the script ends."""
+    """``--resume`` names a session, ``--continue`` uses the last one; it is kept when the script ends."""
     peers: list[Peer] = []
 
     async def daemon(peer: Peer) -> None:
@@ -259,7 +257,7 @@ async def test_going_on_with_a_conversation(
         await peer.welcome()
         if option == "--continue":
             await _list(peer, _summary("s1", 30.0), _summary("s2", 20.0))
-        assert (await peer.resumed(**PAST))["session_id"] == "s1"
+        assert (await peer.resumed(**RESUMED))["session_id"] == "s1"
         peer.skip(7)
         await answer(peer, "Ada.")
         rewind = await peer.receive()
@@ -267,71 +265,71 @@ async def test_going_on_with_a_conversation(
         await peer.numbered("session_rewound", id=rewind["id"], turn="t2", messages=4)
 
     options = [option, "s1"] if option == "--resume" else [option]
-    result = await converse(cli, monkeypatch, await scripted(daemon), "My name?\n/undo\n", *options)
+    result = await run_chat(cli, monkeypatch, await scripted(daemon), "My name?\n/undo\n", *options)
     assert (result.code, result.out, result.err) == (0, "Ada.\n", "")
     assert "close_session" not in [frame["op"] for frame in peers[0].received]
 
 
-async def test_a_script_waits_for_a_turn_that_still_runs(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
-) -> None:
+async def test_script_waits_for_a_running_turn(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
     """Its answer belongs to no line of the script and is not written."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        await peer.resumed(**{**PAST, "state": "busy", "turn_id": "t3", "content": "Not"})
+        await peer.resumed(**{**RESUMED, "state": "busy", "turn_id": "t3", "content": "Not"})
         peer.skip(7)
         await peer.token("t3", " yours.")
         await peer.end("t3")
         await answer(peer, "Yours.")
 
-    result = await converse(cli, monkeypatch, await scripted(daemon), "next\n", "--resume", "s1")
+    result = await run_chat(cli, monkeypatch, await scripted(daemon), "next\n", "--resume", "s1")
     assert (result.code, result.out) == (0, "Yours.\n")
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "words"),
     [
         (("--resume", "s1", "--continue"), "mutually exclusive"),
         (("--continue", "--system", "x"), "new conversations only"),
         (("--resume", "s1", "--system", "x"), "new conversations only"),
     ],
 )
-def test_options_that_contradict_each_other(cli: Cli, options: tuple[str, ...], told: str) -> None:
-    """They are refused before anybody is asked."""
+def test_conflicting_options_are_refused(cli: Cli, options: tuple[str, ...], words: str) -> None:
+    """Before any connection."""
     result = cli.run("chat", "--url", "ws://127.0.0.1:1/", "--token", "ic_a_b", *options)
     assert result.code == 64
-    assert told in result.err
+    assert words in result.err
 
 
-async def test_nothing_to_go_on_with(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
-    """Without any conversation ``--continue`` says so."""
+async def test_continue_without_a_session_is_an_error(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
+) -> None:
+    """The message says that there is no session."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await _list(peer)
 
-    result = await converse(cli, monkeypatch, await scripted(daemon), "hello\n", "--continue")
+    result = await run_chat(cli, monkeypatch, await scripted(daemon), "hello\n", "--continue")
     assert result.code == 66
     assert "no conversation" in result.err
 
 
-async def test_sessions_are_listed_and_taken_up_by_number(
+async def test_sessions_are_listed_and_resumed_by_number(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
 ) -> None:
-    """The latest first, with how each begins; a number that is not there is refused."""
+    """The latest first, with the beginning of each; an unknown number is refused."""
     sessions = [_summary("s1", 10.0, metadata={"title": "Of\x1b[2J ships"}), _summary("s2", 20.0, messages=12)]
     received: list[object] = []
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await _list(peer, *sessions)
-        received.append((await peer.resumed(**PAST))["session_id"])
+        received.append((await peer.resumed(**RESUMED))["session_id"])
         await _list(peer, *sessions)
-        received.append((await peer.resumed(**PAST))["session_id"])
+        received.append((await peer.resumed(**RESUMED))["session_id"])
         await _list(peer, *sessions)
 
-    result = await converse(
+    result = await run_chat(
         cli, monkeypatch, await scripted(daemon), "/sessions\n/resume 2\n/resume\n/sessions\n/resume 3\n"
     )
     assert received == ["s1", "s2"]
@@ -343,10 +341,10 @@ async def test_sessions_are_listed_and_taken_up_by_number(
     assert "Of[2J ships" in result.out
 
 
-async def test_an_answer_goes_on_when_the_connection_is_lost(
+async def test_answer_continues_after_a_lost_connection(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
 ) -> None:
-    """In a pipe the answer is whole, and standard error tells of the loss once."""
+    """In a pipe the answer is whole, and standard error reports the loss once."""
 
     async def before(peer: Peer) -> None:
         await peer.welcome()
@@ -361,13 +359,13 @@ async def test_an_answer_goes_on_when_the_connection_is_lost(
         await peer.token("t", "two.")
         await peer.end("t")
 
-    result = await converse(cli, monkeypatch, await scripted(before, after), "count\n")
+    result = await run_chat(cli, monkeypatch, await scripted(before, after), "count\n")
     assert (result.code, result.out) == (0, "One, two.\n")
     assert result.err == "connection lost, reconnecting…\n"
 
 
-async def test_ctrl_c_ends_the_answer_and_then_the_program(scripted: Start) -> None:
-    """During an answer Ctrl-C sends an abort and the chat goes on; at the prompt it leaves with exit code 0."""
+async def test_ctrl_c_aborts_the_answer_then_exits(scripted: Start) -> None:
+    """During an answer it sends an abort, at the prompt it exits with 0."""
     aborted = asyncio.Event()
 
     async def daemon(peer: Peer) -> None:
@@ -381,7 +379,7 @@ async def test_ctrl_c_ends_the_answer_and_then_the_program(scripted: Start) -> N
         await peer.end("t", id=abort["id"], finish_reason="aborted")
         await answer(peer, "Still here.")
 
-    with on_terminal(await scripted(daemon)) as (process, terminal):
+    with chat_on_terminal(await scripted(daemon)) as (process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"count\n")
@@ -402,8 +400,8 @@ async def test_ctrl_c_ends_the_answer_and_then_the_program(scripted: Start) -> N
         assert process.returncode == 0
 
 
-async def test_ctrl_d_leaves_and_a_refused_turn_does_not(scripted: Start) -> None:
-    """On a terminal an error is told and the prompt comes back; Ctrl-D leaves with exit code 0."""
+async def test_terminal_survives_a_refused_turn_and_exits_on_ctrl_d(scripted: Start) -> None:
+    """The error is shown and the prompt returns; Ctrl-D exits with 0."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -413,7 +411,7 @@ async def test_ctrl_d_leaves_and_a_refused_turn_does_not(scripted: Start) -> Non
         await peer.send(op="error", id=infer["id"], code="queue_full", **text)
         await answer(peer, "\x1b[2JDone.")
 
-    with on_terminal(await scripted(daemon)) as (process, terminal):
+    with chat_on_terminal(await scripted(daemon)) as (process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"hello\n")
@@ -427,8 +425,8 @@ async def test_ctrl_d_leaves_and_a_refused_turn_does_not(scripted: Start) -> Non
         assert await asyncio.to_thread(process.wait, TIMEOUT_S) == 0
 
 
-async def test_a_lost_connection_is_shown_below_the_answer_and_gone_when_it_goes_on(scripted: Start) -> None:
-    """The line of the answer stays as it is; an engine that is lost is told in the same way."""
+async def test_terminal_shows_and_removes_the_connection_notice(scripted: Start) -> None:
+    """The answer's line stays unchanged; a lost engine is shown likewise."""
     seen = asyncio.Semaphore(0)
 
     async def before(peer: Peer) -> None:
@@ -455,7 +453,7 @@ async def test_a_lost_connection_is_shown_below_the_answer_and_gone_when_it_goes
         await peer.end("t")
         await answer(peer, "Done.")
 
-    with on_terminal(await scripted(before, after)) as (_process, terminal):
+    with chat_on_terminal(await scripted(before, after)) as (_process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"count\n")
@@ -472,22 +470,22 @@ async def test_a_lost_connection_is_shown_below_the_answer_and_gone_when_it_goes
         await screen.until("Done.")
 
 
-async def test_a_conversation_is_taken_up_on_a_terminal(scripted: Start) -> None:
-    """Its last question and answer are shown, and a turn that still runs goes on to its end."""
+async def test_terminal_resumes_a_session(scripted: Start) -> None:
+    """Its last prompt and answer are shown, and a running turn continues to its end."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
         await peer.open_session("s1")
         await answer(peer, "Hello.", session_id="s1")
         await _list(peer, _summary("s1", 30.0), _summary("s2", 20.0))
-        asked = [*SAID, {"role": "user", "content": "And now?"}]
+        transcript = [*TRANSCRIPT, {"role": "user", "content": "And now?"}]
         running = {"state": "busy", "turn_id": "t3", "content": "Still "}
-        assert (await peer.resumed(**{**PAST, "transcript": asked, **running}))["session_id"] == "s2"
+        assert (await peer.resumed(**{**RESUMED, "transcript": transcript, **running}))["session_id"] == "s2"
         peer.skip(7, "s2")
         await peer.token("t3", "here.", "s2")
         await peer.end("t3", "s2")
 
-    with on_terminal(await scripted(daemon)) as (_process, terminal):
+    with chat_on_terminal(await scripted(daemon)) as (_process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"hello\n")
@@ -499,8 +497,8 @@ async def test_a_conversation_is_taken_up_on_a_terminal(scripted: Start) -> None
             await screen.until(text)
 
 
-async def test_at_the_limit_a_user_is_told_how_to_close_a_conversation(scripted: Start) -> None:
-    """None is deleted unasked: ``/new`` is refused with what to do, and ``/close`` makes room."""
+async def test_session_limit_suggests_closing(scripted: Start) -> None:
+    """No session is deleted automatically: ``/new`` is refused with a hint, and ``/close`` frees one."""
     closed: list[object] = []
 
     async def daemon(peer: Peer) -> None:
@@ -518,7 +516,7 @@ async def test_at_the_limit_a_user_is_told_how_to_close_a_conversation(scripted:
         await peer.open_session("s2")
         await answer(peer, "Two.", session_id="s2")
 
-    with on_terminal(await scripted(daemon)) as (_process, terminal):
+    with chat_on_terminal(await scripted(daemon)) as (_process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"a\n")
@@ -534,8 +532,8 @@ async def test_at_the_limit_a_user_is_told_how_to_close_a_conversation(scripted:
     assert closed == [("resume_session", "close_session", "s1")]
 
 
-async def test_a_shifted_context_is_told_on_a_terminal(scripted: Start) -> None:
-    """How many turns are no longer read stands between the two halves of the answer."""
+async def test_context_shift_is_shown(scripted: Start) -> None:
+    """The number of dropped turns stands between the two parts of the answer."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -546,7 +544,7 @@ async def test_a_shifted_context_is_told_on_a_terminal(scripted: Start) -> None:
         await peer.token("t", "second half.")
         await peer.end("t")
 
-    with on_terminal(await scripted(daemon)) as (_process, terminal):
+    with chat_on_terminal(await scripted(daemon)) as (_process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"hello\n")
@@ -569,13 +567,13 @@ async def test_a_shifted_context_is_told_on_a_terminal(scripted: Start) -> None:
         (0, "x" * 25, 5),
     ],
 )
-def test_where_the_cursor_is(column: int, text: str, after: int) -> None:
-    """Lines of ten columns: the last one stays until something follows, and wide characters take two."""
+def test_cursor_position(column: int, text: str, after: int) -> None:
+    """With ten columns: the last one is kept until more text follows, and wide characters take two."""
     assert column_after(column, text, width=10) == after
 
 
-def test_notices_in_words() -> None:
-    """What hinders an answer has words, what is well has none."""
+def test_notice_texts() -> None:
+    """Notices that affect the answer have a text, others have none."""
     lost = InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE)
     assert describe_notice(Reconnecting(1, 0.2, lost)) == "connection lost, reconnecting…"
     assert "attempt 3" in describe_notice(Reconnecting(3, 0.8, lost))
@@ -586,21 +584,21 @@ def test_notices_in_words() -> None:
     assert [describe_notice(notice) for notice in (Connected(), EngineChanged(state="ready"))] == ["", ""]
 
 
-def test_params_of_the_command_line() -> None:
-    """Values are JSON where they are JSON, else text; aliases are known."""
+def test_params_option() -> None:
+    """Values are JSON where they parse, else text; aliases are known."""
     assert read_params(["temp=0.2", "seed=7", 'samplers=["top_k"]']) == {"temp": 0.2, "seed": 7, "samplers": ["top_k"]}
 
 
 @pytest.mark.parametrize("pair", ["temperature", "temperature=9", "tfs_z=0.5", "nonsense=1"])
-def test_wrong_params_are_refused(pair: str) -> None:
-    """What is no pair, out of range, gone or unknown is refused before anything is sent."""
+def test_invalid_params_are_refused(pair: str) -> None:
+    """Before anything is sent: malformed, out of range, removed or unknown."""
     with pytest.raises(InferenceCenterError) as caught:
         read_params([pair])
     assert caught.value.code is ErrorCode.INVALID_REQUEST
 
 
 def test_token_file(tmp_path: Path) -> None:
-    """Space around the token is cut; a file that is no text is named."""
+    """Surrounding whitespace is dropped; a binary file is refused by name."""
     path = tmp_path / "token"
     path.write_text("ic_a_b\n")
     assert read_token(path) == "ic_a_b"

@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter chat`` where models are chosen, loaded and changed."""
+"""Choosing, loading and changing models in ``inferencecenter chat``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from inferencecenter.cli.view import PlainView, TerminalView
 from inferencecenter.protocol.events import EngineChanged, ModelChanged, Queued, Thermal, Token
-from tests.cli.chatting import Screen, answer, converse, on_terminal
+from tests.cli.chat_harness import Screen, answer, chat_on_terminal, run_chat
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Cli
@@ -31,8 +31,8 @@ async def _refuse_loading(peer: Peer, op: str) -> dict[str, object]:
     return request
 
 
-async def test_a_model_is_chosen_and_waited_for(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
-    """Every session names it, and a pipe shows nothing but the answer that came late."""
+async def test_chosen_model_is_awaited(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """Every session request names it, and a pipe shows only the answer."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -44,14 +44,12 @@ async def test_a_model_is_chosen_and_waited_for(cli: Cli, monkeypatch: pytest.Mo
         await answer(peer, "Two.", session_id="s2")
 
     url = await scripted(daemon)
-    result = await converse(cli, monkeypatch, url, "a\n/new\nb\n", "--model", "phi")
+    result = await run_chat(cli, monkeypatch, url, "a\n/new\nb\n", "--model", "phi")
     assert (result.code, result.out, result.err) == (0, "One.\nTwo.\n", "")
 
 
-async def test_a_conversation_waits_for_its_own_model(
-    cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start
-) -> None:
-    """One that goes on may have a model that was not loaded since the daemon began: the question is asked again."""
+async def test_resumed_session_waits_for_its_model(cli: Cli, monkeypatch: pytest.MonkeyPatch, scripted: Start) -> None:
+    """The turn is requested again until the session's own model is loaded."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -60,20 +58,20 @@ async def test_a_conversation_waits_for_its_own_model(
         second = await answer(peer, "Here.")
         assert first["prompt"] == second["prompt"] == "hello"
 
-    result = await converse(cli, monkeypatch, await scripted(daemon), "hello\n", "--resume", "s1")
+    result = await run_chat(cli, monkeypatch, await scripted(daemon), "hello\n", "--resume", "s1")
     assert (result.code, result.out) == (0, "Here.\n")
 
 
 @pytest.mark.parametrize("options", [("--resume", "s1"), ("--continue",)])
-async def test_a_conversation_that_goes_on_keeps_its_model(cli: Cli, options: tuple[str, ...]) -> None:
-    """Another one for it is refused before anybody is asked."""
+async def test_model_option_conflicts_with_resuming(cli: Cli, options: tuple[str, ...]) -> None:
+    """It is refused before any connection."""
     result = cli.run("chat", "--model", "phi", *options)
     assert result.code == 64
     assert "new conversations only" in result.err
 
 
-async def test_a_terminal_shows_what_is_loaded_and_ctrl_c_gives_it_up(scripted: Start) -> None:
-    """The question is forgotten and the chat goes on; asked again when the model is there, it is answered."""
+async def test_ctrl_c_cancels_waiting_for_the_model(scripted: Start) -> None:
+    """The prompt is dropped and the chat continues; sent again once the model is loaded, it is answered."""
     is_loaded = False
 
     async def daemon(peer: Peer) -> None:
@@ -84,7 +82,7 @@ async def test_a_terminal_shows_what_is_loaded_and_ctrl_c_gives_it_up(scripted: 
         await peer.open_session()
         assert (await answer(peer, "Two."))["prompt"] == "b"
 
-    with on_terminal(await scripted(daemon), "--model", "phi") as (_process, terminal):
+    with chat_on_terminal(await scripted(daemon), "--model", "phi") as (_process, terminal):
         screen = Screen(terminal)
         await screen.until("phi at ws://")
         await screen.until("> ")
@@ -98,8 +96,8 @@ async def test_a_terminal_shows_what_is_loaded_and_ctrl_c_gives_it_up(scripted: 
         await screen.until("the first after")
 
 
-async def test_news_are_told_on_a_terminal(scripted: Start) -> None:
-    """Each in a line of its own, before or after the answer, and before the next prompt."""
+async def test_model_events_are_shown_on_a_terminal(scripted: Start) -> None:
+    """Each on its own line, before or after the answer and before the next prompt."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -111,7 +109,7 @@ async def test_news_are_told_on_a_terminal(scripted: Start) -> None:
         await peer.token("t", "two.")
         await peer.end("t")
 
-    with on_terminal(await scripted(daemon)) as (_process, terminal):
+    with chat_on_terminal(await scripted(daemon)) as (_process, terminal):
         screen = Screen(terminal)
         await screen.until("> ")
         os.write(terminal, b"count\n")
@@ -122,7 +120,7 @@ async def test_news_are_told_on_a_terminal(scripted: Start) -> None:
 
 
 def _terminal(*, model: str | None = None) -> tuple[TerminalView, io.StringIO]:
-    """A view on a terminal that keeps what is written."""
+    """A view on a terminal that records its output."""
     written = io.StringIO()
     return TerminalView(Console(file=written, width=100), model=model), written
 
@@ -135,8 +133,8 @@ def _token() -> Token:
     return Token(session_id="s", seq=2, turn_id="t", content="Hello")
 
 
-def test_news_wait_where_they_would_be_in_the_way() -> None:
-    """At the prompt and in an answer they wait, before an answer's first word they do not."""
+def test_model_events_do_not_interrupt_output() -> None:
+    """They wait at the prompt and within an answer, but not before its first token."""
     view, written = _terminal()
     view.notice(WARM)
     view.notice(COOL)
@@ -154,8 +152,8 @@ def test_news_wait_where_they_would_be_in_the_way() -> None:
     assert WARM_LINE in written.getvalue()
 
 
-def test_only_the_chosen_models_engine_is_reported() -> None:
-    """Another default is nothing to them, nor is the engine of a third; their own model's engine is."""
+def test_only_events_of_the_sessions_model_are_shown() -> None:
+    """A changed default and other models' engines are irrelevant."""
     view, written = _terminal(model="phi")
     view.begin()
     view.notice(ModelChanged(model="large", n_ctx=4096))
@@ -171,7 +169,7 @@ def test_only_the_chosen_models_engine_is_reported() -> None:
     view.finish()
 
 
-def test_news_are_nothing_to_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipe_shows_no_model_events(capsys: pytest.CaptureFixture[str]) -> None:
     """Only answers are written."""
     view = PlainView()
     view.begin()
@@ -184,8 +182,8 @@ def test_news_are_nothing_to_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert (captured.out, captured.err) == ("Hello\n", "")
 
 
-def test_a_hostile_name_moves_no_cursor() -> None:
-    """What comes over the wire is shown without control characters."""
+def test_model_names_are_escaped() -> None:
+    """Text from the network is shown without control characters."""
     view, written = _terminal()
     view.notice(ModelChanged(model="p\x1b[2Jhi", n_ctx=1))
     view.begin()

@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter config``."""
+"""The command ``inferencecenter config``."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def _file(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_show_names_the_origin_of_each_value(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """File, variable and default are told apart."""
+def test_show_names_the_source_of_each_value(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """File, variable or default."""
     monkeypatch.setenv("COLUMNS", "300")  # the path is long
     path = _file(tmp_path, "[server]\nport = 4000\n")
     lines = cli.run("config", "show", "--config", path).out.splitlines()
@@ -35,23 +35,23 @@ def test_show_names_the_origin_of_each_value(cli: Cli, tmp_path: Path, monkeypat
 
 
 def test_show_as_json(cli: Cli, tmp_path: Path) -> None:
-    """Scripts get the file and all settings."""
+    """The output has the file and all settings."""
     path = _file(tmp_path, "[server]\nport = 4000\n")
-    shown = json.loads(cli.run("config", "show", "--config", path, "--json").out)
-    assert shown["file"] == path
-    assert shown["settings"]["server"]["port"] == 4000
-    assert shown["settings"]["model"]["name"] is None
+    output = json.loads(cli.run("config", "show", "--config", path, "--json").out)
+    assert output["file"] == path
+    assert output["settings"]["server"]["port"] == 4000
+    assert output["settings"]["model"]["name"] is None
 
 
-def test_check_of_a_good_file(cli: Cli, tmp_path: Path) -> None:
-    """A good file is named and exits with 0."""
+def test_check_accepts_a_valid_file(cli: Cli, tmp_path: Path) -> None:
+    """The file is named, and the exit code is 0."""
     path = _file(tmp_path, "[server]\nport = 4000\n[params]\ntemperature = 0.2\n")
     result = cli.run("config", "check", path)
     assert (result.code, result.out) == (0, f"{path}: valid\n")
 
 
-def test_check_tells_every_problem(cli: Cli, tmp_path: Path) -> None:
-    """All wrong values are listed, on standard error or as JSON, and the exit code is 78."""
+def test_check_reports_every_problem(cli: Cli, tmp_path: Path) -> None:
+    """On standard error or as JSON, with exit code 78."""
     path = _file(tmp_path, "[server]\nport = -1\nhosst = 1\n")
     result = cli.run("config", "check", path)
     assert result.code == 78
@@ -63,22 +63,22 @@ def test_check_tells_every_problem(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "words"),
     [
         ("[params]\ntemperature = 9.0\n", "params.temperature"),
         ("[params]\ntfs_z = 0.5\n", "tfs_z"),
         ("[models.phi.params]\ntemperature = 9.0\n", "models.phi.params.temperature"),
-        ('[model]\nname = "nobody"\n', "'nobody', which does not exist"),
+        ('[model]\nname = "absent"\n', "'absent', which does not exist"),
         ('[model]\nname = "a"\nlora = [{path = "/a"}]\n[models.a]\n', "model.lora has no effect"),
         ("[models.a]\nkeep_alive_s = -0.5\n", "models.a: sleep_after_s must be above 0"),
         ('[auth]\nclients_file = "/nowhere/clients.toml"\n', "/nowhere/clients.toml"),
     ],
 )
-def test_check_looks_deeper_than_types(cli: Cli, tmp_path: Path, text: str, told: str) -> None:
-    """Parameters, models and the file of clients are checked as the daemon would at its start."""
+def test_check_validates_referenced_content(cli: Cli, tmp_path: Path, text: str, words: str) -> None:
+    """Parameters, models and clients.toml, as the daemon does at its start."""
     result = cli.run("config", "check", _file(tmp_path, text))
     assert result.code == 78
-    assert told in result.err
+    assert words in result.err
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_check_looks_deeper_than_types(cli: Cli, tmp_path: Path, text: str, told
         '[model]\nname = "phi"\n[models.phi]\npath = "{missing}"\n',
     ],
 )
-def test_check_refuses_a_default_model_that_is_not_there(cli: Cli, tmp_path: Path, text: str) -> None:
-    """The daemon would not start with it; a backend that reads no file needs none."""
+def test_check_refuses_a_missing_default_model(cli: Cli, tmp_path: Path, text: str) -> None:
+    """The daemon would not start; a backend without files needs none."""
     missing = tmp_path / "missing.gguf"
     config = text.format(missing=missing)
     result = cli.run("config", "check", _file(tmp_path, config))
@@ -99,24 +99,24 @@ def test_check_refuses_a_default_model_that_is_not_there(cli: Cli, tmp_path: Pat
     assert cli.run("config", "check", _file(tmp_path, config + '[engine]\nbackend = "echo"\n')).code == 0
 
 
-def test_check_warns_of_what_has_no_effect(cli: Cli, tmp_path: Path) -> None:
-    """A legal combination in which one value is idle is valid, with a warning."""
+def test_check_warns_of_ineffective_settings(cli: Cli, tmp_path: Path) -> None:
+    """A valid combination in which one value has no effect."""
     result = cli.run("config", "check", _file(tmp_path, "[params]\ntemperature = 0.0\ntop_k = 5\n"))
     assert result.code == 0
     assert "warning: " in result.out
 
 
-def test_check_tells_everything_that_is_wrong_deeper_down(cli: Cli, tmp_path: Path) -> None:
-    """One look finds what is wrong with parameters, with models and with the file of clients."""
-    text = '[model]\nname = "nobody"\n[models.a.params]\ntop_k = -5\n[auth]\nclients_file = "/nowhere"\n'
+def test_check_reports_all_content_problems(cli: Cli, tmp_path: Path) -> None:
+    """Of parameters, models and clients.toml in one run."""
+    text = '[model]\nname = "absent"\n[models.a.params]\ntop_k = -5\n[auth]\nclients_file = "/nowhere"\n'
     answer = json.loads(cli.run("config", "check", _file(tmp_path, text), "--json").out)
     parameter, model, clients = answer["problems"]
     assert (parameter["field"], model["field"]) == ("models.a.params.top_k", "model.name")
     assert "/nowhere" in clients["message"]
 
 
-def test_check_warns_of_files_that_are_not_there(cli: Cli, tmp_path: Path) -> None:
-    """They may be pulled later, or be on the machine that the file is for; a backend that reads none needs none."""
+def test_check_warns_of_missing_files(cli: Cli, tmp_path: Path) -> None:
+    """They may be pulled later or be on another machine; a backend without files needs none."""
     text = (
         f'models_dir = "{tmp_path}"\n[models.phi]\nlora = [{{path = "/nowhere/lora.gguf"}}]\n'
         "[models.phi.params]\ntemperature = 0.0\ntop_k = 5\n"
@@ -133,8 +133,8 @@ def test_check_warns_of_files_that_are_not_there(cli: Cli, tmp_path: Path) -> No
     assert "not there" not in cli.run("config", "check", _file(tmp_path, text + '[engine]\nbackend = "echo"\n')).out
 
 
-def test_default_is_the_annotated_file(cli: Cli) -> None:
-    """What it writes is what lies in the repository."""
+def test_default_prints_the_annotated_file(cli: Cli) -> None:
+    """It equals the file in the repository."""
     assert cli.run("config", "default").out == documents()["config/inferencecenter.toml"]
 
 
@@ -143,6 +143,6 @@ def test_default_is_the_annotated_file(cli: Cli) -> None:
     [(True, "true"), (1.5, "1.5"), ('a"b', '"a\\"b"'), ((), "[]"), (["a", 1], '["a", 1]'), ({"a": [1]}, "{a = [1]}")],
 )
 def test_values_are_written_as_toml(value: object, text: str) -> None:
-    """Each kind of value has TOML's form; ``None`` has none."""
+    """Each type has its TOML form; ``None`` has none."""
     assert toml_value(value) == text
     assert toml_value(None) is None

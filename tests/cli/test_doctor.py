@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter doctor``."""
+"""The command ``inferencecenter doctor``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def quick(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No probe of llama.cpp, a free port, and a model file that begins as one should; returns the file."""
+    """Skip the llama.cpp probe, use a free port, and create a model file with a valid header; returns the file."""
     monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
     model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF and more")
@@ -45,8 +45,8 @@ def _found(cli: Cli) -> tuple[int, dict[str, Any]]:
     return result.code, {check["name"]: check for check in json.loads(result.out)}
 
 
-def test_a_sound_machine(cli: Cli, quick: Path) -> None:
-    """Nothing fails, the exit code is 0, and a person gets the same as a table."""
+def test_healthy_machine_passes(cli: Cli, quick: Path) -> None:
+    """The exit code is 0, and the table has the same checks."""
     code, found = _found(cli)
     assert code == 0
     assert {name for name, check in found.items() if check["verdict"] == "failed"} == set()
@@ -55,8 +55,8 @@ def test_a_sound_machine(cli: Cli, quick: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04"])
-def test_a_model_file_that_is_none(cli: Cli, quick: Path, content: bytes | None) -> None:
-    """A missing, empty or foreign file fails with the code the daemon would report."""
+def test_invalid_model_file_fails(cli: Cli, quick: Path, content: bytes | None) -> None:
+    """A missing, empty or foreign file fails with the daemon's error code."""
     quick.unlink()
     if content is not None:
         quick.write_bytes(content)
@@ -76,8 +76,8 @@ def _configure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> Pa
 
 
 @pytest.mark.usefixtures("quick")
-def test_all_models_are_looked_at(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Those that sessions may name besides are no reason for the daemon not to start, and worth a warning each."""
+def test_all_models_are_checked(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Problems of models other than the default are warnings."""
     adapter = tmp_path / "lora.gguf"
     models_dir = _configure(
         monkeypatch,
@@ -104,7 +104,7 @@ def test_all_models_are_looked_at(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp
 
 
 @pytest.mark.usefixtures("quick")
-def test_an_adapter_of_the_default_that_is_missing(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_adapter_of_the_default_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The daemon would not start."""
     monkeypatch.setenv("INFERENCECENTER_MODEL__LORA", '[{"path": "/nowhere/lora.gguf"}]')
     code, found = _found(cli)
@@ -112,18 +112,18 @@ def test_an_adapter_of_the_default_that_is_missing(cli: Cli, monkeypatch: pytest
     assert "/nowhere/lora.gguf" in found["model file"]["detail"]
 
 
-def test_a_default_that_nothing_is_called(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is wrong with the models is found before any file is looked for."""
+def test_unknown_default_model_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is found before any file is checked."""
     monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "0")
-    _configure(monkeypatch, tmp_path, '[model]\nname = "nobody"')
+    _configure(monkeypatch, tmp_path, '[model]\nname = "absent"')
     code, found = _found(cli)
     assert code == 78
-    assert "'nobody'" in found["model file"]["detail"]
+    assert "'absent'" in found["model file"]["detail"]
 
 
-def test_the_echo_backend_needs_no_file(cli: Cli, monkeypatch: pytest.MonkeyPatch, quick: Path) -> None:
-    """Whatever is registered, nothing of it is read."""
+def test_echo_backend_needs_no_file(cli: Cli, monkeypatch: pytest.MonkeyPatch, quick: Path) -> None:
+    """No registered file is read."""
     quick.unlink()
     monkeypatch.setenv("INFERENCECENTER_ENGINE__BACKEND", "echo")
     code, found = _found(cli)
@@ -132,8 +132,8 @@ def test_the_echo_backend_needs_no_file(cli: Cli, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_port_in_use_by_another_program(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A port that is taken, and does not answer like the daemon, fails."""
+def test_port_used_by_another_program_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not answer like the daemon."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         monkeypatch.setattr(checks, "_HTTP_TIMEOUT_S", 0.1)
         monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", str(taken.getsockname()[1]))
@@ -155,8 +155,8 @@ class _Healthy(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_port_at_which_the_daemon_answers(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A running daemon is no reason to complain."""
+def test_port_used_by_the_daemon_passes(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running daemon is no problem."""
     with http.server.HTTPServer(("127.0.0.1", 0), _Healthy) as daemon:
         answering = threading.Thread(target=daemon.serve_forever)
         answering.start()
@@ -171,17 +171,17 @@ def test_a_port_at_which_the_daemon_answers(cli: Cli, monkeypatch: pytest.Monkey
 
 
 class _BehindAProxy(_Healthy):
-    """What the daemon answers that has seen a proxy it does not trust."""
+    """Answers like a daemon behind an untrusted proxy."""
 
     answer = b'{"state": "ready", "proxy": "not_trusted"}'
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("handler", "verdict"), [(_Healthy, "ok"), (_BehindAProxy, "warning")])
-def test_a_proxy_that_the_daemon_does_not_trust(
+def test_untrusted_proxy_is_reported(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, handler: type[_Healthy], verdict: str
 ) -> None:
-    """The daemon is asked; the hint says what to set."""
+    """The daemon is queried, and the hint names the setting."""
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as daemon:
         answering = threading.Thread(target=daemon.serve_forever)
         answering.start()
@@ -196,8 +196,8 @@ def test_a_proxy_that_the_daemon_does_not_trust(
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_state_directory_that_cannot_be(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file where a directory would be made fails."""
+def test_impossible_state_directory_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file is in place of a parent directory."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("INFERENCECENTER_STATE_DIR", str(tmp_path / "file" / "state"))
     code, found = _found(cli)
@@ -207,8 +207,8 @@ def test_a_state_directory_that_cannot_be(cli: Cli, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 @pytest.mark.usefixtures("quick")
-def test_a_state_directory_without_permission(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A directory that may not be written fails."""
+def test_unwritable_state_directory_fails(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its permissions deny writing."""
     (tmp_path / "sealed").mkdir(mode=0o500)
     monkeypatch.setenv("INFERENCECENTER_STATE_DIR", str(tmp_path / "sealed" / "state"))
     assert _found(cli)[0] == 73
@@ -216,7 +216,7 @@ def test_a_state_directory_without_permission(cli: Cli, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def sessions_file(quick: Path, state_dir: Path) -> Path:
-    """The file of two sessions, of which no daemon has it open."""
+    """A sessions file with two sessions that no daemon has open."""
     assert quick.exists()
     path = state_dir / DATABASE_NAME
     with contextlib.closing(open_writing(path)) as database:
@@ -224,16 +224,16 @@ def sessions_file(quick: Path, state_dir: Path) -> Path:
     return path
 
 
-def test_files_that_are_whole(cli: Cli, sessions_file: Path) -> None:
-    """What is there is named; accounts are not there yet, which is no fault."""
+def test_intact_files_pass(cli: Cli, sessions_file: Path) -> None:
+    """Existing files are named; a missing accounts file is no problem."""
     code, found = _found(cli)
     assert code == 0
     assert (found["sessions"]["verdict"], found["sessions"]["detail"]) == ("ok", str(sessions_file))
     assert "none yet" in found["accounts"]["detail"]
 
 
-def test_a_damaged_file_of_sessions(cli: Cli, sessions_file: Path) -> None:
-    """It fails, and the hint names what saves the rest."""
+def test_damaged_sessions_file_fails(cli: Cli, sessions_file: Path) -> None:
+    """The hint names the salvage command."""
     content = bytearray(sessions_file.read_bytes())
     content[3 * 4096 : 6 * 4096] = bytes(3 * 4096)
     sessions_file.write_bytes(content)
@@ -243,8 +243,8 @@ def test_a_damaged_file_of_sessions(cli: Cli, sessions_file: Path) -> None:
     assert "session salvage" in found["sessions"]["hint"]
 
 
-def test_a_session_that_cannot_be_read(cli: Cli, sessions_file: Path) -> None:
-    """The daemon starts without it; it is named."""
+def test_unreadable_session_is_named(cli: Cli, sessions_file: Path) -> None:
+    """The daemon starts without it."""
     with contextlib.closing(sqlite3.connect(sessions_file, isolation_level=None)) as database:
         database.execute("UPDATE sessions SET facts = '{}' WHERE session_id = 's_1'")
     code, found = _found(cli)
@@ -254,8 +254,8 @@ def test_a_session_that_cannot_be_read(cli: Cli, sessions_file: Path) -> None:
     assert "s_2" not in found["sessions"]["detail"]
 
 
-def test_a_file_of_a_newer_version(cli: Cli, sessions_file: Path) -> None:
-    """It is not called damaged."""
+def test_newer_file_is_not_called_damaged(cli: Cli, sessions_file: Path) -> None:
+    """The finding names the version."""
     with contextlib.closing(sqlite3.connect(sessions_file, isolation_level=None)) as database:
         database.execute("PRAGMA user_version = 99")
     code, found = _found(cli)
@@ -264,8 +264,8 @@ def test_a_file_of_a_newer_version(cli: Cli, sessions_file: Path) -> None:
     assert "newer" in found["sessions"]["hint"] or "later" in found["sessions"]["hint"]
 
 
-def test_a_file_that_a_daemon_writes_elsewhere(cli: Cli, sessions_file: Path, state_dir: Path) -> None:
-    """Deleted while it is open."""
+def test_moved_database_is_reported(cli: Cli, sessions_file: Path, state_dir: Path) -> None:
+    """A running daemon's file was deleted."""
     identity = FileIdentity.of(sessions_file)
     with control.try_lock_state_dir(state_dir):
         control.record_open_files(state_dir, [identity])
@@ -275,15 +275,15 @@ def test_a_file_that_a_daemon_writes_elsewhere(cli: Cli, sessions_file: Path, st
     assert DATABASE_NAME in found["open files"]["detail"]
 
 
-def test_wrong_settings_end_the_examination(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without settings there is nothing more to look at."""
+def test_invalid_settings_end_the_checks(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other checks need settings."""
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "many")
     code, found = _found(cli)
     assert code == 78
     assert list(found) == ["python", "settings"]
 
 
-def test_llama_cpp_is_asked_in_another_process() -> None:
+def test_llama_cpp_is_probed_in_a_subprocess() -> None:
     """Its version is found without loading it here."""
     check = checks.llama_cpp(needed=True, gpu=False)
     assert check.verdict is CheckResult.OK
@@ -291,16 +291,16 @@ def test_llama_cpp_is_asked_in_another_process() -> None:
 
 
 @pytest.mark.parametrize(("needed", "verdict"), [(True, CheckResult.FAILED), (False, CheckResult.WARNING)])
-def test_llama_cpp_that_does_not_load(monkeypatch: pytest.MonkeyPatch, *, needed: bool, verdict: CheckResult) -> None:
-    """What the other process said last is the finding; it matters only where llama.cpp is needed."""
+def test_failing_llama_cpp_probe(monkeypatch: pytest.MonkeyPatch, *, needed: bool, verdict: CheckResult) -> None:
+    """The subprocess's last output is the finding; it matters only where llama.cpp is needed."""
     monkeypatch.setattr(checks, "_PROBE", "raise ImportError('libcudart.so is missing')")
     check = checks.llama_cpp(needed=needed, gpu=False)
     assert check.verdict is verdict
     assert "libcudart.so is missing" in check.detail
 
 
-def test_a_gpu_that_llama_cpp_cannot_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU beside a build without GPU support is a warning that says how to build with it."""
+def test_gpu_without_gpu_build_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hint says how to build with GPU support."""
     monkeypatch.setattr(checks, "_PROBE", 'print(\'{"version": "1", "gpu": false}\')')
     check = checks.llama_cpp(needed=True, gpu=True)
     assert check.verdict is CheckResult.WARNING

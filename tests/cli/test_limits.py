@@ -1,4 +1,4 @@
-"""Tests of limits on the command line: ``token create --limit``, ``token limits``, ``client``, ``usage --token``."""
+"""Limits on the command line: ``token create --limit``, ``token limits``, ``client``, ``usage --token``."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _limits_of(state_dir: Path, token: str) -> AccessLimits:
     return account.limits
 
 
-def test_a_token_may_be_made_with_limits(cli: Cli, state_dir: Path) -> None:
-    """Also of an account that is there; another token of it has none of them."""
+def test_token_is_created_with_limits(cli: Cli, state_dir: Path) -> None:
+    """Also for an existing account; its other tokens have none of them."""
     limits = ("--limit", "tokens_per_day=5000", "--limit", "models=demo,qwen", "--limit", "addresses=10.0.0.0/8,::1")
     made = _json(cli, "token", "create", "ada", *limits)
     expected = {"tokens_per_day": 5000, "models": ["demo", "qwen"], "addresses": ["10.0.0.0/8", "::1"]}
@@ -56,8 +56,8 @@ def test_a_token_may_be_made_with_limits(cli: Cli, state_dir: Path) -> None:
     assert [token["limits"] for token in _json(cli, "token", "list", "--client", "ada")] == [expected, {}]
 
 
-def test_limits_of_a_token_can_be_changed(cli: Cli, state_dir: Path) -> None:
-    """One by one; what is not named stays, `none` lifts what the account says, `default` goes by it again."""
+def test_token_limits_are_changed(cli: Cli, state_dir: Path) -> None:
+    """One by one; others stay, `none` removes a limit, `default` restores the account's."""
     made = _json(cli, "token", "create", "ada", "--limit", "tokens_per_day=5000", "--limit", "max_tokens=9")
     limits = ("token", "limits", made["token_id"])
     shown = _json(cli, "client", "limits", "ada", "max_tokens=100", "concurrent_turns=2")
@@ -74,8 +74,8 @@ def test_limits_of_a_token_can_be_changed(cli: Cli, state_dir: Path) -> None:
     )
 
 
-def test_what_is_only_looked_at_is_not_changed(cli: Cli, state_dir: Path) -> None:
-    """Nothing is in the audit log of it, of changes there is."""
+def test_showing_limits_changes_nothing(cli: Cli, state_dir: Path) -> None:
+    """The audit log has entries of changes only."""
     made = _json(cli, "token", "create", "ada")
     cli.run("token", "limits", made["token_id"])
     cli.run("client", "limits", "ada")
@@ -89,8 +89,8 @@ def test_what_is_only_looked_at_is_not_changed(cli: Cli, state_dir: Path) -> Non
     ]
 
 
-def test_how_many_sessions_an_account_may_have_can_be_changed(cli: Cli, state_dir: Path) -> None:
-    """With its other limits or alone; what is shown can be given again, and the audit log tells of it."""
+def test_session_limit_of_an_account_is_changed(cli: Cli, state_dir: Path) -> None:
+    """With its other limits or alone; the printed form is accepted as input, and the change is logged."""
     _json(cli, "token", "create", "ada", "--max-sessions", "3")
     limits = ("client", "limits", "ada")
     changed_ = _json(cli, *limits, "max_sessions=50", "max_tokens=9")
@@ -105,8 +105,8 @@ def test_how_many_sessions_an_account_may_have_can_be_changed(cli: Cli, state_di
 
 
 @pytest.mark.parametrize("number", ["0", "100001", "-1", "none", "default", "", "9" * 5000, "\N{SUPERSCRIPT TWO}"])
-def test_a_number_of_sessions_that_is_none_changes_nothing(cli: Cli, number: str) -> None:
-    """Neither it nor what is set with it."""
+def test_invalid_session_limit_changes_nothing(cli: Cli, number: str) -> None:
+    """Neither it nor the limits set with it."""
     _json(cli, "token", "create", "ada", "--max-sessions", "3")
     refused = cli.run("client", "limits", "ada", "max_tokens=9", f"max_sessions={number}")
     assert (refused.code, "max_sessions" in refused.err) == (64, True)
@@ -114,15 +114,15 @@ def test_a_number_of_sessions_that_is_none_changes_nothing(cli: Cli, number: str
     assert (after["max_sessions"], after["limits"]) == (3, {})
 
 
-def test_a_token_has_no_number_of_sessions_of_its_own(cli: Cli) -> None:
-    """They are the account's."""
+def test_session_limit_belongs_to_the_account(cli: Cli) -> None:
+    """A token has none."""
     made = _json(cli, "token", "create", "ada")
     refused = cli.run("token", "limits", made["token_id"], "max_sessions=3")
     assert (refused.code, "is not a limit" in refused.err) == (64, True)
 
 
-async def test_a_running_daemon_is_told(cli: Cli, state_dir: Path) -> None:
-    """Of each change, at once."""
+async def test_running_daemon_is_notified(cli: Cli, state_dir: Path) -> None:
+    """Of each change."""
     made = _json(cli, "token", "create", "ada")
     told = asyncio.Event()
     control = ControlSocket(state_dir, tokens_changed=told.set)
@@ -149,8 +149,8 @@ async def test_a_running_daemon_is_told(cli: Cli, state_dir: Path) -> None:
         ("models=a,,b", "models"),
     ],
 )
-def test_limits_that_are_none_change_nothing(cli: Cli, assignment: str, said: str) -> None:
-    """The message names what is wrong, no token is made and no account."""
+def test_invalid_limits_change_nothing(cli: Cli, assignment: str, said: str) -> None:
+    """The message names the problem, and neither token nor account is created."""
     refused = cli.run("token", "create", "ada", "--limit", assignment)
     assert (refused.code, _json(cli, "token", "list")) == (64, [])
     assert said in " ".join(refused.err.split())
@@ -159,15 +159,15 @@ def test_limits_that_are_none_change_nothing(cli: Cli, assignment: str, said: st
     assert _json(cli, "client", "limits", "ada")["limits"] == {}
 
 
-def test_whose_limits_must_be_known(cli: Cli) -> None:
-    """An unknown token or client is an error, not a new one."""
+def test_unknown_token_or_client_is_an_error(cli: Cli) -> None:
+    """Neither is created."""
     for command in (("token", "limits", "aabbccddeeff", "max_tokens=9"), ("client", "limits", "eve", "max_tokens=9")):
         refused = cli.run(*command)
         assert (refused.code, command[2] in refused.err) == (64, True)
 
 
 def test_clients_are_listed(cli: Cli) -> None:
-    """With what they may have, and how many tokens are theirs."""
+    """With their limits and number of tokens."""
     _json(cli, "token", "create", "ada", "--max-sessions", "3", "--scope", "user", "--scope", "operator")
     revoked = _json(cli, "token", "create", "ada")
     cli.run("token", "revoke", revoked["token_id"])
@@ -180,16 +180,16 @@ def test_clients_are_listed(cli: Cli) -> None:
     assert "max_tokens=9" in cli.run("client", "list").out
 
 
-def test_new_clients_have_plain_names(cli: Cli) -> None:
-    """Names stand in logs, labels of metrics and on terminals."""
+def test_client_names_are_restricted(cli: Cli) -> None:
+    """They appear in logs, metric labels and terminals."""
     for name in ("a b", "é", "\x1b[31m", "x" * 65, '{a="b"}'):
         refused = cli.run("token", "create", name)
         assert (refused.code, "not a valid client id" in refused.err) == (64, True)
     assert cli.run("token", "create", "ada.lovelace+phone@example.org").code == 0
 
 
-def test_usage_is_shown_by_token(cli: Cli, state_dir: Path) -> None:
-    """What was counted before tokens were, and what keys used, has none."""
+def test_usage_by_token(cli: Cli, state_dir: Path) -> None:
+    """Usage of keys, or from before tokens were counted, has no token."""
     state_dir.mkdir()
     with contextlib.closing(open_writing(state_dir / SESSIONS_NAME)) as database:
         database.executemany(
@@ -201,8 +201,8 @@ def test_usage_is_shown_by_token(cli: Cli, state_dir: Path) -> None:
     assert cli.run("usage", "--token", "--days", "3660").out.splitlines()[1] == "2026-11-20\tada\taabb\t1\t10\t4\t5"
 
 
-def test_a_file_without_tokens_is_brought_up_to_date(tmp_path: Path) -> None:
-    """Usage that was counted before is kept, for no token in particular."""
+def test_usage_without_tokens_is_migrated(tmp_path: Path) -> None:
+    """It is kept without a token."""
     path = tmp_path / "sessions.sqlite3"
     make_private(path)
     with contextlib.closing(connect(path)) as database:
@@ -223,14 +223,14 @@ LIMITS = st.builds(
 
 
 @given(LIMITS, LIMITS)
-def test_limits_can_be_written_as_they_are_shown(limits: AccessLimits, before: AccessLimits) -> None:
-    """What `token limits` shows, given to it again, says the same, whatever stood there."""
+def test_printed_limits_are_accepted_as_input(limits: AccessLimits, before: AccessLimits) -> None:
+    """They give the same limits whatever was set before."""
     assert changed(format_limits(limits).split()) == limits
     assert changed(format_limits(limits).split(), before) == limits.over(before)
 
 
-def test_what_is_wrong_is_an_error_of_the_request() -> None:
-    """With the field's name."""
+def test_invalid_limit_is_a_request_error() -> None:
+    """The error names the field."""
     with pytest.raises(InferenceCenterError) as caught:
         changed(["max_tokens=-5"])
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "max_tokens")

@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter model``, with a hub on the loopback."""
+"""The command ``inferencecenter model`` with a hub on the loopback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["hub", "offline"]
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Path:
-    """The configured directory of models, which does not exist yet."""
+    """The configured model directory, which does not exist yet."""
     monkeypatch.setenv("INFERENCECENTER_MODELS_DIR", str(tmp_path / "models"))
     return tmp_path / "models"
 
@@ -41,12 +41,12 @@ def pulled(
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     result = cli.run("model", "pull", "ada/tiny:q8_0", "--json")
     assert (result.code, result.err) == (0, "")
-    told: dict[str, Any] = json.loads(result.out)
-    return told
+    progress: dict[str, Any] = json.loads(result.out)
+    return progress
 
 
 def test_pull_list_info_verify_remove(cli: Cli, models: Path, pulled: dict[str, Any]) -> None:
-    """A model's whole life: it is listed with where it came from, whole, and gone when it is removed."""
+    """A model is listed with its source and removed again."""
     assert pulled["name"] == "tiny-Q8_0"
     assert pulled["source"] == "ada/tiny/tiny-Q8_0.gguf"
     assert pulled["fetched"]
@@ -59,9 +59,9 @@ def test_pull_list_info_verify_remove(cli: Cli, models: Path, pulled: dict[str, 
     assert entry["facts"]["architecture"] == "llama"
     assert (entry["problem"], entry["setting"]) == (None, None)
 
-    shown = cli.run("model", "info", "tiny-Q8_0").out
-    assert "InferenceCenter Demo" in shown
-    assert "ada/tiny/tiny-Q8_0.gguf" in shown
+    output = cli.run("model", "info", "tiny-Q8_0").out
+    assert "InferenceCenter Demo" in output
+    assert "ada/tiny/tiny-Q8_0.gguf" in output
 
     verified = cli.run("model", "verify")
     assert (verified.code, verified.out) == (0, "tiny-Q8_0: complete\n")
@@ -72,8 +72,8 @@ def test_pull_list_info_verify_remove(cli: Cli, models: Path, pulled: dict[str, 
     assert list(models.iterdir()) == []
 
 
-def test_a_broken_model_is_listed_and_fails_verification(cli: Cli, models: Path, pulled: dict[str, Any]) -> None:
-    """``list`` says what is wrong with its header; ``verify`` exits as for a model that cannot be loaded."""
+def test_broken_model_is_listed_and_fails_verification(cli: Cli, models: Path, pulled: dict[str, Any]) -> None:
+    """``list`` shows the header's problem; ``verify`` has the exit code of an unloadable model."""
     path = models / "tiny-Q8_0.gguf"
     path.write_bytes(b"GGUB" + path.read_bytes()[4:])
     assert "starts with" in cli.run("model", "list").out
@@ -85,10 +85,10 @@ def test_a_broken_model_is_listed_and_fails_verification(cli: Cli, models: Path,
     assert len(verdict["problems"]) == 2
 
 
-def test_failures_are_one_message_and_an_exit_code(
+def test_failures_have_one_message_and_an_exit_code(
     cli: Cli, models: Path, hub: StubHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unknown repository and model 66, no reference 64, no hub 69; the token is in none of the messages."""
+    """Unknown repository or model 66, no reference 64, no hub 69; no message contains the token."""
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     results = [
@@ -108,8 +108,8 @@ def test_failures_are_one_message_and_an_exit_code(
     assert ("GET", "/api/models/ada/none", None, "Bearer hf_secret") in hub.heard
 
 
-def test_a_configured_model_is_not_removed(cli: Cli, models: Path, demo_model_path: Path, tmp_path: Path) -> None:
-    """Neither the default one, by path or by name, nor one with a table of its own; the list says which setting."""
+def test_configured_model_is_not_removed(cli: Cli, models: Path, demo_model_path: Path, tmp_path: Path) -> None:
+    """The default by path or name, or one with its own table; the list names the setting."""
     models.mkdir()
     for name in ("a", "b", "c"):
         shutil.copyfile(demo_model_path, models / f"{name}.gguf")
@@ -129,8 +129,8 @@ def test_a_configured_model_is_not_removed(cli: Cli, models: Path, demo_model_pa
     assert configured_files(with_adapters) == {models / "tone.gguf": "models.b.lora", models / "b.gguf": "models.b"}
 
 
-def test_removal_is_asked_for(cli: Cli, models: Path, pulled: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without ``--yes`` and a yes the model stays."""
+def test_removal_is_confirmed(cli: Cli, models: Path, pulled: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without ``--yes`` or a confirmation the model stays."""
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     result = cli.run("model", "remove", "tiny-Q8_0")
     assert result.code == 1
@@ -138,26 +138,26 @@ def test_removal_is_asked_for(cli: Cli, models: Path, pulled: dict[str, Any], mo
     assert (models / "tiny-Q8_0.gguf").exists()
 
 
-def test_the_path_of_a_file(cli: Cli, models: Path, demo_model_path: Path) -> None:
-    """``info`` takes one as well, wherever it lies."""
-    told = json.loads(cli.run("model", "info", str(demo_model_path), "--json").out)
-    assert (told["architecture"], told["source"]) == ("llama", None)
+def test_info_accepts_a_path(cli: Cli, models: Path, demo_model_path: Path) -> None:
+    """Of a file in any directory."""
+    progress = json.loads(cli.run("model", "info", str(demo_model_path), "--json").out)
+    assert (progress["architecture"], progress["source"]) == ("llama", None)
 
 
-def test_on_a_terminal(
+def test_terminal_output(
     cli: Cli, models: Path, pulled: dict[str, Any], monkeypatch: pytest.MonkeyPatch, hub: StubHub
 ) -> None:
-    """A table instead of lines, and what a file says of itself is no markup; a pull shows its progress."""
+    """A table that shows file metadata literally, and a pull with progress."""
     (models / "tiny-Q8_0.gguf").rename(models / "[red]x.gguf")
-    shown, told = io.StringIO(), io.StringIO()
-    monkeypatch.setattr(model_module, "stdout", Console(file=shown, force_terminal=True, width=120, highlight=False))
-    monkeypatch.setattr(model_module, "stderr", Console(file=told, force_terminal=True, width=120, highlight=False))
+    output, progress = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(model_module, "stdout", Console(file=output, force_terminal=True, width=120, highlight=False))
+    monkeypatch.setattr(model_module, "stderr", Console(file=progress, force_terminal=True, width=120, highlight=False))
     assert cli.run("model", "list").code == 0
-    assert "[red]x" in shown.getvalue()
-    assert str(models) in shown.getvalue().replace("\n", "")
+    assert "[red]x" in output.getvalue()
+    assert str(models) in output.getvalue().replace("\n", "")
     hub.repos["ada/tiny"]["tiny-Q8_0.gguf"].content += b"\0"
     assert cli.run("model", "pull", "ada/tiny", "--name", "again").code == 0
-    assert "ada/tiny" in told.getvalue()
+    assert "ada/tiny" in progress.getvalue()
 
 
 @pytest.mark.parametrize(("n_bytes", "words"), [(2**20, "1.0 MiB"), (2**30 - 1, "1024.0 MiB"), (5 * 2**29, "2.50 GiB")])

@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter model load``, ``unload`` and ``list`` where a daemon answers."""
+"""``inferencecenter model load``, ``unload`` and ``list`` with a running daemon."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ async def run(cli: Cli, *arguments: str, url: str) -> Result:
     return await asyncio.to_thread(cli.run, "model", *arguments, "--url", url, "--token", "ic_a_b")
 
 
-def swaps(*frames: dict[str, Any]) -> Any:
+def swap_script(*frames: dict[str, Any]) -> Any:
     """Return a daemon that answers ``load_model`` with these frames."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        asked = await peer.receive()
-        assert (asked["op"], asked["name"]) == ("load_model", "phi")
+        request = await peer.receive()
+        assert (request["op"], request["name"]) == ("load_model", "phi")
         for frame in frames:
-            await peer.send(op="swap", id=asked["id"], model="phi", **frame)
+            await peer.send(op="swap", id=request["id"], model="phi", **frame)
 
     return daemon
 
 
-def tells(*models: dict[str, Any]) -> Any:
-    """Return a daemon that has these models."""
+def models_script(*models: dict[str, Any]) -> Any:
+    """Return a daemon with these models."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        asked = await peer.receive()
-        assert asked["op"] == "list_models"
-        await peer.send(op="models", id=asked["id"], models=models)
+        request = await peer.receive()
+        assert request["op"] == "list_models"
+        await peer.send(op="models", id=request["id"], models=models)
 
     return daemon
 
@@ -61,9 +61,9 @@ WHOLE = (
 )
 
 
-async def test_a_model_is_loaded(cli: Cli, scripted: Start) -> None:
-    """In a pipe each phase is a line on standard error; what has happened is on standard output."""
-    result = await run(cli, "load", "phi", url=await scripted(swaps(*WHOLE)))
+async def test_model_is_loaded(cli: Cli, scripted: Start) -> None:
+    """In a pipe each phase is a line on standard error, and the result is on standard output."""
+    result = await run(cli, "load", "phi", url=await scripted(swap_script(*WHOLE)))
     assert (result.code, result.out) == (0, "phi is now the default model.\n")
     assert result.err.splitlines() == [
         "phi: waiting for the turns of the model whose memory it needs",
@@ -71,26 +71,26 @@ async def test_a_model_is_loaded(cli: Cli, scripted: Start) -> None:
     ]
 
 
-async def test_a_terminal_shows_how_far_it_is(cli: Cli, scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a bar that is gone afterwards."""
-    shown = StringIO()
-    monkeypatch.setattr(model, "stderr", Console(file=shown, force_terminal=True, width=120, highlight=False))
-    result = await run(cli, "load", "phi", url=await scripted(swaps(*WHOLE)))
+async def test_terminal_shows_a_progress_bar(cli: Cli, scripted: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is removed afterwards."""
+    progress = StringIO()
+    monkeypatch.setattr(model, "stderr", Console(file=progress, force_terminal=True, width=120, highlight=False))
+    result = await run(cli, "load", "phi", url=await scripted(swap_script(*WHOLE)))
     assert (result.code, result.out) == (0, "phi is now the default model.\n")
-    assert "phi: loading" in shown.getvalue()
-    assert "90%" in shown.getvalue()
+    assert "phi: loading" in progress.getvalue()
+    assert "90%" in progress.getvalue()
 
 
-async def test_a_model_is_loaded_by_a_script(cli: Cli, scripted: Start) -> None:
-    """It reads JSON."""
-    result = await run(cli, "load", "phi", "--json", url=await scripted(swaps(WHOLE[-1])))
+async def test_load_prints_json(cli: Cli, scripted: Start) -> None:
+    """For scripts."""
+    result = await run(cli, "load", "phi", "--json", url=await scripted(swap_script(WHOLE[-1])))
     assert (result.code, json.loads(result.out), result.err) == (0, {"model": "phi", "default": True}, "")
 
 
-async def test_a_model_that_cannot_be_loaded(cli: Cli, scripted: Start) -> None:
-    """The daemon's reason is told and the exit code says that it did not work."""
+async def test_failed_load_is_reported(cli: Cli, scripted: Start) -> None:
+    """With the daemon's reason and an exit code."""
     failed = {"phase": "failed", "detail": "phi.gguf ends too early"}
-    result = await run(cli, "load", "phi", url=await scripted(swaps({"phase": "loading"}, failed)))
+    result = await run(cli, "load", "phi", url=await scripted(swap_script({"phase": "loading"}, failed)))
     assert (result.code, result.out) == (69, "")
     assert "phi cannot be loaded: phi.gguf ends too early" in result.err
 
@@ -99,8 +99,8 @@ async def test_a_model_that_cannot_be_loaded(cli: Cli, scripted: Start) -> None:
     ("code", "exit_code"), [("forbidden", 77), ("model_not_found", 66), ("model_loading", 75), ("unknown_op", 64)]
 )
 @pytest.mark.parametrize("command", ["load", "unload"])
-async def test_what_the_daemon_refuses(cli: Cli, scripted: Start, command: str, code: str, exit_code: int) -> None:
-    """Has the exit code of its row in the error table."""
+async def test_refusal_has_its_exit_code(cli: Cli, scripted: Start, command: str, code: str, exit_code: int) -> None:
+    """That of its row in the error table."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -111,8 +111,8 @@ async def test_what_the_daemon_refuses(cli: Cli, scripted: Start, command: str, 
     assert code in result.err
 
 
-async def test_a_daemon_that_goes_away_while_it_loads(cli: Cli, scripted: Start) -> None:
-    """Its outcome is unknown."""
+async def test_connection_lost_during_load(cli: Cli, scripted: Start) -> None:
+    """The outcome is unknown."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -124,8 +124,8 @@ async def test_a_daemon_that_goes_away_while_it_loads(cli: Cli, scripted: Start)
     assert "load_model" in result.err
 
 
-def test_ctrl_c_leaves_the_daemon_to_it(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A swap that has begun goes on, and that is said."""
+def test_ctrl_c_leaves_the_load_running(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says so."""
 
     async def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -137,32 +137,32 @@ def test_ctrl_c_leaves_the_daemon_to_it(cli: Cli, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("command", ["load", "unload"])
-def test_no_daemon_and_no_token(cli: Cli, command: str) -> None:
-    """Each is told by its code."""
+def test_missing_daemon_or_token_is_reported(cli: Cli, command: str) -> None:
+    """Each with its code."""
     assert cli.run("model", command, "phi").code == 77
     result = cli.run("model", command, "phi", "--token", "t", "--url", "ws://127.0.0.1:1/")
     assert result.code == 69
     assert "no daemon answers" in result.err
 
 
-async def test_a_model_is_unloaded(cli: Cli, scripted: Start) -> None:
-    """In words, or for a script."""
+async def test_model_is_unloaded(cli: Cli, scripted: Start) -> None:
+    """As text, or as JSON."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
-        asked = await peer.receive()
-        assert (asked["op"], asked["name"]) == ("unload_model", "phi")
-        await peer.send(op="model_unloaded", id=asked["id"], model="phi")
+        request = await peer.receive()
+        assert (request["op"], request["name"]) == ("unload_model", "phi")
+        await peer.send(op="model_unloaded", id=request["id"], model="phi")
 
     url = await scripted(daemon)
-    told = await run(cli, "unload", "phi", url=url)
-    assert (told.code, told.out) == (0, "phi is unloaded once its turns have ended.\n")
+    result = await run(cli, "unload", "phi", url=url)
+    assert (result.code, result.out) == (0, "phi is unloaded once its turns have ended.\n")
     assert json.loads((await run(cli, "unload", "phi", "--json", url=url)).out) == {"model": "phi", "unloaded": True}
 
 
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, demo_model_path: Path) -> Path:
-    """A directory with a model that the daemon has too, and one that it does not know."""
+    """A directory with a model that the daemon has and one that it does not know."""
     directory = tmp_path / "models"
     directory.mkdir()
     for name in ("phi", "new"):
@@ -172,9 +172,9 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli, demo_model
 
 
 @pytest.mark.usefixtures("models")
-async def test_the_list_says_what_the_daemon_has(cli: Cli, scripted: Start) -> None:
-    """States stand beside files; models from elsewhere come after them, with what the daemon knows of them."""
-    url = await scripted(tells(DEMO, PHI))
+async def test_list_includes_the_daemons_state(cli: Cli, scripted: Start) -> None:
+    """States stand beside files; models without a local file follow with the daemon's data."""
+    url = await scripted(models_script(DEMO, PHI))
     lines = [line.split("\t") for line in (await run(cli, "list", url=url)).out.splitlines()]
     assert [(line[0], line[6]) for line in lines] == [
         ("new", ""),
@@ -189,14 +189,14 @@ async def test_the_list_says_what_the_daemon_has(cli: Cli, scripted: Start) -> N
 
 
 @pytest.mark.usefixtures("models")
-async def test_the_list_needs_no_daemon(cli: Cli, scripted: Start) -> None:
-    """Without one, or a token for it, there is a list all the same; one that was named, or refuses, is told of."""
+async def test_list_works_without_a_daemon(cli: Cli, scripted: Start) -> None:
+    """A daemon that was named explicitly or refuses is reported."""
     for options in ((), ("--token", "t")):
         result = await asyncio.to_thread(cli.run, "model", "list", *options)
         assert (result.code, len(result.out.splitlines()), result.err) == (0, 2, "")
-    gone = await run(cli, "list", url="ws://127.0.0.1:1/")
-    assert (gone.code, len(gone.out.splitlines())) == (0, 2)
-    assert "unknown: no daemon answers" in gone.err
+    result = await run(cli, "list", url="ws://127.0.0.1:1/")
+    assert (result.code, len(result.out.splitlines())) == (0, 2)
+    assert "unknown: no daemon answers" in result.err
 
     async def refuses(peer: Peer) -> None:
         await peer.welcome()

@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter doctor --plan``."""
+"""The command ``inferencecenter doctor --plan``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIB = 2**30
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A model of 7B that is all header."""
+    """A file with the header of a 7B model."""
     path = tmp_path / "7b.gguf"
     write_header(path, HEADERS["qwen2.5-7b"], name="qwen2.5-7b")
     return path
@@ -47,23 +47,23 @@ def model(tmp_path: Path) -> Path:
         ("1TiB", 2**40),
     ],
 )
-def test_sizes(text: str, n_bytes: int) -> None:
-    """With or without the i, which makes the difference that manufacturers like."""
+def test_sizes_are_parsed(text: str, n_bytes: int) -> None:
+    """With or without the i, which selects powers of 1024 or 1000."""
     assert parse_size(text) == n_bytes
 
 
 @pytest.mark.parametrize("text", ["", "much", "3 pounds", "-3GiB", "GiB"])
-def test_what_is_no_size(text: str) -> None:
-    """Is refused, with how to write one."""
+def test_invalid_sizes_are_refused(text: str) -> None:
+    """The message has the syntax."""
     with pytest.raises(typer.BadParameter, match="3GiB"):
         parse_size(text)
 
 
-def test_a_7b_on_3_gib(cli: Cli, model: Path) -> None:
-    """Each number with its reason, what it takes where, and what could be chosen."""
+def test_plan_of_a_7b_model_on_3_gib(cli: Cli, model: Path) -> None:
+    """Each number has its reason, its cost and its alternatives."""
     result = cli.run("doctor", "--plan", str(model), "--vram", "3GiB", "--ram", "16GiB")
     assert result.code == 0
-    for shown in (
+    for expected in (
         "14 of 29",
         "the output matrix and layers 15 to 27; the next layer needs 150 MiB",
         "224 MiB of KV per slot",
@@ -71,11 +71,11 @@ def test_a_7b_on_3_gib(cli: Cli, model: Path) -> None:
         "2,769 MiB",
         "gpu.quantized_kv = true",
     ):
-        assert shown in result.out
+        assert expected in result.out
 
 
-def test_as_data(cli: Cli, model: Path) -> None:
-    """The same for scripts, for two GPUs."""
+def test_plan_as_json(cli: Cli, model: Path) -> None:
+    """For two GPUs."""
     result = cli.run("doctor", "--plan", str(model), "--vram", "4GiB", "--vram", "6GiB", "--json")
     found = json.loads(result.out)
     assert (found["fits"], found["n_gpu_layers"], found["split_mode"]) == (True, 29, "layer")
@@ -85,8 +85,8 @@ def test_as_data(cli: Cli, model: Path) -> None:
     assert found["model"]["layers"] == 28
 
 
-def test_settings_count(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is set is kept and marked, and what then does not fit is said."""
+def test_configured_values_are_kept(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are marked, and a resulting excess is reported."""
     monkeypatch.setenv("INFERENCECENTER_ENGINE__N_GPU_LAYERS", "29")
     result = cli.run("doctor", "--plan", str(model), "--vram", "3GiB", "--json")
     found = json.loads(result.out)
@@ -95,8 +95,8 @@ def test_settings_count(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "has 2,772 MiB" in cli.run("doctor", "--plan", str(model), "--vram", "3GiB").out
 
 
-def test_a_file_that_is_no_model(cli: Cli, tmp_path: Path) -> None:
-    """Ends with the code that the daemon would end with."""
+def test_invalid_model_file_has_the_daemons_exit_code(cli: Cli, tmp_path: Path) -> None:
+    """The same as a start of the daemon."""
     path = tmp_path / "page.gguf"
     path.write_text("<!doctype html>")
     result = cli.run("doctor", "--plan", str(path))
@@ -104,8 +104,8 @@ def test_a_file_that_is_no_model(cli: Cli, tmp_path: Path) -> None:
     assert "invalid_model_file" in result.err
 
 
-def test_a_machine_without_a_model(cli: Cli) -> None:
-    """Describing one is of no use without a plan."""
+def test_machine_options_require_a_model(cli: Cli) -> None:
+    """A description of a machine is useless without a plan."""
     assert cli.run("doctor", "--vram", "3GiB").code == 2
 
 
@@ -119,15 +119,15 @@ def _found(cli: Cli) -> dict[str, dict[str, str]]:
 
 @pytest.fixture
 def examined(cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path) -> Cli:
-    """The usual examination, with that model."""
+    """The usual checks with that model."""
     monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
     monkeypatch.setenv("INFERENCECENTER_MODEL__PATH", str(model))
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", "0")
     return cli
 
 
-def test_the_examination_plans_where_there_is_a_gpu(examined: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And says nothing of plans where there is none."""
+def test_doctor_includes_a_plan_with_a_gpu(examined: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU it has none."""
     monkeypatch.setattr(checks, "find_devices", lambda _wanted: ())
     assert "plan" not in _found(examined)
     monkeypatch.setattr(checks, "find_devices", lambda _wanted: _gpus([3]))
@@ -138,8 +138,8 @@ def test_the_examination_plans_where_there_is_a_gpu(examined: Cli, monkeypatch: 
     assert _found(examined)["plan"]["verdict"] == "warning"
 
 
-def test_the_examination_names_a_gpu_that_is_missing(examined: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the daemon would, which does not start then."""
+def test_doctor_reports_a_missing_gpu(examined: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Like the daemon, which does not start then."""
 
     def missing(_wanted: Sequence[str]) -> tuple[Device, ...]:
         raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.", hint="0")
@@ -148,8 +148,8 @@ def test_the_examination_names_a_gpu_that_is_missing(examined: Cli, monkeypatch:
     assert _found(examined)["plan"]["detail"] == "There is no GPU 7."
 
 
-def test_gpus_are_shown_with_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them; and why there is none, in NVML's words."""
+def test_gpus_are_listed_with_their_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, or NVML's reason why there is none."""
     reading = GpuReading(
         name="GTX 1060", vram_total_bytes=3 * 10**9, vram_used_bytes=10**8, compute_capability=(6, 1), mig=True
     )

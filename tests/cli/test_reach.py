@@ -1,4 +1,4 @@
-"""Every command reaches the daemon that its settings describe: below a base path, over TLS, on all interfaces."""
+"""Every command connects to the configured daemon: below a base path, over TLS, on all interfaces."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def certificate(folder: Path, name: str = "tls") -> tuple[Path, Path]:
-    """Write a certificate for another name, with the authority's behind it, and its key; return their paths."""
+    """Write a certificate for another name with its chain and key; return their paths."""
     authority = trustme.CA()
     issued = authority.issue_cert("models.example.org")
     certfile, keyfile = folder / f"{name}.crt", folder / f"{name}.key"
@@ -47,8 +47,8 @@ def certificate(folder: Path, name: str = "tls") -> tuple[Path, Path]:
         ({"base_path": "/x", "certfile": "/a", "keyfile": "/b"}, "wss://127.0.0.1:3000/x/ws"),
     ],
 )
-def test_the_address_follows_from_the_settings(server: dict[str, object], url: str) -> None:
-    """Host, port, base path and TLS are those of the daemon; pages have the scheme of browsers."""
+def test_address_follows_from_the_settings(server: dict[str, object], url: str) -> None:
+    """Host, port, base path and TLS; pages have the http schemes."""
     settings = Settings.model_validate({"server": server})
     assert own_url(settings) == url
     assert own_url(settings, "/healthz", scheme="http") == url.replace("ws", "http", 1).replace("/ws", "/healthz")
@@ -66,17 +66,15 @@ def test_the_address_follows_from_the_settings(server: dict[str, object], url: s
         ("wss://127.0.0.1:many/", False),
     ],
 )
-def test_the_own_certificate_is_trusted_at_the_own_address_only(
-    tmp_path: Path, url: str | None, *, trusted: bool
-) -> None:
-    """Any other address needs an authority of the system and the right name."""
+def test_own_certificate_is_trusted_at_the_own_address_only(tmp_path: Path, url: str | None, *, trusted: bool) -> None:
+    """Any other address needs a system authority and the right name."""
     certfile, keyfile = certificate(tmp_path)
     settings = Settings.model_validate({"server": {"certfile": str(certfile), "keyfile": str(keyfile)}})
     assert (reach_daemon(settings, url=url, token="t", token_file=None).tls is not None) == trusted
 
 
-def test_authorities_behind_the_certificate_are_not_trusted(tmp_path: Path) -> None:
-    """They vouch for other machines too, and no name is compared."""
+def test_authorities_of_the_chain_are_not_trusted(tmp_path: Path) -> None:
+    """They also sign for other machines, and no name is compared."""
     certfile, keyfile = certificate(tmp_path)
     settings = Settings.model_validate({"server": {"certfile": str(certfile), "keyfile": str(keyfile)}})
     tls = own_tls(settings)
@@ -87,8 +85,8 @@ def test_authorities_behind_the_certificate_are_not_trusted(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "content", [None, "no certificate", "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----"]
 )
-def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, content: str | None) -> None:
-    """The message has the file, and the hint says who can read it."""
+def test_unreadable_certificate_is_named(tmp_path: Path, content: str | None) -> None:
+    """The message has the file, the hint who can read it."""
     certfile = tmp_path / "tls.crt"
     if content is not None:
         certfile.write_text(content)
@@ -100,8 +98,8 @@ def test_a_certificate_that_cannot_be_read_is_named(tmp_path: Path, content: str
 
 
 @dataclass(frozen=True)
-class Box:
-    """A daemon below a base path that speaks TLS, and its configuration."""
+class TlsDaemon:
+    """A daemon with TLS below a base path, and its configuration."""
 
     folder: Path
     port: int
@@ -109,8 +107,8 @@ class Box:
 
 
 @pytest.fixture
-def box(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> Iterator[Box]:
-    """A daemon with a certificate that no authority of this machine knows, in the configuration of the command line."""
+def tls_daemon(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Path) -> Iterator[TlsDaemon]:
+    """A daemon with a certificate of an unknown authority in the configuration of the command line."""
     assert cli is not None  # it has taken this machine's settings away
     certfile, keyfile = certificate(tmp_path)
     port = free_port()
@@ -130,17 +128,20 @@ def box(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Pa
         manager.receive_until(lambda words: words.get("READY") == "1")
         monkeypatch.setenv("INFERENCECENTER_CONFIG", str(config))
         monkeypatch.setattr(checks, "llama_cpp", lambda **_options: Check("llama.cpp", CheckResult.OK, "not looked at"))
-        yield Box(tmp_path, port, daemon)
+        yield TlsDaemon(tmp_path, port, daemon)
     manager.close()
 
 
-def test_every_command_finds_a_daemon_with_tls_below_a_base_path(
-    cli: Cli, box: Box, monkeypatch: pytest.MonkeyPatch
+def test_every_command_reaches_a_tls_daemon_below_a_base_path(
+    cli: Cli, tls_daemon: TlsDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``doctor``, ``healthcheck``, ``stats``, ``chat`` and ``model`` need no option and trust its own certificate."""
+    """Without further options ``doctor``, ``healthcheck``, ``stats``, ``chat`` and ``model`` trust its certificate."""
     checked = cli.run("doctor", "--json")
     (port,) = (check for check in json.loads(checked.out) if check["name"] == "port")
-    assert (checked.code, port["detail"]) == (0, f"a daemon answers at https://127.0.0.1:{box.port}/inference/healthz")
+    assert (checked.code, port["detail"]) == (
+        0,
+        f"a daemon answers at https://127.0.0.1:{tls_daemon.port}/inference/healthz",
+    )
     for arguments in (["healthcheck"], ["healthcheck", "--ready"]):
         health = cli.run(*arguments)
         assert (health.code, health.out, health.err) == (0, "", "")
@@ -148,17 +149,17 @@ def test_every_command_finds_a_daemon_with_tls_below_a_base_path(
     assert (stats.code, stats.err) == (0, "")
     assert json.loads(stats.out)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello.\n"))
-    said = cli.run("chat")
-    assert (said.code, said.err) == (0, "")
-    assert "Hello." in said.out
+    result = cli.run("chat")
+    assert (result.code, result.err) == (0, "")
+    assert "Hello." in result.out
     models = cli.run("model", "list", "--json")
     assert (models.code, models.err) == (0, "")
     assert [model["served"]["state"] for model in json.loads(models.out)] == ["loaded"]
 
 
-def test_another_certificate_at_the_own_address_is_told(cli: Cli, box: Box) -> None:
-    """A renewed file that the daemon has not read again, or another program: nothing is sent to it."""
-    certificate(box.folder)
+def test_other_certificate_at_the_own_address_is_refused(cli: Cli, tls_daemon: TlsDaemon) -> None:
+    """A renewed file or another program: nothing is sent."""
+    certificate(tls_daemon.folder)
     checked = cli.run("doctor", "--json")
     (port,) = (check for check in json.loads(checked.out) if check["name"] == "port")
     assert checked.code == 69
@@ -168,7 +169,7 @@ def test_another_certificate_at_the_own_address_is_told(cli: Cli, box: Box) -> N
 
 
 def test_health_without_a_daemon(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address that was asked is in the message, and the exit code is that of an unreachable daemon."""
+    """The message has the address, with the exit code of an unreachable daemon."""
     port = free_port()
     monkeypatch.setenv("INFERENCECENTER_SERVER__PORT", str(port))
     result = cli.run("healthcheck")

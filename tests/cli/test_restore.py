@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter restore``."""
+"""The command ``inferencecenter restore``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def backup(cli: Cli, state_dir: Path, tmp_path: Path) -> Path:
-    """A backup of an account and of a session with an answer under way; the state directory still holds both."""
+    """A backup of an account and of a session with an unfinished answer; the state directory still has both."""
     fill(state_dir, "s_1")
     target = tmp_path / "backup"
     assert cli.run("backup", str(target)).code == 0
@@ -38,7 +38,7 @@ def backup(cli: Cli, state_dir: Path, tmp_path: Path) -> Path:
 
 
 def fill(state_dir: Path, *names: str) -> None:
-    """Make a state directory with an account and sessions."""
+    """Create a state directory with an account and sessions."""
     with contextlib.closing(Accounts.open(state_dir / ACCOUNTS_NAME, clock=time.time)) as accounts:
         accounts.ensure_client("ada", max_sessions=3, priority="normal")
     with contextlib.closing(open_writing(state_dir / DATABASE_NAME)) as database:
@@ -48,7 +48,7 @@ def fill(state_dir: Path, *names: str) -> None:
 
 
 def sessions_in(path: Path) -> set[str]:
-    """Return the names of the sessions that a daemon would load."""
+    """Return the ids of the sessions that a daemon would load."""
     with contextlib.closing(open_reading(path)) as database:
         return {found.session.config.session_id for found in read_all(database).found}
 
@@ -58,8 +58,8 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {each.name: each.read_bytes() for each in directory.iterdir() if each.name != control.DAEMON_LOCK_NAME}
 
 
-def test_what_was_lost_is_there_again(cli: Cli, state_dir: Path, backup: Path) -> None:
-    """Accounts and sessions, private; clients' positions mean nothing any more, since they were shown more."""
+def test_backup_is_restored(cli: Cli, state_dir: Path, backup: Path) -> None:
+    """Accounts and sessions are private again, in a new epoch, since clients may have received more."""
     shutil.rmtree(state_dir)
     result = cli.run("restore", str(backup), "--json")
     assert result.code == 0, result.err
@@ -74,8 +74,8 @@ def test_what_was_lost_is_there_again(cli: Cli, state_dir: Path, backup: Path) -
         assert accounts.has_client("ada")
 
 
-def test_what_is_there_is_not_replaced_unasked(cli: Cli, state_dir: Path, backup: Path) -> None:
-    """Not a byte of it changes."""
+def test_existing_files_are_not_replaced_by_default(cli: Cli, state_dir: Path, backup: Path) -> None:
+    """No byte changes."""
     before = contents(state_dir)
     result = cli.run("restore", str(backup))
     assert result.code == 64
@@ -83,8 +83,8 @@ def test_what_is_there_is_not_replaced_unasked(cli: Cli, state_dir: Path, backup
     assert contents(state_dir) == before
 
 
-def test_what_is_replaced_stays_under_another_name(cli: Cli, state_dir: Path, backup: Path) -> None:
-    """With what was in its log: the log of one file must not be read as that of another."""
+def test_replaced_files_are_renamed(cli: Cli, state_dir: Path, backup: Path) -> None:
+    """With their WAL, which must not be applied to another file."""
     with contextlib.closing(open_writing(state_dir / DATABASE_NAME)) as database:
         Recorder(database, {}).commit([opened("s_later")], durable=True)
         shutil.copytree(state_dir, state_dir.with_name("killed"))
@@ -93,14 +93,14 @@ def test_what_is_replaced_stays_under_another_name(cli: Cli, state_dir: Path, ba
     assert (state_dir / f"{DATABASE_NAME}-wal").stat().st_size
     result = cli.run("restore", str(backup), "--replace", "--json")
     assert result.code == 0, result.err
-    kept = json.loads(result.out)["kept"]
-    assert set(kept) == {ACCOUNTS_NAME, DATABASE_NAME}
+    moved = json.loads(result.out)["kept"]
+    assert set(moved) == {ACCOUNTS_NAME, DATABASE_NAME}
     assert sessions_in(state_dir / DATABASE_NAME) == {"s_1"}
-    assert sessions_in(state_dir / kept[DATABASE_NAME]) == {"s_1", "s_later"}
+    assert sessions_in(state_dir / moved[DATABASE_NAME]) == {"s_1", "s_later"}
 
 
-def test_a_log_without_its_file_is_not_read_as_that_of_another(cli: Cli, state_dir: Path, backup: Path) -> None:
-    """The file was deleted and its log was not: it goes aside, too."""
+def test_stale_wal_is_moved_aside(cli: Cli, state_dir: Path, backup: Path) -> None:
+    """Without its database it must not be applied to the restored one."""
     path = state_dir / DATABASE_NAME
     with contextlib.closing(open_writing(path)) as database:
         recorder = Recorder(database, {})
@@ -118,8 +118,8 @@ def test_a_log_without_its_file_is_not_read_as_that_of_another(cli: Cli, state_d
     assert (state_dir / f"{aside}-wal").read_bytes() == log
 
 
-def test_beside_a_daemon_nothing_is_restored(cli: Cli, state_dir: Path, backup: Path) -> None:
-    """It would go on to write to the files that it has open."""
+def test_running_daemon_prevents_a_restore(cli: Cli, state_dir: Path, backup: Path) -> None:
+    """It would keep writing to its open files."""
     before = contents(state_dir)
     with control.try_lock_state_dir(state_dir) as alone:
         assert alone
@@ -130,35 +130,35 @@ def test_beside_a_daemon_nothing_is_restored(cli: Cli, state_dir: Path, backup: 
 
 
 def damage_page(path: Path) -> None:
-    """Write over a page."""
+    """Overwrite a page."""
     content = bytearray(path.read_bytes())
     content[3 * 4096 : 6 * 4096] = b"\xa5" * (3 * 4096)
     path.write_bytes(content)
 
 
 def cut(path: Path) -> None:
-    """Leave the first half."""
+    """Keep the first half."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def empty(path: Path) -> None:
-    """Leave nothing."""
+    """Truncate it."""
     path.write_bytes(b"")
 
 
 def make_newer(path: Path) -> None:
-    """Have it be of a version that is not known here."""
+    """Set an unknown newer version."""
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA user_version = 99")
 
 
 @pytest.mark.parametrize("name", [ACCOUNTS_NAME, DATABASE_NAME])
-@pytest.mark.parametrize("hurt", [damage_page, cut, empty, make_newer])
-def test_a_backup_that_is_not_whole_changes_nothing(
-    cli: Cli, state_dir: Path, backup: Path, hurt: Callable[[Path], None], name: str
+@pytest.mark.parametrize("damage", [damage_page, cut, empty, make_newer])
+def test_damaged_backup_changes_nothing(
+    cli: Cli, state_dir: Path, backup: Path, damage: Callable[[Path], None], name: str
 ) -> None:
-    """Neither file is replaced where one of them cannot be."""
-    hurt(backup / name)
+    """Neither file is replaced if one is unusable."""
+    damage(backup / name)
     before = contents(state_dir)
     result = cli.run("restore", str(backup), "--replace")
     assert result.code == 73
@@ -167,8 +167,8 @@ def test_a_backup_that_is_not_whole_changes_nothing(
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_directory_that_is_no_backup_is_refused(cli: Cli, state_dir: Path, tmp_path: Path, *, exists: bool) -> None:
-    """Nothing is made."""
+def test_directory_without_a_backup_is_refused(cli: Cli, state_dir: Path, tmp_path: Path, *, exists: bool) -> None:
+    """Nothing is created."""
     if exists:
         (tmp_path / "nothing").mkdir()
     result = cli.run("restore", str(tmp_path / "nothing"))

@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter run``, with the demo model and without a daemon."""
+"""The command ``inferencecenter run`` with the demo model, without a daemon."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ENDLESS: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": 3
 
 @pytest.fixture(autouse=True)
 def restored_logs() -> Iterator[None]:
-    """Leave the loggers of other tests as they were."""
+    """Restore the loggers after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     yield
@@ -51,15 +51,15 @@ def restored_logs() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
-    """Decode on one thread, which waits for no processor that others use; the other settings are those of ``cli``."""
+    """Decode on one thread to avoid contention; the other settings are those of ``cli``."""
     assert cli
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(autouse=True)
-def no_child_left() -> Iterator[None]:
-    """Whatever a test does, the engine is gone afterwards."""
+def engine_exits() -> Iterator[None]:
+    """Assert that no engine process remains."""
     before = children(os.getpid())
     yield
     assert children(os.getpid()) == before
@@ -67,7 +67,7 @@ def no_child_left() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], None]]:
-    """Have data on standard input, through a pipe; before that there is what services have."""
+    """Return a function that pipes data into standard input; before that it is a service's."""
     with ExitStack() as opened:
         monkeypatch.setattr(sys, "stdin", opened.enter_context(Path(os.devnull).open()))
 
@@ -81,17 +81,17 @@ def piped(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes], None]]:
 
 
 def children(pid: int) -> set[int]:
-    """The processes that a process has started."""
+    """The child processes of a process."""
     return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 def engines_of(pid: int) -> set[int]:
-    """The engines among them."""
+    """Its engine processes."""
     return {each for each in children(pid) if b"engine\0--fd\0" in Path(f"/proc/{each}/cmdline").read_bytes()}
 
 
 def started(state_dir: Path) -> subprocess.Popen[bytes]:
-    """Ask for an answer that does not end, as a shell does."""
+    """Start an endless answer, as a shell does."""
     options = [f"-p{name}={json.dumps(value)}" for name, value in ENDLESS.items()]
     return subprocess.Popen(
         [sys.executable, "-m", "inferencecenter", "run", "demo", QUESTION, *options],
@@ -103,7 +103,7 @@ def started(state_dir: Path) -> subprocess.Popen[bytes]:
 
 
 def answer(*, on_event: Any = None, **params: Any) -> tuple[str, End]:
-    """Ask the demo model; the text, and how it ended."""
+    """Run the demo model; return the text and the finish reason."""
     texts: list[str] = []
 
     def show(event: Shown) -> None:
@@ -119,15 +119,15 @@ def answer(*, on_event: Any = None, **params: Any) -> tuple[str, End]:
     return "".join(texts), answered.end
 
 
-def test_an_answer_and_nothing_else(cli: Cli, state_dir: Path) -> None:
-    """The text and a line's end; no state directory is made."""
+def test_answer_is_the_only_output(cli: Cli, state_dir: Path) -> None:
+    """The text and a newline; no state directory is created."""
     result = cli.run("run", "demo", QUESTION, "-p", "temperature=0")
     assert (result.code, result.out, result.err) == (0, f"{ANSWER}\n", "")
     assert not state_dir.exists()
 
 
-def test_as_data_with_everything_set(cli: Cli, demo_model_path: Path) -> None:
-    """A file, a system prompt, parameters and a limit: one object with all that there is to know."""
+def test_json_output_with_all_options(cli: Cli, demo_model_path: Path) -> None:
+    """File, system prompt, parameters and limit; one object has all results."""
     options = ["--system", "Answer briefly.", "--max-tokens", "3", "--param", "temp=0", "-p", "n_probs=1"]
     result = cli.run("run", str(demo_model_path), QUESTION, *options, "--n-ctx", "512", "--json")
     found = json.loads(result.out)
@@ -137,8 +137,8 @@ def test_as_data_with_everything_set(cli: Cli, demo_model_path: Path) -> None:
     assert found["stats"]["total_ms"] > 0
 
 
-def test_raw_goes_on_with_a_text(cli: Cli, piped: Callable[[bytes], None]) -> None:
-    """Without a template, which shows in the tokens that are read."""
+def test_raw_mode_skips_the_template(cli: Cli, piped: Callable[[bytes], None]) -> None:
+    """The prompt has fewer tokens."""
     used = {}
     for options in ((), ("--raw",)):
         piped(b"Once upon a time\n")
@@ -148,8 +148,8 @@ def test_raw_goes_on_with_a_text(cli: Cli, piped: Callable[[bytes], None]) -> No
 
 
 @pytest.mark.slow
-def test_a_registered_model_with_an_adapter(cli: Cli, tmp_path: Path, demo_model_path: Path) -> None:
-    """A model of the configuration is run as it says there, with its parameters and its adapter."""
+def test_registered_model_with_an_adapter(cli: Cli, tmp_path: Path, demo_model_path: Path) -> None:
+    """A configured model runs with its parameters and its adapter."""
     adapter = write_adapter(tmp_path / "wanderer.gguf")
     config = tmp_path / "config.toml"
     config.write_text(
@@ -165,10 +165,10 @@ def test_a_registered_model_with_an_adapter(cli: Cli, tmp_path: Path, demo_model
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "shown"),
+    ("arguments", "code", "words"),
     [
         (("/nowhere/model.gguf", "Hi"), 66, "invalid_model_file: /nowhere/model.gguf does not exist."),
-        (("nobody", "Hi"), 66, "model_not_found: no model is named 'nobody'"),
+        (("absent", "Hi"), 66, "model_not_found: no model is named 'absent'"),
         (("demo", "Hi", "-p", "temperature=9"), 64, "params.temperature must be"),
         (("demo", "Hi", "-p", "warmth=1"), 64, "warmth"),
         (("demo", "Hi", "--max-tokens", "-7"), 64, "max_tokens"),
@@ -181,15 +181,15 @@ def test_a_registered_model_with_an_adapter(cli: Cli, tmp_path: Path, demo_model
     ],
     ids=["file", "name", "value", "parameter", "limit", "context", "layers", "log", "none", "blank", "long"],
 )
-def test_what_cannot_be_answered(cli: Cli, arguments: tuple[str, ...], code: int, shown: str) -> None:
-    """One message on standard error, nothing on standard output, and the exit code of the error."""
+def test_invalid_request_is_one_message(cli: Cli, arguments: tuple[str, ...], code: int, words: str) -> None:
+    """On standard error, with the error's exit code."""
     result = cli.run("run", *arguments)
-    assert shown in result.err
+    assert words in result.err
     assert (result.code, result.out) == (code, "")
 
 
-def test_a_prompt_from_a_pipe(piped: Callable[[bytes], None]) -> None:
-    """It is the prompt, or follows the one that was given; without its last line's end."""
+def test_prompt_from_a_pipe(piped: Callable[[bytes], None]) -> None:
+    """Alone or after the argument, without the final newline."""
     for argument, expected in ((None, " some\ntext"), ("-", " some\ntext"), ("Sum up:", "Sum up:\n\n some\ntext")):
         piped(b" some\ntext\n")
         assert read_prompt(argument) == expected
@@ -197,8 +197,8 @@ def test_a_prompt_from_a_pipe(piped: Callable[[bytes], None]) -> None:
     assert read_prompt("Hi") == "Hi"
 
 
-def test_a_prompt_from_what_is_no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a prompt given nothing else is waited for; without one a terminal is not read either."""
+def test_standard_input_is_read_only_from_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a prompt nothing else is awaited; a terminal is never read."""
     assert read_prompt("Hi") == "Hi"
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     with pytest.raises(InferenceCenterError, match="there is no prompt") as refused:
@@ -206,8 +206,8 @@ def test_a_prompt_from_what_is_no_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
-def test_what_is_piped_must_be_text(piped: Callable[[bytes], None]) -> None:
-    """An image is refused before a model is loaded."""
+def test_piped_binary_data_is_refused(piped: Callable[[bytes], None]) -> None:
+    """Before a model is loaded."""
     piped(b"\x89PNG")
     with pytest.raises(InferenceCenterError, match="not UTF-8 at byte 0"):
         read_prompt("Look:")
@@ -215,8 +215,8 @@ def test_what_is_piped_must_be_text(piped: Callable[[bytes], None]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_answer(state_dir: Path, number: signal.Signals, code: int) -> None:
-    """What was said until then is written, also as data, and the engine is gone."""
+def test_signal_ends_the_answer(state_dir: Path, number: signal.Signals, code: int) -> None:
+    """The text so far is written, also as JSON, and the engine exits."""
     process = started(state_dir)
     assert process.stdout is not None
     first = process.stdout.read(5)
@@ -231,8 +231,8 @@ def test_a_signal_ends_the_answer(state_dir: Path, number: signal.Signals, code:
 
 
 @pytest.mark.slow
-def test_a_closed_output_pipe_ends_the_program(state_dir: Path) -> None:
-    """A pipe whose reader has enough ends the answer, as it ends other programs."""
+def test_closed_output_pipe_ends_the_program(state_dir: Path) -> None:
+    """Like other programs."""
     process = started(state_dir)
     assert process.stdout is not None
     assert process.stderr is not None
@@ -244,8 +244,8 @@ def test_a_closed_output_pipe_ends_the_program(state_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_lost_costs_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is started again and goes on with the next token: the text is that of an answer that was not interrupted."""
+def test_killed_engine_resumes_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its restart the text equals an uninterrupted answer."""
     monkeypatch.setenv("INFERENCECENTER_ENGINE__RESTART_BACKOFF_MIN_S", "0.01")
     killed: list[int] = []
 
@@ -262,8 +262,8 @@ def test_an_engine_that_is_lost_costs_a_moment(monkeypatch: pytest.MonkeyPatch) 
     assert end.finish_reason == "length"
 
 
-def test_an_engine_that_cannot_be_kept_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its restarts the answer is an error, and nothing hangs."""
+def test_repeatedly_killed_engine_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its restarts the answer fails without a hang."""
     monkeypatch.setenv("INFERENCECENTER_ENGINE__MAX_RESTARTS", "0")
 
     def kill(event: Shown) -> None:
@@ -276,8 +276,8 @@ def test_an_engine_that_cannot_be_kept_is_reported(monkeypatch: pytest.MonkeyPat
     assert failed.value.code is ErrorCode.ENGINE_UNAVAILABLE
 
 
-def test_a_screen_that_fails_ends_the_answer() -> None:
-    """What showing an event raises is raised, after the engine has gone."""
+def test_failing_output_ends_the_answer() -> None:
+    """The exception is raised after the engine has exited."""
 
     def fail(_event: Shown) -> None:
         raise BrokenPipeError
@@ -286,8 +286,8 @@ def test_a_screen_that_fails_ends_the_answer() -> None:
         answer(on_event=fail, **ENDLESS)
 
 
-def test_names_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A registered name is before a file of that name, and the bundled model is there unless another is called so."""
+def test_model_names_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registered name has precedence over a file, and the bundled model is registered unless its name is used."""
     model = tmp_path / "demo"
     model.touch()
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter session salvage``."""
+"""The command ``inferencecenter session salvage``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE_BYTES = 4096
 
 @pytest.fixture
 def path(state_dir: Path) -> Path:
-    """A file of sessions that is whole."""
+    """An intact sessions file."""
     path = state_dir / DATABASE_NAME
     with contextlib.closing(open_writing(path)) as database:
         recorder = Recorder(database, {})
@@ -36,15 +36,15 @@ def path(state_dir: Path) -> Path:
 
 
 def damage(path: Path, needle: bytes) -> None:
-    """Zero a page that holds a text."""
+    """Zero a page that contains a text."""
     content = bytearray(path.read_bytes())
     page = content.index(needle) // PAGE_BYTES * PAGE_BYTES
     content[page : page + PAGE_BYTES] = bytes(PAGE_BYTES)
     path.write_bytes(content)
 
 
-def test_what_can_be_read_is_in_its_place(cli: Cli, path: Path) -> None:
-    """The others whole; what is lost is said, and the damaged file is there as it was."""
+def test_readable_data_is_recovered(cli: Cli, path: Path) -> None:
+    """Intact sessions stay whole; losses are reported, and the damaged file is kept."""
     damage(path, b"s_2 " * 500)
     before = path.read_bytes()
     result = cli.run("session", "salvage", "--json")
@@ -58,8 +58,8 @@ def test_what_can_be_read_is_in_its_place(cli: Cli, path: Path) -> None:
     assert not [each for each in path.parent.iterdir() if "salvaging" in each.name]
 
 
-def test_it_is_said_in_words(cli: Cli, path: Path) -> None:
-    """Each session that lost something by its name."""
+def test_losses_are_reported_as_text(cli: Cli, path: Path) -> None:
+    """By session name."""
     damage(path, b"s_2 " * 500)
     result = cli.run("session", "salvage")
     assert "2 sessions are complete, 1 truncated, 0 lost." in result.out
@@ -67,8 +67,8 @@ def test_it_is_said_in_words(cli: Cli, path: Path) -> None:
     assert f"{path}.damaged-" in result.out
 
 
-def test_a_whole_file_is_left_alone(cli: Cli, path: Path) -> None:
-    """A run on a whole file loses nothing."""
+def test_intact_file_is_unchanged(cli: Cli, path: Path) -> None:
+    """Nothing is lost."""
     before = path.read_bytes()
     result = cli.run("session", "salvage", "--json")
     assert result.code == 0, result.err
@@ -76,8 +76,8 @@ def test_a_whole_file_is_left_alone(cli: Cli, path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_newer_file_is_not_taken_for_a_damaged_one(cli: Cli, path: Path) -> None:
-    """It is left to the program that wrote it."""
+def test_newer_file_is_not_salvaged(cli: Cli, path: Path) -> None:
+    """It is not damaged and stays unchanged."""
     with contextlib.closing(sqlite3.connect(path)) as database:
         database.execute("PRAGMA user_version = 99")
     before = path.read_bytes()
@@ -87,8 +87,8 @@ def test_a_newer_file_is_not_taken_for_a_damaged_one(cli: Cli, path: Path) -> No
     assert path.read_bytes() == before
 
 
-def test_what_cannot_be_read_at_all_is_left_alone(cli: Cli, path: Path) -> None:
-    """No empty file takes its place."""
+def test_unreadable_file_is_unchanged(cli: Cli, path: Path) -> None:
+    """It is not replaced by an empty one."""
     path.write_bytes(b"no database" * 1000)
     result = cli.run("session", "salvage")
     assert result.code == 73
@@ -97,7 +97,7 @@ def test_what_cannot_be_read_at_all_is_left_alone(cli: Cli, path: Path) -> None:
     assert not [each for each in path.parent.iterdir() if "salvaging" in each.name]
 
 
-def test_beside_a_daemon_nothing_is_salvaged(cli: Cli, path: Path) -> None:
+def test_running_daemon_prevents_salvage(cli: Cli, path: Path) -> None:
     """It has the damaged file open."""
     damage(path, b"s_2 " * 500)
     before = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter serve``."""
+"""The command ``inferencecenter serve``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKEN = "ic_0123_4567"
 
 @pytest.fixture(autouse=True)
 def restored_logs() -> Iterator[None]:
-    """Leave the loggers of other tests as they were."""
+    """Restore the loggers after the test."""
     root = logging.getLogger()
     handlers, level = root.handlers, root.level
     yield
@@ -39,8 +39,8 @@ def restored_logs() -> Iterator[None]:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
-    """The settings the daemon was started with; it announces itself and ends."""
+def stub_daemon(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """Record the settings of a stub daemon that announces itself and stops."""
     seen: list[Settings] = []
 
     def serve(
@@ -56,14 +56,14 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     return seen
 
 
-def test_options_reach_the_settings(cli: Cli, served: list[Settings], tmp_path: Path) -> None:
-    """Each option overrides its setting."""
+def test_options_override_settings(cli: Cli, stub_daemon: list[Settings], tmp_path: Path) -> None:
+    """Each option its setting."""
     arguments = ["--host", "0.0.0.0", "--port", "4000", "--backend", "echo", "--slots", "2", "--n-ctx", "512"]
     result = cli.run(
         "serve", *arguments, "--n-gpu-layers", "3", "--log-level", "debug", "--state-dir", str(tmp_path / "here")
     )
     assert result.code == 0, result.err
-    (settings,) = served
+    (settings,) = stub_daemon
     assert (settings.server.host, settings.server.port) == ("0.0.0.0", 4000)
     assert (settings.engine.backend, settings.engine.slots, settings.engine.n_ctx) == ("echo", 2, 512)
     assert (settings.engine.n_gpu_layers, settings.log.level) == (3, "debug")
@@ -72,13 +72,13 @@ def test_options_reach_the_settings(cli: Cli, served: list[Settings], tmp_path: 
 
 @pytest.fixture
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return what makes standard output a terminal; to be called when the test runs, behind pytest's capturing."""
+    """Return a function that makes standard output a terminal, to be called in the test after pytest's capturing."""
     return lambda: monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
 
-@pytest.mark.usefixtures("served")
-def test_the_token_is_shown_on_the_first_run_only(cli: Cli, state_dir: Path, on_terminal: Callable[[], None]) -> None:
-    """A terminal is shown address and model each time; the token once, with the file it is in."""
+@pytest.mark.usefixtures("stub_daemon")
+def test_token_is_shown_on_the_first_run_only(cli: Cli, state_dir: Path, on_terminal: Callable[[], None]) -> None:
+    """A terminal shows address and model each time, and the token once with its file."""
     on_terminal()
     first, second = cli.run("serve").out, cli.run("serve").out
     for text in (first, second):
@@ -89,21 +89,21 @@ def test_the_token_is_shown_on_the_first_run_only(cli: Cli, state_dir: Path, on_
     assert TOKEN not in second
 
 
-@pytest.mark.usefixtures("served")
-def test_the_first_link_to_the_page_signs_in(cli: Cli, on_terminal: Callable[[], None]) -> None:
-    """The token is in its fragment, in one piece on a line of its own; later links have none."""
+@pytest.mark.usefixtures("stub_daemon")
+def test_first_link_signs_in(cli: Cli, on_terminal: Callable[[], None]) -> None:
+    """The token is in its fragment on one line; later links have none."""
     on_terminal()
     first, second = (cli.run("serve").out.splitlines()[-1] for _ in range(2))
     assert first == f"Web      http://127.0.0.1:1/#token={TOKEN}"
     assert second == "Web      http://127.0.0.1:1/"
 
 
-@pytest.mark.usefixtures("served")
+@pytest.mark.usefixtures("stub_daemon")
 @pytest.mark.parametrize("forced", [False, True])
-def test_redirected_output_gets_no_token(
+def test_redirected_output_has_no_token(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, state_dir: Path, *, forced: bool
 ) -> None:
-    """A file, a pipe or a container's log is told the token's file, also where colours are forced."""
+    """A file, pipe or container log gets the token's path, also with forced colours."""
     if forced:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setattr(stdout, "_force_terminal", True)
@@ -112,11 +112,13 @@ def test_redirected_output_gets_no_token(
     assert f"Token in {state_dir / 'admin.token'}" in (text if not forced else Text.from_ansi(text).plain)
 
 
-def test_without_the_page_no_link_is_shown(cli: Cli, served: list[Settings], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_page_no_link_is_shown(
+    cli: Cli, stub_daemon: list[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """There is nothing to open."""
     monkeypatch.setenv("INFERENCECENTER_SERVER__WEB", "false")
     assert "Web " not in cli.run("serve").out
-    assert served[0].server.web is False
+    assert stub_daemon[0].server.web is False
 
 
 @pytest.mark.parametrize(
@@ -127,22 +129,22 @@ def test_without_the_page_no_link_is_shown(cli: Cli, served: list[Settings], mon
         ("http://box.example:80/", "http://box.example:80/#token=t"),
     ],
 )
-def test_a_link_leads_somewhere(address: str, link: str) -> None:
-    """The wildcard address cannot be opened in a browser."""
+def test_link_has_a_usable_address(address: str, link: str) -> None:
+    """A browser cannot open the wildcard address."""
     assert web_link(address, "t") == link
 
 
 @pytest.mark.parametrize("option", [["--port", "70000"], ["--slots", "1000"], ["--log-level", "loud"]])
-def test_a_wrong_option_starts_nothing(cli: Cli, served: list[Settings], option: list[str]) -> None:
-    """Values are checked as everywhere else."""
+def test_invalid_option_starts_nothing(cli: Cli, stub_daemon: list[Settings], option: list[str]) -> None:
+    """Values are validated like settings."""
     result = cli.run("serve", *option)
     assert result.code == 78
     assert "command line" in result.err
-    assert served == []
+    assert stub_daemon == []
 
 
-def test_what_keeps_the_daemon_from_running_is_told(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon's own refusal becomes a message and its exit code."""
+def test_start_failure_is_reported(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's error becomes a message and its exit code."""
 
     def serve(_settings: Settings, **_options: object) -> int:
         raise InferenceCenterError(ErrorCode.ADDRESS_IN_USE, "127.0.0.1:3000 is in use")

@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter session`` and ``inferencecenter usage``."""
+"""The commands ``inferencecenter session`` and ``inferencecenter usage``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def _filled(state_dir: Path) -> SessionStore:
 
 
 @pytest.fixture
-async def kept(state_dir: Path) -> Path:
+async def stored(state_dir: Path) -> Path:
     """A state directory with sessions and no daemon."""
     await (await _filled(state_dir)).close()
     return state_dir
@@ -61,7 +61,7 @@ async def kept(state_dir: Path) -> Path:
 
 @pytest.fixture
 async def running(state_dir: Path) -> AsyncIterator[SessionStore]:
-    """The store of a daemon that runs and listens."""
+    """The store of a running daemon with its control socket."""
     store = await _filled(state_dir)
     control = ControlSocket(state_dir, tokens_changed=lambda: None, purge=store.purge)
     control.open()
@@ -84,14 +84,14 @@ def _contents(state_dir: Path) -> bytes:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What is typed."""
+    """Return a function that sets the typed input."""
     typed = io.StringIO()
     monkeypatch.setattr(sys, "stdin", typed)
     return typed
 
 
-def test_list_shows_what_is_kept(cli: Cli, kept: Path) -> None:
-    """Oldest first, of one client or all, with what each holds and whether it answers."""
+def test_list_shows_stored_sessions(cli: Cli, stored: Path) -> None:
+    """Oldest first, of one client or all, with content and state."""
     listed = _json(cli, "session", "list", "--json")
     assert [each["session_id"] for each in listed] == ["s_1", "s_2", "s_3"]
     first = {name: listed[0][name] for name in ("client_id", "model", "messages", "turns", "tokens", "answering")}
@@ -110,8 +110,8 @@ def test_list_shows_what_is_kept(cli: Cli, kept: Path) -> None:
     assert len(lines) == 3
 
 
-def test_on_a_terminal_lists_are_tables(cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a heading; what was said is not in them."""
+def test_terminal_lists_are_tables(cli: Cli, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a heading and without message content."""
     for module in (session_command, usage_command):
         monkeypatch.setattr(module, "stdout", Console(force_terminal=True, width=120))
     listed = cli.run("session", "list").out
@@ -121,8 +121,8 @@ def test_on_a_terminal_lists_are_tables(cli: Cli, kept: Path, monkeypatch: pytes
     assert all(word in usage for word in ("of these cached", "2026-11-18", "ada"))
 
 
-def test_where_nothing_was_kept_there_is_nothing(cli: Cli, state_dir: Path) -> None:
-    """Without a file lists are empty, and none is made."""
+def test_missing_store_is_empty(cli: Cli, state_dir: Path) -> None:
+    """Lists are empty, and no file is created."""
     assert _json(cli, "session", "list", "--json") == []
     assert _json(cli, "usage", "--json") == []
     assert cli.run("session", "export", "s_1").code == 66
@@ -130,7 +130,7 @@ def test_where_nothing_was_kept_there_is_nothing(cli: Cli, state_dir: Path) -> N
     assert not (state_dir / DATABASE_NAME).exists()
 
 
-def test_export_has_everything_of_a_session(cli: Cli, kept: Path) -> None:
+def test_export_contains_the_whole_session(cli: Cli, stored: Path) -> None:
     """Transcript, metadata, turns and usage."""
     exported = _json(cli, "session", "export", "s_1")
     assert exported["transcript"] == [{"role": "user", "content": "?"}, {"role": "assistant", "content": SECRET}]
@@ -143,7 +143,7 @@ def test_export_has_everything_of_a_session(cli: Cli, kept: Path) -> None:
 
 
 async def test_export_of_a_client_beside_a_daemon(cli: Cli, running: SessionStore, tmp_path: Path) -> None:
-    """All its sessions, one with an answer that is not finished, and its usage; the file is the caller's alone."""
+    """All its sessions with an unfinished answer, and its usage; the file is private."""
     target = tmp_path / "ada.json"
     result = await asyncio.to_thread(cli.run, "session", "export", "--client", "ada", "--output", str(target))
     assert result.code == 0, result.err
@@ -160,8 +160,8 @@ async def test_export_of_a_client_beside_a_daemon(cli: Cli, running: SessionStor
 
 
 @pytest.mark.parametrize("command", ["export", "purge"])
-def test_one_of_session_and_client_is_named(cli: Cli, kept: Path, command: str) -> None:
-    """Neither and both are refused; so is what is not there."""
+def test_session_or_client_is_required(cli: Cli, stored: Path, command: str) -> None:
+    """Neither, both, and unknown ones are refused."""
     assert cli.run("session", command).code == 64
     assert cli.run("session", command, "s_1", "--client", "ada").code == 64
     assert cli.run("session", command, "s_9").code == 66
@@ -170,28 +170,28 @@ def test_one_of_session_and_client_is_named(cli: Cli, kept: Path, command: str) 
     assert "'eve'" in missing.err
 
 
-async def test_purge_without_a_daemon_overwrites(cli: Cli, kept: Path) -> None:
-    """What was said is in no file any more; the other sessions are as they were, and the audit log tells."""
+async def test_purge_without_a_daemon_overwrites(cli: Cli, stored: Path) -> None:
+    """No file contains the content any more; other sessions are unchanged, and the audit log has an entry."""
     result = await asyncio.to_thread(cli.run, "session", "purge", "s_1", "--yes", "--json")
     assert json.loads(result.out) == {"kind": "session", "name": "s_1", "sessions": 1}
-    assert set(await kept_in(kept / DATABASE_NAME)) == {"s_2", "s_3"}
-    assert SECRET.encode() not in _contents(kept)
-    with contextlib.closing(Accounts.open(kept / ACCOUNTS_NAME, clock=time.time)) as accounts:
+    assert set(await kept_in(stored / DATABASE_NAME)) == {"s_2", "s_3"}
+    assert SECRET.encode() not in _contents(stored)
+    with contextlib.closing(Accounts.open(stored / ACCOUNTS_NAME, clock=time.time)) as accounts:
         lines = accounts.audit_lines(last=10)
     assert [(line.event.value, line.detail) for line in lines] == [("session_purged", "s_1")]
 
 
-async def test_purge_of_a_client_takes_its_usage(cli: Cli, kept: Path) -> None:
-    """Nothing is left under its name; the sessions of others stay."""
+async def test_purge_of_a_client_includes_its_usage(cli: Cli, stored: Path) -> None:
+    """Nothing is left under its name; other clients' sessions stay."""
     result = await asyncio.to_thread(cli.run, "session", "purge", "--client", "ada", "--yes")
     assert "2 sessions of ada" in result.out
-    assert set(await kept_in(kept / DATABASE_NAME)) == {"s_3"}
-    with contextlib.closing(sqlite3.connect(kept / DATABASE_NAME)) as database:
+    assert set(await kept_in(stored / DATABASE_NAME)) == {"s_3"}
+    with contextlib.closing(sqlite3.connect(stored / DATABASE_NAME)) as database:
         assert database.execute("SELECT client_id FROM usage").fetchall() == [("bob",)]
 
 
-async def test_purge_beside_a_daemon_is_the_daemons(cli: Cli, running: SessionStore, state_dir: Path) -> None:
-    """The command waits until the rows are gone, also from the log beside the file."""
+async def test_purge_beside_a_daemon_is_done_by_the_daemon(cli: Cli, running: SessionStore, state_dir: Path) -> None:
+    """The command waits until the rows are gone, also from the WAL."""
     for arguments in (("s_1",), ("--client", "bob")):
         result = await asyncio.to_thread(cli.run, "session", "purge", *arguments, "--yes")
         assert result.code == 0, result.err
@@ -203,8 +203,8 @@ async def test_purge_beside_a_daemon_is_the_daemons(cli: Cli, running: SessionSt
     assert running.fault is None
 
 
-def test_purge_asks_first(cli: Cli, kept: Path, answers: io.StringIO) -> None:
-    """Anything but a yes leaves everything as it is."""
+def test_purge_is_confirmed(cli: Cli, stored: Path, answers: io.StringIO) -> None:
+    """Anything but a yes changes nothing."""
     answers.write("n\n")
     answers.seek(0)
     refused = cli.run("session", "purge", "s_1")
@@ -218,24 +218,24 @@ def test_purge_asks_first(cli: Cli, kept: Path, answers: io.StringIO) -> None:
     assert len(_json(cli, "session", "list", "--json")) == 2
 
 
-def test_a_daemon_that_does_not_listen_is_not_worked_around(cli: Cli, kept: Path) -> None:
-    """While it holds the directory, nothing is deleted under it."""
-    with try_lock_state_dir(kept) as alone:
+def test_unresponsive_daemon_is_not_bypassed(cli: Cli, stored: Path) -> None:
+    """While it holds the directory, nothing is deleted."""
+    with try_lock_state_dir(stored) as alone:
         assert alone
         result = cli.run("session", "purge", "s_1", "--yes")
     assert result.code == 69
     assert "does not listen" in result.err
     assert len(_json(cli, "session", "list", "--json")) == 3
-    assert (kept / DAEMON_LOCK_NAME).exists()
+    assert (stored / DAEMON_LOCK_NAME).exists()
 
 
-async def test_a_daemon_that_does_not_purge_is_told(
+async def test_failing_purge_of_the_daemon_is_reported(
     cli: Cli, running: SessionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command does not wait for ever, and says so."""
+    """The command has a time limit."""
 
     def ignore(kind: PurgeKind, name: str) -> None:
-        """Have a full disk."""
+        """Ignore the request, like a daemon with a full disk."""
 
     monkeypatch.setattr(session_command, "PURGE_TIMEOUT_S", 0.0)
     monkeypatch.setattr(running, "purge", ignore)
@@ -244,8 +244,8 @@ async def test_a_daemon_that_does_not_purge_is_told(
     assert "has not deleted it" in result.err
 
 
-def test_a_file_that_cannot_be_used_is_told(cli: Cli, state_dir: Path) -> None:
-    """With its path, and untouched."""
+def test_unusable_file_is_reported(cli: Cli, state_dir: Path) -> None:
+    """With its path, and unchanged."""
     state_dir.mkdir()
     path = state_dir / DATABASE_NAME
     path.write_bytes(b"no database" * 100)
@@ -256,9 +256,9 @@ def test_a_file_that_cannot_be_used_is_told(cli: Cli, state_dir: Path) -> None:
     assert path.read_bytes() == b"no database" * 100
 
 
-def test_a_session_that_makes_no_sense_is_told(cli: Cli, kept: Path) -> None:
-    """An export says which it is; it can still be purged."""
-    with contextlib.closing(sqlite3.connect(kept / DATABASE_NAME, isolation_level=None)) as database:
+def test_inconsistent_session_is_reported(cli: Cli, stored: Path) -> None:
+    """An export names it, and it can be purged."""
+    with contextlib.closing(sqlite3.connect(stored / DATABASE_NAME, isolation_level=None)) as database:
         database.execute("DELETE FROM messages WHERE n = 0")
     result = cli.run("session", "export", "s_1")
     assert result.code == 73
@@ -267,9 +267,9 @@ def test_a_session_that_makes_no_sense_is_told(cli: Cli, kept: Path) -> None:
     assert len(_json(cli, "session", "list", "--json")) == 2
 
 
-def test_usage_is_shown_by_client_and_day(cli: Cli, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_by_client_and_day(cli: Cli, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the last days, of one client or all."""
-    with contextlib.closing(sqlite3.connect(kept / DATABASE_NAME, isolation_level=None)) as database:
+    with contextlib.closing(sqlite3.connect(stored / DATABASE_NAME, isolation_level=None)) as database:
         database.execute("INSERT INTO usage VALUES ('ada', 'aabb', '2026-11-16', 5, 50, 0, 500)")
     monkeypatch.setattr(time, "time", lambda: 1_795_000_000.0)
     lines = _json(cli, "usage", "--days", "3", "--json")

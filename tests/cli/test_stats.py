@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter stats`` against a scripted daemon: in a pipe, and on a terminal of its own."""
+"""The command ``inferencecenter stats`` with a scripted daemon: in a pipe and on a terminal."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from websockets import ConnectionClosed
 from inferencecenter.cli.stats import Watch
 from inferencecenter.client import Client, Timing
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from tests.cli.chatting import CONTROL, Screen
-from tests.cli.test_stats_view import GPU, glance
+from tests.cli.chat_harness import CONTROL, Screen
+from tests.cli.test_stats_view import GPU, busy_summary
 from tests.client.peer import AUTH_SUCCESS, HELLO
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from inferencecenter.cli.stats import Glance
+    from inferencecenter.cli.stats import StatsSnapshot
     from tests.cli.conftest import Cli
     from tests.client.peer import Peer, Start
 
@@ -34,12 +34,12 @@ _TIMEOUT_S = 60
 
 
 async def answer(peer: Peer, *, rate: float = 87.6) -> dict[str, Any]:
-    """Answer a question about how the daemon is, and return it."""
+    """Answer one metrics request and return it."""
     frame = await peer.receive()
     body: dict[str, Any]
     match frame["op"]:
         case "metrics":
-            metrics = glance(gpu=GPU).metrics
+            metrics = busy_summary(gpu=GPU).metrics
             assert metrics is not None
             body = metrics.model_dump(exclude={"id"})
             body["inference"]["tokens_per_s"] = rate
@@ -54,15 +54,15 @@ async def answer(peer: Peer, *, rate: float = 87.6) -> dict[str, Any]:
 
 
 async def answer_all(peer: Peer) -> None:
-    """Welcome a client and tell it whatever it wants to know."""
+    """Welcome a client and answer every request."""
     await peer.welcome()
     with contextlib.suppress(ConnectionClosed):
         while True:
             await answer(peer)
 
 
-async def test_one_look(cli: Cli, scripted: Start) -> None:
-    """``--once`` prints a screen and leaves; a daemon that knows no models is no obstacle."""
+async def test_once_prints_one_screen(cli: Cli, scripted: Start) -> None:
+    """A daemon without model operations is supported."""
     result = await asyncio.to_thread(cli.run, "stats", "--url", await scripted(answer_all), "--token", "t", "--once")
     assert (result.code, result.err) == (0, "")
     assert "5 waiting" in result.out
@@ -70,16 +70,16 @@ async def test_one_look(cli: Cli, scripted: Start) -> None:
     assert "\x1b" not in result.out
 
 
-async def test_one_look_as_data(cli: Cli, scripted: Start) -> None:
-    """A line of JSON."""
+async def test_once_as_json(cli: Cli, scripted: Start) -> None:
+    """One line."""
     url = await scripted(answer_all)
     result = await asyncio.to_thread(cli.run, "stats", "--url", url, "--token", "t", "--once", "--json")
-    (told,) = result.out.splitlines()
-    assert json.loads(told)["metrics"]["inference"]["slots"] == 8
+    (output,) = result.out.splitlines()
+    assert json.loads(output)["metrics"]["inference"]["slots"] == 8
 
 
-async def test_lines_in_a_pipe(cli: Cli, scripted: Start) -> None:
-    """A line for each look until the daemon stops for good, which is an error like any other."""
+async def test_pipe_prints_a_line_per_sample(cli: Cli, scripted: Start) -> None:
+    """Until the daemon stops for good, which is an error."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -94,38 +94,38 @@ async def test_lines_in_a_pipe(cli: Cli, scripted: Start) -> None:
     assert "daemon_unreachable" in result.err
 
 
-async def test_no_daemon(cli: Cli) -> None:
-    """Is an error at once: there is nothing to come back."""
+async def test_missing_daemon_is_an_error(cli: Cli) -> None:
+    """At once, without retries."""
     result = await asyncio.to_thread(cli.run, "stats", "--url", "ws://127.0.0.1:1/", "--token", "t")
     assert result.code == 69
     assert "no daemon answers" in result.err
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "1e9"])
-def test_an_interval_that_is_none(cli: Cli, interval: str) -> None:
-    """Is refused before anything is asked."""
+def test_invalid_interval_is_refused(cli: Cli, interval: str) -> None:
+    """Before any request."""
     assert cli.run("stats", "--interval", interval, "--token", "t").code == 2
 
 
-async def _stop_after(n_looks: int, seen: list[Glance], watch: Watch, url: str) -> None:
-    """Watch a daemon without waiting in between, and end after some looks."""
+async def _stop_after(n_samples: int, snapshots: list[StatsSnapshot], watch: Watch, url: str) -> None:
+    """Watch a daemon without delays, and stop after this many samples."""
 
     async def sleep(_interval_s: float) -> None:
-        if len(watch.glance.rates) >= n_looks:
+        if len(watch.snapshot.rates) >= n_samples:
             raise InferenceCenterError(ErrorCode.INTERNAL, "seen enough")
 
-    async def at_once(_seconds: float) -> None:
-        """Wait for nothing before the next attempt."""
+    async def no_sleep(_seconds: float) -> None:
+        """Return at once instead of waiting for the next attempt."""
 
-    watch.draw = seen.append
-    timing = Timing(sleep=at_once)
+    watch.draw = snapshots.append
+    timing = Timing(sleep=no_sleep)
     async with Client(url, token="t", on_notice=watch.notice, timing=timing) as client:
         with pytest.raises(InferenceCenterError, match="seen enough"):
             await watch.run(client, interval_s=1.0, sleep=sleep)
 
 
-async def test_rates_are_kept(scripted: Start) -> None:
-    """Each look adds its tokens a second to what the sparkline shows."""
+async def test_sparkline_accumulates_rates(scripted: Start) -> None:
+    """Each sample adds its tokens per second."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -133,15 +133,15 @@ async def test_rates_are_kept(scripted: Start) -> None:
             for _ in range(5):
                 await answer(peer, rate=float(look))
 
-    seen: list[Glance] = []
-    await _stop_after(3, seen, Watch("here"), await scripted(daemon))
-    assert [each.rates for each in seen] == [(0.0,), (0.0, 1.0), (0.0, 1.0, 2.0)]
-    assert seen[-1].status["memory"] == {"connections": 6, "n_ctx": 4096}
-    assert seen[-1].version == "0.1.0"
+    snapshots: list[StatsSnapshot] = []
+    await _stop_after(3, snapshots, Watch("here"), await scripted(daemon))
+    assert [each.rates for each in snapshots] == [(0.0,), (0.0, 1.0), (0.0, 1.0, 2.0)]
+    assert snapshots[-1].status["memory"] == {"connections": 6, "n_ctx": 4096}
+    assert snapshots[-1].version == "0.1.0"
 
 
-async def test_a_daemon_that_comes_back(scripted: Start) -> None:
-    """What was known stays in view with a notice; then the looks go on, and the notice is gone."""
+async def test_daemon_that_returns(scripted: Start) -> None:
+    """The last values stay visible with a notice until samples continue."""
 
     async def first(peer: Peer) -> None:
         await peer.welcome()
@@ -151,18 +151,18 @@ async def test_a_daemon_that_comes_back(scripted: Start) -> None:
         await peer.send(op="going_away", deadline_ms=1000, resume=True)
         await peer.socket.close(1012, "restart")
 
-    seen: list[Glance] = []
-    await _stop_after(2, seen, Watch("here"), await scripted(first, answer_all))
-    notices = [each.notice for each in seen]
+    snapshots: list[StatsSnapshot] = []
+    await _stop_after(2, snapshots, Watch("here"), await scripted(first, answer_all))
+    notices = [each.notice for each in snapshots]
     assert notices[0] == ""
     assert "the daemon is about to restart…" in notices
     assert "connection lost, reconnecting…" in notices
     assert notices[-1] == ""
-    assert all(each.metrics is not None for each in seen)
+    assert all(each.metrics is not None for each in snapshots)
 
 
-async def test_heat_is_shown_at_once(scripted: Start) -> None:
-    """Not only at the next look."""
+async def test_throttling_is_shown_immediately(scripted: Start) -> None:
+    """Before the next sample."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()
@@ -170,14 +170,14 @@ async def test_heat_is_shown_at_once(scripted: Start) -> None:
         for _ in range(5):
             await answer(peer)
 
-    seen: list[Glance] = []
-    await _stop_after(1, seen, Watch("here"), await scripted(daemon))
-    assert seen[0].heat is not None
-    assert seen[0].heat.state == "warm"
+    snapshots: list[StatsSnapshot] = []
+    await _stop_after(1, snapshots, Watch("here"), await scripted(daemon))
+    assert snapshots[0].heat is not None
+    assert snapshots[0].heat.state == "warm"
 
 
-async def test_an_administrator_sees_clients(scripted: Start) -> None:
-    """They are requested every ten seconds, as the daemon audits it; other accounts may not list them."""
+async def test_administrator_sees_clients(scripted: Start) -> None:
+    """Requested every ten seconds, since the daemon audits it; other accounts may not."""
 
     async def daemon(peer: Peer) -> None:
         await peer.send(**HELLO)
@@ -187,20 +187,20 @@ async def test_an_administrator_sees_clients(scripted: Start) -> None:
             for _ in range(5):
                 await answer(peer)
             if look in (0, 3):
-                asked = await peer.receive()
-                assert asked["op"] == "list_clients"
+                request = await peer.receive()
+                assert request["op"] == "list_clients"
                 ada = {"connections": 1, "addresses": 1, "sessions": 2, "busy": look, "tokens_today": 7}
-                await peer.send(op="clients", id=asked["id"], clients=[{"client_id": "ada", **ada}])
+                await peer.send(op="clients", id=request["id"], clients=[{"client_id": "ada", **ada}])
 
-    seen: list[Glance] = []
-    watch = Watch("here", monotonic=lambda: 4.0 * len(seen))
-    await _stop_after(5, seen, watch, await scripted(daemon))
-    assert [each.clients[0].busy for each in seen] == [0, 0, 0, 3, 3]
+    snapshots: list[StatsSnapshot] = []
+    watch = Watch("here", monotonic=lambda: 4.0 * len(snapshots))
+    await _stop_after(5, snapshots, watch, await scripted(daemon))
+    assert [each.clients[0].busy for each in snapshots] == [0, 0, 0, 3, 3]
 
 
 @contextlib.contextmanager
 def _on_terminal(url: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
-    """Stats on a terminal of its own; gives the process and both ends of the terminal."""
+    """Run stats on its own terminal; yields the process and both ends."""
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
     command = [sys.executable, "-m", "inferencecenter", "stats", "--url", url, "--token", "t", "--interval", "0.1"]
@@ -221,8 +221,8 @@ def _on_terminal(url: str) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]
 
 
 @pytest.mark.parametrize("how", ["q", "ctrl-c", "sigterm"])
-async def test_leaving_restores_the_terminal(scripted: Start, how: str) -> None:
-    """By q, Ctrl-C or a signal: the other screen is left, the cursor is back, keys are shown again; exit code 0."""
+async def test_exit_restores_the_terminal(scripted: Start, how: str) -> None:
+    """By q, Ctrl-C or a signal: main screen, cursor and echo are restored, and the exit code is 0."""
     with _on_terminal(await scripted(answer_all)) as (process, ours, theirs):
         before = termios.tcgetattr(theirs)
         screen = Screen(ours)
@@ -241,8 +241,8 @@ async def test_leaving_restores_the_terminal(scripted: Start, how: str) -> None:
         assert "Traceback" not in screen.text
 
 
-async def test_the_end_of_a_connection_is_told_on_the_usual_screen(scripted: Start) -> None:
-    """After the terminal was restored, with the exit code of the error."""
+async def test_connection_error_is_shown_on_the_main_screen(scripted: Start) -> None:
+    """After the terminal was restored, with the error's exit code."""
 
     async def daemon(peer: Peer) -> None:
         await peer.welcome()

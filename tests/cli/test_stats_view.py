@@ -1,4 +1,4 @@
-"""Tests of how a daemon looks at a glance: screens of three widths, lines, data, bars."""
+"""Rendering of the daemon's status: screens of three widths, lines, JSON, bars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from inferencecenter.cli.stats import Glance, as_data, bar, line, screen, sparkline
+from inferencecenter.cli.stats import StatsSnapshot, as_data, bar, line, screen, sparkline
 from inferencecenter.protocol.events import Metrics, Thermal
 from inferencecenter.protocol.values import (
     ConnectedClient,
@@ -40,8 +40,10 @@ GPU = NO_GPU | {
 }
 
 
-def glance(*, gpu: Mapping[str, Any] = NO_GPU, engine: Mapping[str, Any] | None = None, **fields: Any) -> Glance:
-    """Return a busy daemon's."""
+def busy_summary(
+    *, gpu: Mapping[str, Any] = NO_GPU, engine: Mapping[str, Any] | None = None, **fields: Any
+) -> StatsSnapshot:
+    """Return the summary of a busy daemon."""
     work = InferenceReadings(
         active_generations=9,
         total_sessions=14,
@@ -70,10 +72,10 @@ def glance(*, gpu: Mapping[str, Any] = NO_GPU, engine: Mapping[str, Any] | None 
             "memory": {"pressure": "easy", "memory_used_bytes": 2**31, "memory_limit_bytes": 2**33},
         },
     }
-    return Glance(**(known | fields))
+    return StatsSnapshot(**(known | fields))
 
 
-def shown(what: Glance, *, width: int = 100) -> str:
+def rendered(what: StatsSnapshot, *, width: int = 100) -> str:
     """Return the screen as text."""
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None, record=True)
     console.print(screen(what, width=width))
@@ -81,12 +83,12 @@ def shown(what: Glance, *, width: int = 100) -> str:
 
 
 @pytest.mark.parametrize("width", [60, 100, 160])
-def test_a_screen_of_any_width(width: int) -> None:
-    """Has all that matters, and no line is longer than the screen."""
-    text = shown(glance(gpu=GPU), width=width)
+def test_screen_fits_any_width(width: int) -> None:
+    """It has all important values, and no line exceeds the width."""
+    text = rendered(busy_summary(gpu=GPU), width=width)
     assert all(cell_len(each) <= width for each in text.splitlines())
     words = " ".join(text.split())
-    for told in (
+    for expected in (
         "InferenceCenter 1.2.3 ws://box/ws",
         "demo · 4096 tokens of context · on the CPU",
         "ready · 812 MiB resident",
@@ -101,141 +103,143 @@ def test_a_screen_of_any_width(width: int) -> None:
         "97 % busy",
         "98 W",
     ):
-        assert told in words, told
+        assert expected in words, expected
 
 
-def test_without_a_gpu_a_dash_stands_for_it() -> None:
-    """Nothing is said of its memory; a reading that a GPU does not have is a dash of its own."""
-    text = shown(glance())
+def test_missing_gpu_is_a_dash() -> None:
+    """Its memory is not shown; a reading that a GPU lacks is a dash too."""
+    text = rendered(busy_summary())
     assert "GPU        —" in text
     assert "VRAM" not in text
-    fanless = " ".join(shown(glance(gpu=GPU | {"temp": None})).split())
+    fanless = " ".join(rendered(busy_summary(gpu=GPU | {"temp": None})).split())
     assert "— °C · 97 % busy · 98 W · — fan" in fanless
 
 
-def test_heat_is_shown_until_it_is_over() -> None:
-    """What was told of it, and that the GPU slows itself down."""
+def test_throttling_is_shown_until_it_ends() -> None:
+    """Both the daemon's and the GPU's own."""
     hot = Thermal(state="hot", temp=91.0, action="a quarter of the slots")
-    text = shown(glance(gpu=GPU | {"throttling": True, "throttle_reasons": ("hw_thermal",)}, heat=hot), width=160)
+    text = rendered(
+        busy_summary(gpu=GPU | {"throttling": True, "throttle_reasons": ("hw_thermal",)}, heat=hot), width=160
+    )
     assert "hot: a quarter of the slots" in text
     assert "throttled: hw_thermal" in text
-    assert "quarter" not in shown(glance(gpu=GPU, heat=Thermal(state="cool", temp=60.0, action="no limits")))
+    assert "quarter" not in rendered(busy_summary(gpu=GPU, heat=Thermal(state="cool", temp=60.0, action="no limits")))
 
 
-def test_what_is_wrong_is_shown() -> None:
-    """Lost connections, memory above its ceiling, a store that cannot write, restarts."""
+def test_problems_are_shown() -> None:
+    """Lost connections, memory above its limit, a failing store, restarts."""
     status = {
         "memory": {"pressure": "full", "memory_used_bytes": 10.0, "memory_limit_bytes": 10.0},
         "sessions": {"storage": "disk full"},
     }
-    text = shown(glance(status=status, notice="connection lost, reconnecting…", engine={"restarts": 2}))
+    text = rendered(busy_summary(status=status, notice="connection lost, reconnecting…", engine={"restarts": 2}))
     assert "connection lost, reconnecting…" in text
     assert "· full" in text
     assert "storage is unavailable: disk full" in text
     assert "2 restarts" in text
 
 
-def test_a_screen_does_not_jump_when_there_is_something_to_say() -> None:
-    """The line of the notice is there when it is empty, too."""
-    assert len(shown(glance()).splitlines()) == len(
-        shown(glance(notice="the daemon is about to restart…")).splitlines()
+def test_notice_does_not_change_the_layout() -> None:
+    """Its line exists when empty."""
+    assert len(rendered(busy_summary()).splitlines()) == len(
+        rendered(busy_summary(notice="the daemon is about to restart…")).splitlines()
     )
 
 
-def test_an_account_that_may_not_see_everything() -> None:
-    """Has the readings available to every account."""
-    text = shown(glance(status={"sessions": {"sessions": 1, "busy": 0, "max_sessions": 4, "storage": "ok"}}))
+def test_unprivileged_account_sees_public_values() -> None:
+    """Those available to every account."""
+    text = rendered(busy_summary(status={"sessions": {"sessions": 1, "busy": 0, "max_sessions": 4, "storage": "ok"}}))
     assert "14 open" in text
     assert "memory" not in text
     assert "connections" not in text
 
 
-def test_models_are_listed_when_there_are_several() -> None:
-    """With their states; the default one has a mark."""
+def test_several_models_are_listed() -> None:
+    """With their states, and a mark for the default."""
     one = ModelSummary(name="demo", default=True, state="loaded", n_ctx=4096, slots=8, size_mb=512.0)
     other = ModelSummary(name="big", default=False, state="unloaded")
-    text = shown(glance(models=(one, other)))
+    text = rendered(busy_summary(models=(one, other)))
     assert "demo *  loaded        8     4096  512 MiB" in text
     assert "big     unloaded" in text
-    assert "demo *" not in shown(glance(models=(one,)))
+    assert "demo *" not in rendered(busy_summary(models=(one,)))
 
 
-def test_clients_are_listed_for_those_who_may_see_them() -> None:
-    """Those who are busy first; names are cut rather than figures, also on a narrow screen."""
+def test_clients_are_listed_for_administrators() -> None:
+    """Busy ones first; names are truncated, not numbers, on narrow screens."""
     calm = ConnectedClient(client_id="calm", connections=1, addresses=1, sessions=2, busy=0, tokens_today=9_000)
     busy = ConnectedClient(client_id="b" * 80, connections=3, addresses=2, sessions=5, busy=4, tokens_today=120)
-    lines = shown(glance(clients=(calm, busy)), width=60).splitlines()
+    lines = rendered(busy_summary(clients=(calm, busy)), width=60).splitlines()
     assert lines[-2].split()[-4:] == ["3", "5", "4", "120"]
     assert lines[-1].split() == ["calm", "1", "2", "0", "9000"]
-    assert as_data(glance(clients=(calm,)))["clients"][0]["client_id"] == "calm"
+    assert as_data(busy_summary(clients=(calm,)))["clients"][0]["client_id"] == "calm"
 
 
-def test_the_plan_by_gpu_is_shown_to_those_who_may_see_it() -> None:
-    """What was planned for each, and what it took where that was measured; scripts get all of it."""
+def test_plan_by_gpu_is_shown_to_operators() -> None:
+    """Planned and measured memory; JSON has all of it."""
     parts = {"id": "0", "total_bytes": 2**33, "free_bytes": 2**33, "margin_bytes": 0, "kv_bytes": 2**29}
     own = parts | {"weight_bytes": 2**30, "compute_bytes": 2**28, "context_bytes": 2**28}
     devices = (
         PlannedDevice.model_validate(own | {"name": "GTX 1060", "layers": 14, "used_bytes": 2**30}),
         PlannedDevice.model_validate(own | {"name": "evil\x1b]0;", "layers": 3}),
     )
-    text = shown(glance(plan=engine_plan(devices)))
+    text = rendered(busy_summary(plan=engine_plan(devices)))
     assert "plan       GTX 1060 · 14 of 29 layers · 2.0 GiB planned · 1.0 GiB taken" in text
     other = " " * 11 + "evil]0; · 3 of 29 layers · 2.0 GiB planned"
     assert other in [each.rstrip() for each in text.splitlines()]
-    assert "plan" not in shown(glance(plan=engine_plan(())))
-    assert as_data(glance(plan=engine_plan(devices)))["plan"]["devices"][0]["layers"] == 14
-    assert as_data(glance())["plan"] is None
+    assert "plan" not in rendered(busy_summary(plan=engine_plan(())))
+    assert as_data(busy_summary(plan=engine_plan(devices)))["plan"]["devices"][0]["layers"] == 14
+    assert as_data(busy_summary())["plan"] is None
 
 
-def test_names_cannot_move_the_cursor() -> None:
-    """Escape sequences and markup in names are shown as harmless text."""
+def test_names_are_escaped() -> None:
+    """Escape sequences and markup are shown as plain text."""
     evil = "\x1b]0;title\x07[red]x\x9b2J"
-    what = glance(gpu=GPU | {"name": evil}, engine={"model": evil}, notice=evil)
-    text = shown(what, width=160)
+    what = busy_summary(gpu=GPU | {"name": evil}, engine={"model": evil}, notice=evil)
+    text = rendered(what, width=160)
     assert text.count("]0;title[red]x2J") == 3
     assert not set(text) & {"\x1b", "\x07", "\x9b"}
 
 
-def test_before_the_first_readings() -> None:
-    """It is said that there are none."""
-    nothing = Glance(address="ws://box/ws")
-    assert "no readings yet" in shown(nothing)
+def test_without_samples_a_notice_is_shown() -> None:
+    """Before the first reading."""
+    nothing = StatsSnapshot(address="ws://box/ws")
+    assert "no readings yet" in rendered(nothing)
     assert line(nothing) == "no readings yet"
     assert as_data(nothing)["metrics"] is None
 
 
-def test_a_line() -> None:
-    """What matters most; the GPU where there is one."""
-    plain = line(glance())
+def test_summary_line() -> None:
+    """The most important values, with the GPU if there is one."""
+    plain = line(busy_summary())
     assert plain[8:] == "  ready  87.6 tokens/s  4 of 8 slots  5 waiting  14 sessions  3 parked"
-    assert line(glance(gpu=GPU)).endswith("  VRAM 2.8 GiB of 3.0 GiB  71 °C")
+    assert line(busy_summary(gpu=GPU)).endswith("  VRAM 2.8 GiB of 3.0 GiB  71 °C")
 
 
-def test_data() -> None:
-    """Everything under the protocol's own names."""
-    data = json.loads(json.dumps(as_data(glance(gpu=GPU, heat=Thermal(state="warm", temp=82.0, action="half")))))
+def test_json_uses_protocol_names() -> None:
+    """All values under the protocol's names."""
+    data = json.loads(json.dumps(as_data(busy_summary(gpu=GPU, heat=Thermal(state="warm", temp=82.0, action="half")))))
     assert data["metrics"]["inference"]["queue_depth"] == 5
     assert data["metrics"]["gpu"]["temp"] == 71.0
     assert data["status"]["sessions"]["connections"] == 6
     assert data["thermal"] == {"state": "warm", "temp": 82.0, "action": "half"}
 
 
-def test_a_sparkline() -> None:
-    """Eighths of the highest; the latest at the right; nothing at all is blank."""
+def test_sparkline() -> None:
+    """Eighths of the maximum, the latest at the right, blank for no data."""
     assert sparkline([0.0, 1.0, 4.0, 8.0], width=6) == "   ▁▄█"
     assert sparkline([9.0, 1.0, 2.0], width=2) == "▄█"
     assert sparkline([], width=3) == "   "
 
 
 @given(st.lists(st.floats(), max_size=30), st.integers(1, 40))
-def test_a_sparkline_of_anything_is_as_wide_as_told(values: list[float], width: int) -> None:
-    """Also of what is no number, or negative."""
+def test_sparkline_has_the_given_width(values: list[float], width: int) -> None:
+    """Also with NaN or negative values."""
     assert cell_len(sparkline(values, width=width)) == width
 
 
 @given(st.floats(0, 1e9), st.floats(0, 1e9), st.integers(1, 80))
-def test_a_bar_is_full_only_when_all_is_used(used: float, total: float, width: int) -> None:
-    """And empty only when nothing is."""
+def test_bar_is_full_only_at_the_total(used: float, total: float, width: int) -> None:
+    """And empty only at zero."""
     text = bar(used, total, width=width).plain
     assert len(text) == width
     if total > 0:

@@ -1,4 +1,4 @@
-"""Tests of the settings of log and traces, above all that headers stay secret."""
+"""Settings of logs and traces, above all the secrecy of headers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG.values(), ids=WRONG)
-def test_a_wrong_header_is_refused_without_being_told(tmp_path: Path, text: str) -> None:
-    """The setting is named, its value is not."""
+def test_invalid_header_is_refused_without_its_value(tmp_path: Path, text: str) -> None:
+    """The error names the setting only."""
     path = tmp_path / "test.toml"
     path.write_text(text)
     with pytest.raises(InvalidSettingsError) as refused:
@@ -38,8 +38,8 @@ def test_a_wrong_header_is_refused_without_being_told(tmp_path: Path, text: str)
     assert all(SECRET not in str(problem) for problem in refused.value.problems)
 
 
-def test_headers_are_not_shown() -> None:
-    """Neither as text nor as JSON; whoever sends them asks for the secret itself."""
+def test_headers_are_hidden() -> None:
+    """As text and as JSON; the exporter reads the secret explicitly."""
     settings = Settings(telemetry=TelemetrySettings(otlp_headers={"Authorization": f"Bearer {SECRET}"}))
     assert SECRET not in repr(settings)
     assert SECRET not in settings.model_dump_json()
@@ -58,8 +58,8 @@ def test_headers_are_not_shown() -> None:
         ("http://collector/?key=1", False),
     ],
 )
-def test_the_address_of_a_collector(address: str, *, right: bool) -> None:
-    """Plain HTTP or HTTPS, without credentials in it."""
+def test_collector_address(address: str, *, right: bool) -> None:
+    """HTTP or HTTPS without credentials."""
     if right:
         assert TelemetrySettings(otlp_endpoint=address).otlp_endpoint == address
     else:
@@ -67,8 +67,8 @@ def test_the_address_of_a_collector(address: str, *, right: bool) -> None:
             TelemetrySettings(otlp_endpoint=address)
 
 
-def test_other_values_are_told_as_before(tmp_path: Path) -> None:
-    """Only what may hold a secret is left out."""
+def test_other_values_are_shown(tmp_path: Path) -> None:
+    """Only possible secrets are hidden."""
     path = tmp_path / "test.toml"
     path.write_text("telemetry.trace_ratio = 7\nlog.backups = 0\n")
     with pytest.raises(InvalidSettingsError) as refused:
@@ -77,8 +77,8 @@ def test_other_values_are_told_as_before(tmp_path: Path) -> None:
     assert "log.backups is 0" in str(refused.value.problems)
 
 
-def test_config_show_keeps_headers_to_itself(cli: Cli, tmp_path: Path) -> None:
-    """Neither the table nor the JSON has them, nor does a check that finds them wrong."""
+def test_config_show_hides_headers(cli: Cli, tmp_path: Path) -> None:
+    """In the table, the JSON and the errors of a check."""
     path = tmp_path / "test.toml"
     path.write_text(f'[telemetry]\notlp_headers = {{authorization = "Bearer {SECRET}"}}\n')
     shown = cli.run("config", "show", "--config", str(path))
@@ -92,8 +92,8 @@ def test_config_show_keeps_headers_to_itself(cli: Cli, tmp_path: Path) -> None:
     assert not any(SECRET in text for run in (shown, as_json, checked) for text in (run.out, run.err))
 
 
-def test_config_check_tells_what_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the daemon is started with it."""
+def test_config_check_reports_missing_packages(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the daemon is started with the setting."""
     monkeypatch.setattr(traces, "find_spec", lambda _name: None)
     path = tmp_path / "test.toml"
     path.write_text('telemetry.otlp_endpoint = "http://127.0.0.1:4318"\n')

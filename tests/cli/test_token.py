@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter token``."""
+"""The command ``inferencecenter token``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _json(cli: Cli, *arguments: str) -> Any:
 
 
 def test_create_makes_client_and_token(cli: Cli, state_dir: Path) -> None:
-    """In a pipe the token is all that is written, and it lets its client in with the defaults."""
+    """In a pipe the token is the only output, and it authenticates with the defaults."""
     token = cli.run("token", "create", "ada").out.strip()
     account = _verify(state_dir, token)
     assert account is not None
@@ -41,21 +41,21 @@ def test_create_makes_client_and_token(cli: Cli, state_dir: Path) -> None:
     assert account.scopes == {"user"}
 
 
-def test_create_takes_the_limits_of_a_new_client(cli: Cli, state_dir: Path) -> None:
-    """Scopes, sessions, class and expiry are those given."""
+def test_create_sets_the_limits_of_a_new_client(cli: Cli, state_dir: Path) -> None:
+    """Scopes, sessions, priority and expiry."""
     limits = ["--scope", "user", "--scope", "operator", "--max-sessions", "3", "--priority", "batch"]
     limits += ["--retention-days", "7.5"]
-    made = _json(cli, "create", "ops", "--name", "laptop", "--expires-in", "1h", *limits)
-    account = _verify(state_dir, made["token"])
+    created = _json(cli, "create", "ops", "--name", "laptop", "--expires-in", "1h", *limits)
+    account = _verify(state_dir, created["token"])
     assert account is not None
     assert (account.max_sessions, account.priority, account.retention_days) == (3, "batch", 7.5)
     assert account.scopes == {"user", "operator"}
-    assert made["expires_at"] > time.time()
-    assert (made["client_id"], made["name"]) == ("ops", "laptop")
+    assert created["expires_at"] > time.time()
+    assert (created["client_id"], created["name"]) == ("ops", "laptop")
 
 
-def test_a_second_token_leaves_the_clients_limits_alone(cli: Cli, state_dir: Path) -> None:
-    """A client may have several tokens; limits are given only with the first."""
+def test_second_token_keeps_the_clients_limits(cli: Cli, state_dir: Path) -> None:
+    """Limits are set with the first token only."""
     _json(cli, "create", "ada", "--max-sessions", "3")
     second = _json(cli, "create", "ada")
     account = _verify(state_dir, second["token"])
@@ -68,8 +68,8 @@ def test_a_second_token_leaves_the_clients_limits_alone(cli: Cli, state_dir: Pat
 
 
 @pytest.mark.parametrize("days", ["0", "-1", "nan", "inf", "40000"])
-def test_a_retention_that_is_none_makes_no_client(cli: Cli, days: str) -> None:
-    """The message says what it may be, and the account is not there afterwards."""
+def test_invalid_retention_creates_no_client(cli: Cli, days: str) -> None:
+    """The message has the valid range."""
     refused = cli.run("token", "create", "ada", f"--retention-days={days}")
     assert refused.code == 64
     assert "above 0 and at most 36500" in refused.err
@@ -77,16 +77,16 @@ def test_a_retention_that_is_none_makes_no_client(cli: Cli, days: str) -> None:
     assert cli.run("token", "create", "ada", "--max-sessions", "2").code == 0
 
 
-def test_a_name_is_text(cli: Cli) -> None:
-    """What looks like markup is shown as it is."""
+def test_name_is_shown_literally(cli: Cli) -> None:
+    """Not as markup."""
     _json(cli, "create", "ada", "--name", "[/the] [red]phone")
     listed = cli.run("token", "list")
     assert listed.code == 0
     assert "[/the] [red]phone" in listed.out
 
 
-def test_an_administrator_is_made_all_the_same(cli: Cli, state_dir: Path) -> None:
-    """A token made before the daemon's first run does not take its administrator away."""
+def test_administrator_is_still_created(cli: Cli, state_dir: Path) -> None:
+    """A token created before the daemon's first run does not prevent it."""
     cli.run("token", "create", "ada")
     path = state_dir / "admin.token"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -95,57 +95,57 @@ def test_an_administrator_is_made_all_the_same(cli: Cli, state_dir: Path) -> Non
     assert "admin" in admin.scopes
 
 
-def test_list_shows_everything_but_secrets(cli: Cli) -> None:
-    """Ids, clients and states are listed, in JSON and as a table; no secret is kept to be shown."""
-    made = _json(cli, "create", "ada", "--name", "phone")
+def test_list_has_no_secrets(cli: Cli) -> None:
+    """Ids, clients and states, in JSON and as a table."""
+    created = _json(cli, "create", "ada", "--name", "phone")
     (listed,) = _json(cli, "list", "--client", "ada")
-    assert (listed["token_id"], listed["name"], listed["revoked"]) == (made["token_id"], "phone", False)
-    secret = made["token"].rpartition("_")[2]
+    assert (listed["token_id"], listed["name"], listed["revoked"]) == (created["token_id"], "phone", False)
+    secret = created["token"].rpartition("_")[2]
     table = cli.run("token", "list").out
-    assert made["token_id"] in table
+    assert created["token_id"] in table
     assert "admin" in table
     assert secret not in table
 
 
-def test_revoke_makes_a_token_useless(cli: Cli, state_dir: Path) -> None:
-    """The token is invalid afterwards, and the list shows it; without a daemon there is no notification."""
-    made = _json(cli, "create", "ada")
-    assert _json(cli, "revoke", made["token_id"]) == {
-        "token_id": made["token_id"],
+def test_revoked_token_is_invalid(cli: Cli, state_dir: Path) -> None:
+    """The list shows it; without a daemon no notification is sent."""
+    created = _json(cli, "create", "ada")
+    assert _json(cli, "revoke", created["token_id"]) == {
+        "token_id": created["token_id"],
         "revoked": True,
         "daemon_notified": False,
     }
-    assert _verify(state_dir, made["token"]) is None
+    assert _verify(state_dir, created["token"]) is None
     assert [token["revoked"] for token in _json(cli, "list", "--client", "ada")] == [True]
 
 
-async def test_revoke_tells_a_running_daemon(cli: Cli, state_dir: Path) -> None:
-    """The daemon of the state directory hears of it through its control socket."""
-    made = _json(cli, "create", "ada")
+async def test_revoke_notifies_a_running_daemon(cli: Cli, state_dir: Path) -> None:
+    """Through the control socket of the state directory."""
+    created = _json(cli, "create", "ada")
     told: list[bool] = []
     listening = control.ControlSocket(state_dir, tokens_changed=lambda: told.append(True))
     listening.open()
     try:
-        assert _json(cli, "revoke", made["token_id"])["daemon_notified"] is True
+        assert _json(cli, "revoke", created["token_id"])["daemon_notified"] is True
         listening._read()
     finally:
         listening.close()
     assert told == [True]
 
 
-def test_revoking_what_is_not_there_is_an_error(cli: Cli) -> None:
-    """An unknown id, and one revoked before, exit with 64 and say how to find the right one."""
-    made = _json(cli, "create", "ada")
-    cli.run("token", "revoke", made["token_id"])
-    for token_id in ("0000", made["token_id"]):
+def test_revoking_an_unknown_token_is_an_error(cli: Cli) -> None:
+    """Unknown or already revoked: exit code 64 with a hint."""
+    created = _json(cli, "create", "ada")
+    cli.run("token", "revoke", created["token_id"])
+    for token_id in ("0000", created["token_id"]):
         result = cli.run("token", "revoke", token_id)
         assert result.code == 64
         assert token_id in result.err
         assert "token list" in result.err
 
 
-def test_an_unusable_state_directory_is_told(cli: Cli, tmp_path: Path) -> None:
-    """The path and the reason are named; the exit code is the table's."""
+def test_unusable_state_directory_is_reported(cli: Cli, tmp_path: Path) -> None:
+    """With path and reason, and the exit code of the error table."""
     (tmp_path / "file").touch()
     result = cli.run("token", "list", "--state-dir", str(tmp_path / "file" / "state"))
     assert result.code == 73
@@ -159,7 +159,7 @@ def test_durations(text: str, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "30", "d", "0d", "-1d", "1.5h", "1w", "1d ", "9999999999d"])
-def test_durations_that_are_none(text: str) -> None:
-    """Anything else is refused with an example."""
+def test_invalid_durations_are_refused(text: str) -> None:
+    """The message has an example."""
     with pytest.raises(InferenceCenterError, match="expires-in"):
         duration_s(text)

@@ -216,7 +216,7 @@ async def test_legacy_socket_receives_its_abort(server: Running) -> None:
         await server.engine.submitted.wait()
         assert await ask(socket, op="abort", session_id=sid) == {"op": "abort", "session_id": sid, "status": "aborted"}
         assert (await receive(socket))["op"] == "end"
-        for target in (sid, "nobody's"):
+        for target in (sid, "unknown"):
             answer = await ask(socket, op="abort", session_id=target)
             assert answer == {"op": "abort", "session_id": target, "status": "not_found"}
             assert (await receive(socket))["op"] == "error"

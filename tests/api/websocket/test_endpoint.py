@@ -117,7 +117,7 @@ async def test_subprotocol_selects_v1(server: Running) -> None:
         ({"Authorization": "Basic YWRhOmFkYQ=="}, "not a bearer token"),
         ({"Authorization": "Bearer"}, "not a bearer token"),
         ({"X-Client-ID": "kitchen", "X-API-Key": "wrong"}, "not valid"),
-        ({"X-Client-ID": "nobody", "X-API-Key": "kitchen-key"}, "not valid"),
+        ({"X-Client-ID": "unknown", "X-API-Key": "kitchen-key"}, "not valid"),
         ({"X-Client-ID": "kitchen"}, "X-API-Key is missing"),
         ({"X-API-Key": "kitchen-key"}, "X-Client-ID is missing"),
     ],

@@ -1,4 +1,4 @@
-"""Chats in a pipe and on a terminal, and a daemon that answers them."""
+"""Chats in a pipe and on a terminal, with a scripted daemon's answer."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 TIMEOUT_S = 60
 
 
-async def converse(cli: Cli, monkeypatch: pytest.MonkeyPatch, url: str, lines: str, *options: str) -> Result:
+async def run_chat(cli: Cli, monkeypatch: pytest.MonkeyPatch, url: str, lines: str, *options: str) -> Result:
     """Run a chat in a pipe."""
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     return await asyncio.to_thread(cli.run, "chat", "--url", url, "--token", "ic_a_b", *options)
 
 
 async def answer(peer: Peer, *pieces: str, session_id: str = "s1") -> dict[str, object]:
-    """Answer a question as a daemon, and return the question."""
+    """Answer a prompt as the daemon, and return the ``infer`` request."""
     infer = await peer.begin("t")
     for piece in pieces:
         await peer.token("t", piece, session_id)
@@ -39,12 +39,12 @@ async def answer(peer: Peer, *pieces: str, session_id: str = "s1") -> dict[str, 
 
 
 @contextlib.contextmanager
-def on_terminal(url: str, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A chat on a terminal of its own; gives the process and the terminal's other end."""
+def chat_on_terminal(url: str, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    """Run a chat on its own terminal; yields the process and the terminal's other end."""
     ours, theirs = pty.openpty()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("INFERENCECENTER_")}
     command = [sys.executable, "-m", "inferencecenter", "chat", "--url", url, "--token", "ic_a_b", *options]
-    # A session of its own makes the terminal the controlling one, so that ^C becomes a signal.
+    # A separate session makes the terminal the controlling one, so that ^C becomes a signal.
     process = subprocess.Popen(
         [sys.executable, "-c", CONTROL, *command], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     )
@@ -57,7 +57,7 @@ def on_terminal(url: str, *options: str) -> Iterator[tuple[subprocess.Popen[byte
         os.close(ours)
 
 
-# As a shell on a terminal starts its programs; what runs the tests may ignore ^C, which would be inherited.
+# As a shell starts a program; the test runner may ignore ^C, which a child would inherit.
 CONTROL = """
 import fcntl, os, signal, sys, termios
 os.setsid()
@@ -68,7 +68,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 class Screen:
-    """What the terminal has shown so far."""
+    """The output of the terminal so far."""
 
     def __init__(self, terminal: int) -> None:
         self._terminal = terminal
@@ -77,14 +77,14 @@ class Screen:
         self.text = ""
 
     async def until(self, wanted: str) -> None:
-        """Read until ``wanted`` has been shown after what was waited for before."""
+        """Read until ``wanted`` appears after the previously awaited text."""
         async with asyncio.timeout(TIMEOUT_S):
             while (at := self.text.find(wanted, self._seen)) < 0:
                 self.text += self._decode(await self._read())
         self._seen = at + len(wanted)
 
     async def _read(self) -> bytes:
-        """What the terminal shows next; waiting for it can be given up."""
+        """Return the terminal's next output; cancellable."""
         loop = asyncio.get_running_loop()
         readable = asyncio.Event()
         loop.add_reader(self._terminal, readable.set)
