@@ -84,7 +84,7 @@ class RequestContext:
     def drain(self, deadline_s: float) -> None:
         """Nothing to do: a response ends by itself."""
 
-    def dismiss(self, code: CloseCode, reason: str) -> None:
+    def close(self, code: CloseCode, reason: str) -> None:
         """End the request with an error."""
         self.end(InferenceCenterError(_DISMISSALS.get(code, ErrorCode.ENGINE_UNAVAILABLE), reason))
 
@@ -95,7 +95,7 @@ class RequestContext:
             yield
             return
         expired = CloseCode.NOT_AUTHENTICATED, EXPIRED
-        deadline = Deadline(self.account.expires_at - now_s, lambda: self.dismiss(*expired))
+        deadline = Deadline(self.account.expires_at - now_s, lambda: self.close(*expired))
         try:
             yield
         finally:

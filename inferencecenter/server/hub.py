@@ -126,7 +126,7 @@ class Participant(Protocol):
     def drain(self, deadline_s: float) -> None:
         """Start nothing new, and leave when the running work has ended, within ``deadline_s``."""
 
-    def dismiss(self, code: CloseCode, reason: str) -> None:
+    def close(self, code: CloseCode, reason: str) -> None:
         """Leave soon, even with running work."""
 
 
@@ -375,7 +375,7 @@ class ConnectionHub:
         self, connections: Iterable[ClientSocket], participants: Iterable[Participant], farewell: tuple[CloseCode, str]
     ) -> None:
         _each(connections, lambda each: each.close(*farewell))
-        _each(participants, lambda each: each.dismiss(*farewell))
+        _each(participants, lambda each: each.close(*farewell))
 
     def _count_unauthenticated(self) -> None:
         self._metrics.unauthenticated_connections.set(len(self._unauthenticated))

@@ -63,6 +63,6 @@ def expiries(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
             if self._passed in expiries:
                 expiries.remove(self._passed)
 
-    for module in ("request_context", "responses.socket"):
-        monkeypatch.setattr(f"inferencecenter.api.{module}.Deadline", ManualDeadline)
+    for module in ("api.request_context", "server.connection"):
+        monkeypatch.setattr(f"inferencecenter.{module}.Deadline", ManualDeadline)
     return expiries

@@ -201,7 +201,7 @@ async def test_dismissed_request_raises_the_reason() -> None:
         turn = start_turn(context, turns)
         _engine(context).begin(turn)
         _engine(context).say(turn, "Hel")
-        request_context.dismiss(CloseCode.POLICY, "enough")
+        request_context.close(CloseCode.POLICY, "enough")
         with pytest.raises(InferenceCenterError, match="enough") as caught:
             await next_batch(turns)
     assert caught.value.code is ErrorCode.FORBIDDEN
@@ -213,7 +213,7 @@ async def test_only_the_first_reason_counts() -> None:
     with RequestTurns(context, request_context) as turns:
         start_turn(context, turns)
         request_context.end(ClientDisconnectedError())
-        request_context.dismiss(CloseCode.RESTART, "the daemon stops")
+        request_context.close(CloseCode.RESTART, "the daemon stops")
         with pytest.raises(ClientDisconnectedError):
             await next_batch(turns)
 

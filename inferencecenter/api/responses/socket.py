@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from asyncio import sleep
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 import structlog
@@ -19,19 +18,17 @@ from inferencecenter.api.responses.request_schemas import CancelOnSocket, Create
 from inferencecenter.api.responses.response_events import ResponseEventBuilder
 from inferencecenter.api.responses.serializers import read_response_id
 from inferencecenter.api.responses.streams import ResponseSink, ResponseStreams
-from inferencecenter.api.websocket.connection import LARGE_FRAME_CHARS
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL
-from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
 from inferencecenter.protocol.requests import Abort
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.coalescing_queue import EventQueue
+from inferencecenter.server.connection import SocketConnection
 from inferencecenter.server.handshake import chooses_v1
-from inferencecenter.server.hub import EXPIRED, Deadline
 from inferencecenter.server.outbox import SocketOutbox
-from inferencecenter.server.states import CONNECTION, ConnectionEvent, ConnectionState
-from inferencecenter.server.websocket import LAST_WORD_S, LINGER_S, SCOPE_KEY
+from inferencecenter.server.states import ConnectionState
+from inferencecenter.server.websocket import SCOPE_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,14 +38,12 @@ if TYPE_CHECKING:
 
     from inferencecenter.api.request_context import Caller
     from inferencecenter.api.responses.streams import ResponseStream
-    from inferencecenter.auth.account import Account
     from inferencecenter.protocol.base import Event
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.outbox import Wire
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
-_MAX_LANE_CHARS: Final = 64
-_Result = TypeVar("_Result")
+_MAX_STREAM_ID_CHARS: Final = 64
 _GONE: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
 
 _log = structlog.get_logger(__name__)
@@ -125,10 +120,8 @@ class ResponseOutbox(SocketOutbox["EventQueue[ResponseEventBuilder | None, bytes
             self._write(frame.data)
 
 
-class ResponsesSocket:
-    """An admitted socket; runs on the event loop, and only ``receive`` waits.
-
-    Implements ``server.hub.Participant``. ``_move`` is the only writer of its state.
+class ResponsesSocket(SocketConnection[ResponseOutbox]):
+    """An admitted socket. Implements ``server.hub.Participant``.
 
     Args:
         context: The rest of the daemon.
@@ -137,86 +130,49 @@ class ResponsesSocket:
     """
 
     def __init__(self, context: ServerContext, wire: Wire, caller: Caller) -> None:
-        self._context = context
-        self._wire = wire
-        self._caller = caller
-        self._state = CONNECTION.next(ConnectionState.CONNECTED, ConnectionEvent.AUTHENTICATE)
-        self._expiry: Deadline | None = None
-        self._streams = ResponseStreams(max_waiting_bytes=context.settings.max_body_bytes)
-        self._outbox = ResponseOutbox(
+        super().__init__(
+            context,
             wire,
-            limit_bytes=context.settings.outbox_bytes,
-            overflowed=self._too_slow,
-            # Not at once: a session may be in the middle of publishing.
-            broken=lambda builder: asyncio.get_running_loop().call_soon(self._break, builder),
-            metrics=context.metrics,
+            outbox=partial(ResponseOutbox, broken=self._break_soon),
+            backoffs=context.refusal_backoffs,
+            address=caller.address,
+            traceparent=caller.traceparent,
         )
-        wire.on_writable = self._outbox.flush
-        if caller.account.expires_at is not None:
-            expired = CloseCode.NOT_AUTHENTICATED, EXPIRED
-            self._expiry = Deadline(caller.account.expires_at - context.clock(), lambda: self.dismiss(*expired))
+        self._streams = ResponseStreams(max_waiting_bytes=context.settings.max_body_bytes)
+        self._stream_id: str | None = None  # of the frame that is processed
+        self._sign_in(caller.account)
 
-    def __repr__(self) -> str:
-        return f"<ResponsesSocket {self._state} {self.address} {self.account.client_id} {len(self._streams)} lanes>"
+    def accepted(self) -> None:
+        """Log the client."""
+        _log.info("client_connected", client=self.client_id, address=self.address, responses=True)
 
-    @property
-    def account(self) -> Account:
-        """The authenticated account."""
-        return self._caller.account
-
-    @property
-    def address(self) -> str:
-        """Remote address."""
-        return self._caller.address
-
-    async def receive(self, text: str | None) -> None:
-        """Process a frame; ``None`` stands for a binary one.
-
-        An error in one frame or response is sent to the client, and the socket stays open.
-        """
-        if self._closed:
+    async def _process(self, text: str) -> None:
+        self._stream_id = None
+        frame = await self.aside(len(text), partial(_object, text))
+        self._stream_id = _stream_id_of(frame)
+        request = await self.aside(len(text), partial(_request, frame))
+        if self.closed:  # while the frame was read
             return
-        self._context.metrics.frames_in.inc()
-        stream_id = None
-        try:
-            frame = await self._aside(text, partial(_object, text))
-            stream_id = _lane_of(frame)
-            request = await self._aside(text, partial(_request, frame))
-            if self._closed:  # while the frame was read
-                return
-            if isinstance(request, CreateOnSocket):
-                self._queue(request, n_bytes=len(text or ""))
-            else:
-                self._cancel(request)
-            self._context.refusal_backoffs.accepted(self.account.client_id)
-        except InferenceCenterError as error:
-            self._fail(error, stream_id)
-            if delay_s := self._context.refusal_backoffs.refused(self.account.client_id):
-                await sleep(delay_s)
-        except Exception:  # noqa: BLE001 - boundary: a defect must not affect the socket's other streams down
-            _log.exception("frame_failed")
-            self._fail(InferenceCenterError(ErrorCode.INTERNAL), stream_id)
+        if isinstance(request, CreateOnSocket):
+            self._queue(request, n_bytes=len(text))
+        else:
+            self._cancel(request)
 
-    def set_max_sessions(self, max_sessions: int) -> None:
-        """Set the maximum number of sessions of its client."""
-        self._caller = self._caller.allowed(max_sessions)
+    def _fail_frame(self, error: InferenceCenterError) -> None:
+        self._fail(error, self._stream_id)
 
-    def drain(self, deadline_s: float) -> None:
-        """Start nothing new, and close when all running responses have ended."""
-        if self._state is not ConnectionState.AUTHENTICATED:
-            return
-        self._move(ConnectionEvent.DRAIN)
+    def _announce_drain(self, deadline_s: float) -> None:
         for request in self._streams.drop_queued():
             self._fail(_stopping(), request.stream_id)
-        self._leave_if_drained()
 
-    def dismiss(self, code: CloseCode, reason: str) -> None:
-        """Close after all queued frames; stored responses continue."""
-        self._end((code, reason, LINGER_S), write_rest=True)
+    @property
+    def _busy(self) -> bool:
+        return bool(self._streams)
 
-    def lost(self) -> None:
-        """Clean up after the socket was closed by either side."""
-        self._end(None, write_rest=False)
+    def _release(self) -> None:
+        self._streams.drop_queued()
+        for sink in self._streams.sinks:
+            sink.leave(self.context.sessions, self.client)
 
     def _queue(self, request: CreateOnSocket, *, n_bytes: int) -> None:
         if self._state is ConnectionState.DRAINING:
@@ -229,7 +185,7 @@ class ResponsesSocket:
         Raises:
             InferenceCenterError: ``turn_not_found`` or ``nothing_to_abort``.
         """
-        sessions, client = self._context.sessions, self._caller.client
+        sessions, client = self.context.sessions, self.client
         if request.response_id is None:
             sink = self._streams.find(request.stream_id)
             if sink is None:
@@ -246,12 +202,6 @@ class ResponsesSocket:
                 ErrorCode.TURN_NOT_FOUND, "No such response is running.", field="response_id"
             ) from None
 
-    async def _aside(self, text: str | None, work: Callable[[], _Result]) -> _Result:
-        """Run ``work`` on a frame; a large one in a thread."""
-        if text is None or len(text) < LARGE_FRAME_CHARS:
-            return work()
-        return await self._context.worker.run(self.account.client_id, work)
-
     def _advance(self, stream: ResponseStream) -> None:
         """Start the next response of a stream, if none is running in it."""
         while (request := self._streams.take(stream)) is not None:
@@ -263,20 +213,24 @@ class ResponsesSocket:
                 _log.exception("response_failed")
                 self._fail(InferenceCenterError(ErrorCode.INTERNAL), request.stream_id)
 
+    def _break_soon(self, builder: ResponseEventBuilder) -> None:
+        # Not at once: a session may be in the middle of publishing.
+        asyncio.get_running_loop().call_soon(self._break, builder)
+
     def _break(self, builder: ResponseEventBuilder) -> None:
         """End a response that cannot be encoded, with an error; its stream continues."""
-        if self._state is ConnectionState.CLOSED:
+        if self.closed:
             return
         self._fail(InferenceCenterError(ErrorCode.INTERNAL), builder.stream_id)
         for stream in self._streams.active:
             if stream.sink is not None and stream.sink.builder is builder:
-                stream.sink.leave(self._context.sessions, self._caller.client)
+                stream.sink.leave(self.context.sessions, self.client)
                 stream.sink = None
                 self._advance(stream)
         self._leave_if_drained()
 
     def _begin(self, request: CreateOnSocket, stream: ResponseStream) -> ResponseSink:
-        context, client = self._context, self._caller.client
+        context, client = self.context, self.client
         asked = prepare_turn(context, client, request, generate=request.generate)
         builder = ResponseEventBuilder(
             asked.echo,
@@ -292,7 +246,7 @@ class ResponsesSocket:
             on_event=self._outbox.send_event,
             on_end=lambda sink: self._end_soon(stream, sink),
         )
-        infer = asked.infer.model_copy(update={"traceparent": self._caller.traceparent})
+        infer = asked.infer.model_copy(update={"traceparent": self.traceparent})
         start_turn(context, client, asked, lambda _, note: context.sessions.infer(client, infer, sink, note=note))
         return sink
 
@@ -301,8 +255,8 @@ class ResponsesSocket:
         asyncio.get_running_loop().call_soon(self._ended, stream, sink)
 
     def _ended(self, stream: ResponseStream, sink: ResponseSink) -> None:
-        self._context.sessions.detach(sink)
-        if self._state is ConnectionState.CLOSED or stream.sink is not sink:
+        self.context.sessions.detach(sink)
+        if self.closed or stream.sink is not sink:
             return
         stream.sink = None
         self._advance(stream)
@@ -310,43 +264,11 @@ class ResponsesSocket:
 
     def _fail(self, error: InferenceCenterError, stream_id: str | None) -> None:
         """Send the client an error about one of its frames."""
-        self._context.metrics.errors.labels(error.code.value).inc()
+        self._refused = True
+        self.context.metrics.errors.labels(error.code.value).inc()
         stream = {} if stream_id is None else {"stream_id": stream_id}
         message = {"type": "error", "status": error.spec.http_status, "error": error_object(error), **stream}
         self._outbox.send_frame(orjson.dumps(message))
-
-    @property
-    def _closed(self) -> bool:
-        return self._state is ConnectionState.CLOSED
-
-    def _move(self, event: ConnectionEvent) -> None:
-        self._state = CONNECTION.next(self._state, event)
-
-    def _leave_if_drained(self) -> None:
-        if self._state is ConnectionState.DRAINING and not self._streams:
-            self.dismiss(CloseCode.RESTART, "the daemon stops")
-
-    def _too_slow(self) -> None:
-        _log.warning("slow_reader", client=self.account.client_id, address=self.address)
-        # Not at once: a session may be in the middle of publishing.
-        slow = CloseCode.TOO_SLOW, "too slow a reader", LAST_WORD_S
-        asyncio.get_running_loop().call_soon(lambda: self._end(slow, write_rest=False))
-
-    def _end(self, farewell: tuple[CloseCode, str, float] | None, *, write_rest: bool) -> None:
-        """Close once: with a code, a reason and the peer's time to answer in seconds, or silently with ``None``."""
-        if self._state is ConnectionState.CLOSED:
-            return
-        self._move(ConnectionEvent.CLOSE)
-        if self._expiry is not None:
-            self._expiry.cancel()
-        self._outbox.close(write_rest=write_rest)
-        self._wire.on_writable = None
-        if farewell is not None:
-            code, reason, linger_s = farewell
-            self._wire.finish(code, reason, linger_s=linger_s)
-        self._streams.drop_queued()
-        for sink in self._streams.sinks:
-            sink.leave(self._context.sessions, self._caller.client)
 
 
 class ResponsesEndpoint:
@@ -366,18 +288,11 @@ class ResponsesEndpoint:
         metrics = self._context.metrics
         metrics.connections.inc()
         try:
-            subprotocol = SUBPROTOCOL if chooses_v1(scope["subprotocols"]) else None
-            await send({"type": "websocket.accept", "subprotocol": subprotocol})
-            _log.info("client_connected", client=socket.account.client_id, address=socket.address, responses=True)
-            while (message := await receive())["type"] == "websocket.receive":
-                await socket.receive(message.get("text"))
-                # Between frames of a client that sends many at once, other clients run.
-                await asyncio.sleep(0)
+            await socket.run(receive, send, subprotocol=SUBPROTOCOL if chooses_v1(scope["subprotocols"]) else None)
         finally:
-            socket.lost()
             self._context.hub.exit(socket)
             metrics.connections.dec()
-            _log.info("client_disconnected", client=socket.account.client_id, address=socket.address)
+            _log.info("client_disconnected", client=socket.client_id, address=socket.address)
 
     async def _admit(self, scope: AsgiScope) -> ResponsesSocket:
         """Return the socket of an upgrade.
@@ -414,14 +329,12 @@ class ResponsesEndpoint:
         await send({"type": "websocket.http.response.body", "body": error_body(error)})
 
 
-def _object(text: str | None) -> dict[str, Any]:
+def _object(text: str) -> dict[str, Any]:
     """Parse a frame as a JSON object.
 
     Raises:
-        InferenceCenterError: ``invalid_request``, ``invalid_json`` or ``message_too_large``.
+        InferenceCenterError: ``invalid_json`` or ``message_too_large``.
     """
-    if text is None:
-        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "the frame is binary", hint="Send JSON in text frames.")
     if len(text) > MAX_STRUCTURE:
         check_json_bounds(text.encode())
     try:
@@ -454,10 +367,10 @@ def _request(frame: dict[str, Any]) -> CreateOnSocket | CancelOnSocket:
             )
 
 
-def _lane_of(frame: dict[str, Any]) -> str | None:
+def _stream_id_of(frame: dict[str, Any]) -> str | None:
     """Return the stream in which errors about a frame are sent, even if the frame is invalid otherwise."""
     found = frame.get("stream_id")
-    return found if isinstance(found, str) and 0 < len(found) <= _MAX_LANE_CHARS else None
+    return found if isinstance(found, str) and 0 < len(found) <= _MAX_STREAM_ID_CHARS else None
 
 
 def _stopping() -> InferenceCenterError:

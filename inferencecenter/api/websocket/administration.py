@@ -122,7 +122,7 @@ def kick(connection: Connection, request: requests.Kick) -> None:
     for each in sockets:
         each.close(CloseCode.POLICY, "an administrator closed the socket")
     for participant in participants:
-        participant.dismiss(CloseCode.POLICY, "an administrator closed the socket")
+        participant.close(CloseCode.POLICY, "an administrator closed the socket")
 
 
 def drain(connection: Connection, _request: requests.Drain) -> Event:

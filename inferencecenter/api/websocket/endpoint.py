@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from starlette.datastructures import Headers
@@ -52,14 +51,8 @@ class WebSocketEndpoint:
         hub = self._context.hub
         hub.add(connection)
         try:
-            await send({"type": "websocket.accept", "subprotocol": SUBPROTOCOL if connection.v1 else None})
-            connection.send_hello()
-            while (message := await receive())["type"] == "websocket.receive":
-                await connection.receive(message.get("text"))
-                # Between frames of a client that sends many at once, other clients run.
-                await asyncio.sleep(0)
+            await connection.run(receive, send, subprotocol=SUBPROTOCOL if connection.v1 else None)
         finally:
-            connection.lost()
             hub.remove(connection)
 
     async def _admit(self, scope: Scope) -> Connection:

@@ -13,6 +13,7 @@ from websockets.exceptions import InvalidStatus
 from inferencecenter.api.responses.response_events import ResponseEvent, ResponseEventBuilder
 from inferencecenter.api.responses.streams import MAX_STREAMS, MAX_WAITING
 from inferencecenter.auth.rate_limits import FREE_REFUSALS
+from inferencecenter.server.connection import SocketConnection
 from tests.api.http_client import tick
 from tests.api.responses import openai_types
 from tests.api.responses.helpers import PATH, begin_turns, create_response, get, receive, send, socket, wait_turns_left
@@ -379,19 +380,20 @@ def fail_unexpectedly(*_: object, **__: object) -> Any:
     raise RuntimeError
 
 
-async def test_repeated_refusals_delay_reading(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each refusal after the first ones delays the next frame longer; HTTP refusals count too."""
+@pytest.mark.parametrize("frame", ["{", '{"type": "response.create", "input": "x", "model": "missing"}'])
+async def test_repeated_refusals_delay_reading(server: Running, monkeypatch: pytest.MonkeyPatch, frame: str) -> None:
+    """Each refusal of a frame or of a response after the first ones delays the next frame longer."""
     waited: list[float] = []
 
-    async def noting(delay_s: float) -> None:
+    async def noting(_: SocketConnection[Any], delay_s: float) -> None:
         waited.append(delay_s)
 
-    monkeypatch.setattr("inferencecenter.api.responses.socket.sleep", noting)
+    monkeypatch.setattr(SocketConnection, "_wait", noting)
     async with socket(server) as connection:
         for _ in range(FREE_REFUSALS + 3):
-            await connection.send("{")
-            assert (await receive(connection))["status"] == 400
-        await connection.send("{")
+            await connection.send(frame)
+            assert (await receive(connection))["type"] == "error"
+        await connection.send(frame)
         await receive(connection)
     assert len(waited) >= 3
     assert waited == sorted(set(waited))

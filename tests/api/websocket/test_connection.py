@@ -12,10 +12,10 @@ import pytest
 from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
-from inferencecenter.api.websocket.connection import LARGE_FRAME_CHARS, MAX_FRAMES_BEFORE_LOGIN
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.codec import Frame, read_frame
 from inferencecenter.protocol.events import AnyEvent
+from inferencecenter.server.connection import LARGE_FRAME_CHARS, MAX_FRAMES_BEFORE_LOGIN
 from tests.server.harness import Running, ask, close_code, ready, receive
 
 if TYPE_CHECKING:

@@ -58,7 +58,7 @@ async def test_connection_answers_any_frame(frames: list[str | None], v1: bool) 
     wire = StubWire()
     context = stub_context()
     connection = Connection(context, wire, address="192.0.2.1", v1=v1)
-    connection.send_hello()
+    connection.accepted()
     for frame in frames:
         match frame:
             case "#drain":
