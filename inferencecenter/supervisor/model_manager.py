@@ -368,7 +368,7 @@ class ModelManager:
                 self._default = name
                 _log.info("model_changed", model=name, before=old.name)
                 self._listeners.notify(self.status)
-                _resubmit(old)
+                old.supervisor.recall()
             return failure
         finally:
             old.supervisor.pause(paused=False)
@@ -439,7 +439,7 @@ class ModelManager:
             return
         self._models[spec.name] = new
         _log.info("model_replaced", model=spec.name)
-        _resubmit(old, begun=same_place)
+        old.supervisor.recall(begun=same_place)
         old.supervisor.pause(paused=False)
         self._retire(old)
         self._on_status(new, new.supervisor.status)
@@ -492,7 +492,7 @@ class ModelManager:
         renewed = self._models[model.name] = self._make(self._registry.get(model.name), self._model_cache.admit)
         renewed.supervisor.inherit(model.supervisor.status.model)
         self._begin(renewed, asleep=True)
-        _resubmit(model, begun=True)
+        model.supervisor.recall(begun=True)
         self._retire(model)
         return renewed
 
@@ -508,9 +508,3 @@ class ModelManager:
 def _runs_alike(spec: ModelSpec, other: ModelSpec | None) -> bool:
     # Parameters are looked up for each turn, so they need no other engine.
     return other is not None and replace(spec, params={}) == replace(other, params={})
-
-
-def _resubmit(model: ManagedModel, *, begun: bool = False) -> None:
-    """Submit the waiting turns of a model to the one that should run them now."""
-    for turn in model.supervisor.recall(begun=begun):
-        turn.resubmit()

@@ -6,8 +6,9 @@ work, and only while the unread bytes are within the channel's window; sending c
 turn that cannot be submitted fails in an iteration of its own, so that any number of failures is no recursion.
 
 The turns of an engine that is lost or given up are notified the same way: one per iteration, in their order, all before
-the next engine gets any. What becomes of each is decided at once. A turn that is to end is removed at once, so that
-nothing else can end it; one that is only interrupted may be aborted or recalled before it is notified.
+the next engine gets any; so are turns that are recalled or delayed. What becomes of each is decided at once. A turn
+that is to end or is recalled is removed at once, so that nothing else can end it; one that is only interrupted may be
+aborted or recalled before it is notified.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class RequestQueue:
 
     Args:
         call_soon: Schedules a call in the next iteration of the event loop.
-        changed: Called when the engine was given a waiting turn, or when none is left to give.
+        changed: Called when the engine was given a waiting turn, when none is left to give, and when a turn has ended.
         crash_limit: Counts deaths of engines by client.
         remember: Called when the suspicions change, or another turn is isolated.
     """
@@ -141,8 +142,12 @@ class RequestQueue:
         self._held = False
         self._engine: EngineLink | None = None
         self._step_scheduled = False
-        # Turns to be notified of their last event or, where that is ``None``, of an interruption.
-        self._to_notify: OrderedDict[str, tuple[EngineTurn, TurnEvent | None]] = OrderedDict()
+        # The calls by which turns are notified of their last event or of the loss of their engine.
+        self._to_notify: OrderedDict[str, Callable[[], None]] = OrderedDict()
+        # Turns that were recalled and are not resubmitted yet.
+        self._recalled: OrderedDict[str, EngineTurn] = OrderedDict()
+        # Waiting turns to be notified of a delay in seconds.
+        self._delays: OrderedDict[str, float] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self._turns)}, given={len(self._given)}, {self._detector!r})"
@@ -162,8 +167,8 @@ class RequestQueue:
 
     @property
     def notifying(self) -> bool:
-        """Whether turns have yet to be notified of their end or interruption."""
-        return bool(self._to_notify)
+        """Whether turns have yet to be notified of their end or interruption, or to be resubmitted."""
+        return bool(self._to_notify or self._recalled)
 
     @property
     def clients(self) -> frozenset[str]:
@@ -209,6 +214,7 @@ class RequestQueue:
     def connect(self, engine: EngineLink) -> None:
         """Give the turns to a new engine, one after the other."""
         self._engine, self._held = engine, False
+        self._delays.clear()
         self._accepted = set(self._turns)
         self.schedule_step()
 
@@ -216,30 +222,29 @@ class RequestQueue:
         """Give the engine no more turns; it keeps those that it has."""
         self._held = True
 
-    def recall(self, *, begun: bool) -> list[EngineTurn]:
-        """Remove and return the turns that no engine has, those with tokens only if ``begun``."""
-        waiting = [self._turns[turn_id] for turn_id in self._waiting]
-        recalled = [turn for turn in waiting if begun or not turn.n_tokens]
-        for turn in recalled:
-            del self._turns[turn.turn_id]
-            del self._waiting[turn.turn_id]
-            self._accepted.discard(turn.turn_id)
-            self._preparing.discard(turn.turn_id)
-            self._detector.forget(turn.turn_id)
-            if self._to_notify.pop(turn.turn_id, None) is not None:
-                _interrupt(turn)
+    def recall(self, *, begun: bool) -> None:
+        """Remove the turns that no engine has, those with tokens only if ``begun``; they are resubmitted elsewhere.
+
+        An abort until then ends a turn as any other that waits.
+        """
+        for turn in [self._turns[turn_id] for turn_id in self._waiting]:
+            if begun or not turn.n_tokens:
+                is_interrupted = self._to_notify.pop(turn.turn_id, None) is not None
+                self._recalled[turn.turn_id] = self._remove(turn.turn_id)
+                if is_interrupted:
+                    self._to_notify[turn.turn_id] = turn.on_engine_lost
+                self._detector.forget(turn.turn_id)
         self._note_suspects()
-        return recalled
+        self.schedule_step()
+
+    def forget_recalled(self) -> None:
+        """Leave the turns that are not resubmitted yet to the next daemon."""
+        self._recalled.clear()
 
     def delay(self, seconds: float) -> None:
         """Notify the waiting turns how long they have to wait at least."""
-        for turn_id in list(self._waiting):
-            turn = self._turns[turn_id]
-            try:
-                turn.on_delay(seconds)
-            # The same border as in ``_notify``.
-            except Exception:  # noqa: BLE001
-                _log.exception("turn_listener_failed", turn=turn_id)
+        self._delays.update(dict.fromkeys(self._waiting, seconds))
+        self.schedule_step()
 
     def on_engine_event(self, event: TurnEvent) -> None:
         """Pass an event of the engine to its turn."""
@@ -248,6 +253,7 @@ class RequestQueue:
             if is_last:
                 self._draining.discard(turn_id)
                 self.schedule_step()
+                self._changed()
             return
         if turn_id not in self._given:
             return
@@ -257,7 +263,11 @@ class RequestQueue:
             self._end(event)
             return
         turn = self._turns[turn_id]
-        _notify(turn, event)
+        try:
+            turn.on_engine_event(event)
+        # The same border as in ``_notify``.
+        except Exception:  # noqa: BLE001
+            _log.exception("turn_listener_failed", turn=turn_id)
         if isinstance(event, TokenDelta) and self._detector and self._detector.clears(turn_id, turn.n_tokens):
             _log.info("turn_cleared", turn=turn_id)
             self._crash_limit.cleared(turn_id)
@@ -269,6 +279,9 @@ class RequestQueue:
         if turn_id in self._given and self._engine is not None:
             self._aborted.add(turn_id)
             self._engine.send(AbortTurn(turn_id))
+        elif (turn := self._recalled.pop(turn_id, None)) is not None:
+            self._to_notify.pop(turn_id, None)
+            _notify(turn_id, partial(turn.on_engine_event, Cancelled(turn_id)))
         else:
             self._end(Cancelled(turn_id))
 
@@ -297,7 +310,7 @@ class RequestQueue:
             elif turn_id in was_aborted:
                 self._end_soon(Cancelled(turn_id))
             else:
-                self._to_notify[turn_id] = self._turns[turn_id], None
+                self._to_notify[turn_id] = self._turns[turn_id].on_engine_lost
         if suspects and culprit is None:
             _log.warning("turns_suspected", turns=list(suspects), on_trial=self._detector.isolated)
         self._refuse(refused)
@@ -329,23 +342,27 @@ class RequestQueue:
                 self._given.discard(turn_id)
                 self._draining.add(turn_id)
                 self._engine.send(AbortTurn(turn_id))
-                self._to_notify[turn_id] = self._turns[turn_id], None
+                self._to_notify[turn_id] = self._turns[turn_id].on_engine_lost
             self._waiting = {turn_id: None for turn_id in self._turns if turn_id not in self._given}
-        if (self._to_notify or (self._waiting and self._engine is not None)) and not self._step_scheduled:
+        is_due = self.notifying or self._delays or (self._waiting and self._engine is not None)
+        if is_due and not self._step_scheduled:
             self._step_scheduled = True
             self._call_soon(self._take_step)
 
     def _take_step(self) -> None:
         """Notify one turn, or else send one to the engine, and schedule the next step."""
         self._step_scheduled = False
-        if not self._to_notify:
+        if self._to_notify:
+            _notify(*self._to_notify.popitem(last=False))
+        elif self._recalled:
+            turn_id, turn = self._recalled.popitem(last=False)
+            _notify(turn_id, turn.resubmit)
+        elif self._delays:
+            turn_id, seconds = self._delays.popitem(last=False)
+            _notify(turn_id, partial(self._turns[turn_id].on_delay, seconds))
+        else:
             self._hand_over()
             return
-        _, (turn, event) = self._to_notify.popitem(last=False)
-        if event is None:
-            _interrupt(turn)
-        else:
-            _notify(turn, event)
         self.schedule_step()
         self._changed()
 
@@ -394,6 +411,7 @@ class RequestQueue:
             raise InferenceCenterError(ErrorCode.PROMPT_TOO_LONG, str(error)) from error
         self._turns[turn_id] = turn
         self._waiting.pop(turn_id, None)
+        self._delays.pop(turn_id, None)
         self._given.add(turn_id)
         return True
 
@@ -412,15 +430,16 @@ class RequestQueue:
         turn_id = event.turn_id
         if turn_id not in self._turns:
             return
-        _notify(self._remove(turn_id), event)
+        _notify(turn_id, partial(self._remove(turn_id).on_engine_event, event))
         if turn_id not in self._turns:
             self._detector.forget(turn_id)
             self._note_suspects()
         self.schedule_step()
+        self._changed()
 
     def _end_soon(self, event: TurnEvent) -> None:
         """Schedule a turn's last event."""
-        self._to_notify[event.turn_id] = self._remove(event.turn_id), event
+        self._to_notify[event.turn_id] = partial(self._remove(event.turn_id).on_engine_event, event)
         self._detector.forget(event.turn_id)
 
     def _remove(self, turn_id: str) -> EngineTurn:
@@ -429,6 +448,7 @@ class RequestQueue:
         self._preparing.discard(turn_id)
         self._given.discard(turn_id)
         self._aborted.discard(turn_id)
+        self._delays.pop(turn_id, None)
         self._to_notify.pop(turn_id, None)
         return self._turns.pop(turn_id)
 
@@ -440,20 +460,12 @@ class RequestQueue:
             self._remember(suspected)
 
 
-def _notify(turn: EngineTurn, event: TurnEvent) -> None:
+def _notify(turn_id: str, call: Callable[[], None]) -> None:
     try:
-        turn.on_engine_event(event)
+        call()
     # The border between the turns: a fault in one turn's handling of an event must not affect the others.
     except Exception:  # noqa: BLE001
-        _log.exception("turn_listener_failed", turn=turn.turn_id)
-
-
-def _interrupt(turn: EngineTurn) -> None:
-    try:
-        turn.on_engine_lost()
-    # The same border as in ``_notify``.
-    except Exception:  # noqa: BLE001
-        _log.exception("turn_listener_failed", turn=turn.turn_id)
+        _log.exception("turn_listener_failed", turn=turn_id)
 
 
 def _failed(turn_id: str, error: InferenceCenterError) -> Failed:

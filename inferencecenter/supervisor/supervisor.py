@@ -312,14 +312,14 @@ class Supervisor:
         """While ``paused``, start no engine for waiting turns; a running one continues."""
         self._demand.pause(paused=paused)
 
-    def recall(self, *, begun: bool = False) -> list[EngineTurn]:
-        """Remove and return the turns that no engine has, those with tokens only if ``begun``."""
-        recalled = self._turns.recall(begun=begun)
+    def recall(self, *, begun: bool = False) -> None:
+        """Have the turns that no engine has resubmitted to their models' engines; see ``RequestQueue.recall``."""
+        self._turns.recall(begun=begun)
         self._watch()
-        return recalled
 
     async def retire(self) -> None:
-        """Stop for good once there are no turns."""
+        """Stop for good once there are no turns, and those that were recalled are resubmitted."""
+        await self._until(lambda: not self._turns.notifying)
         await self._until(lambda: not self._turns or self._state not in (*_HOLDS_MEMORY, EngineState.ASLEEP))
         await self.stop()
 
@@ -339,6 +339,7 @@ class Supervisor:
         self._demand.end()
         was_loaded = self._state in (EngineState.READY, EngineState.SUSPENDING)
         self._change(EngineChange.STOP)
+        self._turns.forget_recalled()
         self._turns.lost()
         self._tokenizer.fail(self._unavailable())
         self._watch()
@@ -630,7 +631,6 @@ class Supervisor:
             _log.warning("queue_long", waiting=message.waiting, running=message.running)
         for event in message.events:
             self._turns.on_engine_event(event)
-        self._watch()
 
     def _ready(self, model: ModelInfo) -> None:
         assert self._process is not None, "it has just spoken"

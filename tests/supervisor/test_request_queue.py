@@ -296,7 +296,7 @@ def test_turns_of_an_engine_that_is_gone_are_told_one_in_a_turn_of_the_loop(*, g
 
 
 def test_what_comes_before_a_turn_is_told_of_a_lost_engine() -> None:
-    """An abort ends it at once, a turn that is recalled hears first, and the next engine waits until all have heard."""
+    """An abort ends it at once, a recalled turn is resubmitted after that, and the next engine waits for all of it."""
     soon, first, second = Soon(), Engine(), Engine()
     table = make_turns(soon)
     table.connect(first)
@@ -307,14 +307,80 @@ def test_what_comes_before_a_turn_is_told_of_a_lost_engine() -> None:
     table.on_engine_event(first.says("stays"))
     table.lost()
     table.abort("aborted")
-    assert table.recall(begun=False) == [recalled]
-    assert (aborted.terminal, recalled.interruptions) == ([Cancelled("aborted")], 1)
+    table.recall(begun=False)
+    assert (aborted.terminal, recalled.interruptions, len(table)) == ([Cancelled("aborted")], 0, 1)
     table.connect(second)
-    assert soon.turn()
-    assert (stays.interruptions, second.took) == (1, [])
+    for interruptions, recalls in ((0, 0), (1, 0), (1, 1)):
+        assert soon.turn()
+        assert (stays.interruptions, recalled.interruptions, recalled.recalls) == (1, interruptions, recalls)
+        assert second.took == []
     while soon.turn():
         pass
     assert (second.took, stays.interruptions, aborted.interruptions, recalled.interruptions) == (["stays"], 1, 0, 1)
+
+
+@pytest.mark.parametrize("what", ["recall", "delay"])
+def test_recalled_and_delayed_turns_are_told_one_in_each_iteration(what: str) -> None:
+    """However many wait, and none of them twice."""
+    soon, told = Soon(), list[str]()
+
+    class Noting(Heard):
+        def resubmit(self) -> None:
+            told.append(self.turn_id)
+
+        def on_delay(self, seconds: float) -> None:
+            told.append(self.turn_id)
+
+    table = make_turns(soon)
+    names = [f"t{number}" for number in range(1000)]
+    for name in names:
+        table.add(Noting(order(name)))
+    if what == "recall":
+        table.recall(begun=False)
+    else:
+        table.delay(1.0)
+        table.delay(2.0)
+    assert (told, len(table)) == ([], 0 if what == "recall" else 1000)
+    counts = [0]
+    while soon.turn():
+        counts.append(len(told))
+    assert told == names
+    assert max(after - before for before, after in pairwise(counts)) == 1
+
+
+def test_a_turn_that_leaves_the_queue_hears_of_no_delay() -> None:
+    """It was aborted, or an engine came for all."""
+    soon = Soon()
+    table = make_turns(soon)
+    gone, stays = Heard(order("gone")), Heard(order("stays"))
+    table.add(gone)
+    table.add(stays)
+    table.delay(1.0)
+    table.abort("gone")
+    soon.turn()
+    table.delay(2.0)
+    table.connect(Engine())
+    while soon.turn():
+        pass
+    assert (gone.delays_s, stays.delays_s) == ([], [1.0])
+
+
+def test_a_recalled_turn_may_be_aborted() -> None:
+    """Until it is resubmitted; the daemon's end leaves it to the next."""
+    soon = Soon()
+    table = make_turns(soon)
+    aborted, left = Heard(order("aborted")), Heard(order("left"))
+    table.add(aborted)
+    table.add(left)
+    table.recall(begun=False)
+    assert table.notifying
+    table.abort("aborted")
+    table.forget_recalled()
+    while soon.turn():
+        pass
+    assert not table.notifying
+    assert (aborted.terminal, left.terminal) == ([Cancelled("aborted")], [])
+    assert (aborted.recalls, left.recalls) == (0, 0)
 
 
 def test_a_turn_that_is_to_hear_of_its_end_hears_no_other() -> None:
