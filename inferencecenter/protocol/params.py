@@ -225,6 +225,8 @@ def cross_check(params: Params, *, given: Collection[str] | None = None) -> tupl
         hint = "Set mirostat to 0, or adaptive_target to -1."
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field="params.adaptive_target", hint=hint)
     chosen = params.model_fields_set if given is None else given
+    if not chosen:
+        return ()
     warned: dict[str, str] = {}
     for names, reason in _silenced(params):
         for name in names:

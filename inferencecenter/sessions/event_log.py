@@ -65,19 +65,20 @@ class _Run:
         self.contents: deque[str] = deque()
         self.logprobs: deque[tuple[TokenLogprobs, ...] | None] | None = None if event.logprobs is None else deque()
 
-    def accepts(self, event: Text) -> bool:
+    def take(self, event: Text, text: str) -> bool:
+        """Append the ``text`` of an event; return ``False`` if the event does not continue this run."""
         # Fast path: most deltas are tokens.
         is_plain = self.plain_turn is not None and type(event) is Token
-        return (
-            (event.turn_id == self.plain_turn if is_plain else goes_on(self.first, event))
-            and event.seq == self.first_seq + len(self.contents)
-            and (event.logprobs is None) == (self.logprobs is None)
-        )
-
-    def add(self, event: Text, text: str) -> None:
+        if (
+            not (event.turn_id == self.plain_turn if is_plain else goes_on(self.first, event))
+            or event.seq != self.first_seq + len(self.contents)
+            or (event.logprobs is None) != (self.logprobs is None)
+        ):
+            return False
         self.contents.append(text)
         if self.logprobs is not None:
             self.logprobs.append(event.logprobs)
+        return True
 
     def drop_first(self) -> int:
         self.first_seq += 1
@@ -178,12 +179,12 @@ class ReplayBuffer:
         self._lost_seq = last_seq
 
     def _add_text(self, event: Text) -> None:
-        last = self._entries[-1] if self._entries else None
-        if not isinstance(last, _Run) or not last.accepts(event):
-            last = _Run(event)
-            self._entries.append(last)
         text = event.content if type(event) is Token else text_of(event)
-        last.add(event, text)
+        last = self._entries[-1] if self._entries else None
+        if not isinstance(last, _Run) or not last.take(event, text):
+            last = _Run(event)
+            last.take(event, text)
+            self._entries.append(last)
         self._bytes += _token_bytes(text, event.logprobs)
 
     def _forget_oldest(self) -> None:
@@ -201,8 +202,10 @@ class ReplayBuffer:
 
 def _token_bytes(content: str, logprobs: tuple[TokenLogprobs, ...] | None) -> int:
     """Return the approximate memory of a token, which exceeds the size of its text."""
-    n_probabilities = sum(1 + len(entry.top) for entry in logprobs or ())
-    return _TOKEN_BYTES + len(content.encode()) + n_probabilities * _LOGPROB_BYTES
+    n_bytes = _TOKEN_BYTES + len(content.encode())
+    if logprobs is not None:
+        n_bytes += sum(1 + len(entry.top) for entry in logprobs) * _LOGPROB_BYTES
+    return n_bytes
 
 
 ReplayLoss: TypeAlias = Literal["no_position", "other_epoch", "unknown_position", "too_old"]
@@ -458,26 +461,30 @@ class EventLog:
     def publish_text(self, event: ipc.TokenDelta) -> None:
         """Publish new text; tokens without visible text are only recorded.
 
-        The event is not validated: this is the hot path.
+        The event is not validated, and nothing is called that is not needed: this is the hot path.
         """
         shown = bool(event.text or event.logprobs)
-        seq = self._next() if shown else self.seq
-        record = TokensAppended(
-            session_id=self._session_id, seq=seq, turn_id=event.turn_id, tokens=event.tokens, text=event.text
+        if shown:
+            self.seq += 1
+        self._journal.write(
+            TokensAppended(
+                session_id=self._session_id, seq=self.seq, turn_id=event.turn_id, tokens=event.tokens, text=event.text
+            ),
+            flush=False,
         )
         if not shown:
-            self.write(record)
             return
-        token = events.Token.model_construct(
-            op="token",
-            id=None,
-            session_id=self._session_id,
-            seq=seq,
-            turn_id=event.turn_id,
-            content=event.text,
-            logprobs=tuple(_logprobs(entry) for entry in event.logprobs) or None,
+        self._subscription.publish(
+            events.Token.model_construct(
+                op="token",
+                id=None,
+                session_id=self._session_id,
+                seq=self.seq,
+                turn_id=event.turn_id,
+                content=event.text,
+                logprobs=tuple(map(_logprobs, event.logprobs)) if event.logprobs else None,
+            )
         )
-        self.publish(token, record)
 
     def publish_parts(self, event: ipc.TokenDelta, delta: OutputDelta) -> None:
         """Publish the parts of new text; text without visible parts is only recorded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +23,10 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.base import SessionEvent, TurnEvent
 from inferencecenter.protocol.params import decode
 from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions import turn
+from inferencecenter.sessions.client import UnlimitedQuota
+from inferencecenter.sessions.prompt.renderer import InlineRenderer
+from inferencecenter.sessions.turn_runner import TurnRunner
 from tests.sessions.conftest import World, make_model
 
 if TYPE_CHECKING:
@@ -56,6 +61,38 @@ def test_a_turn_is_acknowledged_streamed_and_ended(world: World) -> None:
     assert world.sink.last.stats.ttft_ms == 2.0
     assert world.sink.last.usage.prompt_tokens == 7
     assert world.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
+
+
+def test_what_a_turn_needs_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model, quota and parameters are resolved when it begins, and its prompt is rendered once."""
+    calls: Counter[str] = Counter()
+
+    def count(owner: object, name: str) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    def quota_of(_client_id: str, _token_id: str) -> UnlimitedQuota:
+        calls["quota_of"] += 1
+        return UnlimitedQuota()
+
+    world = World(quota_of=quota_of)
+    session_id = world.create()
+    for owner, name in (
+        (world.engines, "engine"),
+        (turn, "parse_params"),
+        (turn, "merge"),
+        (InlineRenderer, "render"),
+        (TurnRunner, "submission"),
+    ):
+        count(owner, name)
+    calls.clear()
+    world.turn(session_id, "Hi", "Hello")
+    assert calls == {"engine": 1, "quota_of": 1, "parse_params": 1, "merge": 1, "render": 1, "submission": 1}
 
 
 def test_the_next_turn_submits_the_tokens_of_the_last(world: World) -> None:

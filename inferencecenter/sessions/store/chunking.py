@@ -45,12 +45,12 @@ class OpenedChunk:
     is_last: bool = False
 
 
-def chunks_of(entry: Entry) -> Iterator[Entry]:
+def chunks_of(entry: Entry) -> Iterable[Entry]:
     match entry:
         case SessionOpened(parent=None) if _is_long(entry.history.messages, entry.notes.values()):
-            yield from _chunks_of_opened(entry)
+            return _chunks_of_opened(entry)
         case _:
-            yield entry
+            return (entry,)
 
 
 def size_of(entry: Entry) -> int:

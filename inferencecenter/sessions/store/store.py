@@ -20,7 +20,7 @@ from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
 from inferencecenter.sessions.store.database import open_file
 from inferencecenter.sessions.store.loader import StoreContents, read_all
 from inferencecenter.sessions.store.recorder import Purge, Recorder
-from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, Stop, StoreWriter, WriteQueue
+from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, QueuedEntry, Stop, StoreWriter, WriteQueue
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,23 +118,29 @@ class SessionStore:
         """Return the journal of a client, whose records and callbacks wait for no other client."""
         return _ClientJournal(self, client_id)
 
-    def write(self, record: Record, *, flush: bool, client_id: str = "") -> None:
-        """Queue a record after all earlier ones of the client; see ``Journal``."""
-        self._add(client_id, record, durable=flush)
+    def write(self, record: Record, *, flush: bool) -> None:
+        """Queue a record that belongs to no client; see ``Journal``."""
+        self.add("", record, durable=flush)
+
+    def add(self, client_id: str, entry: Entry, *, durable: bool) -> None:
+        """Queue an entry after all earlier ones of the client."""
+        if self._writer is not None:
+            self._queue.add(client_id, QueuedEntry(entry, durable))
+            self._schedule()
 
     def purge(self, kind: PurgeKind, name: str) -> None:
         """Delete everything that the file holds of a session, or of a client and its sessions.
 
         This includes sessions that could not be loaded. An open session must be released by its owner first.
         """
-        self._add(name if kind == "client" else "", Purge(kind, name), durable=True)
+        self.add(name if kind == "client" else "", Purge(kind, name), durable=True)
 
     def release(self, callback: Callable[[], None], *, client_id: str = "") -> None:
         """Call ``callback`` once all earlier records of the client are safe; see ``Journal``."""
         if not self._queue.n_pending(client_id):
             callback()
         else:
-            self._queue.add_callback(client_id, callback)
+            self._queue.add(client_id, callback)
             self._schedule()
 
     @property
@@ -180,12 +186,6 @@ class SessionStore:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * BUSY_TIMEOUT_S):
                     await stopped.wait()
-
-    def _add(self, client_id: str, entry: Entry, *, durable: bool) -> None:
-        if self._writer is None:
-            return
-        self._queue.write(client_id, entry, durable=durable)
-        self._schedule()
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -256,7 +256,7 @@ class _ClientJournal:
         return self._store.of_client(client_id)
 
     def write(self, record: Record, *, flush: bool) -> None:
-        self._store.write(record, flush=flush, client_id=self._client_id)
+        self._store.add(self._client_id, record, durable=flush)
 
     def release(self, callback: Callable[[], None]) -> None:
         self._store.release(callback, client_id=self._client_id)

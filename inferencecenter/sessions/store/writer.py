@@ -318,7 +318,9 @@ SHARE_BYTES: Final = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
+class QueuedEntry:
+    """An entry to write; ``durable`` if it has to survive a power failure."""
+
     entry: Entry
     durable: bool
 
@@ -327,7 +329,7 @@ class _Waiting:
 class _Lane:
     """The queue of one client; ``parts`` are the remaining chunks of the entry that is being written."""
 
-    items: deque[_Waiting | ReleaseCallback] = field(default_factory=deque)
+    items: deque[QueuedEntry | ReleaseCallback] = field(default_factory=deque)
     parts: deque[Entry] = field(default_factory=deque)
     durable: bool = False
 
@@ -343,12 +345,13 @@ class WriteQueue:
     def __bool__(self) -> bool:
         return bool(self._lanes or self._unswept)
 
-    def write(self, client_id: str, entry: Entry, *, durable: bool) -> None:
-        self._add(client_id, _Waiting(entry, durable))
-
-    def add_callback(self, client_id: str, callback: ReleaseCallback) -> None:
-        """Queue ``callback`` after the client's entries."""
-        self._add(client_id, callback)
+    def add(self, client_id: str, item: QueuedEntry | ReleaseCallback) -> None:
+        """Queue an entry of a client, or a callback that follows its entries."""
+        lane = self._lanes.get(client_id)
+        if lane is None:
+            lane = self._lanes[client_id] = _Lane()
+        lane.items.append(item)
+        self._n_pending[client_id] += 1
 
     def n_pending(self, client_id: str) -> int:
         """Return the number of a client's entries and callbacks that are queued or in flight, or being deleted."""
@@ -388,10 +391,6 @@ class WriteQueue:
             if not self._n_pending[client_id]:
                 del self._n_pending[client_id]
 
-    def _add(self, client_id: str, item: _Waiting | ReleaseCallback) -> None:
-        self._lanes.setdefault(client_id, _Lane()).items.append(item)
-        self._n_pending[client_id] += 1
-
     def _move(self, client_id: str, batch: WriteBatch, share: int) -> int:
         """Move up to ``share`` bytes from a client's queue to a batch and return the bytes moved.
 
@@ -402,7 +401,7 @@ class WriteQueue:
         while lane.items or lane.parts:
             if not lane.parts:
                 item = lane.items[0]
-                if isinstance(item, _Waiting):
+                if isinstance(item, QueuedEntry):
                     if weight >= share:
                         break
                     lane.parts.extend(chunks_of(item.entry))

@@ -17,7 +17,7 @@ from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.chunking import CHUNK_BYTES, OpenedChunk, chunks_of, size_of
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.recorder import Recorder
-from inferencecenter.sessions.store.writer import BATCH_BYTES, SHARE_BYTES, WriteQueue
+from inferencecenter.sessions.store.writer import BATCH_BYTES, SHARE_BYTES, QueuedEntry, WriteQueue
 from tests.sessions.store.stores import kept_in, storing, until
 from tests.sessions.store.values import make_history, make_turn, opened, said, said_by
 
@@ -57,12 +57,12 @@ class TurnLog:
         name = f"{client}-{len(self.given[client])}"
         self.given[client].append(name)
         entry = said("x" * n_bytes, name) if n_bytes < CHUNK_BYTES else fork_of(n_bytes, name)
-        self.lanes.write(client, entry, durable=False)
+        self.lanes.add(client, QueuedEntry(entry, durable=False))
 
     def tell(self, client: str) -> None:
         """Queue a callback that checks that all entries before it are written."""
         n_before = len(self.given[client])
-        self.lanes.add_callback(client, lambda: self._check(client, n_before))
+        self.lanes.add(client, lambda: self._check(client, n_before))
 
     def take(self) -> None:
         """Write the next batch."""
