@@ -36,7 +36,6 @@ from inferencecenter.sessions.journal import (
 from inferencecenter.sessions.output_parsing.assembler import encode_parts
 from inferencecenter.sessions.store import bases, rows
 from inferencecenter.sessions.store.bases import Base, Reach
-from inferencecenter.sessions.store.chunking import CHUNK_BYTES, OpenedChunk
 from inferencecenter.sessions.store.diff import PersistedState, history_diff, turns_diff
 
 if TYPE_CHECKING:
@@ -47,6 +46,8 @@ if TYPE_CHECKING:
 
 PurgeKind: TypeAlias = Literal["session", "client"]
 
+CHUNK_BYTES: Final = 256 * 1024
+"""Approximate bytes that one chunk writes or deletes, which takes milliseconds."""
 # A statement takes at most 32,766 values; more rows than concurrent slots bring nothing.
 _MAX_ROWS: Final = 64
 _NO_NOTES: Final[Mapping[str, str]] = MappingProxyType({})
@@ -64,6 +65,17 @@ class Purge:
 
     kind: PurgeKind
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedChunk:
+    """A chunk of a new session: its messages and turns up to these numbers; the last chunk writes the rest."""
+
+    record: SessionOpened
+    n_messages: int
+    n_turns: int
+    is_first: bool = False
+    is_last: bool = False
 
 
 Entry: TypeAlias = Record | Purge | OpenedChunk

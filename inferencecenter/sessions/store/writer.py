@@ -4,6 +4,11 @@ The thread owns the database connection. It commits one batch per transaction an
 file. A commit goes to the file that was opened, even if that was moved or deleted since. Invariant: a batch is
 acknowledged only after its commit and a check that the path still leads to that file.
 
+A session that is created with a long history is split into chunks of bounded size (``chunks_of``), for short
+transactions. Invariant: its row in ``sessions`` is not ``complete`` until the last of them, so readers skip it and the
+next start deletes it if the daemon was killed; no client is notified before the last chunk is committed. A fork shares
+rows that exist already and is never split.
+
 The queue (``WriteQueue``) keeps the order within a client; there is none between clients. Each transaction takes a
 bounded share from every waiting client in turn, up to a bounded total. Invariant: a client's output waits for at most
 one transaction of others, however much they have queued.
@@ -22,22 +27,34 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import structlog
 
 from inferencecenter.core.sqlite_file import MAX_LOG_BYTES, FileMovedError
-from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
-from inferencecenter.sessions.store.chunking import chunks_of, size_of
+from inferencecenter.sessions.history import chars_of
+from inferencecenter.sessions.journal import (
+    RETRY_LATER_MS,
+    HistoryChanged,
+    SessionDeleted,
+    SessionOpened,
+    StorageFault,
+    TokensAppended,
+    TurnEnded,
+    TurnQueued,
+)
 from inferencecenter.sessions.store.database import fault_of, hint_of, is_full, reason_of
-from inferencecenter.sessions.store.recorder import UnwritableError, session_of
+from inferencecenter.sessions.store.recorder import CHUNK_BYTES, OpenedChunk, UnwritableError, session_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
     from inferencecenter.core.sqlite_file import FileIdentity
+    from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.sessions.history import History
     from inferencecenter.sessions.store.recorder import Entry, Recorder
 
 
@@ -315,6 +332,72 @@ BATCH_BYTES: Final = 512 * 1024
 """Approximate limit of a transaction, which takes milliseconds; a single larger entry may exceed it."""
 SHARE_BYTES: Final = 128 * 1024
 """Approximate bytes that one client contributes before the next one's turn."""
+_ROW_BYTES: Final = 128
+_MAX_NEW_MESSAGES: Final = 1000
+
+
+def chunks_of(entry: Entry) -> Iterable[Entry]:
+    match entry:
+        case SessionOpened(parent=None) if _is_long(entry.history.messages, entry.notes.values()):
+            return _chunks_of_opened(entry)
+        case _:
+            return (entry,)
+
+
+def size_of(entry: Entry) -> int:
+    """Return the approximate bytes that an entry writes; of a history only the new part counts."""
+    match entry:
+        case TokensAppended():
+            content = len(entry.tokens) + len(entry.text)
+        case OpenedChunk():
+            content = CHUNK_BYTES
+        case SessionOpened(parent=None):
+            content = sum(map(_message_size, entry.history.messages))
+        case TurnEnded(history=history):
+            content = _size_from(history, history.turns[-1].n_before if history.turns else 0)
+        case HistoryChanged(history=history):
+            content = _size_from(history, history.turns[-1].n_messages if history.turns else 0)
+        case TurnQueued(spec=spec):
+            content = len(spec.request.prompt or "") + sum(map(_message_size, spec.request.messages or ()))
+        case SessionDeleted(n_chars=n_chars):
+            content = min(n_chars, CHUNK_BYTES)
+        case _:
+            content = 0
+    return _ROW_BYTES + content
+
+
+def _is_long(messages: Iterable[ChatMessage], notes: Iterable[str] = ()) -> bool:
+    total = 0
+    for weight in chain(map(_message_size, messages), map(len, notes)):
+        total += weight
+        if total > CHUNK_BYTES:
+            return True
+    return False
+
+
+def _chunks_of_opened(record: SessionOpened) -> Iterator[OpenedChunk]:
+    total, is_first = 0, True
+    for n, message in enumerate(record.history.messages, 1):
+        total += _message_size(message)
+        if total >= CHUNK_BYTES:
+            yield OpenedChunk(record, n, 0, is_first=is_first)
+            total, is_first = 0, False
+    n_messages = len(record.history.messages)
+    for n, turn in enumerate(record.turns, 1):
+        total += _ROW_BYTES + len(record.notes.get(turn.turn_id, ""))
+        if total >= CHUNK_BYTES:
+            yield OpenedChunk(record, n_messages, n, is_first=is_first)
+            total, is_first = 0, False
+    yield OpenedChunk(record, n_messages, len(record.turns), is_first=is_first, is_last=True)
+
+
+def _message_size(message: ChatMessage) -> int:
+    return _ROW_BYTES + chars_of(message)
+
+
+def _size_from(history: History, start: int) -> int:
+    new = history.messages[max(start, len(history.messages) - _MAX_NEW_MESSAGES) :]
+    return sum(map(_message_size, new))
 
 
 @dataclass(frozen=True, slots=True)
