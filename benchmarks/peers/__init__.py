@@ -75,10 +75,9 @@ def make_target(spec: TargetSpec) -> Target:
         return Daemon(spec)
     try:
         # Not at the top: the daemon alone can be measured without the extra.
-        from benchmarks.peers.chat import ChatServer  # noqa: PLC0415
         from benchmarks.peers.llama_server import LlamaServer  # noqa: PLC0415
-        from benchmarks.peers.openai import OpenAIServer  # noqa: PLC0415
-        from benchmarks.peers.responses import ResponsesServer  # noqa: PLC0415
+        from benchmarks.peers.openai import ChatSession, CompletionsSession, OpenAITarget  # noqa: PLC0415
+        from benchmarks.peers.responses import ResponsesSession  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise InferenceCenterError(
             ErrorCode.INVALID_CONFIG,
@@ -89,11 +88,11 @@ def make_target(spec: TargetSpec) -> Target:
         case "llama-server":
             return LlamaServer(spec)
         case "chat-completions":
-            return ChatServer(spec)
+            return OpenAITarget(spec, ChatSession.connect)
         case "responses":
-            return ResponsesServer(spec)
+            return OpenAITarget(spec, ResponsesSession.connect)
         case "openai":
-            return OpenAIServer(spec)
+            return OpenAITarget(spec, CompletionsSession.connect)
 
 
 def _detect(name: str, url: str, token: str | None) -> TargetSpec:

@@ -1,8 +1,9 @@
-"""Any server with OpenAI's `/v1/completions` as a target: text prompts, over one kept connection for each client.
+"""Servers with OpenAI's `/v1/completions` or `/v1/chat/completions`, over one kept connection for each client.
 
-It counts the tokens itself, in the usage that ends a stream. `ignore_eos`, `top_k` and `min_p` are not OpenAI's; the
-servers that people run themselves know them. Such a server cannot be asked whether it has stopped, so aborts are not
-measured.
+The client keeps a conversation and sends all of it with each turn. The server counts the tokens, in the usage that ends
+a stream. `ignore_eos`, `top_k` and `min_p` are not OpenAI's: text completions carry them as self-hosted servers know
+them, chat completions in this project's extension `params`. Whether such a server has stopped is not observable, so
+aborts are not measured.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import msgspec
 
@@ -23,34 +24,38 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from contextlib import AbstractAsyncContextManager
 
     from benchmarks.peers.prompts import Prompts
     from benchmarks.target import TargetSpec, TurnTrace
 
-_COUNTING: Final = Work(prompt_tokens=0, max_tokens=1, seed=0)
+COUNTING: Final = Work(prompt_tokens=0, max_tokens=1, seed=0)
+"""A turn that is run for its number of prompt tokens alone."""
+_STREAMED: Final[dict[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
+_ROLES: Final = ("user", "assistant")
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
 
 
 class _Choice(msgspec.Struct):
-    """A piece of the answer."""
+    """A piece of the answer: ``text`` of a text completion, ``delta`` of a chat."""
 
     text: str = ""
+    delta: _Delta = msgspec.field(default_factory=_Delta)
 
 
-class PromptDetails(msgspec.Struct):
-    """More about the prompt."""
-
+class _PromptDetails(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class Usage(msgspec.Struct):
-    """Token counts."""
-
+class _Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
-    prompt_tokens_details: PromptDetails | None = None
+    prompt_tokens_details: _PromptDetails | None = None
 
     def counted(self) -> Counted:
-        """Return them as every server's are kept."""
         details = self.prompt_tokens_details
         return Counted(self.prompt_tokens, self.completion_tokens, details.cached_tokens if details else None)
 
@@ -62,25 +67,41 @@ class Problem(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """An event of a stream, or a whole answer."""
+    """An event of a stream, or a whole answer, of which only the usage is read."""
 
     choices: list[_Choice] = msgspec.field(default_factory=list)
-    usage: Usage | None = None
+    usage: _Usage | None = None
     error: Problem | None = None
 
 
 _EVENTS: Final = msgspec.json.Decoder(_Event)
 
 
-class OpenAIServer:
-    """A running server with OpenAI's API.
+class _Session(Protocol):
+    """A client's connection; ``prompts`` are set once they are known."""
+
+    prompts: Prompts
+
+    async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace: ...
+    async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace: ...
+
+    async def count(self, text: str) -> int:
+        """Return the tokens of a text as the first of a conversation."""
+
+
+class OpenAITarget:
+    """A running server with one of OpenAI's APIs.
 
     Args:
-        spec: ``model`` is sent with each request.
+        spec: ``url`` is its HTTP address; ``model`` and ``json_schema`` are sent with each request if they are set.
+        connect: Opens a client's connection.
     """
 
-    def __init__(self, spec: TargetSpec) -> None:
+    def __init__(
+        self, spec: TargetSpec, connect: Callable[[TargetSpec], AbstractAsyncContextManager[_Session]]
+    ) -> None:
         self._spec = spec
+        self._connect = connect
         self._prompts: Prompts | None = None
         self._calibrating = asyncio.Lock()
 
@@ -90,46 +111,70 @@ class OpenAIServer:
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
         """
-        return await nameless_facts(self._spec)
+        spec = self._spec
+        async with Http(spec) as http:
+            await http.get("/v1/models", msgspec.Raw)
+        return TargetFacts(
+            name=spec.name,
+            kind=spec.kind,
+            url=spec.url,
+            model=spec.model,
+            model_bytes=None,
+            n_params=None,
+            library="",
+            threads=None,
+            slots=None,
+            n_ctx=None,
+        )
 
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[OpenAISession]:
+    async def session(self) -> AsyncIterator[_Session]:
         """Open a connection for one client; the first one also finds words of one token.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable``, ``not_authenticated``, or what the server refused.
         """
-        async with Http(self._spec) as http:
+        async with self._connect(self._spec) as session:
             async with self._calibrating:
                 if self._prompts is None:
-                    self._prompts = await calibrate(lambda text: _count(http, text, model=self._spec.model))
-            yield OpenAISession(http, self._prompts, model=self._spec.model)
+                    self._prompts = await calibrate(session.count)
+            session.prompts = self._prompts
+            yield session
 
 
-class OpenAISession:
-    """A client's connection, and its conversations, which are sent in full with each turn."""
+class CompletionsSession:
+    """A client of `/v1/completions`: a conversation is one text."""
 
-    def __init__(self, http: Http, prompts: Prompts, *, model: str) -> None:
+    prompts: Prompts
+    _path: ClassVar[str] = "/v1/completions"
+
+    def __init__(self, http: Http, spec: TargetSpec) -> None:
         self._http = http
-        self._prompts = prompts
-        self._model = model
-        self._conversations: dict[str, str] = {}
+        self._spec = spec
+        self._conversations: dict[str, tuple[str, ...]] = {}
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def connect(cls, spec: TargetSpec) -> AsyncIterator[CompletionsSession]:
+        """Open a connection."""
+        async with Http(spec) as http:
+            yield cls(http, spec)
 
     async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
         """Run a turn to its end; a failure of the turn is the trace's ``error``."""
         heard = Heard(on_text)
         try:
-            told = self._conversations.get(work.history_id, "") if work.history_id is not None else ""
-            prompt = told + self._prompts.text(work, first=not told)
-            stream = {"stream": True, "stream_options": {"include_usage": True}}
-            body = _body(work, prompt, model=self._model) | stream
+            history = self._conversations.get(work.history_id, ()) if work.history_id is not None else ()
+            texts = (*history, self.prompts.text(work, first=not history))
+            body = self._body(work, texts) | _STREAMED
             heard.begin()
-            async for now_s, event in self._http.stream("/v1/completions", body, _EVENTS):
-                heard.piece("".join(choice.text for choice in event.choices), now_s=now_s)
+            async for now_s, event in self._http.stream(self._path, body, _EVENTS):
+                pieces = (choice.text or choice.delta.content or "" for choice in event.choices)
+                heard.piece("".join(pieces), now_s=now_s)
                 heard.counted = event.usage.counted() if event.usage else heard.counted
                 heard.error = event.error.message if event.error else heard.error
             if work.history_id is not None and heard.error is None:
-                self._conversations[work.history_id] = prompt + heard.text
+                self._conversations[work.history_id] = (*texts, heard.text)
                 if work.ends_history:
                     del self._conversations[work.history_id]
         except InferenceCenterError as failure:
@@ -137,44 +182,41 @@ class OpenAISession:
         return heard.trace()
 
     async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
-        """Return an error: when such a server has stopped cannot be seen from outside."""
+        """Return an error: the end of the abort is not observable."""
         return unmeasured_abort()
 
+    async def count(self, text: str) -> int:
+        """Return the tokens of a text as the first of a conversation."""
+        answer = await self._http.post(self._path, self._body(COUNTING, (text,)), _Event)
+        if answer.usage is None:
+            raise InferenceCenterError(ErrorCode.INTERNAL, "the server does not report the number of prompt tokens")
+        return answer.usage.prompt_tokens
 
-async def nameless_facts(spec: TargetSpec) -> TargetFacts:
-    """Return the facts of a server with OpenAI's API, which reports only its existence.
+    def _body(self, work: Work, texts: tuple[str, ...]) -> dict[str, Any]:
+        body = {**sampling(work), "prompt": "".join(texts), "max_tokens": work.max_tokens}
+        return {**body, "model": self._spec.model}
 
-    Raises:
-        InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
-    """
-    async with Http(spec) as http:
-        await http.get("/v1/models", msgspec.Raw)
-    return TargetFacts(
-        name=spec.name,
-        kind=spec.kind,
-        url=spec.url,
-        model=spec.model,
-        model_bytes=None,
-        n_params=None,
-        library="",
-        threads=None,
-        slots=None,
-        n_ctx=None,
-    )
+
+class ChatSession(CompletionsSession):
+    """A client of `/v1/chat/completions`, as chat apps are."""
+
+    _path = "/v1/chat/completions"
+
+    def _body(self, work: Work, texts: tuple[str, ...]) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "messages": [{"role": _ROLES[place % 2], "content": text} for place, text in enumerate(texts)],
+            "max_completion_tokens": work.max_tokens,
+            "params": sampling(work, has_form=bool(self._spec.json_schema)),
+        }
+        if self._spec.model:
+            body["model"] = self._spec.model
+        if self._spec.json_schema:
+            schema = msgspec.json.decode(self._spec.json_schema)
+            body["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+        return body
 
 
 def unmeasured_abort() -> AbortTrace:
     """Return the trace of an abort whose end is not observable."""
     now = time.monotonic()
     return AbortTrace(now, (), now, now, error="when this server has stopped cannot be seen from outside")
-
-
-async def _count(http: Http, text: str, *, model: str) -> int:
-    answer = await http.post("/v1/completions", _body(_COUNTING, text, model=model), _Event)
-    if answer.usage is None:
-        raise InferenceCenterError(ErrorCode.INTERNAL, "the server does not report the number of prompt tokens")
-    return answer.usage.prompt_tokens
-
-
-def _body(work: Work, prompt: str, *, model: str) -> dict[str, Any]:
-    return {**sampling(work), "model": model, "prompt": prompt, "max_tokens": work.max_tokens}

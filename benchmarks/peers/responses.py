@@ -6,7 +6,6 @@ turns are not stored.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from typing import TYPE_CHECKING, Any, Final
@@ -16,10 +15,8 @@ import websockets
 from websockets.asyncio.client import connect
 
 from benchmarks.peers.heard import Counted, Heard
-from benchmarks.peers.openai import Problem, nameless_facts, unmeasured_abort
-from benchmarks.peers.prompts import calibrate
+from benchmarks.peers.openai import COUNTING, Problem, unmeasured_abort
 from benchmarks.peers.sampling import sampling
-from benchmarks.target import Work
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -28,9 +25,8 @@ if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
     from benchmarks.peers.prompts import Prompts
-    from benchmarks.target import AbortTrace, TargetFacts, TargetSpec, TurnTrace
+    from benchmarks.target import AbortTrace, TargetSpec, TurnTrace, Work
 
-_COUNTING: Final = Work(prompt_tokens=0, max_tokens=1, seed=0)
 _LAST: Final = frozenset({"response.completed", "response.incomplete", "response.failed", "error"})
 _MAX_FRAME_BYTES: Final = 2**26
 
@@ -69,35 +65,22 @@ class _Event(msgspec.Struct):
 _read_event: Final = msgspec.json.Decoder(_Event).decode
 
 
-class ResponsesServer:
-    """A running daemon by its Responses.
+class ResponsesSession:
+    """One client's socket, and the last response of each of its conversations."""
 
-    Args:
-        spec: ``url`` is its HTTP address; ``model`` and ``json_schema`` are sent with each request if they are set.
-    """
+    prompts: Prompts
 
-    def __init__(self, spec: TargetSpec) -> None:
+    def __init__(self, socket: ClientConnection, spec: TargetSpec) -> None:
+        self._socket = socket
         self._spec = spec
-        self._prompts: Prompts | None = None
-        self._calibrating = asyncio.Lock()
+        self._conversations: dict[str, str] = {}
 
-    async def facts(self) -> TargetFacts:
-        """Return only the server's name: the API reports nothing else.
-
-        Raises:
-            InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
-        """
-        return await nameless_facts(self._spec)
-
+    @classmethod
     @contextlib.asynccontextmanager
-    async def session(self) -> AsyncIterator[ResponsesSession]:
-        """Open a connection for one client; the first one also finds words of one token.
-
-        Raises:
-            InferenceCenterError: ``daemon_unreachable``, or what the server refused.
-        """
-        url = "ws" + self._spec.url.removeprefix("http") + "/v1/responses"
-        headers = {"authorization": f"Bearer {self._spec.token}"}
+    async def connect(cls, spec: TargetSpec) -> AsyncIterator[ResponsesSession]:
+        """Open a socket."""
+        url = "ws" + spec.url.removeprefix("http") + "/v1/responses"
+        headers = {"authorization": f"Bearer {spec.token}"}
         async with contextlib.AsyncExitStack() as stack:
             try:
                 socket = await stack.enter_async_context(
@@ -107,27 +90,14 @@ class ResponsesServer:
                 raise InferenceCenterError(
                     ErrorCode.DAEMON_UNREACHABLE, f"no daemon answers at {url}: {error}"
                 ) from error
-            async with self._calibrating:
-                if self._prompts is None:
-                    self._prompts = await calibrate(lambda text: _count(socket, text, self._spec))
-            yield ResponsesSession(socket, self._prompts, self._spec)
-
-
-class ResponsesSession:
-    """One client's socket, and the last response of each of its conversations."""
-
-    def __init__(self, socket: ClientConnection, prompts: Prompts, spec: TargetSpec) -> None:
-        self._socket = socket
-        self._prompts = prompts
-        self._spec = spec
-        self._conversations: dict[str, str] = {}
+            yield cls(socket, spec)
 
     async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
         """Run a turn to its end; a failure of the turn is the trace's ``error``."""
         heard = Heard(on_text)
         try:
             before = self._conversations.get(work.history_id) if work.history_id is not None else None
-            request = _request(work, self._prompts.text(work, first=before is None), self._spec, before=before)
+            request = _request(work, self.prompts.text(work, first=before is None), self._spec, before=before)
             heard.begin()
             async for event in _events(self._socket, request):
                 if event.type == "response.output_text.delta":
@@ -141,6 +111,16 @@ class ResponsesSession:
     async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
         """Return an error: a cancelled response is over before its slot is known to be free."""
         return unmeasured_abort()
+
+    async def count(self, text: str) -> int:
+        """Return the tokens of a text as the first of a conversation."""
+        last = [event async for event in _events(self._socket, _request(COUNTING, text, self._spec, before=None))][-1]
+        counted = _counted(last)
+        if counted is None:
+            raise InferenceCenterError(
+                ErrorCode.ENGINE_UNAVAILABLE, _problem(last) or "the number of prompt tokens is not reported"
+            )
+        return counted.prompt_tokens
 
     def _end(self, work: Work, event: _Event, heard: Heard) -> None:
         heard.counted, heard.error = _counted(event), _problem(event)
@@ -165,16 +145,6 @@ async def _events(socket: ClientConnection, request: dict[str, Any]) -> AsyncIte
                 return
     except websockets.ConnectionClosed as error:
         raise InferenceCenterError(ErrorCode.DAEMON_UNREACHABLE, f"the connection is lost: {error}") from error
-
-
-async def _count(socket: ClientConnection, text: str, spec: TargetSpec) -> int:
-    last = [event async for event in _events(socket, _request(_COUNTING, text, spec, before=None))][-1]
-    counted = _counted(last)
-    if counted is None:
-        raise InferenceCenterError(
-            ErrorCode.ENGINE_UNAVAILABLE, _problem(last) or "the number of prompt tokens is not reported"
-        )
-    return counted.prompt_tokens
 
 
 def _request(work: Work, text: str, spec: TargetSpec, *, before: str | None) -> dict[str, Any]:

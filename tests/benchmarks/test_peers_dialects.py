@@ -1,4 +1,4 @@
-"""Tests of ``bench.peers.chat`` and ``bench.peers.responses``, against a daemon in a process of its own."""
+"""Tests of ``peers.openai`` and ``peers.responses``, against a daemon in a process of its own."""
 
 from __future__ import annotations
 
