@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from dataclasses import asdict
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
 from inferencecenter.auth.audit import MAX_ROWS, AuditEvent
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
-from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.cli.output import print_json, print_rows
+from inferencecenter.cli.state_files import open_accounts
 from inferencecenter.config.loader import load_settings
 
 if TYPE_CHECKING:
@@ -35,25 +31,12 @@ def audit(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Show the audit log, newest last, in local time; tab-separated when piped."""
     settings = load_settings(config, given(state_dir=state_dir))
-    path = settings.state_dir / DATABASE_NAME
-    with contextlib.closing(Accounts.open(path, clock=time.time, audit_days=settings.auth.audit_days)) as accounts:
+    with open_accounts(settings) as accounts:
         lines = accounts.audit_lines(last=last, client_id=client, event=event)
     if json:
         print_json([asdict(line) for line in lines])
-    elif stdout.is_terminal:
-        stdout.print(as_table(lines))
     else:
-        for line in lines:
-            typer.echo("\t".join(cells(line)))
-
-
-def as_table(lines: list[AuditLine]) -> Table:
-    """Return the lines as a table."""
-    table = Table("time", "event", "client", "token_id", "address", "times", "detail")
-    for line in lines:
-        # As text: client-supplied names are not markup.
-        table.add_row(*map(Text, cells(line)))
-    return table
+        print_rows(("time", "event", "client", "token_id", "address", "times", "detail"), map(cells, lines))
 
 
 def cells(line: AuditLine) -> tuple[str, ...]:

@@ -13,8 +13,8 @@ import typer
 from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.cli.state_files import unavailable
 from inferencecenter.config.loader import load_settings
-from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.sqlite_file import FileMovedError, connect, copy, damage
 from inferencecenter.server.control import check_open_files
 from inferencecenter.sessions.store.database import reason_of
@@ -33,12 +33,12 @@ def backup(
     _check_in_place(settings.state_dir)
     sources = [path for name in (ACCOUNTS_NAME, SESSIONS_NAME) if (path := settings.state_dir / name).exists()]
     if not sources:
-        raise _failed(f"{settings.state_dir} holds neither accounts nor sessions", "Check the state directory.")
+        raise unavailable(f"{settings.state_dir} holds neither accounts nor sessions", "Check the state directory.")
     try:
         target.mkdir(mode=0o700)
     except OSError as error:
-        raise _failed(
-            f"{target} cannot be made: {error.strerror}",
+        raise unavailable(
+            f"{target} cannot be created: {error.strerror}",
             "An existing backup is never overwritten: name a new directory.",
         ) from error
     with contextlib.ExitStack() as on_failure:
@@ -57,12 +57,12 @@ def _check_in_place(state_dir: Path) -> None:
     try:
         check_open_files(state_dir)
     except FileMovedError as error:
-        raise _failed(
+        raise unavailable(
             f"{error} while a daemon has it open",
             "The daemon writes to a file outside the state directory, so a copy would be incomplete.",
         ) from error
     except OSError as error:
-        raise _failed(f"{state_dir} cannot be read: {error.strerror}", "Check the state directory.") from error
+        raise unavailable(f"{state_dir} cannot be read: {error.strerror}", "Check the state directory.") from error
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -75,11 +75,7 @@ def _copy(source: Path, target: Path) -> None:
                 # Later events were already sent to clients: a daemon on this copy must start new epochs.
                 copied.execute("UPDATE meta SET clean = 0")
     except (OSError, sqlite3.Error) as error:
-        raise _failed(
+        raise unavailable(
             f"{source} cannot be copied: {reason_of(error)}",
             "The incomplete copy was removed. Check the free disk space.",
         ) from error
-
-
-def _failed(message: str, hint: str) -> InferenceCenterError:
-    return InferenceCenterError(ErrorCode.STORAGE_UNAVAILABLE, message, hint=hint)

@@ -47,7 +47,7 @@ def chat(  # noqa: PLR0913 - one argument an option
     daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
     interactive = sys.stdin.isatty() and stdout.is_terminal
     view = TerminalView(stdout, model=model) if interactive else PlainView()
-    connection = Client(daemon.url, token=daemon.token, on_notice=view.notice, **daemon.tls_option)
+    connection = daemon.client(on_notice=view.notice)
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(connection) as client:
         portal.call(_wait_until_ready, client)
         conversation = ChatLoop(

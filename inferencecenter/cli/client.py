@@ -6,13 +6,13 @@ import re
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Column
 
 from inferencecenter.auth.accounts_db import format_limits
 from inferencecenter.cli.options import LIMITS_HELP, ConfigOption, JsonOption, StateDirOption, changed, given
-from inferencecenter.cli.output import print_json, stdout
-from inferencecenter.cli.token import open_accounts, plain, show_limits
+from inferencecenter.cli.output import print_json, stdout, text_table
+from inferencecenter.cli.state_files import open_accounts
+from inferencecenter.cli.token import plain, show_limits
 from inferencecenter.config.loader import load_settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server import control
@@ -43,16 +43,8 @@ def list_clients(
     if json:
         print_json([plain(client) for client in clients])
         return
-    table = Table(Column("client", no_wrap=True), "class", "scopes", "sessions", "tokens", "limits")
-    for client in clients:
-        counts = (str(client.max_sessions), str(client.tokens))
-        table.add_row(
-            *map(
-                Text,
-                (client.client_id, client.priority, " ".join(client.scopes), *counts, format_limits(client.limits)),
-            )
-        )
-    stdout.print(table)
+    columns = (Column("client", no_wrap=True), "class", "scopes", "sessions", "tokens", "limits")
+    stdout.print(text_table(columns, map(_cells, clients)))
 
 
 @app.command("limits")
@@ -68,18 +60,23 @@ def limits(
 ) -> None:
     """Show or change the limits of an account, which apply to its tokens without limits of their own."""
     settings = load_settings(config, given(state_dir=state_dir))
-    told = None
+    notified = None
     with open_accounts(settings) as accounts:
         found = _find(accounts, client)
         if assignments:
-            max_sessions, of_tokens = _taken_out(assignments)
+            max_sessions, of_tokens = _split_sessions(assignments)
             accounts.limit_client(client, changed(of_tokens, found.limits), max_sessions=max_sessions)
             found = _find(accounts, client)
-            told = control.notify_tokens_changed(settings.state_dir)
-    show_limits({"client_id": client}, found.limits, max_sessions=found.max_sessions, told=told, json=json)
+            notified = control.notify_tokens_changed(settings.state_dir)
+    show_limits({"client_id": client}, found.limits, max_sessions=found.max_sessions, notified=notified, json=json)
 
 
-def _taken_out(assignments: Iterable[str]) -> tuple[int | None, list[str]]:
+def _cells(client: ClientInfo) -> tuple[str, ...]:
+    counts = (str(client.max_sessions), str(client.tokens))
+    return client.client_id, client.priority, " ".join(client.scopes), *counts, format_limits(client.limits)
+
+
+def _split_sessions(assignments: Iterable[str]) -> tuple[int | None, list[str]]:
     """Return the assigned number of sessions, if any, and the other assignments.
 
     Raises:

@@ -25,7 +25,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
-from inferencecenter.cli.output import print_json, stderr, stdout
+from inferencecenter.cli.output import print_json, print_rows, stderr, stdout
 from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, admin_token_file, reach_daemon
 from inferencecenter.config.loader import load_settings
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 NameArgument: TypeAlias = Annotated[str, typer.Argument(help="Name of the model.")]
 
-_LOOK_TIMEOUT_S: Final = 3.0
+_LIST_TIMEOUT_S: Final = 3.0
 _PHASES: Final = {"draining": "waiting for the turns of the model whose memory it needs", "loading": "loading"}
 
 
@@ -105,7 +105,7 @@ def models_of_daemon(
         return {}
     try:
         daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
-        return asyncio.run(_ask_models(daemon))
+        return asyncio.run(_list_models(daemon))
     except InferenceCenterError as error:
         if url is not None or error.code is not ErrorCode.DAEMON_UNREACHABLE:
             stderr.print(f"The daemon's loaded models are unknown: {error.message}", markup=False, soft_wrap=True)
@@ -119,25 +119,17 @@ def state(model: ModelSummary) -> str:
 
 
 async def _load(daemon: DaemonAccess, name: str, show: Callable[[Swap], None]) -> None:
-    # Imported here, so that commands that need no daemon start faster.
-    from inferencecenter.client import Client  # noqa: PLC0415
-
-    async with Client(daemon.url, token=daemon.token, **daemon.tls_option) as client:
+    async with daemon.client() as client:
         await client.load_model(name, on_progress=show)
 
 
 async def _unload(daemon: DaemonAccess, name: str) -> None:
-    from inferencecenter.client import Client  # noqa: PLC0415
-
-    async with Client(daemon.url, token=daemon.token, **daemon.tls_option) as client:
+    async with daemon.client() as client:
         await client.unload_model(name)
 
 
-async def _ask_models(daemon: DaemonAccess) -> dict[str, ModelSummary]:
-    from inferencecenter.client import Client  # noqa: PLC0415
-
-    once = Client(daemon.url, token=daemon.token, open_timeout_s=_LOOK_TIMEOUT_S, reconnect=False, **daemon.tls_option)
-    async with once as client:
+async def _list_models(daemon: DaemonAccess) -> dict[str, ModelSummary]:
+    async with daemon.client(open_timeout_s=_LIST_TIMEOUT_S, reconnect=False) as client:
         return {model.name: model for model in await client.models()}
 
 
@@ -150,17 +142,17 @@ def _shown_swap(name: str) -> Iterator[Callable[[Swap], None]]:
         TaskProgressColumn(),
         TimeElapsedColumn(),
     )
-    told = ""
+    shown_phase = ""
     with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as shown:
         task = shown.add_task(name, total=1.0)
 
         def show(swap: Swap) -> None:
-            nonlocal told
+            nonlocal shown_phase
             words = f"{name}: {_PHASES[swap.phase]}"
             shown.update(task, description=words, completed=swap.done)
-            if not stderr.is_terminal and words != told:
+            if not stderr.is_terminal and words != shown_phase:
                 stderr.print(words, markup=False)
-            told = words
+            shown_phase = words
 
         yield show
 
@@ -190,23 +182,17 @@ def list_models(  # noqa: PLR0913 - one argument an option
     settings = load_settings(config, given(models_dir=models_dir, state_dir=state_dir))
     names = configured_files(settings)
     served = models_of_daemon(settings, url=url, token=token, token_file=token_file)
-    lines: list[_Line | _Served] = [
-        _Line(model, names, served.pop(model.name, None)) for model in files.list_models(settings.models_dir)
+    lines: list[_LocalModel | _RemoteModel] = [
+        _LocalModel(model, names, served.pop(model.name, None)) for model in files.list_models(settings.models_dir)
     ]
-    lines += map(_Served, served.values())
+    lines += map(_RemoteModel, served.values())
     if json:
         print_json([line.as_data() for line in lines])
-    elif stdout.is_terminal:
-        right = [Column(name, justify="right") for name in ("parameters", "size")]
-        table = Table("model", "architecture", "weights", *right, "from", "state", "")
-        for line in lines:
-            # As text: strings from a file's header are not markup.
-            table.add_row(*map(Text, line.cells()))
-        stdout.print(table)
+        return
+    right = [Column(name, justify="right") for name in ("parameters", "size")]
+    print_rows(("model", "architecture", "weights", *right, "from", "state", ""), [line.cells() for line in lines])
+    if stdout.is_terminal:
         stdout.print(f"in {settings.models_dir}", style="dim", markup=False)
-    else:
-        for line in lines:
-            typer.echo("\t".join(line.cells()))
 
 
 @app.command("info")
@@ -359,7 +345,7 @@ def worded(verdict: IntegrityReport) -> Text:
         )
         return Text.assemble((verdict.name, "bold"), ": ", (known, "green"))
     lines = "\n".join(f"  {problem}" for problem in verdict.problems)
-    return Text.assemble((verdict.name, "bold"), ": ", ("broken", "bold red"), "\n", lines)
+    return Text.assemble((verdict.name, "bold"), ": ", ("damaged", "bold red"), "\n", lines)
 
 
 def size(n_bytes: int) -> str:
@@ -374,7 +360,7 @@ def count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
-class _Line:
+class _LocalModel:
     """A model in the list; an unreadable header is reported in its row."""
 
     def __init__(self, model: ModelFiles, configured: dict[Path, str], served: ModelSummary | None) -> None:
@@ -391,10 +377,17 @@ class _Line:
     def cells(self) -> tuple[str, ...]:
         """Return name, architecture, weights, parameters, size, source, state and notes."""
         facts, manifest = self._facts, self._model.manifest
-        told = ("", "", "") if facts is None else (facts.architecture, facts.quantization, count(facts.parameters))
+        header = ("", "", "") if facts is None else (facts.architecture, facts.quantization, count(facts.parameters))
         source = manifest.source if manifest else ""
         now = state(self._served) if self._served else ""
-        return self._model.name, *told, size(self._model.size_bytes), source, now, self._problem or self._setting or ""
+        return (
+            self._model.name,
+            *header,
+            size(self._model.size_bytes),
+            source,
+            now,
+            self._problem or self._setting or "",
+        )
 
     def as_data(self) -> dict[str, Any]:
         """Return the model as JSON data."""
@@ -403,14 +396,14 @@ class _Line:
         return {**_as_data(self._model), **found, "served": _served_data(self._served)}
 
 
-class _Served:
+class _RemoteModel:
     """A model of the daemon that is not in the models directory."""
 
     def __init__(self, model: ModelSummary) -> None:
         self._model = model
 
     def cells(self) -> tuple[str, ...]:
-        """Return the columns of ``_Line``, as far as the daemon reports them."""
+        """Return the columns of ``_LocalModel``, as far as the daemon reports them."""
         model = self._model
         parameters = "" if model.parameters is None else count(model.parameters)
         weights = "" if model.size_mb is None else size(round(model.size_mb * 2**20))

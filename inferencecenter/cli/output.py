@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from inferencecenter.config.loader import InvalidSettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Column
+
     from inferencecenter.core.errors import InferenceCenterError
 
 stdout: Final = Console(highlight=False)
@@ -22,6 +27,23 @@ stderr: Final = Console(highlight=False, stderr=True)
 def print_json(value: object) -> None:
     """Write a value as indented JSON to standard output."""
     typer.echo(orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2).decode())
+
+
+def text_table(columns: Iterable[str | Column], rows: Iterable[Iterable[str]]) -> Table:
+    """Return rows as a table, each cell as text: names that others have chosen are not markup."""
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def print_rows(columns: Iterable[str | Column], rows: Iterable[Iterable[str]]) -> None:
+    """Write rows as a table to a terminal, otherwise tab-separated."""
+    if stdout.is_terminal:
+        stdout.print(text_table(columns, rows))
+    else:
+        for row in rows:
+            typer.echo("\t".join(row))
 
 
 def problems_of(error: InferenceCenterError) -> tuple[InferenceCenterError, ...]:

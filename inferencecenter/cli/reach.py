@@ -10,7 +10,7 @@ import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Annotated, Final, Literal, TypeAlias, Unpack
 from urllib.parse import urlsplit
 
 import typer
@@ -18,6 +18,7 @@ import typer
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
+    from inferencecenter.client import Client, ClientOptions
     from inferencecenter.config.settings import Settings
 
 UrlOption: TypeAlias = Annotated[
@@ -50,16 +51,12 @@ class DaemonAccess:
     token: str
     tls: ssl.SSLContext | None
 
-    @property
-    def tls_option(self) -> TlsOption:
-        """The keyword argument for ``Client``; empty to use its default."""
-        return {} if self.tls is None else {"tls": self.tls}
+    def client(self, **options: Unpack[ClientOptions]) -> Client:
+        """Return a client of the daemon, not yet open."""
+        # Imported here, so that commands that need no daemon start faster.
+        from inferencecenter.client import Client  # noqa: PLC0415
 
-
-class TlsOption(TypedDict, total=False):
-    """The option of ``ClientOptions`` that comes from the configuration."""
-
-    tls: ssl.SSLContext
+        return Client(self.url, self.token, **(options if self.tls is None else {**options, "tls": self.tls}))
 
 
 def reach_daemon(settings: Settings, *, url: str | None, token: str | None, token_file: Path | None) -> DaemonAccess:

@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import orjson
 import typer
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Column
 
-from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
-from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
-from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.cli.output import print_json, print_rows, stdout
 from inferencecenter.cli.salvage import salvage_sessions
+from inferencecenter.cli.state_files import open_accounts
 from inferencecenter.config.loader import load_settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server import control
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 PURGE_TIMEOUT_S: Final = 10.0
 """Timeout in seconds of a purge by a running daemon."""
-_LOOK_S: Final = 0.05
+_POLL_S: Final = 0.05
 
 SessionArgument = Annotated[str | None, typer.Argument(metavar="SESSION", help="The session's id.", show_default=False)]
 ClientOption = Annotated[str | None, typer.Option(help="All sessions of this account.", show_default=False)]
@@ -58,16 +56,9 @@ def list_sessions(
     if json:
         print_json([asdict(session) for session in sessions])
         return
-    if not stdout.is_terminal:
-        for each in sessions:
-            typer.echo("\t".join(cells(each)))
-        return
     counted = [Column(name, justify="right") for name in ("messages", "turns")]
-    table = Table(Column("session", no_wrap=True), "client", "model", *counted, "last used", "state")
-    for each in sessions:
-        # As text: names are not markup.
-        table.add_row(*map(Text, cells(each)))
-    stdout.print(table)
+    columns: list[str | Column] = [Column("session", no_wrap=True), "client", "model", *counted, "last used", "state"]
+    print_rows(columns, map(cells, sessions))
 
 
 def cells(session: SessionLine) -> tuple[str, ...]:
@@ -100,7 +91,7 @@ def export(
             usage = [asdict(line) for line in archive.usage(name)]
             exported = {"client_id": name, "sessions": sessions, "usage": usage}
         else:
-            raise _nothing_of(kind, name)
+            raise _not_stored(kind, name)
     if output is None:
         print_json(exported)
     else:
@@ -122,13 +113,13 @@ def purge(  # noqa: PLR0913 - one argument an option
     kind, name = _one_of(session, client)
     with Archive.open(_path(settings)) as archive:
         if not archive.holds(kind, name):
-            raise _nothing_of(kind, name)
+            raise _not_stored(kind, name)
         n_sessions = len(archive.matches(kind, name))
     what = f"session {name}" if kind == "session" else f"{_sessions(n_sessions)} of {name} and its usage"
     if not yes:
         typer.confirm(f"Delete {what}? This cannot be undone.", abort=True, err=True)
     _purge(settings, kind, name)
-    _note(settings, kind, name)
+    _audit(settings, kind, name)
     if json:
         print_json({"kind": kind, "name": name, "sessions": n_sessions})
     else:
@@ -198,7 +189,7 @@ def _purge(settings: Settings, kind: PurgeKind, name: str) -> None:
                 f"the daemon has not deleted it within {PURGE_TIMEOUT_S:g} s",
                 hint="See its log; it deletes it once its file can be written.",
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     truncate_wal(path)
 
 
@@ -207,14 +198,11 @@ def _is_held(path: Path, kind: PurgeKind, name: str) -> bool:
         return archive.holds(kind, name)
 
 
-def _note(settings: Settings, kind: PurgeKind, name: str) -> None:
+def _audit(settings: Settings, kind: PurgeKind, name: str) -> None:
     """Record the purge in the audit log."""
-    accounts = Accounts.open(settings.state_dir / ACCOUNTS_NAME, clock=time.time, audit_days=settings.auth.audit_days)
-    try:
-        client_id = name if kind == "client" else None
+    client_id = name if kind == "client" else None
+    with open_accounts(settings) as accounts:
         accounts.audit(AuditEvent.SESSION_PURGED, client_id=client_id, detail="all" if client_id else name)
-    finally:
-        accounts.close()
 
 
 def _sessions(count: int) -> str:
@@ -231,7 +219,7 @@ def _one_of(session: str | None, client: str | None) -> tuple[PurgeKind, str]:
     )
 
 
-def _nothing_of(kind: PurgeKind, name: str) -> InferenceCenterError:
+def _not_stored(kind: PurgeKind, name: str) -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.SESSION_NOT_FOUND,
         f"nothing is stored of {kind} {name!r}",

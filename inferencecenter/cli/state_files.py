@@ -1,17 +1,29 @@
-"""Helpers of commands that replace the daemon's files: no daemon may run, and no file is deleted."""
+"""Helpers of commands that open the daemon's files, or replace them: then no daemon may run, and none is deleted."""
 
 from __future__ import annotations
 
 import contextlib
+import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.server.control import try_lock_state_dir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from inferencecenter.config.settings import Settings
+
+
+@contextlib.contextmanager
+def open_accounts(settings: Settings) -> Iterator[Accounts]:
+    """Open the accounts of the state directory for the block; a daemon may run."""
+    path = settings.state_dir / DATABASE_NAME
+    with contextlib.closing(Accounts.open(path, clock=time.time, audit_days=settings.auth.audit_days)) as accounts:
+        yield accounts
 
 
 @contextlib.contextmanager

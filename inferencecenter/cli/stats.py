@@ -144,7 +144,7 @@ def as_data(snapshot: StatsSnapshot) -> dict[str, Any]:
         "address": snapshot.address,
         "version": snapshot.version,
         "metrics": None if metrics is None else metrics.model_dump(exclude={"op", "id"}),
-        "status": {side: dict(values) for side, values in snapshot.status.items()},
+        "status": {kind: dict(values) for kind, values in snapshot.status.items()},
         "plan": None if snapshot.plan is None else snapshot.plan.model_dump(),
         "models": [model.model_dump() for model in snapshot.models],
         "clients": [client.model_dump() for client in snapshot.clients],
@@ -308,7 +308,7 @@ def _plain(text: str) -> str:
 
 E = TypeVar("E", bound="Event")
 
-_SIDES: Final[tuple[StatusType, ...]] = ("model", "sessions", "memory")
+_STATUS_TYPES: Final[tuple[StatusType, ...]] = ("model", "sessions", "memory")
 _MAX_RATES: Final = 200
 _CLIENTS_EVERY_S: Final = 10.0
 _QUIT: Final = frozenset(b"qQ\x03\x04")
@@ -330,15 +330,15 @@ def stats(  # noqa: PLR0913 - one argument an option
     settings = load_settings(config, given(state_dir=state_dir))
     daemon = reach_daemon(settings, url=url, token=token, token_file=token_file)
     live = stdout.is_terminal and not once and not json
-    watch = Watch(daemon.url)
+    monitor = Monitor(daemon.url)
     if not live:
-        watch.draw = _write_json if json else _print_screen if once else _write_line
-        watch.complain = lambda words: stderr.print(words, markup=False)
+        monitor.draw = _write_json if json else _print_screen if once else _write_line
+        monitor.warn = lambda words: stderr.print(words, markup=False)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_watch(watch, daemon, interval_s=interval, once=once, live=live))
+        asyncio.run(_monitor(monitor, daemon, interval_s=interval, once=once, live=live))
 
 
-class Watch:
+class Monitor:
     """Samples a daemon periodically, and shows each sample.
 
     Args:
@@ -348,13 +348,13 @@ class Watch:
     Attributes:
         snapshot: The latest snapshot.
         draw: Shows the snapshot.
-        complain: Reports a connection problem when no screen shows it.
+        warn: Reports a connection problem when no screen shows it.
     """
 
     def __init__(self, address: str, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.snapshot = StatsSnapshot(address=address)
         self.draw: Callable[[StatsSnapshot], None] = lambda _snapshot: None
-        self.complain: Callable[[str], None] | None = None
+        self.warn: Callable[[str], None] | None = None
         self._monotonic = monotonic
         self._next_clients_at = float("-inf")
         self._rates: deque[float] = deque(maxlen=_MAX_RATES)
@@ -368,10 +368,10 @@ class Watch:
                 self.snapshot = replace(self.snapshot, notice=describe_notice(notice))
             case _:
                 return
-        if self.complain is None:
+        if self.warn is None:
             self.draw(self.snapshot)
         elif isinstance(notice, Reconnecting) and notice.attempt == 1:
-            self.complain(self.snapshot.notice)
+            self.warn(self.snapshot.notice)
 
     async def run(
         self,
@@ -387,21 +387,24 @@ class Watch:
             InferenceCenterError: The connection has ended for good.
         """
         while True:
-            await self.look(client)
+            await self.sample(client)
             self.draw(self.snapshot)
             if once:
                 return
             await sleep(interval_s)
 
-    async def look(self, client: Client) -> None:
+    async def sample(self, client: Client) -> None:
         """Read everything that this account may read.
 
         Raises:
             InferenceCenterError: The connection has ended for good.
         """
-        metrics = await _ask(client, requests.Metrics(op="metrics"), events.Metrics)
-        models = await _ask(client, requests.ListModels(op="list_models"), events.Models)
-        sides = {side: await _ask(client, requests.Status(op="status", type=side), events.Status) for side in _SIDES}
+        metrics = await _request(client, requests.Metrics(op="metrics"), events.Metrics)
+        models = await _request(client, requests.ListModels(op="list_models"), events.Models)
+        statuses = {
+            kind: await _request(client, requests.Status(op="status", type=kind), events.Status)
+            for kind in _STATUS_TYPES
+        }
         clients = await self._clients(client)
         if metrics is not None:
             self._rates.append(metrics.inference.tokens_per_s)
@@ -409,10 +412,10 @@ class Watch:
             self.snapshot,
             version=client.hello.version,
             metrics=metrics or self.snapshot.metrics,
-            plan=model.plan if (model := sides["model"]) else None,
+            plan=model.plan if (model := statuses["model"]) else None,
             models=models.models if models else (),
             clients=clients,
-            status={side: status.values for side, status in sides.items() if status},
+            status={kind: status.values for kind, status in statuses.items() if status},
             rates=tuple(self._rates),
         )
 
@@ -424,11 +427,11 @@ class Watch:
         if now < self._next_clients_at:
             return self.snapshot.clients
         self._next_clients_at = now + _CLIENTS_EVERY_S
-        answer = await _ask(client, requests.ListClients(op="list_clients"), events.Clients)
+        answer = await _request(client, requests.ListClients(op="list_clients"), events.Clients)
         return answer.clients if answer else ()
 
 
-async def _ask(client: Client, request: Request, kind: type[E]) -> E | None:
+async def _request(client: Client, request: Request, kind: type[E]) -> E | None:
     """Return the reply; ``None`` if the daemon, or the account, has none."""
     try:
         answer = await client.request(request)
@@ -439,24 +442,20 @@ async def _ask(client: Client, request: Request, kind: type[E]) -> E | None:
     return answer if isinstance(answer, kind) else None
 
 
-async def _watch(watch: Watch, daemon: DaemonAccess, *, interval_s: float, once: bool, live: bool) -> None:
+async def _monitor(monitor: Monitor, daemon: DaemonAccess, *, interval_s: float, once: bool, live: bool) -> None:
     # A monitor waits for the daemon to return, however long that takes.
     give_up_after_s = None if live else 300.0
-    connection = Client(
-        daemon.url,
-        token=daemon.token,
-        on_notice=watch.notice,
-        give_up_after_s=give_up_after_s,
-        **daemon.tls_option,
-    )
+    connection = daemon.client(on_notice=monitor.notice, give_up_after_s=give_up_after_s)
     async with connection as client:
         if not live:
-            await watch.run(client, interval_s=interval_s, once=once)
+            await monitor.run(client, interval_s=interval_s, once=once)
             return
         with _until_quit(), Live(console=stdout, screen=True, auto_refresh=False) as shown:
-            hint = Text("\nq leaves", style="dim")
-            watch.draw = lambda snapshot: shown.update(Group(screen(snapshot, width=stdout.width), hint), refresh=True)
-            await watch.run(client, interval_s=interval_s)
+            hint = Text("\nq quits", style="dim")
+            monitor.draw = lambda snapshot: shown.update(
+                Group(screen(snapshot, width=stdout.width), hint), refresh=True
+            )
+            await monitor.run(client, interval_s=interval_s)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import time
 from dataclasses import asdict, fields
@@ -10,15 +9,15 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from inferencecenter.auth.account import MAX_SESSIONS
-from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
 from inferencecenter.auth.accounts_db import format_limits
 from inferencecenter.auth.bootstrap import ensure_admin
 from inferencecenter.cli.options import LIMITS_HELP, ConfigOption, JsonOption, StateDirOption, changed, given
-from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.cli.output import print_json, stdout, text_table
+from inferencecenter.cli.state_files import open_accounts
 from inferencecenter.config.loader import load_settings
 from inferencecenter.config.sections import Priority
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -26,12 +25,8 @@ from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import control
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from inferencecenter.auth.account import ClientInfo, TokenInfo
     from inferencecenter.config.limits import AccessLimits
-    from inferencecenter.config.settings import Settings
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -116,14 +111,8 @@ def list_tokens(
     if json:
         print_json([plain(token) for token in tokens])
         return
-    table = Table(Column("token_id", no_wrap=True), "client", "name", "made", "expires", "last used", "state", "limits")
-    for token in tokens:
-        dates = [_date(at) for at in (token.created_at, token.expires_at, token.last_used_at)]
-        state = "revoked" if token.revoked else "valid"
-        # As text: a name is not markup.
-        cells = (token.token_id, token.client_id, token.name, *dates, state, format_limits(token.limits))
-        table.add_row(*map(Text, cells))
-    stdout.print(table)
+    columns = (Column("token_id", no_wrap=True), "client", "name", "made", "expires", "last used", "state", "limits")
+    stdout.print(text_table(columns, map(_cells, tokens)))
 
 
 @app.command("limits")
@@ -139,7 +128,7 @@ def limits(
 ) -> None:
     """Show or change a token's own limits; a running daemon applies them at once."""
     settings = load_settings(config, given(state_dir=state_dir))
-    told = None
+    notified = None
     with open_accounts(settings) as accounts:
         found = next((each for each in accounts.list_tokens() if each.token_id == token_id), None)
         if found is None:
@@ -153,8 +142,8 @@ def limits(
         if assignments:
             own = changed(assignments, own)
             accounts.limit_token(token_id, own)
-            told = control.notify_tokens_changed(settings.state_dir)
-    show_limits({"token_id": token_id, "client_id": found.client_id}, own, told=told, json=json)
+            notified = control.notify_tokens_changed(settings.state_dir)
+    show_limits({"token_id": token_id, "client_id": found.client_id}, own, notified=notified, json=json)
 
 
 @app.command("revoke")
@@ -175,11 +164,11 @@ def revoke(
                 field="token_id",
                 hint="`inferencecenter token list` lists the ids.",
             )
-    told = control.notify_tokens_changed(settings.state_dir)
+    notified = control.notify_tokens_changed(settings.state_dir)
     if json:
-        print_json({"token_id": token_id, "revoked": True, "daemon_notified": told})
+        print_json({"token_id": token_id, "revoked": True, "daemon_notified": notified})
     else:
-        stdout.print(f"Revoked {token_id};", "its sockets are closed." if told else "no daemon is running.")
+        stdout.print(f"Revoked {token_id};", "its sockets are closed." if notified else "no daemon is running.")
 
 
 def duration_s(text: str) -> int:
@@ -200,18 +189,18 @@ def duration_s(text: str) -> int:
 
 
 def show_limits(
-    whose: dict[str, str], limits: AccessLimits, *, max_sessions: int | None = None, told: bool | None, json: bool
+    whose: dict[str, str], limits: AccessLimits, *, max_sessions: int | None = None, notified: bool | None, json: bool
 ) -> None:
-    """Print limits, and whether a daemon was ``told`` of a change; ``None`` without a change."""
+    """Print limits, and whether a daemon was ``notified`` of a change; ``None`` without a change."""
     sessions = {} if max_sessions is None else {"max_sessions": max_sessions}
     if json:
-        notified = {} if told is None else {"daemon_notified": told}
-        print_json({**whose, **sessions, "limits": limits.given(), **notified})
+        of_daemon = {} if notified is None else {"daemon_notified": notified}
+        print_json({**whose, **sessions, "limits": limits.given(), **of_daemon})
         return
     shown = [*(f"{name}={number}" for name, number in sessions.items()), format_limits(limits)]
     typer.echo(" ".join(shown).rstrip() or "no limits of its own")
-    if told is not None:
-        stdout.print("They apply from now on." if told else "No daemon is running.")
+    if notified is not None:
+        stdout.print("They apply from now on." if notified else "No daemon is running.")
 
 
 def plain(found: TokenInfo | ClientInfo) -> dict[str, Any]:
@@ -219,12 +208,10 @@ def plain(found: TokenInfo | ClientInfo) -> dict[str, Any]:
     return {field.name: getattr(found, field.name) for field in fields(found)} | {"limits": found.limits.given()}
 
 
-@contextlib.contextmanager
-def open_accounts(settings: Settings) -> Iterator[Accounts]:
-    """Open the accounts of the state directory for the block."""
-    path: Path = settings.state_dir / DATABASE_NAME
-    with contextlib.closing(Accounts.open(path, clock=time.time, audit_days=settings.auth.audit_days)) as accounts:
-        yield accounts
+def _cells(token: TokenInfo) -> tuple[str, ...]:
+    dates = (_date(at) for at in (token.created_at, token.expires_at, token.last_used_at))
+    state = "revoked" if token.revoked else "valid"
+    return token.token_id, token.client_id, token.name, *dates, state, format_limits(token.limits)
 
 
 def _date(at: float | None) -> str:

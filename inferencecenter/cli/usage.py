@@ -7,11 +7,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from rich.table import Column, Table
-from rich.text import Text
+from rich.table import Column
 
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
-from inferencecenter.cli.output import print_json, stdout
+from inferencecenter.cli.output import print_json, print_rows
 from inferencecenter.config.loader import load_settings
 from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.recorder import utc_day
@@ -45,15 +44,10 @@ def usage(  # noqa: PLR0913 - one argument an option
     if json:
         print_json([asdict(line) for line in lines])
         return
-    if not stdout.is_terminal:
-        for line in lines:
-            typer.echo("\t".join(cells(line, by_token=token)))
-        return
     counted = [Column(name, justify="right") for name in ("turns", "prompt tokens", "of these cached", "generated")]
-    table = Table("day", "client", *(["token_id"] if token else []), *counted)
-    for line in lines:
-        table.add_row(*map(Text, cells(line, by_token=token)))
-    stdout.print(table)
+    print_rows(
+        ["day", "client", *(["token_id"] if token else []), *counted], [cells(line, by_token=token) for line in lines]
+    )
 
 
 def cells(line: UsageLine, *, by_token: bool) -> tuple[str, ...]:

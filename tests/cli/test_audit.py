@@ -13,7 +13,8 @@ from rich.console import Console
 
 from inferencecenter.auth.accounts import DATABASE_NAME, Accounts
 from inferencecenter.auth.audit import AuditEvent, AuditLine, audit_entry
-from inferencecenter.cli.audit import as_table
+from inferencecenter.cli.audit import cells
+from inferencecenter.cli.output import text_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,7 +100,7 @@ def test_table_shows_claims_literally() -> None:
         detail="too many attempts",
     )
     console = Console(file=StringIO(), width=200)
-    console.print(as_table([line]))
+    console.print(text_table(["column"] * 7, [cells(line)]))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for words in ("login_refused", "[/] [red]eve", "192.0.2.9", "too many attempts", "3"):
         assert words in shown

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from inferencecenter.cli import model as model_module
+from inferencecenter.cli import output
 from inferencecenter.cli.model import configured_files, count, size
 from inferencecenter.config.settings import ModelEntry, ModelSettings, Settings
 from tests.models.conftest import hub, offline
@@ -59,9 +60,9 @@ def test_pull_list_info_verify_remove(cli: Cli, models: Path, pulled: dict[str, 
     assert entry["facts"]["architecture"] == "llama"
     assert (entry["problem"], entry["setting"]) == (None, None)
 
-    output = cli.run("model", "info", "tiny-Q8_0").out
-    assert "InferenceCenter Demo" in output
-    assert "ada/tiny/tiny-Q8_0.gguf" in output
+    text = cli.run("model", "info", "tiny-Q8_0").out
+    assert "InferenceCenter Demo" in text
+    assert "ada/tiny/tiny-Q8_0.gguf" in text
 
     verified = cli.run("model", "verify")
     assert (verified.code, verified.out) == (0, "tiny-Q8_0: complete\n")
@@ -149,12 +150,13 @@ def test_terminal_output(
 ) -> None:
     """A table that shows file metadata literally, and a pull with progress."""
     (models / "tiny-Q8_0.gguf").rename(models / "[red]x.gguf")
-    output, progress = io.StringIO(), io.StringIO()
-    monkeypatch.setattr(model_module, "stdout", Console(file=output, force_terminal=True, width=120, highlight=False))
+    shown, progress = io.StringIO(), io.StringIO()
+    for module in (output, model_module):
+        monkeypatch.setattr(module, "stdout", Console(file=shown, force_terminal=True, width=120, highlight=False))
     monkeypatch.setattr(model_module, "stderr", Console(file=progress, force_terminal=True, width=120, highlight=False))
     assert cli.run("model", "list").code == 0
-    assert "[red]x" in output.getvalue()
-    assert str(models) in output.getvalue().replace("\n", "")
+    assert "[red]x" in shown.getvalue()
+    assert str(models) in shown.getvalue().replace("\n", "")
     hub.repos["ada/tiny"]["tiny-Q8_0.gguf"].content += b"\0"
     assert cli.run("model", "pull", "ada/tiny", "--name", "again").code == 0
     assert "ada/tiny" in progress.getvalue()

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.auth.accounts import Accounts
+from inferencecenter.cli import output
 from inferencecenter.cli import session as session_command
-from inferencecenter.cli import usage as usage_command
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, try_lock_state_dir
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import SessionStore
@@ -112,8 +112,7 @@ def test_list_shows_stored_sessions(cli: Cli, stored: Path) -> None:
 
 def test_terminal_lists_are_tables(cli: Cli, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a heading and without message content."""
-    for module in (session_command, usage_command):
-        monkeypatch.setattr(module, "stdout", Console(force_terminal=True, width=120))
+    monkeypatch.setattr(output, "stdout", Console(force_terminal=True, width=120))
     listed = cli.run("session", "list").out
     assert all(word in listed for word in ("last used", "s_1", "ada", "answering"))
     assert SECRET not in listed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from websockets import ConnectionClosed
 
-from inferencecenter.cli.stats import Watch
+from inferencecenter.cli.stats import Monitor
 from inferencecenter.client import Client, Timing
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from tests.cli.chat_harness import CONTROL, Screen
@@ -107,21 +107,21 @@ def test_invalid_interval_is_refused(cli: Cli, interval: str) -> None:
     assert cli.run("stats", "--interval", interval, "--token", "t").code == 2
 
 
-async def _stop_after(n_samples: int, snapshots: list[StatsSnapshot], watch: Watch, url: str) -> None:
-    """Watch a daemon without delays, and stop after this many samples."""
+async def _stop_after(n_samples: int, snapshots: list[StatsSnapshot], monitor: Monitor, url: str) -> None:
+    """Monitor a daemon without delays, and stop after this many samples."""
 
     async def sleep(_interval_s: float) -> None:
-        if len(watch.snapshot.rates) >= n_samples:
+        if len(monitor.snapshot.rates) >= n_samples:
             raise InferenceCenterError(ErrorCode.INTERNAL, "seen enough")
 
     async def no_sleep(_seconds: float) -> None:
         """Return at once instead of waiting for the next attempt."""
 
-    watch.draw = snapshots.append
+    monitor.draw = snapshots.append
     timing = Timing(sleep=no_sleep)
-    async with Client(url, token="t", on_notice=watch.notice, timing=timing) as client:
+    async with Client(url, token="t", on_notice=monitor.notice, timing=timing) as client:
         with pytest.raises(InferenceCenterError, match="seen enough"):
-            await watch.run(client, interval_s=1.0, sleep=sleep)
+            await monitor.run(client, interval_s=1.0, sleep=sleep)
 
 
 async def test_sparkline_accumulates_rates(scripted: Start) -> None:
@@ -134,7 +134,7 @@ async def test_sparkline_accumulates_rates(scripted: Start) -> None:
                 await answer(peer, rate=float(look))
 
     snapshots: list[StatsSnapshot] = []
-    await _stop_after(3, snapshots, Watch("here"), await scripted(daemon))
+    await _stop_after(3, snapshots, Monitor("here"), await scripted(daemon))
     assert [each.rates for each in snapshots] == [(0.0,), (0.0, 1.0), (0.0, 1.0, 2.0)]
     assert snapshots[-1].status["memory"] == {"connections": 6, "n_ctx": 4096}
     assert snapshots[-1].version == "0.1.0"
@@ -152,7 +152,7 @@ async def test_daemon_that_returns(scripted: Start) -> None:
         await peer.socket.close(1012, "restart")
 
     snapshots: list[StatsSnapshot] = []
-    await _stop_after(2, snapshots, Watch("here"), await scripted(first, answer_all))
+    await _stop_after(2, snapshots, Monitor("here"), await scripted(first, answer_all))
     notices = [each.notice for each in snapshots]
     assert notices[0] == ""
     assert "the daemon is about to restart…" in notices
@@ -171,7 +171,7 @@ async def test_throttling_is_shown_immediately(scripted: Start) -> None:
             await answer(peer)
 
     snapshots: list[StatsSnapshot] = []
-    await _stop_after(1, snapshots, Watch("here"), await scripted(daemon))
+    await _stop_after(1, snapshots, Monitor("here"), await scripted(daemon))
     assert snapshots[0].heat is not None
     assert snapshots[0].heat.state == "warm"
 
@@ -193,8 +193,8 @@ async def test_administrator_sees_clients(scripted: Start) -> None:
                 await peer.send(op="clients", id=request["id"], clients=[{"client_id": "ada", **ada}])
 
     snapshots: list[StatsSnapshot] = []
-    watch = Watch("here", monotonic=lambda: 4.0 * len(snapshots))
-    await _stop_after(5, snapshots, watch, await scripted(daemon))
+    monitor = Monitor("here", monotonic=lambda: 4.0 * len(snapshots))
+    await _stop_after(5, snapshots, monitor, await scripted(daemon))
     assert [each.clients[0].busy for each in snapshots] == [0, 0, 0, 3, 3]
 
 
@@ -228,7 +228,7 @@ async def test_exit_restores_the_terminal(scripted: Start, how: str) -> None:
         screen = Screen(ours)
         await screen.until("\x1b[?1049h")
         await screen.until("5 waiting")
-        await screen.until("q leaves")
+        await screen.until("q quits")
         assert termios.tcgetattr(theirs) != before
         if how == "sigterm":
             process.send_signal(signal.SIGTERM)
