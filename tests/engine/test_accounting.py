@@ -45,7 +45,7 @@ def test_a_fetch_alone_is_work() -> None:
     assert work_of(StepPlan(fetches=("s", "t")), StepOutcome(), step_s=0.5) == StepStats(0.5, fetches=2)
 
 
-def test_generating_and_reading_are_told_apart() -> None:
+def test_decode_and_prefill_are_separate() -> None:
     """Rows are those of the pass that generates; tokens that were read, and times, are what the executor measured."""
     plan = StepPlan(passes=(rows("a", "b", prefill=False), rows("c", prefill=True)))
     outcome = StepOutcome(prefill_tokens=7, prefill_s=0.5, decode_s=0.25, move_times=[MoveTime("park", 0.125)])
@@ -65,7 +65,7 @@ def test_generating_and_reading_are_told_apart() -> None:
         ((RestoreSlot(1, "other", 4, b"", "u"),), TokenSources(slot=4, computed=6)),
     ],
 )
-def test_where_the_tokens_of_a_turn_came_from(moves: tuple[KvMove, ...], sources: TokenSources) -> None:
+def test_sources_of_prompt_tokens(moves: tuple[KvMove, ...], sources: TokenSources) -> None:
     """Each is counted once: where the plan has it from, and the rest as computed."""
     plan = StepPlan(moves=moves, admissions=(Admission("t", PROMPT, 4),), passes=(rows("t", prefill=True),))
     work = work_of(plan, StepOutcome(), step_s=1.0)
@@ -73,7 +73,7 @@ def test_where_the_tokens_of_a_turn_came_from(moves: tuple[KvMove, ...], sources
     assert work.sources == sources
 
 
-def test_what_could_not_be_restored_is_computed() -> None:
+def test_failed_restore_counts_as_computed() -> None:
     """A turn whose move failed reads all of its prompt."""
     plan = StepPlan(moves=(restore("session"),), admissions=(Admission("t", PROMPT, 4),))
     work = work_of(plan, StepOutcome(emptied={"t"}), step_s=1.0)
@@ -81,7 +81,7 @@ def test_what_could_not_be_restored_is_computed() -> None:
     assert work.sources == TokenSources(computed=10)
 
 
-def test_a_turn_that_only_comes_back_is_not_counted_again() -> None:
+def test_resumed_turn_is_not_counted_again() -> None:
     """It has moves and no admission."""
     work = work_of(StepPlan(moves=(restore("session"),)), StepOutcome(), step_s=1.0)
     assert work is not None

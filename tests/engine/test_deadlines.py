@@ -18,7 +18,7 @@ def test_deadlines_pass_in_their_order() -> None:
     assert deadlines.passed(9.0) == ("late",)
 
 
-def test_the_wait_ends_with_the_next_one() -> None:
+def test_wait_ends_at_the_next_deadline() -> None:
     """Never less than nothing; without deadlines it has no end."""
     deadlines = Deadlines(lambda _turn_id: True)
     assert deadlines.wait_s(0.0) is None
@@ -29,14 +29,14 @@ def test_the_wait_ends_with_the_next_one() -> None:
     assert deadlines.wait_s(2.0) is None
 
 
-def test_what_never_comes_is_not_kept() -> None:
+def test_infinite_deadlines_are_not_stored() -> None:
     """Turns without limits leave nothing behind."""
     deadlines = Deadlines(lambda _turn_id: True)
     deadlines.add("t", (math.inf, math.inf))
     assert deadlines.wait_s(0.0) is None
 
 
-def test_turns_that_have_ended_leave_their_deadlines_behind_for_a_while_only() -> None:
+def test_deadlines_of_ended_turns_are_dropped() -> None:
     """However many come and go while others run, whose deadlines pass in their order as ever."""
     living = {f"old{number}" for number in range(10)}
     deadlines = Deadlines(living.__contains__)

@@ -73,7 +73,7 @@ def test_a_raw_prompt_is_its_own_answer() -> None:
     assert answer(echo(), prompt, 4) == [*b"new", MESSAGE_END]
 
 
-def test_ignore_eos_goes_round() -> None:
+def test_ignore_eos_repeats_the_answer() -> None:
     """The answer is repeated instead of ended."""
     assert answer(echo(), list(b"ab"), 5, ignore_eos=True) == list(b"ababa")
 
@@ -134,7 +134,7 @@ def test_a_full_slot_fails_its_batch() -> None:
     assert backend.held(0) == ()
 
 
-def test_a_sampler_notices_kv_of_another_turn() -> None:
+def test_sampler_detects_kv_of_another_turn() -> None:
     """Rows count the chunks that sample, and a row with other tokens than the turn's raises."""
     backend = echo()
     backend.decode([Chunk(0, 0, list(b"xy"), sample=False), Chunk(1, 0, list(b"ab"), sample=True)])
@@ -185,7 +185,7 @@ def test_saved_tokens_are_restored_into_any_slot_of_any_backend(tokens: list[int
 
 
 @given(st.data())
-def test_a_state_that_is_not_whole_is_refused(data: st.DataObject) -> None:
+def test_incomplete_state_is_refused(data: st.DataObject) -> None:
     """Torn, changed in any bit, or of another length than asked for: the slot is empty, and nothing raises."""
     backend = echo()
     backend.decode([Chunk(0, 0, list(b"hello"), sample=False), Chunk(1, 0, [1], sample=False)])
@@ -211,7 +211,7 @@ def test_a_state_longer_than_a_slot_is_refused() -> None:
     assert small.restore(0, memoryview(saved(backend, 0)), 4)
 
 
-def test_what_cannot_be_saved() -> None:
+def test_unsaveable_slots() -> None:
     """An empty slot and a small buffer give no bytes; a read-only buffer is refused."""
     backend = echo()
     assert backend.state_bytes(0) == backend.save(0, memoryview(bytearray(100))) == 0
@@ -221,7 +221,7 @@ def test_what_cannot_be_saved() -> None:
         backend.save(0, memoryview(bytes(100)))
 
 
-def test_copying_a_beginning() -> None:
+def test_copy_of_a_prefix() -> None:
     """The target holds it alone, and later changes of one slot do not show in the other."""
     backend = echo()
     backend.decode([Chunk(0, 0, [1, 2, 3], sample=False), Chunk(1, 0, [9], sample=False)])
@@ -259,13 +259,13 @@ def test_the_delay_is_slept_at_each_decode() -> None:
     assert slept == [0.02]
 
 
-def test_it_is_a_backend() -> None:
+def test_implements_the_backend_protocol() -> None:
     """The seam's protocol is kept; mypy compares the signatures here."""
     seam: Backend = echo()
     assert seam.model.backend == "echo"
 
 
-def test_the_model_says_what_it_is() -> None:
+def test_model_description() -> None:
     """Options show in the model, and closing forgets all tokens."""
     backend = echo(slots=3, n_ctx=77)
     assert (backend.model.slots, backend.model.n_ctx, backend.model.backend) == (3, 77, "echo")

@@ -212,7 +212,7 @@ def bench(pool: ThreadPoolExecutor, tmp_path: Path) -> Bench:
     return Bench(pool, tmp_path)
 
 
-def test_a_prompt_is_read_and_its_first_token_sampled(bench: Bench) -> None:
+def test_prompt_is_prefilled_and_its_first_token_sampled(bench: Bench) -> None:
     """Started comes before the first delta; the outcome counts tokens and time."""
     bench.add("t")
     outcome, events = bench.start("t")
@@ -306,7 +306,7 @@ def test_a_slot_that_had_to_be_emptied_is_reported(bench: Bench) -> None:
     assert started.cached_tokens == 0
 
 
-def test_emptying_a_slot_on_purpose_is_no_loss(bench: Bench) -> None:
+def test_intended_clear_is_no_loss(bench: Bench) -> None:
     """A slot cut to nothing is empty, however the backend did it."""
     bench.backend.decode([Chunk(0, 0, [1], sample=False)])
     bench.backend.refuse_cut = True
@@ -399,7 +399,7 @@ def test_a_decode_error_fails_the_turns_whose_kv_is_lost(bench: Bench) -> None:
     assert outcome.sampled == {"b": ord("e")}
 
 
-def test_a_decode_error_that_names_nobody_fails_the_whole_batch(bench: Bench) -> None:
+def test_decode_error_without_slots_fails_the_batch(bench: Bench) -> None:
     """Otherwise the same batch would be tried for ever."""
     bench.add("t")
     bench.backend.lose = ()
@@ -485,7 +485,7 @@ def test_closing_frees_every_sampler(bench: Bench) -> None:
     assert bench.backend.open_samplers == 0
 
 
-def test_a_preempted_turn_goes_on_where_it_was(bench: Bench) -> None:
+def test_preempted_turn_resumes(bench: Bench) -> None:
     """Parked, out of its slot and back in another one, without an admission: its sampler and its text live on."""
     bench.add("t", max_tokens=3)
     bench.start("t")
@@ -517,7 +517,7 @@ def test_a_preempted_turn_goes_on_where_it_was(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("move", [RestoreSlot(0, "gone", 5, b"", "t"), CopySlot(1, 0, 5, "t")])
-def test_a_turn_whose_kv_did_not_arrive_skips_the_step(bench: Bench, move: RestoreSlot | CopySlot) -> None:
+def test_turn_with_missing_kv_skips_the_step(bench: Bench, move: RestoreSlot | CopySlot) -> None:
     """Nothing is cached, nothing decoded on top of it, and the outcome says that its slot is empty."""
     bench.backend.decode([Chunk(0, 0, [9, 9], sample=False), Chunk(1, 0, [*PROMPT, 9], sample=False)])
     bench.backend.refuse_copy = True
@@ -536,7 +536,7 @@ def test_a_turn_whose_kv_did_not_arrive_skips_the_step(bench: Bench, move: Resto
     assert bench.backend.held(0) == ()
 
 
-def test_an_answer_goes_on_after_its_prompt_was_made_shorter(bench: Bench) -> None:
+def test_answer_continues_after_a_context_shift(bench: Bench) -> None:
     """The sampler knows the earlier answer, which is read with the prompt but is not told as part of it."""
     bench.go_on("t", tuple(b"he"), max_tokens=4)
     tokens = [*PROMPT, *b"he"]

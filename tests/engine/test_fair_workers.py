@@ -54,7 +54,7 @@ def test_clients_take_turns() -> None:
     assert shop.done == ["a0", "a1", "b0", "c0", "a2", "b1", "a3"]
 
 
-def test_no_more_than_so_many_are_with_the_executor() -> None:
+def test_jobs_at_the_executor_are_bounded() -> None:
     """So other work of the executor waits for those that run, and for no others."""
     shop = Shop(most=3)
     for name in ("a0", "a1", "b0", "b1", "c0", "c1"):
@@ -65,7 +65,7 @@ def test_no_more_than_so_many_are_with_the_executor() -> None:
 
 
 @pytest.mark.parametrize(("most", "own"), [(1, 1), (2, 1), (4, 3)])
-def test_a_client_does_not_have_all_workers_run_long_jobs(most: int, own: int) -> None:
+def test_client_cannot_occupy_all_workers(most: int, own: int) -> None:
     """One is left for another client, or for a short job; where there is one worker, it runs any."""
     shop = Shop(most=most)
     for number in range(8):
@@ -85,7 +85,7 @@ def test_a_short_job_does_not_wait_for_a_long_one_of_its_client() -> None:
     assert len(shop.executor) == 2
 
 
-def test_what_is_withdrawn_leaves_nothing_behind() -> None:
+def test_cancelled_job_leaves_no_entry() -> None:
     """Jobs that wait are gone with what they refer to, wherever they stand in their line."""
     shop = Shop()
     shop.submit("a0")
@@ -104,7 +104,7 @@ def test_what_is_withdrawn_leaves_nothing_behind() -> None:
     assert shop.done == ["a0", "c0"]
 
 
-def test_a_job_that_runs_is_told_that_nothing_waits_for_it() -> None:
+def test_running_job_learns_of_its_cancellation() -> None:
     """It ends between two of its parts; one that the executor has and that has not begun never does."""
     shop = Shop(most=2)
     seen: list[int] = []
@@ -126,7 +126,7 @@ def test_a_job_that_runs_is_told_that_nothing_waits_for_it() -> None:
     assert shop.done == ["a0"]
 
 
-def test_when_all_is_closed_nothing_begins() -> None:
+def test_no_job_starts_after_close() -> None:
     """What runs is told."""
     shop = Shop()
     runs, waits = shop.submit("a0"), shop.submit("a1")

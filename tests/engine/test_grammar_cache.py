@@ -69,7 +69,7 @@ def grammars(trials: Trials) -> GrammarCache:
     return GrammarCache(EchoBackend(EngineOptions(backend="echo", parent_pid=0)), sandbox=trials)
 
 
-def test_a_grammar_is_compiled_once_and_each_turn_goes_its_own_way(grammars: GrammarCache, trials: Trials) -> None:
+def test_grammar_is_compiled_once_for_independent_turns(grammars: GrammarCache, trials: Trials) -> None:
     """What one turn says is of no matter to another; one that goes on begins behind its answer."""
     assert grammars.find(WORD) is None
     first = constraint_of(grammars, WORD)
@@ -81,7 +81,7 @@ def test_a_grammar_is_compiled_once_and_each_turn_goes_its_own_way(grammars: Gra
     assert trials.tried == ["[a-z]+"]
 
 
-def test_what_is_wrong_with_a_grammar_is_known_too(grammars: GrammarCache, trials: Trials) -> None:
+def test_grammar_errors_are_cached(grammars: GrammarCache, trials: Trials) -> None:
     """A repeated request gets the same error without another compilation."""
     wrong = Grammar("regex", "(a")
     said = set()
@@ -94,7 +94,7 @@ def test_what_is_wrong_with_a_grammar_is_known_too(grammars: GrammarCache, trial
 
 
 @pytest.mark.parametrize(("code", "tried"), [(ErrorCode.INVALID_GRAMMAR, 1), (ErrorCode.INTERNAL, 2)])
-def test_a_grammar_that_does_not_survive_its_trial_is_not_compiled(
+def test_grammar_that_crashes_the_sandbox_is_not_compiled(
     grammars: GrammarCache, trials: Trials, code: ErrorCode, tried: int
 ) -> None:
     """It is not tried again; where the trial itself failed it is."""
@@ -105,7 +105,7 @@ def test_a_grammar_that_does_not_survive_its_trial_is_not_compiled(
     assert len(trials.tried) == tried
 
 
-def test_what_two_turns_want_at_once_is_compiled_once(grammars: GrammarCache, trials: Trials) -> None:
+def test_concurrent_requests_compile_once(grammars: GrammarCache, trials: Trials) -> None:
     """The second waits for the first."""
     trials.may_go_on.clear()
     with ThreadPoolExecutor(2) as pool:
@@ -115,7 +115,7 @@ def test_what_two_turns_want_at_once_is_compiled_once(grammars: GrammarCache, tr
     assert len(trials.tried) == 1
 
 
-def test_grammars_are_forgotten_when_they_take_too_much(grammars: GrammarCache, trials: Trials) -> None:
+def test_grammars_are_evicted_by_size(grammars: GrammarCache, trials: Trials) -> None:
     """Those that were wanted last stay."""
     trials.size_bytes = 60 * MIB
     texts = ["a", "b", "c", "d", "e"]
@@ -124,7 +124,7 @@ def test_grammars_are_forgotten_when_they_take_too_much(grammars: GrammarCache, 
     assert [grammars.find(Grammar("regex", text)) is not None for text in texts] == [True, False, True, True, True]
 
 
-def test_a_large_grammar_evicts_none_and_is_had_while_a_turn_uses_it(grammars: GrammarCache, trials: Trials) -> None:
+def test_large_grammar_is_cached_only_while_in_use(grammars: GrammarCache, trials: Trials) -> None:
     """Turns that use it at the same time share it; after the last of them it is compiled anew."""
     constraint_of(grammars, WORD)
     trials.size_bytes = 300 * MIB
@@ -140,7 +140,7 @@ def test_a_large_grammar_evicts_none_and_is_had_while_a_turn_uses_it(grammars: G
     assert len(grammars) == 1
 
 
-def test_a_large_grammar_that_has_reached_a_limit_is_compiled_anew(grammars: GrammarCache, trials: Trials) -> None:
+def test_large_grammar_that_reached_a_limit_is_recompiled(grammars: GrammarCache, trials: Trials) -> None:
     """As a small one."""
     trials.size_bytes = 300 * MIB
     held = constraint_of(grammars, WORD)
@@ -160,7 +160,7 @@ def test_a_client_with_many_grammars_evicts_its_own(grammars: GrammarCache, tria
     assert len(grammars) == 5
 
 
-def test_only_so_many_are_kept(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_cached_grammars_is_bounded(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also small ones."""
     monkeypatch.setattr(module, "_MAX_GRAMMARS", 3)
     for number in range(5):
@@ -168,7 +168,7 @@ def test_only_so_many_are_kept(grammars: GrammarCache, monkeypatch: pytest.Monke
     assert len(grammars) == 3
 
 
-def test_one_that_has_reached_a_limit_is_compiled_anew(grammars: GrammarCache, trials: Trials) -> None:
+def test_grammar_that_reached_a_limit_is_recompiled(grammars: GrammarCache, trials: Trials) -> None:
     """Its turns share what they learn of it: the next one would begin at the limit."""
     held = constraint_of(grammars, WORD)
     with pytest.raises(InferenceCenterError):
@@ -187,7 +187,7 @@ def test_lark_names_the_control_tokens_of_its_turn(grammars: GrammarCache) -> No
         constraint_of(grammars, named)
 
 
-def test_a_frame_says_what_stands_before_gbnf(grammars: GrammarCache) -> None:
+def test_frame_marks_gbnf_prefix(grammars: GrammarCache) -> None:
     """It names the control tokens of its turn; the same text in another frame, or in none, is another grammar."""
     text = 'root ::= "<[<|im_start|>]>"'
     framed = Grammar("gbnf", text, "start: <[<|im_start|>]> /x*/ answer\n")
@@ -200,7 +200,7 @@ def test_a_frame_says_what_stands_before_gbnf(grammars: GrammarCache) -> None:
     assert list(np.flatnonzero(other.allowed(258))) == [ord("y")]
 
 
-def test_without_an_end_there_is_no_form() -> None:
+def test_grammar_without_an_end_is_refused() -> None:
     """A model of which no token ends an answer cannot give one that is complete."""
 
     class Endless(EchoBackend):

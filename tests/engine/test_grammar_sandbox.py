@@ -65,7 +65,7 @@ def test_an_ordinary_grammar_passes(trial: GrammarSandbox, grammar: Grammar) -> 
         (Grammar("lark", "start: <[1000]>"), "1000"),
     ],
 )
-def test_what_is_wrong_is_said_and_the_process_stays(trial: GrammarSandbox, grammar: Grammar, said: str) -> None:
+def test_grammar_error_keeps_the_process(trial: GrammarSandbox, grammar: Grammar, said: str) -> None:
     """The engine is spared what the trial could not compile to its end."""
     before = pid_of(trial)
     with pytest.raises(InferenceCenterError, match=re.escape(said)):
@@ -81,7 +81,7 @@ def test_what_is_wrong_is_said_and_the_process_stays(trial: GrammarSandbox, gram
         (Grammar("lark", f"start: <|im_end|> | <[<tool_call>]> | %json {SLOW.text}"), 1.0, "more than 1 s"),
     ],
 )
-def test_what_a_grammar_ends_is_replaced(
+def test_crashed_sandbox_is_replaced(
     trial: GrammarSandbox, monkeypatch: pytest.MonkeyPatch, grammar: Grammar, timeout_s: float, said: str
 ) -> None:
     """The grammar is refused, and the next one is tried as if nothing had been."""
@@ -104,7 +104,7 @@ def test_a_large_grammar_says_what_it_takes_and_has_the_process_to_itself(trial:
     assert trial.run(NAMES, large, MARKERS) > 2**20
 
 
-def test_a_grammar_that_nothing_waits_for_is_not_compiled_on(trial: GrammarSandbox) -> None:
+def test_cancelled_compilation_is_stopped(trial: GrammarSandbox) -> None:
     """The process that compiles it is ended; an interrupt that means another grammar changes nothing."""
     trial.run(NAMES, PLAIN, MARKERS)
     before = pid_of(trial)
@@ -124,7 +124,7 @@ def test_a_grammar_that_nothing_waits_for_is_not_compiled_on(trial: GrammarSandb
     assert trial.run(NAMES, PLAIN, MARKERS) >= 0
 
 
-def test_a_process_that_was_ended_by_somebody_else_is_replaced(trial: GrammarSandbox) -> None:
+def test_killed_sandbox_is_replaced(trial: GrammarSandbox) -> None:
     """The OOM killer may take it; no client notices."""
     trial.run(NAMES, PLAIN, MARKERS)
     os.kill(pid_of(trial), 9)

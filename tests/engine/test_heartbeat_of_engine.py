@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_a_plan_names_everybody_it_touches() -> None:
+def test_heartbeat_lists_every_turn_of_a_plan() -> None:
     """Decoding turns come first, each once; a parked sequence names no turn."""
     row = DecodeRow("reads", Chunk(0, 0, [1], sample=False))
     plan = StepPlan(
@@ -51,7 +51,7 @@ def test_a_plan_names_everybody_it_touches() -> None:
     assert StepPlan(reasons=("nothing",)).empty
 
 
-def test_who_decodes_is_named_until_the_step_is_over() -> None:
+def test_decoding_turns_are_listed_until_the_step_ends() -> None:
     """Turns are named while the backend works on them; between steps and in an idle loop none is."""
     engine = Engine()
     engine.backend.decoding.clear()
@@ -67,7 +67,7 @@ def test_who_decodes_is_named_until_the_step_is_over() -> None:
     engine.stop()
 
 
-def test_a_step_that_fails_leaves_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_keeps_its_turns_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error that nothing foresaw ends the engine, and whose step it was can be read."""
     engine = Engine()
 
@@ -84,7 +84,7 @@ def test_a_step_that_fails_leaves_its_names(monkeypatch: pytest.MonkeyPatch) -> 
         engine.stop()
 
 
-def test_a_worker_that_hangs_is_no_progress() -> None:
+def test_hanging_worker_makes_no_progress() -> None:
     """Its turn is named, and a loop that wakes for another reason than something done counts nothing."""
     engine = Engine(queue_timeout_s=0.05)
     engine.backend.tokenizing["slow"] = threading.Event()
@@ -102,7 +102,7 @@ def test_a_worker_that_hangs_is_no_progress() -> None:
     engine.stop()
 
 
-def test_the_names_outlive_the_process() -> None:
+def test_listed_turns_outlive_the_process() -> None:
     """An engine killed in a step leaves the names of exactly that step's turns."""
     child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid(), slots=1, echo_delay_ms=60_000))
     child.ready()
@@ -134,7 +134,7 @@ def test_a_real_model_counts_its_loading_and_its_steps(demo_model_path: Path) ->
         assert [frame.fraction for frame in fractions[:2]] == [0.0, 0.0]
 
 
-def test_an_engine_without_a_page_works() -> None:
+def test_engine_without_a_heartbeat_page_works() -> None:
     """Whoever starts it may not care."""
     child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid()), heartbeat=False)
     child.ready()

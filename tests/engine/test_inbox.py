@@ -9,7 +9,7 @@ from inferencecenter.ipc.messages import AbortTurn
 from tests.engine.harness import TIMEOUT_S, submit
 
 
-def test_what_is_received_is_bounded_in_bytes() -> None:
+def test_inbox_is_bounded_in_bytes() -> None:
     """The reader waits until the loop has taken what came before, and leaves the rest in the socket."""
     inbox = Inbox(room_bytes=10_000)
     names = [f"t{number}" for number in range(30)]
@@ -34,7 +34,7 @@ def test_what_is_received_is_bounded_in_bytes() -> None:
     assert inbox._held_bytes == 0
 
 
-def test_one_that_is_larger_than_the_room_is_taken_in_alone() -> None:
+def test_oversized_message_is_admitted_alone() -> None:
     """So nothing waits for ever; what brings no text never waits."""
     inbox = Inbox(room_bytes=100)
     inbox.put(ReceivedCommand(submit("large", "x" * 4000), 0.0))

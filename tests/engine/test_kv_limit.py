@@ -40,7 +40,7 @@ def of_client(client_id: str, turn: Submit) -> Submit:
     return msgspec.structs.replace(turn, client_id=client_id)
 
 
-def test_parked_sessions_are_given_up_at_once_and_answered_as_before(tmp_path: Path) -> None:
+def test_eviction_of_offloaded_sessions_keeps_answers(tmp_path: Path) -> None:
     """Their tokens are read again; what one limit forbids another allows."""
     engine = Engine(tmp_path, slots=1, prefill_grid_tokens=16)
     front = engine.front
@@ -62,7 +62,7 @@ def test_parked_sessions_are_given_up_at_once_and_answered_as_before(tmp_path: P
     engine.stop()
 
 
-def test_turns_in_the_middle_of_their_answers_go_on(tmp_path: Path) -> None:
+def test_eviction_does_not_interrupt_running_turns(tmp_path: Path) -> None:
     """A turn whose KV was parked while another had its slot reads it again; without parking no slot is given up."""
     engine = Engine(tmp_path, slots=1, prefill_grid_tokens=16, quantum_tokens=8)
     texts = {name: f"{name} says " + "abcdefghij " * 12 for name in ("ada", "bob")}
@@ -75,7 +75,7 @@ def test_turns_in_the_middle_of_their_answers_go_on(tmp_path: Path) -> None:
     engine.stop()
 
 
-def test_a_model_says_the_same(demo_model_path: Path, tmp_path: Path) -> None:
+def test_demo_model_answers_are_unchanged(demo_model_path: Path, tmp_path: Path) -> None:
     """With real KV, in a real process, as if it had kept what it gave up."""
     options = demo_options(
         demo_model_path,

@@ -74,7 +74,7 @@ def park(slot: int, *tokens: int, key: str = "s", scope: str = "ada") -> ParkSlo
     return ParkSlot(slot, key, scope, len(tokens), tokens, True)
 
 
-def test_what_is_parked_can_be_restored_elsewhere(bench: Bench) -> None:
+def test_offloaded_kv_can_be_restored_into_another_slot(bench: Bench) -> None:
     """The slot keeps its content, the other one gets it, and what that took is measured."""
     bench.fill(s0=[1, 2, 3], s1=[9])
     moved = bench.run(park(0, 1, 2, 3), RestoreSlot(1, "s", 3, pack_tokens([1, 2, 3]), "t"), TruncateSlot(1, 2, "t"))
@@ -84,7 +84,7 @@ def test_what_is_parked_can_be_restored_elsewhere(bench: Bench) -> None:
     assert bench.kv.sessions == 1
 
 
-def test_what_is_moved_for_a_turn_is_told_with_its_name(bench: Bench) -> None:
+def test_moves_are_reported_with_their_turn(bench: Bench) -> None:
     """Stages have start, end and size; parking an idle session counts for no turn."""
     bench.fill(s0=[1, 2, 3], s1=[9])
     moves = (
@@ -100,7 +100,7 @@ def test_what_is_moved_for_a_turn_is_told_with_its_name(bench: Bench) -> None:
     assert stages["a"].began_s < stages["a"].ended_s < stages["t"].began_s < stages["t"].ended_s
 
 
-def test_what_cannot_be_parked_is_no_error(bench: Bench) -> None:
+def test_failed_offload_is_no_error(bench: Bench) -> None:
     """Neither an empty slot nor one that cannot be saved; both stay as they are."""
     bench.fill(s0=[1, 2])
     bench.backend.refuse = {"save"}
@@ -109,7 +109,7 @@ def test_what_cannot_be_parked_is_no_error(bench: Bench) -> None:
     assert bench.kv.sessions == 0
 
 
-def test_a_sequence_that_is_not_there_leaves_an_empty_slot(bench: Bench) -> None:
+def test_missing_sequence_leaves_an_empty_slot(bench: Bench) -> None:
     """Nothing of the slot's former tenant stays, and the cut that follows is left out."""
     bench.fill(s0=[7, 7, 7])
     moved = bench.run(RestoreSlot(0, "s", 3, b"", "t"), TruncateSlot(0, 2, "t"))
@@ -190,7 +190,7 @@ def test_an_exchange_that_fails_empties_both_slots(bench: Bench) -> None:
     assert bench.log == ["slots 0 and 1 could not be swapped: planned"]
 
 
-def test_what_the_plan_restores_is_not_pushed_out(tmp_path: Path) -> None:
+def test_entries_of_the_plan_are_not_evicted(tmp_path: Path) -> None:
     """With room for one sequence, the one that is needed stays and the other is not parked."""
     bench = Bench(tmp_path)
     bench.kv = open_store(bench.backend, tmp_path / "small", ram_bytes=8192)
@@ -204,7 +204,7 @@ def test_what_the_plan_restores_is_not_pushed_out(tmp_path: Path) -> None:
     assert bench.held(1) == [1, 2]
 
 
-def test_each_plan_begins_afresh(bench: Bench) -> None:
+def test_each_plan_starts_clean(bench: Bench) -> None:
     """A slot emptied in one step may be cut in the next, when something is in it again."""
     bench.run(RestoreSlot(0, "gone", 2, b"", "a"))
     bench.fill(s0=[1, 2])

@@ -77,7 +77,7 @@ def test_many_turns_at_once_get_their_own_answers(engine: Engine) -> None:
     assert last.rss_bytes > 1_000_000
 
 
-def test_the_next_turn_finds_its_kv(engine: Engine) -> None:
+def test_next_turn_reuses_kv(engine: Engine) -> None:
     """A turn that continues the history decodes only what is new, also with others in between."""
     engine.front.send(submit("one", "first", session="s"))
     history = engine.front.history("one")
@@ -90,7 +90,7 @@ def test_the_next_turn_finds_its_kv(engine: Engine) -> None:
     assert engine.front.text("two") == "second"
 
 
-def test_a_released_session_leaves_nothing(engine: Engine) -> None:
+def test_released_session_leaves_no_kv(engine: Engine) -> None:
     """After a release the same history is read from its start."""
     engine.front.send(submit("one", "first", session="s"))
     history = engine.front.history("one")
@@ -196,7 +196,7 @@ def test_a_long_prompt_reports_its_progress() -> None:
     assert done == [(position, total) for position in range(16, total, 16)]
 
 
-def test_time_is_up_for_running_and_waiting_turns() -> None:
+def test_deadline_ends_running_and_waiting_turns() -> None:
     """Turns end with reason time wherever they are; the answer so far is kept."""
     engine = Engine(slots=1)
     limited = b'{"ignore_eos":true,"max_time_ms":50}'
@@ -225,7 +225,7 @@ def test_one_step_is_one_frame(engine: Engine) -> None:
     engine.front.wait_for("a", "b")
 
 
-def test_hanging_up_ends_the_loop_during_a_turn() -> None:
+def test_closed_pipe_ends_the_loop_during_a_turn() -> None:
     """A loop with running and waiting turns ends when the front is gone, and frees its samplers."""
     engine = Engine(slots=1)
     engine.front.send(*(submit(name, "ab", params=b'{"ignore_eos":true}') for name in ("x", "y")))
@@ -292,7 +292,7 @@ def test_an_orphan_does_not_start() -> None:
     child.front.close()
 
 
-def test_a_process_that_is_told_anything_but_its_options_ends() -> None:
+def test_process_requires_its_options_first() -> None:
     """The first frame must be Configure."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]

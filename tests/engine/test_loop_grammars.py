@@ -81,7 +81,7 @@ def failure(engine: Engine, turn_id: str) -> Failed:
     return last
 
 
-def test_what_has_the_form_is_said_and_nothing_else(engine: Engine) -> None:
+def test_output_follows_the_grammar(engine: Engine) -> None:
     """The echo backend can say one thing only; where that is of another form it says why it does not."""
     engine.front.send(formed("good", '{"a": 1}'), formed("bad", '{"a": "x"}'), submit("free", "hello"))
     assert engine.front.finished("good").reason == "stop"
@@ -123,7 +123,7 @@ def test_a_panic_while_a_turn_is_prepared_fails_it_alone(engine: Engine, monkeyp
     assert engine.front.finished("other").reason == "stop"
 
 
-def test_a_turn_goes_on_in_its_form(engine: Engine) -> None:
+def test_resumed_turn_follows_its_grammar(engine: Engine) -> None:
     """What it had said is taken in, and the rest follows; one that was complete hears its end."""
     answer = '{"a": 1}'
     engine.front.send(formed("begun", answer, answer=pack_tokens([*answer.encode()[:4]]), shown_chars=4))
@@ -133,7 +133,7 @@ def test_a_turn_goes_on_in_its_form(engine: Engine) -> None:
     assert engine.front.finished("over").reason == "stop"
 
 
-def test_a_grammar_that_takes_long_keeps_nobody_else_waiting(engine: Engine, gate: Gate) -> None:
+def test_slow_grammar_does_not_delay_other_turns(engine: Engine, gate: Gate) -> None:
     """Neither turns without a form nor those whose form is known; aborted meanwhile, a turn ends at once."""
     engine.front.send(formed("first", '{"a": 1}'))
     engine.front.wait_for("first")
@@ -149,7 +149,7 @@ def test_a_grammar_that_takes_long_keeps_nobody_else_waiting(engine: Engine, gat
     assert engine.front.finished("slow").reason == "stop"
 
 
-def test_turns_that_take_a_slot_from_each_other_keep_their_forms(gate: Gate, tmp_path: Any) -> None:
+def test_preempted_turns_keep_their_grammars(gate: Gate, tmp_path: Any) -> None:
     """Preempted over and over, each answer is what it would have been."""
     engine = Engine(tmp_path, slots=1, quantum_tokens=5)
     try:
@@ -162,7 +162,7 @@ def test_turns_that_take_a_slot_from_each_other_keep_their_forms(gate: Gate, tmp
         engine.stop()
 
 
-def test_a_marker_is_text_where_it_is_generated(engine: Engine) -> None:
+def test_generated_marker_is_text(engine: Engine) -> None:
     """It counts as what is shown and stays in the history; the same token is nothing where it is no marker."""
     said = pack_tokens([*b"ab", 256, *b"cd"])
     for turn_id, markers, text in (("shown", ("<|im_start|>",), "ab<|im_start|>cd"), ("hidden", (), "abcd")):

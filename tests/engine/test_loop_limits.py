@@ -43,7 +43,7 @@ def test_only_interactive_turns_run_until_limits_are_lifted(engine: Engine) -> N
     assert engine.front.text("normal") == "ab"
 
 
-def test_a_running_turn_rests_and_says_nothing_twice(engine: Engine) -> None:
+def test_paused_turn_repeats_no_text(engine: Engine) -> None:
     """What it says before and after is what it would have said at once."""
     text = "abcdefghij" * 5
     engine.backend.decoding.clear()
@@ -62,7 +62,7 @@ def test_a_running_turn_rests_and_says_nothing_twice(engine: Engine) -> None:
     assert engine.front.text("t") == "x" + text
 
 
-def test_a_pause_is_over_when_it_is_lifted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lifted_pause_resumes_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what comes in meanwhile is handled at once: no wait for a command during the pause ends without one."""
     command, answers = StepThrottle.command, []
 

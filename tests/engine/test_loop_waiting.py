@@ -133,7 +133,7 @@ def test_a_session_that_lost_its_slot_is_restored(engine: Engine) -> None:
     assert engine.front.text("two") == "second"
 
 
-def test_what_an_earlier_engine_parked_is_told_at_once(engine: Engine, tmp_path: Path) -> None:
+def test_recovered_sessions_are_reported_at_once(engine: Engine, tmp_path: Path) -> None:
     """Before the first turn, so that it is not taken for lost."""
     engine.front.send(submit("one", "first", session="s"))
     engine.front.wait_for("one")
@@ -148,7 +148,7 @@ def test_what_an_earlier_engine_parked_is_told_at_once(engine: Engine, tmp_path:
     assert (first.events, first.parked_sessions) == ((), 1)
 
 
-def test_a_released_session_is_not_parked_any_more(engine: Engine) -> None:
+def test_released_session_is_not_offloaded(engine: Engine) -> None:
     """After a release the same history is read from its start."""
     engine.front.send(submit("one", "first", session="s"))
     history = engine.front.history("one")
@@ -158,7 +158,7 @@ def test_a_released_session_is_not_parked_any_more(engine: Engine) -> None:
     assert engine.front.finished("two").cached_tokens == 0
 
 
-def test_a_system_prompt_is_read_once(engine: Engine) -> None:
+def test_system_prompt_is_prefilled_once(engine: Engine) -> None:
     """Two sessions of a client whose first piece is shared; the second finds its tokens in KV."""
     system = "<|im_start|>system\nYou are brief, friendly and precise in everything you say.<|im_end|>\n"
     turns = []

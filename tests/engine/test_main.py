@@ -34,7 +34,7 @@ class Line:
 
 
 @pytest.mark.parametrize("error", [ValueError("NaN"), OverflowError(), UnicodeDecodeError("utf-8", b"x", 0, 1, "?")])
-def test_whatever_a_model_file_leads_to_is_a_failed_load(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_any_model_file_error_is_a_failed_load(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """The front is told why, and does not take it for a crash that another start may mend."""
 
     def load(*_: Any) -> None:

@@ -77,7 +77,7 @@ def finished(events: list[TurnEvent]) -> Finished:
     return last
 
 
-def test_start_tells_the_prompt() -> None:
+def test_start_reports_the_prompt() -> None:
     """The front learns the prompt's tokens and how many were cached."""
     turn = GenerationRequest(turn_id="t", params=Params(), submitted_s=0.0, prompt_tokens=2)
     started = OutputProcessor(turn, Words(), n_ctx=9).start([5, 6], cached_tokens=1, now=0.5)
@@ -322,7 +322,7 @@ def test_an_answer_that_does_not_fit_any_more_overflows_with_its_end() -> None:
     assert (overflowed.end.generated_tokens, overflowed.end.kept_chars) == (2, 2)
 
 
-def test_a_turn_that_goes_on_counts_its_whole_answer() -> None:
+def test_resumed_turn_counts_its_whole_answer() -> None:
     """Its limits and its end are of everything it said; its prompt is told without that, and its speed too."""
     output = shifting(b"a", answer=(1, 1), shown_chars=2, max_tokens=5)
     started = output.start(range(10), cached_tokens=11, now=1.0)
@@ -351,7 +351,7 @@ WORDS = (b"a", b"b", b"\n", b"ab", b"\xe2\x82", b"\xac", b"\xf0\x9f", b"", b"aba
     repeats=st.none() | st.just(3),
     n_ctx=st.sampled_from([22, 100]),
 )
-def test_a_cut_anywhere_changes_nothing_that_is_shown(  # noqa: PLR0917 - drawn
+def test_interruption_anywhere_keeps_the_emitted_text(  # noqa: PLR0917 - drawn
     tokens: list[int],
     cut: int,
     told: int | None,
@@ -426,7 +426,7 @@ def test_a_prompt_that_was_shorter_does_not_hide_the_end() -> None:
 
 
 @pytest.mark.parametrize(("shown_chars", "told"), [(0, "ab"), (1, "b"), (2, "")])
-def test_what_was_not_told_is_told_when_a_turn_that_waits_is_aborted(shown_chars: int, told: str) -> None:
+def test_abort_in_the_queue_publishes_held_text(shown_chars: int, told: str) -> None:
     """None of it is lost, although the turn never runs again."""
     output = going_on(b"ab", answer=(1,), shown_chars=shown_chars, n_ctx=100)
     events = list(output.end("aborted", now=1.0))
@@ -440,7 +440,7 @@ def test_an_abort_does_not_change_how_an_answer_ended() -> None:
     assert finished(list(output.end("aborted", now=1.0))).reason == "stop"
 
 
-def test_text_that_was_told_too_early_is_not_told_again() -> None:
+def test_emitted_text_is_not_repeated() -> None:
     """The text of the next tokens is emitted from the first character not emitted before."""
     output = going_on(b"\n", b"U", b"x", answer=(1,), shown_chars=2, n_ctx=100, stop=["\nUser"])
     events = push_all(output, 2, 3, END)
@@ -458,7 +458,7 @@ def test_text_that_was_told_too_early_is_not_told_again() -> None:
         ({"seed": 1, "repeat_penalty": 1.5, "dry_multiplier": 1.0}, None),
     ],
 )
-def test_a_sampler_that_learns_is_told_to_have_begun_afresh(params: dict[str, Any], warned: str | None) -> None:
+def test_reset_of_a_stateful_sampler_is_reported(params: dict[str, Any], warned: str | None) -> None:
     """Only where there is one, and only after an interruption."""
     undisturbed = going_on(b"a", n_ctx=100, **params)
     undisturbed.start(range(10), cached_tokens=0, now=0.0)

@@ -110,7 +110,7 @@ def test_a_greedy_answer_is_the_same_wherever_it_was_interrupted(
         assert rest.end.warnings == ()
 
 
-def test_the_greedy_cases_are_of_the_kinds_that_they_stand_for(front: Front) -> None:
+def test_greedy_cases_cover_their_kinds(front: Front) -> None:
     """Stop strings are held back and found, characters take several tokens, a loop is seen."""
     ends: list[Told] = []
     for number, (question, params) in enumerate(GREEDY):
@@ -134,7 +134,7 @@ SEEDED = {"temperature": 1.3, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 7, "ma
         {"samplers": ["temperature", "top_k"]},
     ],
 )
-def test_a_seeded_answer_goes_on_as_it_would_have(front: Front, request: pytest.FixtureRequest, params: Any) -> None:
+def test_seeded_answer_resumes_unchanged(front: Front, request: pytest.FixtureRequest, params: Any) -> None:
     """Each token is drawn by the seed and its place, wherever the answer was interrupted; another seed says another."""
     # What is left after truncation is not so close that rounding decides.
     name, params = request.node.name, SEEDED | {"top_k": 20, "min_p": 0.05} | params
@@ -151,9 +151,7 @@ def test_a_seeded_answer_goes_on_as_it_would_have(front: Front, request: pytest.
 
 
 @pytest.mark.parametrize("params", [{"mirostat": 1}, {"mirostat": 2}, {"adaptive_target": 0.3}])
-def test_a_sampler_that_learns_begins_afresh_and_says_so(
-    front: Front, request: pytest.FixtureRequest, params: Any
-) -> None:
+def test_stateful_sampler_restarts_and_reports_it(front: Front, request: pytest.FixtureRequest, params: Any) -> None:
     """The same each time all the same, and nothing is said where nothing was interrupted."""
     name, params = request.node.name, SEEDED | params
     front.send(asked(f"{name} whole", "Tell me a story.", params))
@@ -219,7 +217,7 @@ def test_an_answer_is_kept_when_its_turn_is_aborted_before_it_is_read_again(engi
     assert (end.reason, end.kept_tokens, end.kept_chars, end.generated_tokens) == ("aborted", 2, 2, 2)
 
 
-def test_a_turn_that_had_a_slot_waits_for_another_as_long_as_it_takes() -> None:
+def test_preempted_turn_has_no_queue_timeout() -> None:
     """The time for getting a slot counts for turns that never had one."""
     clock = StandingClock()
     engine = Engine(slots=1, queue_timeout_s=60, quantum_tokens=1_000_000, clock=clock)

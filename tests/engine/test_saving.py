@@ -75,7 +75,7 @@ def ask(engine: Engine, session: str, *, durable: bool = True, tokens: bytes = b
     return turn.turn_id
 
 
-def test_it_saves_once_and_sleeps(watched: Callable[..., Watched]) -> None:
+def test_idle_checkpoint_saves_once(watched: Callable[..., Watched]) -> None:
     """After one short wait in which nothing came; two sessions take no more, and gauges are told."""
     engine = watched()
     engine.front.send(submit("one", f"one says {TEXT}"), submit("two", f"two says {TEXT}"))
@@ -104,7 +104,7 @@ def test_each_turn_is_saved_in_place_of_the_one_before(watched: Callable[..., Wa
     assert entry.n_tokens > len(history) // 4
 
 
-def test_another_engine_goes_on_with_what_was_saved(tmp_path: Path) -> None:
+def test_next_engine_uses_the_checkpoint(tmp_path: Path) -> None:
     """It reads nothing again but the last token, though the first engine had no time to put anything away."""
     engine = Watched(tmp_path)
     turn_id = ask(engine, "s")
@@ -117,7 +117,7 @@ def test_another_engine_goes_on_with_what_was_saved(tmp_path: Path) -> None:
     engine.stop()
 
 
-def test_what_is_not_to_be_stored_is_not_saved(watched: Callable[..., Watched]) -> None:
+def test_unstored_sessions_are_not_checkpointed(watched: Callable[..., Watched]) -> None:
     """It does not even wake up for that."""
     engine = watched()
     ask(engine, "s", durable=False)
@@ -125,7 +125,7 @@ def test_what_is_not_to_be_stored_is_not_saved(watched: Callable[..., Watched]) 
     assert engine.parked() == set()
 
 
-def test_without_parking_nothing_is_saved(watched: Callable[..., Watched]) -> None:
+def test_no_checkpoint_without_offload(watched: Callable[..., Watched]) -> None:
     """There is no place for it."""
     engine = watched(ram_bytes=0)
     ask(engine, "s")
@@ -144,7 +144,7 @@ def test_a_full_store_loses_nothing(watched: Callable[..., Watched]) -> None:
     assert engine.parked() == before
 
 
-def test_not_while_memory_is_short(watched: Callable[..., Watched]) -> None:
+def test_no_checkpoint_under_memory_pressure(watched: Callable[..., Watched]) -> None:
     """What was saved is given up with all else, and saved again when there is memory."""
     engine = watched()
     ask(engine, "s")
@@ -160,7 +160,7 @@ def test_not_while_memory_is_short(watched: Callable[..., Watched]) -> None:
     assert engine.parked() == {"s", "t"}
 
 
-def test_not_while_it_is_to_pause(watched: Callable[..., Watched]) -> None:
+def test_no_checkpoint_while_paused(watched: Callable[..., Watched]) -> None:
     """A machine that is too hot has time to cool; afterwards it is done."""
     engine = watched()
     pause = EngineLimits(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=1)
@@ -171,7 +171,7 @@ def test_not_while_it_is_to_pause(watched: Callable[..., Watched]) -> None:
     engine.front.read_until(lambda: gauges(engine).parked_sessions == 1)
 
 
-def test_what_comes_in_is_looked_at_between_two_slots(watched: Callable[..., Watched]) -> None:
+def test_messages_are_handled_between_slots(watched: Callable[..., Watched]) -> None:
     """A turn that comes while one slot is saved does not wait for the next."""
     engine = watched(slots=3)
     saving, saved = threading.Event(), threading.Event()
@@ -200,7 +200,7 @@ def test_what_comes_in_is_looked_at_between_two_slots(watched: Callable[..., Wat
     assert engine.parked() == {"one", "two", "three"}
 
 
-def test_a_session_that_is_closed_is_forgotten(watched: Callable[..., Watched]) -> None:
+def test_closed_session_is_not_checkpointed(watched: Callable[..., Watched]) -> None:
     """With the copy of its KV."""
     engine = watched()
     ask(engine, "s")
@@ -211,7 +211,7 @@ def test_a_session_that_is_closed_is_forgotten(watched: Callable[..., Watched]) 
     assert engine.parked() == set()
 
 
-def test_a_suspended_engine_saves_nothing_more(watched: Callable[..., Watched]) -> None:
+def test_suspended_engine_makes_no_checkpoint(watched: Callable[..., Watched]) -> None:
     """All that could be put away was."""
     engine = watched(disk_bytes=2**20)
     ask(engine, "s")

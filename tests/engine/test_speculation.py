@@ -33,7 +33,7 @@ def index_of(tokens: list[int], *sizes: int, n_tokens: int = 4096) -> TokenIndex
 
 
 @given(few_tokens | any_tokens)
-def test_what_is_found_stood_there_before(tokens: list[int]) -> None:
+def test_draft_continues_an_earlier_occurrence(tokens: list[int]) -> None:
     """It is the latest place before the end where the same tokens stood."""
     size, position = index_of(tokens, 2, 4).find(tokens)
     ends = tokens[len(tokens) - size :]
@@ -61,7 +61,7 @@ def test_the_most_tokens_are_found_where_they_stood_last(tokens: list[int], foun
 
 
 @given(few_tokens, st.lists(st.integers(1, 9), max_size=30))
-def test_it_does_not_matter_how_a_sequence_grew(tokens: list[int], portions: list[int]) -> None:
+def test_index_does_not_depend_on_growth(tokens: list[int], portions: list[int]) -> None:
     """Taken in token by token or at once, the same is found."""
     index = TokenIndex((1, 3), 4096)
     end = 0
@@ -72,7 +72,7 @@ def test_it_does_not_matter_how_a_sequence_grew(tokens: list[int], portions: lis
     assert index.find(tokens) == index_of(tokens, 1, 3).find(tokens)
 
 
-def test_a_long_prompt_is_taken_in_over_several_steps() -> None:
+def test_long_prompt_is_indexed_over_several_steps() -> None:
     """No step waits for more than a thousand tokens of it."""
     tokens = [1, 2, 3, *range(10, 2500), 1200, 1201]
     index = TokenIndex((2,), 4096)
@@ -89,7 +89,7 @@ def test_memory_is_bounded() -> None:
 
 
 @given(few_tokens.filter(bool), st.data(), st.integers(0, 20))
-def test_a_continuation_goes_on_as_before(tokens: list[int], data: st.DataObject, n_tokens: int) -> None:
+def test_resumed_drafting_equals_uninterrupted(tokens: list[int], data: st.DataObject, n_tokens: int) -> None:
     """Each token is the one that stood as far behind the place; near the end the place is repeated."""
     position = data.draw(st.integers(0, len(tokens) - 1))
     drafts = continuation(tokens, position, n_tokens)
@@ -135,7 +135,7 @@ def test_drafts_that_are_wrong_are_given_up() -> None:
     assert 0 < drafted * ROW_COST < 0.01 * steps
 
 
-def test_what_was_given_up_is_taken_up_again() -> None:
+def test_drafting_resumes_after_a_pause() -> None:
     """After a long stretch of bad guesses a repeated passage is noticed."""
     drafter = Drafter(8192)
     tokens: list[int] = []
@@ -150,7 +150,7 @@ def test_what_was_given_up_is_taken_up_again() -> None:
     st.integers(1, 16),
     st.integers(-3, 40),
 )
-def test_drafts_are_alike_and_have_room(chances: list[float], each: int, together: int) -> None:
+def test_draft_lengths_are_equal_and_fit(chances: list[float], each: int, together: int) -> None:
     """No turn exceeds its limit or the common one, those without a chance draft nothing, the others alike."""
     lengths = allot(chances, each=each, together=together)
     assert len(lengths) == len(chances)
@@ -175,7 +175,7 @@ def test_drafts_are_alike_and_have_room(chances: list[float], each: int, togethe
         ([0.99, 0.0] * 4, [0] * 8),
     ],
 )
-def test_a_step_gives_most_for_its_time(chances: list[float], lengths: list[int]) -> None:
+def test_draft_length_maximises_throughput(chances: list[float], lengths: list[int]) -> None:
     """The likelier, the longer; among many who do not draft it is not worth a computation of its own."""
     assert allot(chances, each=8, together=most_drafts(8)) == lengths
 

@@ -32,7 +32,7 @@ def paused(inbox: Clocked, length_s: float) -> StepThrottle:
     return pause
 
 
-def test_without_a_length_there_is_none() -> None:
+def test_throttle_without_a_length_is_off() -> None:
     """Nothing is waited for, and the clock is not even looked at."""
     inbox = Clocked(0.1)
     pause = StepThrottle(inbox, clock=lambda: 1 / 0)
@@ -41,7 +41,7 @@ def test_without_a_length_there_is_none() -> None:
     assert inbox.now == 0.0
 
 
-def test_it_lasts_as_long_as_it_should_whatever_comes_in() -> None:
+def test_throttle_lasts_its_length() -> None:
     """Commands are handed over when they come, and the rest of the pause follows."""
     inbox = Clocked(0.1, 0.15)
     pause = paused(inbox, 0.2)

@@ -45,7 +45,7 @@ def parking(path: Path, **options: object) -> Engine:
     return Engine(path, disk_bytes=MIB, adopt=RecoveryMode.DURABLE, prefill_grid_tokens=16, **options)  # type: ignore[arg-type]
 
 
-def test_all_turns_stop_without_a_word(tmp_path: Path) -> None:
+def test_suspend_stops_turns_silently(tmp_path: Path) -> None:
     """Running, waiting and new ones; the sessions that ran are on disk, and the loop ends when the front is gone."""
     engine = parking(tmp_path, quantum_tokens=1_000_000)
     names = [f"turn {number} of them" for number in range(4)]
@@ -62,7 +62,7 @@ def test_all_turns_stop_without_a_word(tmp_path: Path) -> None:
     assert len(list((tmp_path / "disk").iterdir())) == 2
 
 
-def test_an_answer_goes_on_in_the_next_daemon(tmp_path: Path) -> None:
+def test_answer_resumes_in_the_next_daemon(tmp_path: Path) -> None:
     """From the KV on disk, with no token of its prompt or of its answer read again but the last."""
     engine = parking(tmp_path, slots=1)
     engine.front.send(submit("t", "a long story", session="s", params=ENDLESS))
@@ -82,7 +82,7 @@ def test_an_answer_goes_on_in_the_next_daemon(tmp_path: Path) -> None:
     assert following.front.events["t"][0].cached_tokens == prompt  # type: ignore[union-attr]
 
 
-def test_what_may_not_be_on_a_disk_is_not(tmp_path: Path) -> None:
+def test_entries_that_are_not_durable_are_not_written(tmp_path: Path) -> None:
     """A session without storing is neither written nor taken over."""
     engine = parking(tmp_path)
     engine.front.send(msgspec.structs.replace(submit("t", "secret words of mine"), durable=False))
@@ -92,7 +92,7 @@ def test_what_may_not_be_on_a_disk_is_not(tmp_path: Path) -> None:
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_what_may_not_be_on_a_disk_waits_in_memory_for_an_engine_of_the_same_daemon(tmp_path: Path) -> None:
+def test_entries_that_are_not_durable_stay_in_ram(tmp_path: Path) -> None:
     """When it is to be parked too: the next engine that takes over everything finds it, and no disk has it."""
     engine = parking(tmp_path)
     engine.front.send(msgspec.structs.replace(submit("t", "secret words of mine"), durable=False))
@@ -106,7 +106,7 @@ def test_what_may_not_be_on_a_disk_waits_in_memory_for_an_engine_of_the_same_dae
     following.stop()
 
 
-def test_sessions_that_are_no_more_are_forgotten(tmp_path: Path) -> None:
+def test_closed_sessions_are_dropped(tmp_path: Path) -> None:
     """Keep leaves those that it names, and deletes the others' files."""
     engine = parking(tmp_path, slots=4)
     for name in ("one", "two", "three"):
@@ -123,7 +123,7 @@ def test_sessions_that_are_no_more_are_forgotten(tmp_path: Path) -> None:
     assert len(list((tmp_path / "disk").iterdir())) == 2
 
 
-def test_what_was_parked_before_is_brought_to_disk_too(tmp_path: Path) -> None:
+def test_earlier_offloaded_entries_are_written_to_disk(tmp_path: Path) -> None:
     """Sequences that left their slots for memory, as long as there is room, the one used last first."""
     engine = parking(tmp_path, slots=1)
     for number in range(5):
@@ -135,9 +135,7 @@ def test_what_was_parked_before_is_brought_to_disk_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_disk_that_takes_nothing_does_not_keep_the_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int
-) -> None:
+def test_failing_disk_does_not_delay_the_suspend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int) -> None:
     """It says that nothing is there, with one line of the log, and leaves no piece behind."""
 
     def fail(path: Path, data: memoryview) -> None:
@@ -156,7 +154,7 @@ def test_a_disk_that_takes_nothing_does_not_keep_the_engine(
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_a_disk_with_little_room_gets_what_was_used_last(tmp_path: Path) -> None:
+def test_small_disk_gets_the_most_recent_entries(tmp_path: Path) -> None:
     """Older sessions stay behind."""
     engine = Engine(tmp_path, disk_bytes=1200, adopt=RecoveryMode.ALL, slots=4, prefill_grid_tokens=16)
     for name in ("old", "newer", "newest"):
@@ -227,7 +225,7 @@ def test_the_kv_of_another_model_is_dropped_with_one_line(demo_model_path: Path,
 
 
 @pytest.mark.parametrize("adopt", ["none", "durable", "all"])
-def test_what_is_taken_over_is_what_was_asked_for(demo_model_path: Path, tmp_path: Path, adopt: str) -> None:
+def test_recovered_entries_are_the_requested_ones(demo_model_path: Path, tmp_path: Path, adopt: str) -> None:
     """Nothing, what may be on a disk, or everything that an engine left that was killed."""
     options = long_options(demo_model_path, tmp_path, kv_adopt="all", slots=1)
     with running(options) as child:

@@ -34,7 +34,7 @@ def stages_of(events: list[TurnEvent]) -> list[TraceStage]:
     return told
 
 
-def test_a_turn_waits_is_read_and_generates() -> None:
+def test_stages_of_a_turn() -> None:
     """One stage follows the other without a gap, each is told once."""
     line = Timeline(1.0)
     line.enter("prefill", at_s=2.0, n_tokens=10)
@@ -45,7 +45,7 @@ def test_a_turn_waits_is_read_and_generates() -> None:
     assert line.take_finished() == ()
 
 
-def test_what_is_put_into_a_slot_ends_the_waiting() -> None:
+def test_slot_assignment_ends_the_queue_stage() -> None:
     """What is parked at its beginning does not; between the two the turn waits."""
     line = Timeline(0.0)
     line.enter("decode", at_s=1.0, n_tokens=5)
@@ -74,7 +74,7 @@ def test_a_prompt_that_was_not_read_to_its_end_counts_no_tokens() -> None:
 
 
 @given(st.lists(st.sampled_from(["queue", "prefill", "decode"]), max_size=2 * MAX_STAGES))
-def test_the_list_ends_somewhere(names: list[str]) -> None:
+def test_number_of_stages_is_bounded(names: list[str]) -> None:
     """However often it waits: the first stages are told, and how it ended."""
     line = Timeline(0.0)
     for second, name in enumerate(names, start=1):
@@ -107,13 +107,13 @@ def take_turns(engine: Engine, *, traced: bool) -> dict[str, Finished]:
     return ends
 
 
-def test_turns_that_are_not_traced_tell_nothing(engine: Engine) -> None:
+def test_untraced_turns_report_no_stages(engine: Engine) -> None:
     """Not one stage, though they wait for each other."""
     take_turns(engine, traced=False)
     assert [stages_of(events) for events in engine.front.events.values()] == [[], []]
 
 
-def test_turns_that_take_turns_tell_where_their_time_went(engine: Engine) -> None:
+def test_preempted_turns_report_their_stages(engine: Engine) -> None:
     """Each stage is inside the turn, those that follow each other do not overlap, and the tokens add up."""
     for name, end in take_turns(engine, traced=True).items():
         stages = stages_of(engine.front.events[name])
@@ -130,7 +130,7 @@ def test_turns_that_take_turns_tell_where_their_time_went(engine: Engine) -> Non
         assert (stages[-1].ended_s - stages[0].began_s) * 1000 == pytest.approx(end.total_ms)
 
 
-def test_a_turn_that_waits_is_told_with_its_slot(engine: Engine) -> None:
+def test_waiting_stage_is_reported_with_the_slot(engine: Engine) -> None:
     """Its first stage comes with ``Started``, before anything else can be lost."""
     engine.front.send(structs.replace(submit("a", "one", params=LONG), traced=True))
     engine.front.wait_for("a")
@@ -139,7 +139,7 @@ def test_a_turn_that_waits_is_told_with_its_slot(engine: Engine) -> None:
     assert [stage.name for stage in started.stages] == ["queue"]
 
 
-def test_a_turn_that_is_aborted_tells_how_far_it_came(engine: Engine) -> None:
+def test_aborted_turn_reports_its_stages(engine: Engine) -> None:
     """What had begun ends with it."""
     engine.front.send(structs.replace(submit("a", "one", params=ENDLESS), traced=True))
     engine.front.read_until(lambda: "a" in engine.front.events and bool(engine.front.text("a")))
@@ -150,7 +150,7 @@ def test_a_turn_that_is_aborted_tells_how_far_it_came(engine: Engine) -> None:
     assert end.stages[-1].tokens == end.generated_tokens
 
 
-def test_a_turn_that_gets_no_slot_in_time_tells_that_it_waited(tmp_path: Path) -> None:
+def test_timed_out_turn_reports_its_wait(tmp_path: Path) -> None:
     """Its failure carries the stage."""
     clock = StandingClock()
     engine = Engine(tmp_path, slots=1, queue_timeout_s=60, quantum_tokens=1_000_000, clock=clock)

@@ -149,7 +149,7 @@ def test_a_turn_that_goes_on_and_is_aborted_needs_no_grammar(engine: Engine, mon
     assert (end.reason, end.generated_tokens, engine.front.text("t")) == ("aborted", 2, "b")
 
 
-def test_a_client_with_many_grammars_keeps_another_waiting_for_one(
+def test_other_client_waits_for_at_most_one_grammar(
     engine: Engine, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients take turns at the compiler, which is one thread."""
@@ -170,7 +170,7 @@ def test_a_client_with_many_grammars_keeps_another_waiting_for_one(
     assert compiled.index("b") <= 2
 
 
-def test_a_client_with_many_texts_keeps_another_waiting_for_one(engine: Engine) -> None:
+def test_other_client_waits_for_at_most_one_text(engine: Engine) -> None:
     """Clients take turns at the workers, with turns and look-ups alike."""
     order: list[str] = []
     tokenize = engine.backend.tokenize
@@ -213,7 +213,7 @@ def test_a_client_that_fills_the_room_for_texts_is_refused_and_no_other(monkeypa
     assert [end.reason for end in ends if isinstance(end, Finished)] == ["stop"] * 4
 
 
-def test_a_cancelled_look_up_is_not_answered(engine: Engine) -> None:
+def test_cancelled_lookup_is_not_answered(engine: Engine) -> None:
     """Neither one that waits nor one that is being answered; one that is unknown does no harm."""
     engine.tell(
         TokenizeRequest(1, (PromptSegment(""), PromptSegment("slow")), True, "a"),
@@ -231,7 +231,7 @@ def test_a_cancelled_look_up_is_not_answered(engine: Engine) -> None:
     assert [answer.ask_id for answer in answers] == [4]
 
 
-def test_an_aborted_turn_has_nothing_read_from_the_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_turn_reads_nothing_from_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was fetched for it is left there."""
     fetched, cancelled = list[str](), list[str]()
     waits = Match("parked", 256, 256, ready=False, tokens=b"")

@@ -7,7 +7,7 @@ from inferencecenter.supervisor.restart_policy import HEALTHY_AFTER_S, RestartBa
 POLICY = RestartPolicy(min_s=0.5, max_s=6.0)
 
 
-def test_the_wait_doubles_up_to_its_bound() -> None:
+def test_backoff_doubles_up_to_its_bound() -> None:
     """However many failures there were, the bound holds."""
     backoff = RestartBackoff(POLICY, random=lambda: 1.0)
     waits = [backoff.after_failure(ready_s=0.0) for _ in range(2000)]
@@ -15,12 +15,12 @@ def test_the_wait_doubles_up_to_its_bound() -> None:
     assert waits[-1] == 6.0
 
 
-def test_jitter_takes_away_up_to_half() -> None:
+def test_jitter_is_at_most_half() -> None:
     """Daemons that lost their engines together do not start them together."""
     assert RestartBackoff(POLICY, random=lambda: 0.0).after_failure(ready_s=0.0) == 0.25
 
 
-def test_health_starts_the_count_anew() -> None:
+def test_healthy_engine_resets_the_backoff() -> None:
     """An engine that served for a while is started again at once; one that just came up is not."""
     backoff = RestartBackoff(POLICY, random=lambda: 1.0)
     assert [backoff.after_failure(ready_s=ready_s) for ready_s in (0.0, HEALTHY_AFTER_S - 1, HEALTHY_AFTER_S)] == [

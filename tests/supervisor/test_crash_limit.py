@@ -38,7 +38,7 @@ class Hour:
         return refusal is not None and refusal.code is ErrorCode.RATE_LIMITED
 
 
-def test_a_client_is_refused_after_so_many_deaths_until_they_are_old() -> None:
+def test_client_is_refused_until_its_crashes_expire() -> None:
     """It is told when to come back; others are not refused."""
     hour = Hour()
     for number in range(3):
@@ -55,7 +55,7 @@ def test_a_client_is_refused_after_so_many_deaths_until_they_are_old() -> None:
     assert hour.limit.engine_died({"t3": "eve"}) == {"eve"}
 
 
-def test_turns_that_were_merely_there_are_cleared() -> None:
+def test_bystander_turns_are_cleared() -> None:
     """A death counts against a client while one of its turns that may have caused it is not cleared."""
     hour = Hour(max_deaths=1)
     assert hour.limit.engine_died({"a1": "ada", "a2": "ada", "e": "eve"}) == {"ada", "eve"}
@@ -65,7 +65,7 @@ def test_turns_that_were_merely_there_are_cleared() -> None:
     assert (hour.refuses("ada"), hour.refuses("eve")) == (False, True)
 
 
-def test_without_a_limit_nobody_is_refused() -> None:
+def test_without_a_limit_no_client_is_refused() -> None:
     """However often engines die."""
     hour = Hour(max_deaths=0)
     for number in range(100):
@@ -82,7 +82,7 @@ def test_without_a_limit_nobody_is_refused() -> None:
         )
     )
 )
-def test_a_client_is_refused_exactly_while_its_deaths_count(steps: list[tuple[str, object]]) -> None:
+def test_crash_limit_equals_a_reference(steps: list[tuple[str, object]]) -> None:
     """Whatever comes in whatever order: compared with a list of all that happened."""
     hour, deaths = Hour(), list[tuple[float, dict[str, str]]]()
     owner: dict[str, str] = {}
@@ -105,9 +105,7 @@ def test_a_client_is_refused_exactly_while_its_deaths_count(steps: list[tuple[st
 
 @pytest.mark.usefixtures("stopped")
 @pytest.mark.parametrize("withdraws", [False, pytest.param(True, id="withdraws")])
-async def test_a_client_that_ends_engines_again_and_again_is_refused(
-    monkeypatch: pytest.MonkeyPatch, *, withdraws: bool
-) -> None:
+async def test_client_that_crashes_engines_is_refused(monkeypatch: pytest.MonkeyPatch, *, withdraws: bool) -> None:
     """Whether its turns are convicted or withdrawn before that; the engine is not given up, and others go on."""
     monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
     limit = CrashLimit(max_deaths=4, window_s=WINDOW_S, monotonic=lambda: 0.0)
@@ -138,7 +136,7 @@ async def test_a_client_that_ends_engines_again_and_again_is_refused(
 
 
 @pytest.mark.usefixtures("stopped")
-async def test_turns_of_a_refused_client_that_wait_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_queued_turns_of_a_refused_client_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """They would end engines too; each hears why, and those of others run."""
     monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
     limit = CrashLimit(max_deaths=2, window_s=WINDOW_S, monotonic=lambda: 0.0)

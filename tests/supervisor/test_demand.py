@@ -37,7 +37,7 @@ class Bed:
         self.wish.notify()
 
 
-async def test_nothing_is_asked_while_nothing_is_wanted() -> None:
+async def test_no_admission_without_demand() -> None:
     """A look alone is no wish: the turn may be gone already."""
     bed = Bed()
     bed.wish.notify()
@@ -47,7 +47,7 @@ async def test_nothing_is_asked_while_nothing_is_wanted() -> None:
     await bed.waiting
 
 
-async def test_a_turn_or_a_call_is_a_wish() -> None:
+async def test_turns_and_calls_are_demand() -> None:
     """A call holds until the engine is there."""
     by_turn, by_call = Bed(), Bed()
     by_turn.turn()
@@ -59,7 +59,7 @@ async def test_a_turn_or_a_call_is_a_wish() -> None:
     assert by_turn.wish
 
 
-async def test_a_paused_wish_waits() -> None:
+async def test_paused_demand_waits() -> None:
     """Whatever comes meanwhile; it is granted afterwards."""
     bed = Bed()
     bed.wish.pause(paused=True)
@@ -71,7 +71,7 @@ async def test_a_paused_wish_waits() -> None:
     assert bed.asked == 1
 
 
-async def test_who_is_not_let_in_asks_again() -> None:
+async def test_refused_demand_is_retried() -> None:
     """As long as it is wanted."""
     bed = Bed(answers=[False, False, True])
     bed.turn()
@@ -79,7 +79,7 @@ async def test_who_is_not_let_in_asks_again() -> None:
     assert bed.asked == 3
 
 
-async def test_the_end_is_no_wish() -> None:
+async def test_close_releases_waiters() -> None:
     """Waiters are released at once, and find that nothing is wanted."""
     bed = Bed()
     bed.wish.end()

@@ -32,7 +32,7 @@ async def orphan(path: Path) -> asyncio.subprocess.Process:
     return process
 
 
-async def test_the_lock_comes_when_the_orphan_is_gone(tmp_path: Path) -> None:
+async def test_lock_is_acquired_when_the_orphan_exits(tmp_path: Path) -> None:
     """The lock is exclusive until then, and free without delay afterwards."""
     path = tmp_path / "engine.lock"
     process = await orphan(path)
@@ -54,7 +54,7 @@ async def test_the_lock_comes_when_the_orphan_is_gone(tmp_path: Path) -> None:
     assert order == ["killed", "locked"]
 
 
-async def test_an_orphan_that_stays_is_named(tmp_path: Path) -> None:
+async def test_error_names_a_remaining_orphan(tmp_path: Path) -> None:
     """Waiting has an end, and the error says who holds the lock."""
     path = tmp_path / "engine.lock"
     process = await orphan(path)

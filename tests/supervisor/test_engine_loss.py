@@ -57,7 +57,7 @@ async def crashed(heard: Heard) -> Failed:
 
 
 @pytest.mark.usefixtures("stub")
-async def test_an_engine_killed_while_it_loads(tmp_path: Path) -> None:
+async def test_engine_kill_while_loading(tmp_path: Path) -> None:
     """Turns that wait for it wait for the next one."""
     watched = Watched(model_name="wait", model_path=str(tmp_path / "steps"))
     turn = watched.submit("t", "count 3")
@@ -74,7 +74,7 @@ async def test_an_engine_killed_while_it_loads(tmp_path: Path) -> None:
     await watched.supervisor.stop()
 
 
-async def test_an_engine_killed_while_it_reads_prompts() -> None:
+async def test_engine_kill_during_prefill() -> None:
     """The turns had not said anything; they are read again and say all of it."""
     watched = await ready(echo_delay_ms=5, slots=2)
     turns = [watched.submit(f"t{n}", LONG[:50]) for n in range(3)]
@@ -85,7 +85,7 @@ async def test_an_engine_killed_while_it_reads_prompts() -> None:
     await watched.supervisor.stop()
 
 
-async def test_an_engine_killed_twice_in_a_row() -> None:
+async def test_repeated_engine_kills_lose_no_text() -> None:
     """And a third time, a few words later each time: what is said is the text, no more and no less."""
     watched = await ready(echo_delay_ms=5, slots=4)
     turns = [watched.submit(f"t{n}", f"{n}" + LONG) for n in range(4)]
@@ -128,7 +128,7 @@ async def test_a_stopped_engine_is_killed(clock: LoopClock) -> None:
     await watched.supervisor.stop()
 
 
-async def test_an_idle_engine_is_not_watched() -> None:
+async def test_idle_engine_has_no_watchdog() -> None:
     """One without turns may stand still for as long as it likes: a timer looks at it only while there are some."""
 
     def watching() -> bool:
@@ -148,7 +148,7 @@ async def test_an_idle_engine_is_not_watched() -> None:
 
 
 @pytest.mark.usefixtures("stub")
-async def test_a_turn_that_kills_engines_is_the_only_one_to_fail(tmp_path: Path) -> None:
+async def test_only_the_poison_turn_fails(tmp_path: Path) -> None:
     """Among eight it is found by running alone; the seven others say all they have to say, and new ones run."""
     log = tmp_path / "steps"
     watched = await ready(slots=8, model_path=str(log), max_restarts=4)
@@ -172,7 +172,7 @@ async def test_a_turn_that_kills_engines_is_the_only_one_to_fail(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("stub")
-async def test_two_turns_that_kill_engines(tmp_path: Path) -> None:
+async def test_two_poison_turns_are_found(tmp_path: Path) -> None:
     """Each is found in its own trial, and finding one forgives the restarts it took."""
     watched = await ready(slots=8, max_restarts=3)
     fine = watched.submit("fine", "count 40")
@@ -186,7 +186,7 @@ async def test_two_turns_that_kill_engines(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("stub")
-async def test_a_prompt_that_kills_engines() -> None:
+async def test_poison_prompt_is_found() -> None:
     """One that dies on a worker, before any step, is found in the same way."""
     watched = await ready(slots=8)
     poison = watched.submit("poison", "die-reading 0")
@@ -198,7 +198,7 @@ async def test_a_prompt_that_kills_engines() -> None:
 
 
 @pytest.mark.usefixtures("stub")
-async def test_a_turn_that_takes_all_memory() -> None:
+async def test_turn_that_exhausts_memory_is_found() -> None:
     """The OOM killer's SIGKILL looks like any other, so one more death is needed for a conviction."""
     watched = await ready(slots=8, max_restarts=4)
     poison, fine = watched.submit("poison", "oom 4"), watched.submit("fine", "count 1000")
@@ -211,7 +211,7 @@ async def test_a_turn_that_takes_all_memory() -> None:
 
 
 @pytest.mark.usefixtures("stub")
-async def test_a_turn_that_hangs_engines(tmp_path: Path, clock: LoopClock) -> None:
+async def test_turn_that_hangs_engines_is_found(tmp_path: Path, clock: LoopClock) -> None:
     """A hang is a crash: the turn is found and the others go on."""
     log = tmp_path / "steps"
     watched = await ready(slots=8, hang_timeout_s=HANG_TIMEOUT_S, model_path=str(log))
@@ -231,7 +231,7 @@ async def test_a_turn_that_hangs_engines(tmp_path: Path, clock: LoopClock) -> No
 
 
 @pytest.mark.usefixtures("stub")
-async def test_an_engine_that_floods_its_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engine_that_floods_its_pipe_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no frame ends the engine, not the front; the turn that does it each time is found."""
     monkeypatch.setattr(process, "EXIT_GRACE_S", 0.05)
     watched = await ready(slots=8)
@@ -243,7 +243,7 @@ async def test_an_engine_that_floods_its_pipe(monkeypatch: pytest.MonkeyPatch) -
     await watched.supervisor.stop()
 
 
-async def test_an_engine_is_not_drowned_by_the_turns_that_wait_for_it() -> None:
+async def test_submissions_respect_the_send_window() -> None:
     """More than may be left unread waits for it, and it is given all of that, as it reads, without being lost."""
     watched = Watched(max_queue=1000)
     large = bytes(2**20)
@@ -279,7 +279,7 @@ async def test_a_turn_aborted_without_an_engine_is_withdrawn() -> None:
     await watched.supervisor.stop()
 
 
-async def test_an_abort_that_an_engine_took_with_it() -> None:
+async def test_abort_lost_with_an_engine_holds() -> None:
     """A turn whose engine dies before it could answer the abort does not go on."""
     watched = await ready(echo_delay_ms=50)
     turn = watched.submit("t", LONG)
@@ -295,7 +295,7 @@ async def test_an_abort_that_an_engine_took_with_it() -> None:
     await watched.supervisor.stop()
 
 
-async def test_a_turn_that_cannot_go_on_fails_alone() -> None:
+async def test_turn_that_cannot_be_resubmitted_fails_alone() -> None:
     """What it has to say against its next engine is its end, a defect in it is an internal error."""
 
     class Refusing(Heard):
@@ -329,7 +329,7 @@ async def test_a_turn_that_cannot_go_on_fails_alone() -> None:
     await watched.supervisor.stop()
 
 
-async def test_what_a_turn_says_when_it_is_submitted_reaches_its_client() -> None:
+async def test_submission_error_is_raised() -> None:
     """The error is raised, and the turn is not kept."""
 
     class Refusing(Heard):
@@ -348,7 +348,7 @@ async def test_what_a_turn_says_when_it_is_submitted_reaches_its_client() -> Non
 
 
 @pytest.mark.usefixtures("stub")
-async def test_too_many_restarts_are_the_end() -> None:
+async def test_engine_is_given_up_after_too_many_restarts() -> None:
     """The engine is given up: turns fail, new ones are refused, and the supervisor can still be stopped."""
     watched = Watched(model_name="die", max_restarts=3)
     turn = watched.submit("t", "count 3")
@@ -369,7 +369,7 @@ async def test_too_many_restarts_are_the_end() -> None:
 
 
 @pytest.mark.usefixtures("stub")
-async def test_turns_outlive_an_engine_with_which_the_daemon_ends() -> None:
+async def test_turns_stay_unfinished_when_the_daemon_exits() -> None:
     """They hear nothing, as at a stop: the next daemon goes on with them. New ones are refused."""
     watched = Watched(model_name="die", max_restarts=2, ends_with_it=lambda: True)
     turn = watched.submit("t", "count 3")
@@ -385,7 +385,7 @@ async def test_turns_outlive_an_engine_with_which_the_daemon_ends() -> None:
 
 @pytest.mark.usefixtures("stub")
 @pytest.mark.parametrize("how", ["layers", "refuse"])
-async def test_a_gpu_that_is_too_small_gets_fewer_layers(how: str) -> None:
+async def test_failed_gpu_load_is_retried_with_fewer_layers(how: str) -> None:
     """Half as many with each attempt, which are no restarts that count, until the model loads."""
     watched = Watched(model_name=f"{how} 10", max_restarts=0)
     turn = watched.submit("t", "count 3")
@@ -399,7 +399,7 @@ async def test_a_gpu_that_is_too_small_gets_fewer_layers(how: str) -> None:
 
 
 @pytest.mark.usefixtures("stub")
-async def test_a_model_that_does_not_fit_without_a_gpu_either(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_load_failure_on_the_cpu_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the processor alone cannot load it, that is why it is not tried again."""
     watched = Watched(model_name="refuse -1", max_restarts=0, n_gpu_layers=1)
     watched.supervisor.start()
@@ -411,7 +411,7 @@ async def test_a_model_that_does_not_fit_without_a_gpu_either(monkeypatch: pytes
     await watched.supervisor.stop()
 
 
-def test_letters_are_told_once() -> None:
+def test_stub_answers_are_prefixes() -> None:
     """The stub's answer begins in the same way however long it is."""
     assert answer(30).startswith(answer(27))
     assert TokenDelta("t", b"", answer(27)[-1]).text == "a"

@@ -29,7 +29,7 @@ def test_every_setting_reaches_the_engine() -> None:
     assert (options.model_path, options.model_name, options.lora, options.kv) == (str(given.path), "a", given.lora, kv)
 
 
-def test_what_is_unset_gets_a_value() -> None:
+def test_unset_options_get_values() -> None:
     """The engine decides nothing that the plan may decide."""
     options = engine_options(spec(), KvCachePaths())
     assert (options.slots, options.n_batch, options.n_ubatch) == (8, 2048, 512)

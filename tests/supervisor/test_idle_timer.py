@@ -49,7 +49,7 @@ class Bed(Timers):
 
 
 @given(st.lists(st.sampled_from(["idle", "busy", "fire"])))
-def test_one_timer_runs_while_it_is_idle_and_none_else(steps: list[str]) -> None:
+def test_idle_timer_runs_once_per_idle_period(steps: list[str]) -> None:
     """It is begun once for each time of idleness, and only one that lasted to its end makes tired."""
     bed, idle_since_timer = Bed(), False
     for step in steps:
@@ -69,7 +69,7 @@ def test_one_timer_runs_while_it_is_idle_and_none_else(steps: list[str]) -> None
     assert {call.delay_s for call in bed.calls} <= {60.0}
 
 
-def test_one_that_never_sleeps_has_no_timer() -> None:
+def test_without_sleep_there_is_no_timer() -> None:
     """Idle or not."""
     bed = Bed(after_s=None)
     bed.sleep.keep(idle=True)
@@ -156,7 +156,7 @@ async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine(cloc
     await watched.supervisor.stop()
 
 
-async def test_its_sessions_are_parked_and_found_again(tmp_path: Path, clock: LoopClock) -> None:
+async def test_sessions_are_offloaded_across_sleep(tmp_path: Path, clock: LoopClock) -> None:
     """Those from the slots too, also if no disk may hold them; what was closed meanwhile is forgotten at the wake."""
     live = {"one", "secret", "closed"}
     watched = await asleep(
@@ -188,7 +188,7 @@ async def test_its_sessions_are_parked_and_found_again(tmp_path: Path, clock: Lo
     await watched.supervisor.stop()
 
 
-async def test_what_is_withdrawn_before_it_has_woken_hears_so(clock: LoopClock) -> None:
+async def test_turn_withdrawn_while_asleep_wakes_no_engine(clock: LoopClock) -> None:
     """It wakes no engine, nor does an unknown turn; the next turn wakes it as usual."""
     watched = await asleep(clock)
     watched.supervisor.abort("unknown")
@@ -204,7 +204,7 @@ async def test_what_is_withdrawn_before_it_has_woken_hears_so(clock: LoopClock) 
     await watched.supervisor.stop()
 
 
-async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost(clock: LoopClock) -> None:
+async def test_engine_death_while_suspending_is_no_loss(clock: LoopClock) -> None:
     """There was no turn with it: it is not started again before one comes."""
     watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
     kills = iter([watched.kill])
@@ -224,9 +224,7 @@ async def test_an_engine_that_dies_while_it_falls_asleep_is_not_lost(clock: Loop
     await watched.supervisor.stop()
 
 
-async def test_an_engine_that_hangs_while_it_falls_asleep_is_killed(
-    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
-) -> None:
+async def test_engine_that_hangs_while_suspending_is_killed(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
     """When its time is over; a turn that came meanwhile runs then."""
     deadlines = process.EngineProcess.end.__kwdefaults__
     assert deadlines is not None
@@ -251,7 +249,7 @@ async def test_an_engine_that_hangs_while_it_falls_asleep_is_killed(
     await watched.supervisor.stop()
 
 
-async def test_an_engine_that_is_lost_after_it_woke_is_started_again(clock: LoopClock) -> None:
+async def test_engine_lost_after_waking_is_restarted(clock: LoopClock) -> None:
     """That is a restart as any other, the first of those that are allowed, and the turn that woke it goes on."""
     watched = await asleep(clock, max_restarts=1, echo_delay_ms=20)
     turn = watched.submit("t1", LONG)
@@ -268,9 +266,7 @@ async def test_an_engine_that_is_lost_after_it_woke_is_started_again(clock: Loop
     await watched.supervisor.stop()
 
 
-async def test_an_engine_that_cannot_load_any_more_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
-) -> None:
+async def test_failed_wake_is_retried(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
     """One that dies while it wakes is a loss; when that was the last, the turn that woke it fails."""
     monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
     options = iter([{"model_name": "die"}])
@@ -293,7 +289,7 @@ async def test_an_engine_that_cannot_load_any_more_is_tried_again(
 
 
 @pytest.mark.parametrize("state", [EngineState.SUSPENDING, EngineState.ASLEEP])
-async def test_stopping_ends_it_from_any_depth_of_sleep(state: EngineState, clock: LoopClock) -> None:
+async def test_stop_in_every_sleep_state(state: EngineState, clock: LoopClock) -> None:
     """No process and no task is left, and turns are refused from then on."""
     watched = Watched(sleep_after_s=SLEEP_AFTER_S)
     await tired(clock, watched)
@@ -306,7 +302,7 @@ async def test_stopping_ends_it_from_any_depth_of_sleep(state: EngineState, cloc
     assert not {name for name in others if name.startswith(("supervisor:", "engine-process:"))}
 
 
-async def test_an_engine_that_may_not_wake_has_failed_until_it_may(clock: LoopClock) -> None:
+async def test_engine_refused_admission_fails_until_admitted(clock: LoopClock) -> None:
     """The turn that would wake it hears why, new ones are told when to come back, and it recovers by itself."""
     gone = InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
     asked, faults = [], [gone, ValueError("a device that cannot be described"), gone]
@@ -347,7 +343,7 @@ async def test_an_engine_that_may_not_wake_has_failed_until_it_may(clock: LoopCl
     await watched.supervisor.stop()
 
 
-async def test_stopping_ends_an_engine_that_may_not_wake(clock: LoopClock) -> None:
+async def test_stop_of_an_engine_refused_admission(clock: LoopClock) -> None:
     """Also while it waits for its next try."""
 
     async def admit() -> bool:
@@ -363,9 +359,7 @@ async def test_stopping_ends_an_engine_that_may_not_wake(clock: LoopClock) -> No
     assert watched.states[-1] is EngineState.STOPPED
 
 
-async def test_a_fault_while_an_engine_is_started_costs_a_restart(
-    monkeypatch: pytest.MonkeyPatch, clock: LoopClock
-) -> None:
+async def test_start_error_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
     """Whatever is raised there: the turn that waits runs with the next engine, and too many faults are the end."""
     monkeypatch.setattr(tasks, "RESTART_MIN_S", 0.0)
     plans = iter([ValueError("a header that was not expected"), OSError("a file that is gone")])

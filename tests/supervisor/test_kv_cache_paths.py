@@ -39,7 +39,7 @@ def free_mib(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return free
 
 
-def test_each_daemon_has_its_own(tmp_path: Path, free_mib: list[int]) -> None:
+def test_daemons_have_separate_directories(tmp_path: Path, free_mib: list[int]) -> None:
     """Two state directories lead to two places under the same settings; the same one leads to the same."""
     chosen = settings(tmp_path, disk_dir=tmp_path / "disk")
     one, again, other = (kv_cache_paths(chosen, tmp_path / name, SPEC) for name in ("one", "one", "other"))
@@ -57,13 +57,13 @@ def test_the_disk_directory_is_in_the_state_directory(tmp_path: Path, free_mib: 
     )
 
 
-def test_without_parking_nothing_is_used(tmp_path: Path) -> None:
+def test_disabled_tiers_have_no_bytes(tmp_path: Path) -> None:
     """Neither tier has bytes."""
     places = kv_cache_paths(settings(tmp_path, parking=False), tmp_path, SPEC)
     assert (places.ram_bytes, places.disk_bytes) == (0, 0)
 
 
-def test_memory_is_clipped_to_what_is_free(tmp_path: Path, free_mib: list[int]) -> None:
+def test_ram_budget_is_clipped_to_free_memory(tmp_path: Path, free_mib: list[int]) -> None:
     """One line of the log says so; the disk, where a write that does not fit fails, is not clipped."""
     free_mib[0] = 3
     with capture_logs() as logs:
@@ -72,7 +72,7 @@ def test_memory_is_clipped_to_what_is_free(tmp_path: Path, free_mib: list[int]) 
     assert [(line["event"], line["wanted_mib"], line["free_mib"]) for line in logs] == [("kv_ram_clipped", 8, 3)]
 
 
-def test_what_an_earlier_daemon_left_counts_as_free(tmp_path: Path, free_mib: list[int]) -> None:
+def test_leftovers_count_as_free(tmp_path: Path, free_mib: list[int]) -> None:
     """The first engine deletes it."""
     left = kv_cache_paths(settings(tmp_path), tmp_path, SPEC).ram_dir
     left.mkdir(parents=True)
@@ -81,7 +81,7 @@ def test_what_an_earlier_daemon_left_counts_as_free(tmp_path: Path, free_mib: li
     assert kv_cache_paths(settings(tmp_path), tmp_path, SPEC).ram_bytes == 5 * MIB
 
 
-def test_a_file_system_that_does_not_answer_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_file_system_disables_the_ram_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon goes on without a tier in memory, and says why."""
 
     def refuse(path: Path) -> os.statvfs_result:
@@ -93,7 +93,7 @@ def test_a_file_system_that_does_not_answer_is_not_used(tmp_path: Path, monkeypa
     assert [line["event"] for line in logs] == ["kv_ram_unavailable"]
 
 
-def test_memory_is_given_back(tmp_path: Path, free_mib: list[int]) -> None:
+def test_ram_directory_is_removed_at_the_end(tmp_path: Path, free_mib: list[int]) -> None:
     """What is in memory is deleted with its directory, what is beside it stays; a second time does nothing."""
     places = kv_cache_paths(settings(tmp_path), tmp_path, SPEC)
     places.ram_dir.mkdir(parents=True)
@@ -104,7 +104,7 @@ def test_memory_is_given_back(tmp_path: Path, free_mib: list[int]) -> None:
     assert [path.name for path in (tmp_path / "ram").iterdir()] == ["other"]
 
 
-def test_models_have_places_of_their_own(tmp_path: Path, free_mib: list[int]) -> None:
+def test_models_have_separate_directories(tmp_path: Path, free_mib: list[int]) -> None:
     """A model that is run otherwise keeps its place as long as its KV is alike; what parks other KV has another."""
     chosen = settings(tmp_path)
     own = kv_cache_paths(chosen, tmp_path, SPEC)
@@ -119,7 +119,7 @@ def test_models_have_places_of_their_own(tmp_path: Path, free_mib: list[int]) ->
     assert len({own.ram_dir, *(kv_cache_paths(chosen, tmp_path, other).ram_dir for other in others)}) == 5
 
 
-def test_what_was_parked_for_models_that_are_gone_is_deleted(tmp_path: Path, free_mib: list[int]) -> None:
+def test_kv_of_removed_models_is_deleted(tmp_path: Path, free_mib: list[int]) -> None:
     """In memory and on disk; a model that is still there keeps its files."""
     chosen, gone = settings(tmp_path), replace(SPEC, name="gone")
     for spec in (SPEC, gone):

@@ -13,7 +13,7 @@ from tests.supervisor.stub_engine import MODEL
 ALL = EngineOptions(backend="llama", parent_pid=0)
 
 
-def test_each_tenth_is_told_and_one_a_second_logged() -> None:
+def test_load_progress_is_throttled() -> None:
     """However often llama.cpp reports."""
     now = [10.0]
     progress = LoadProgress(monotonic=lambda: now[0])
@@ -42,7 +42,7 @@ def test_each_tenth_is_told_and_one_a_second_logged() -> None:
         (Loading(0.5, offloads=True), 8, LoadFailed("invalid_model_file", "wrong magic", ""), False),
     ],
 )
-def test_memory_of_the_gpu_may_be_why(
+def test_out_of_memory_is_suspected_for_gpu_loads(
     loading: Loading, layers: int, refusal: LoadFailed | None, *, lacks: bool
 ) -> None:
     """Where layers were on their way to one, and the engine died or said that memory was lacking."""
@@ -57,7 +57,7 @@ def test_memory_of_the_gpu_may_be_why(
     assert not progress.may_lack_gpu_memory(options)
 
 
-def test_fewer_layers_are_written_down() -> None:
+def test_reduced_layers_are_stored() -> None:
     """With what was tried before; a model that was loaded once says how many it has."""
     with capture_logs() as logs:
         assert with_fewer_layers(ALL, None).n_gpu_layers == 32

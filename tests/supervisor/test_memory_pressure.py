@@ -143,7 +143,7 @@ def refused(guard: MemoryPressureMonitor) -> bool:
     return refusal is not None
 
 
-async def test_while_there_is_enough_nobody_hears_of_it(bench: Bench) -> None:
+async def test_normal_memory_is_silent(bench: Bench) -> None:
     """The metrics say so, with the figures."""
     assert await bench.look(100, now=2.0) is PressureState.EASY
     assert (bench.engine.sent, refused(bench.guard)) == ([], False)
@@ -152,7 +152,7 @@ async def test_while_there_is_enough_nobody_hears_of_it(bench: Bench) -> None:
     assert (bench.shown("used_bytes"), bench.shown("limit_bytes")) == (LIMIT, LIMIT)
 
 
-async def test_parked_kv_goes_before_turns_are_refused(bench: Bench) -> None:
+async def test_offloaded_kv_is_evicted_before_turns_are_refused(bench: Bench) -> None:
     """Down to where it is calm, and more may be parked only when that has lasted. The log has the figures."""
     bench.engine.become(parked_mib=40)
     with capture_logs() as logs:
@@ -180,7 +180,7 @@ async def test_parked_kv_goes_before_turns_are_refused(bench: Bench) -> None:
     ]
 
 
-async def test_if_that_does_not_help_no_turn_begins(bench: Bench) -> None:
+async def test_turns_are_refused_if_eviction_does_not_help(bench: Bench) -> None:
     """At the next look; as soon as it is calm they do again."""
     bench.engine.become(parked_mib=10)
     assert await bench.look(120, now=2.0) is PressureState.SHEDDING
@@ -195,14 +195,14 @@ async def test_if_that_does_not_help_no_turn_begins(bench: Bench) -> None:
     assert bench.engine.sent == [KvRamLimit(0), KvRamLimit(0)]
 
 
-async def test_where_nothing_is_parked_turns_are_refused_at_once(bench: Bench) -> None:
+async def test_without_offloaded_kv_turns_are_refused_at_once(bench: Bench) -> None:
     """And nothing may be parked either."""
     assert await bench.look(101, now=2.0) is PressureState.FULL
     assert refused(bench.guard)
     assert bench.engine.sent == [KvRamLimit(0)]
 
 
-async def test_a_full_gpu_refuses_turns_and_leaves_parked_kv_alone(bench: Bench) -> None:
+async def test_full_gpu_refuses_turns_without_eviction(bench: Bench) -> None:
     """It would gain nothing from it."""
     bench.engine.become(parked_mib=40)
     assert await bench.look(50, now=2.0, gpu_used_mib=101) is PressureState.FULL
@@ -212,7 +212,7 @@ async def test_a_full_gpu_refuses_turns_and_leaves_parked_kv_alone(bench: Bench)
     assert not refused(bench.guard)
 
 
-async def test_a_measurement_that_fails_does_not_end_the_watch(bench: Bench) -> None:
+async def test_failed_measurement_is_retried(bench: Bench) -> None:
     """It is measured again after a wait; until then nothing is known, and no turn is refused for what was."""
     bench.engine.become(parked_mib=10)
     await bench.look(120, now=2.0)
@@ -227,7 +227,7 @@ async def test_a_measurement_that_fails_does_not_end_the_watch(bench: Bench) -> 
     assert bench.engine.sent == [KvRamLimit(0), KvRamLimit(None), KvRamLimit(0)]
 
 
-async def test_each_engine_keeps_the_same_part() -> None:
+async def test_engines_keep_equal_shares() -> None:
     """Its parked KV is released; an engine that is not ready is sent nothing."""
     bench = Bench(engines=[FakeEngine(), FakeEngine(), FakeEngine()])
     for engine, parked_mib in zip(bench.engines, (30, 10, 0), strict=True):
@@ -239,7 +239,7 @@ async def test_each_engine_keeps_the_same_part() -> None:
     await bench.guard.close()
 
 
-async def test_it_looks_often_while_turns_run_or_memory_is_short(bench: Bench) -> None:
+async def test_measurement_interval(bench: Bench) -> None:
     """Else now and then."""
     bench.engine.become(running=1)
     await bench.look(50, now=2.0)
@@ -250,7 +250,7 @@ async def test_it_looks_often_while_turns_run_or_memory_is_short(bench: Bench) -
 
 
 @pytest.mark.parametrize("state", [state for state in EngineState if state is not EngineState.READY])
-async def test_without_a_ready_engine_it_does_not_look_and_refuses_nobody(bench: Bench, state: EngineState) -> None:
+async def test_without_a_ready_engine_nothing_is_measured(bench: Bench, state: EngineState) -> None:
     """What it used is free; a turn that would wake it must not be kept away. The next engine is looked at at once."""
     await bench.look(101, now=2.0)
     assert refused(bench.guard)
@@ -271,7 +271,7 @@ async def test_without_a_ready_engine_it_does_not_look_and_refuses_nobody(bench:
     assert refused(bench.guard)
 
 
-async def test_it_looks_as_long_as_one_of_them_is_ready() -> None:
+async def test_measures_while_any_engine_is_ready() -> None:
     """Whichever it is."""
     bench = Bench(engines=[FakeEngine(), FakeEngine()])
     bench.tell()
@@ -286,7 +286,7 @@ async def test_it_looks_as_long_as_one_of_them_is_ready() -> None:
     await bench.guard.close()
 
 
-async def test_an_engine_that_goes_without_a_word_is_noticed(bench: Bench) -> None:
+async def test_vanished_engine_is_detected(bench: Bench) -> None:
     """At the next measurement; a replaced one notifies no engine."""
     await bench.look(101, now=2.0)
     bench.engine.become(EngineState.STOPPED)
@@ -313,7 +313,7 @@ def test_what_an_engine_keeps_is_never_more_than_it_has() -> None:
     assert kept_by(engine, replace(main, parked_bytes=0)) == 0
 
 
-def test_figures_are_for_people() -> None:
+def test_figures_are_readable() -> None:
     """In MiB, what is parked only where something is."""
     assert describe([]) == ""
     usage = MemoryUsage(name="GPU 0", used_bytes=3 * MIB + 5, limit_bytes=4 * MIB, calm_bytes=0)

@@ -39,7 +39,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return say
 
 
-def test_a_ceiling_counts_what_is_the_daemons_own(kernel: Callable[..., None]) -> None:
+def test_ceiling_counts_the_daemons_processes(kernel: Callable[..., None]) -> None:
     """Front and engines, whatever the machine's memory is used for."""
     kernel(
         front=ResidentMemory(100, 1),
@@ -52,7 +52,7 @@ def test_a_ceiling_counts_what_is_the_daemons_own(kernel: Callable[..., None]) -
 
 
 @pytest.mark.parametrize(("shared", "counted"), [(0, 40), (10, 40), (40, 40), (45, 45)])
-def test_what_is_parked_counts_once(kernel: Callable[..., None], shared: int, counted: int) -> None:
+def test_offloaded_kv_counts_once(kernel: Callable[..., None], shared: int, counted: int) -> None:
     """Whether the engine has touched it, so that it is in its shared memory, or not; also of one that sleeps."""
     kernel(_7=ResidentMemory(1000, shared))
     asleep = EngineStatus(EngineState.ASLEEP, parked_ram_bytes=5)
@@ -62,14 +62,14 @@ def test_what_is_parked_counts_once(kernel: Callable[..., None], shared: int, co
     assert usage.parked_bytes == 45
 
 
-def test_a_limited_group_counts_whole(kernel: Callable[..., None]) -> None:
+def test_limited_cgroup_counts_completely(kernel: Callable[..., None]) -> None:
     """Up to 90 %, also where others share it."""
     kernel(front=ResidentMemory(100), group=MemoryLimit(500, 1000), machine=MemoryLimit(1, 2))
     usage = main_memory(MemorySettings(hysteresis_percent=10), [PARKED])
     assert usage == MemoryUsage(name="memory", used_bytes=500, limit_bytes=900, calm_bytes=810, parked_bytes=40)
 
 
-def test_else_the_machine_counts(kernel: Callable[..., None]) -> None:
+def test_machine_limit_is_the_fallback(kernel: Callable[..., None]) -> None:
     """Up to 95 %."""
     kernel(machine=MemoryLimit(500, 1000))
     usage = main_memory(MemorySettings(hysteresis_percent=0), [])
@@ -77,13 +77,13 @@ def test_else_the_machine_counts(kernel: Callable[..., None]) -> None:
 
 
 @pytest.mark.usefixtures("kernel")
-def test_where_nothing_is_told_nothing_counts() -> None:
+def test_unknown_figures_do_not_count() -> None:
     """Nor is it an error."""
     assert main_memory(MemorySettings(), [PARKED]) is None
     assert reader(MemorySettings(), GpuSettings())([PARKED]) == []
 
 
-def test_a_gpu_is_to_have_so_much_free() -> None:
+def test_gpu_memory_floor() -> None:
     """Hysteresis is of that, as a model may take most of the rest. One that does not tell is left out."""
     gpus = [GpuReading(index=1, vram_total_bytes=1000, vram_free_bytes=90), NO_GPU]
     (usage,) = gpu_memory(gpus, floor_bytes=100, hysteresis=0.05)
@@ -91,9 +91,7 @@ def test_a_gpu_is_to_have_so_much_free() -> None:
     assert usage.is_over
 
 
-def test_only_gpus_in_use_are_looked_at_and_only_when_wanted(
-    kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_gpus_in_use_are_measured(kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a floor NVML is not even asked."""
     kernel(machine=MemoryLimit(500, 1000))
     assert [each.name for each in reader(MemorySettings(), GpuSettings())([])] == ["memory"]
@@ -106,7 +104,7 @@ def test_only_gpus_in_use_are_looked_at_and_only_when_wanted(
 @pytest.mark.parametrize(
     "wrong", [{"ram_ceiling_mib": 0}, {"vram_floor_mib": -1}, {"hysteresis_percent": 51}, {"ram": 1}]
 )
-def test_settings_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, Any]) -> None:
     """Before anything starts."""
     with pytest.raises(ValidationError):
         MemorySettings(**wrong)

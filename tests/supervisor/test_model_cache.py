@@ -94,7 +94,7 @@ class House:
         return admitted
 
 
-async def test_who_fits_is_let_in_beside_the_others() -> None:
+async def test_model_that_fits_is_admitted() -> None:
     """No model is evicted."""
     house = House(room=2)
     first, second = house.engine("first", loaded=True), house.engine("second")
@@ -102,7 +102,7 @@ async def test_who_fits_is_let_in_beside_the_others() -> None:
     assert (first.asked, first.holds_memory) == (0, True)
 
 
-async def test_the_one_used_longest_ago_makes_way() -> None:
+async def test_least_recently_used_model_is_evicted() -> None:
     """Of the idle ones; what is not loaded is not asked."""
     house = House(room=2)
     old = house.engine("old", loaded=True, last_used_s=1.0)
@@ -113,7 +113,7 @@ async def test_the_one_used_longest_ago_makes_way() -> None:
     assert (old.asked, unloaded.asked) == (1, 0)
 
 
-async def test_a_busy_one_makes_way_if_all_are() -> None:
+async def test_busy_model_is_evicted_if_all_are_busy() -> None:
     """The one that was asked longest ago."""
     house = House()
     busy = [house.engine(str(number), loaded=True, last_used_s=float(number), busy=True) for number in (2, 1)]
@@ -121,7 +121,7 @@ async def test_a_busy_one_makes_way_if_all_are() -> None:
     assert [engine.asked for engine in busy] == [1, 1]
 
 
-async def test_there_is_a_limit_of_models() -> None:
+async def test_number_of_resident_models_is_limited() -> None:
     """It holds however much would fit."""
     house = House(room=100, max_resident=2)
     first, second = (house.engine(str(number), loaded=True, last_used_s=float(number)) for number in range(2))
@@ -130,7 +130,7 @@ async def test_there_is_a_limit_of_models() -> None:
 
 
 @pytest.mark.parametrize("max_resident", [0, 1])
-async def test_nobody_makes_way_for_what_fits_nowhere(max_resident: int) -> None:
+async def test_model_that_fits_nowhere_evicts_none(max_resident: int) -> None:
     """The caller gets the reason, with others loaded and alone; the next model is admitted as usual."""
     house = House(max_resident=max_resident, refusal=InferenceCenterError(ErrorCode.INVALID_CONFIG, "too large"))
     other = house.engine("other", loaded=True)
@@ -144,7 +144,7 @@ async def test_nobody_makes_way_for_what_fits_nowhere(max_resident: int) -> None
     assert other.asked == 1
 
 
-async def test_what_has_never_enough_room_is_let_in_alone() -> None:
+async def test_oversized_model_is_admitted_alone() -> None:
     """Its plan does with what there is."""
     house = House(room=0)
     other = house.engine("other", loaded=True)
@@ -152,7 +152,7 @@ async def test_what_has_never_enough_room_is_let_in_alone() -> None:
     assert not other.holds_memory
 
 
-async def test_who_is_not_wanted_any_more_is_not_let_in() -> None:
+async def test_withdrawn_demand_is_not_admitted() -> None:
     """No model is evicted for it; nor is it loaded when another was evicted meanwhile."""
     house = House()
     other = house.engine("other", loaded=True, at_once=False)
@@ -174,7 +174,7 @@ async def test_who_is_not_wanted_any_more_is_not_let_in() -> None:
     assert house.changes == 2
 
 
-async def test_they_are_let_in_one_after_the_other() -> None:
+async def test_admission_is_first_in_first_out() -> None:
     """A later request does not overtake a waiting one."""
     house = House()
     other = house.engine("other", loaded=True, at_once=False)
@@ -193,7 +193,7 @@ async def test_they_are_let_in_one_after_the_other() -> None:
     assert entered == ["first", "second"]
 
 
-async def test_who_is_gone_is_not_asked() -> None:
+async def test_removed_model_is_not_evicted() -> None:
     """A model whose entry went away makes no way."""
     house = House()
     gone = house.engine("gone", loaded=True)
@@ -208,7 +208,7 @@ async def turn_loop() -> None:
         await asyncio.sleep(0)
 
 
-async def test_what_others_use_stays_for_a_while(clock_with_timeouts: LoopClock) -> None:
+async def test_model_of_another_client_has_a_minimum_residency(clock_with_timeouts: LoopClock) -> None:
     """A model that wants its place waits until it has been loaded for so long, and hears how long that is."""
     house, tasks = House(min_residency_s=30.0), TaskGroup("test")
     loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset({"ada", "eve"}))
@@ -232,7 +232,7 @@ async def entered(house: House, engine: Engine) -> None:
     ("users", "clients", "urgent"),
     [({"ada"}, {"ada", "bob"}, False), (set(), {"eve"}, False), ({"ada"}, {"eve"}, True), ({"ada"}, set(), True)],
 )
-async def test_what_nobody_else_uses_makes_way_at_once(users: set[str], clients: set[str], *, urgent: bool) -> None:
+async def test_model_of_the_same_client_is_evicted_at_once(users: set[str], clients: set[str], *, urgent: bool) -> None:
     """So does every model where an operator wants another."""
     house = House(min_residency_s=30.0)
     loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset(users))
@@ -240,7 +240,7 @@ async def test_what_nobody_else_uses_makes_way_at_once(users: set[str], clients:
     assert not loaded.holds_memory
 
 
-async def test_one_that_has_stayed_makes_way_before_one_that_has_not() -> None:
+async def test_model_past_its_minimum_residency_is_evicted_first() -> None:
     """Also if it is busy, and was used later."""
     house = House(room=2, min_residency_s=30.0, now_s=40.0)
     ada = frozenset({"ada"})
@@ -250,7 +250,7 @@ async def test_one_that_has_stayed_makes_way_before_one_that_has_not() -> None:
     assert (old.holds_memory, new.holds_memory) == (False, True)
 
 
-async def test_a_client_that_wants_many_models_waits_behind_others() -> None:
+async def test_admission_is_fair_between_clients() -> None:
     """Of those that ask, the one whose client was served longest ago is next, however many another asked for before."""
     house, tasks, order = House(), TaskGroup("test"), []
     gate = house.engine("gate", loaded=True, at_once=False)
@@ -270,7 +270,7 @@ async def test_a_client_that_wants_many_models_waits_behind_others() -> None:
     assert order == ["e1", "a1", "b1", "e2", "e3"]
 
 
-async def test_a_model_that_is_not_wanted_any_more_lets_the_next_one_in() -> None:
+async def test_withdrawn_demand_unblocks_the_next() -> None:
     """It waited for its time, and one that waits behind it need not."""
     house, tasks = House(min_residency_s=30.0), TaskGroup("test")
     ada = frozenset({"ada"})

@@ -185,7 +185,7 @@ async def ended(turn: Turn) -> str:
     return turn.text
 
 
-async def test_a_model_is_loaded_when_a_turn_wants_it(fleet: Callable[..., Fleet]) -> None:
+async def test_model_is_loaded_on_demand(fleet: Callable[..., Fleet]) -> None:
     """The default at the start; of the other there is only its entry until then, and it stays beside the first."""
     house = fleet()
     await house.ready("first")
@@ -200,7 +200,7 @@ async def test_a_model_is_loaded_when_a_turn_wants_it(fleet: Callable[..., Fleet
     assert house.models.default == "first"
 
 
-async def test_what_nobody_knows_is_not_found(fleet: Callable[..., Fleet]) -> None:
+async def test_unknown_model_is_not_found(fleet: Callable[..., Fleet]) -> None:
     """Whatever is asked of it; the answer names those that there are."""
     house = fleet()
     asked: list[Callable[[], object]] = [
@@ -216,7 +216,7 @@ async def test_what_nobody_knows_is_not_found(fleet: Callable[..., Fleet]) -> No
         assert refusal.value.hint == "There are first, second."
 
 
-async def test_a_swap_cuts_nobody_off(fleet: Callable[..., Fleet]) -> None:
+async def test_swap_does_not_interrupt_turns(fleet: Callable[..., Fleet]) -> None:
     """Beside each other: running turns end where they began, what comes afterwards goes to the new default."""
     house = fleet()
     await house.ready("first")
@@ -250,7 +250,7 @@ async def test_a_swap_without_room_waits_for_running_turns(fleet: Callable[..., 
     assert house.state("first") is EngineState.ASLEEP
 
 
-async def test_patience_ends(fleet: Callable[..., Fleet]) -> None:
+async def test_swap_patience_interrupts_a_long_turn(fleet: Callable[..., Fleet]) -> None:
     """A turn that takes too long is interrupted; it goes on with its model, for which the next one makes way."""
     house = fleet(room=1, patience_s=0.05)
     await house.ready("first")
@@ -269,7 +269,7 @@ async def test_patience_ends(fleet: Callable[..., Fleet]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 2])
-async def test_a_model_that_cannot_be_loaded_changes_nothing(fleet: Callable[..., Fleet], room: int) -> None:
+async def test_failed_swap_keeps_the_old_model(fleet: Callable[..., Fleet], room: int) -> None:
     """It is said why, the old one is loaded again if it had to go, and the next attempt starts from the beginning."""
     house = fleet(room=room, names=("first", "refuse -1", "second"))
     await house.ready("first")
@@ -286,7 +286,7 @@ async def test_a_model_that_cannot_be_loaded_changes_nothing(fleet: Callable[...
 
 
 @pytest.mark.parametrize("room", [1, 2])
-async def test_a_model_too_large_takes_nothing_from_others(fleet: Callable[..., Fleet], room: int) -> None:
+async def test_oversized_model_evicts_none(fleet: Callable[..., Fleet], room: int) -> None:
     """No model is evicted and none started for it; callers get the reason, and may retry."""
     house = fleet(room=room, names=("first", "huge", "second"))
     await house.ready("first")
@@ -340,7 +340,7 @@ async def test_a_swap_ends_when_its_model_cannot_be_made(
 
 
 @pytest.mark.slow
-async def test_whoever_wants_what_cannot_be_loaded_hears_why(fleet: Callable[..., Fleet]) -> None:
+async def test_request_for_an_unloadable_model_gets_the_reason(fleet: Callable[..., Fleet]) -> None:
     """The call after that tries again."""
     house = fleet(names=("first", "refuse -1"))
     await house.ready("first")
@@ -365,7 +365,7 @@ async def give_up(house: Fleet, name: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["reload", "reload of another entry", "swap"])
-async def test_an_engine_that_was_given_up_is_revived(fleet: Callable[..., Fleet], how: str) -> None:
+async def test_given_up_engine_is_revived(fleet: Callable[..., Fleet], how: str) -> None:
     """By a reload, also one that changes its entry, and by loading it: it is loaded at once, and turns run again."""
     house = fleet()
     await give_up(house, "first")
@@ -385,7 +385,7 @@ async def test_an_engine_that_was_given_up_is_revived(fleet: Callable[..., Fleet
     assert not house.models.engine("first").given_up
 
 
-async def test_answers_that_have_begun_wait_for_a_model_that_is_back(fleet: Callable[..., Fleet]) -> None:
+async def test_begun_answers_wait_for_their_model(fleet: Callable[..., Fleet]) -> None:
     """One that could not be loaded keeps them until it is asked for again; those that said nothing hear why."""
     house = fleet(names=("first", "huge"), room=2)
     await house.ready("first")
@@ -402,7 +402,7 @@ async def test_answers_that_have_begun_wait_for_a_model_that_is_back(fleet: Call
     assert begun.recalls == 1
 
 
-async def test_a_model_whose_device_is_gone_comes_back_by_itself(fleet: Callable[..., Fleet]) -> None:
+async def test_model_recovers_when_its_device_returns(fleet: Callable[..., Fleet]) -> None:
     """Its waking turn hears why, loading it fails with the reason, and it is ready again when the device is."""
     house = fleet(names=("first", "second"))
     await house.ready("first")
@@ -453,7 +453,7 @@ async def test_one_swap_at_a_time(fleet: Callable[..., Fleet]) -> None:
     assert house.changed == ["second", "second"]
 
 
-async def test_the_one_used_longest_ago_makes_way(fleet: Callable[..., Fleet]) -> None:
+async def test_least_recently_used_model_is_evicted(fleet: Callable[..., Fleet]) -> None:
     """A third model comes in its place; it is loaded again when it is wanted."""
     house = fleet(names=("first", "second", "third"))
     await house.ready("first")
@@ -498,7 +498,7 @@ async def test_a_swap_ends_also_where_its_model_makes_way_at_once(fleet: Callabl
         assert (await house.swap("first")).phase == "done"
 
 
-async def test_the_only_user_of_a_model_has_it_evicted_at_once(fleet: Callable[..., Fleet]) -> None:
+async def test_only_user_of_a_model_can_evict_it_at_once(fleet: Callable[..., Fleet]) -> None:
     """Naming models in turn costs the others nothing then."""
     house = fleet(room=1, min_residency_s=3600.0)
     await house.ready("first")
@@ -508,7 +508,7 @@ async def test_the_only_user_of_a_model_has_it_evicted_at_once(fleet: Callable[.
     await house.ready("second")
 
 
-async def test_an_unloaded_model_is_loaded_by_the_next_turn(fleet: Callable[..., Fleet]) -> None:
+async def test_unloaded_model_is_loaded_on_demand(fleet: Callable[..., Fleet]) -> None:
     """Its running turn ends first; a model that was never requested has nothing to unload."""
     house = fleet()
     await house.ready("first")
@@ -540,7 +540,7 @@ async def test_limits_reach_every_ready_engine(fleet: Callable[..., Fleet]) -> N
 # Other entries.
 
 
-async def test_a_changed_entry_is_loaded_anew(fleet: Callable[..., Fleet]) -> None:
+async def test_changed_entry_is_reloaded(fleet: Callable[..., Fleet]) -> None:
     """Its running turns end with the old engine; where KV would be kept in the same place, it ends first."""
     house = fleet()
     await house.ready("first")
@@ -556,7 +556,7 @@ async def test_a_changed_entry_is_loaded_anew(fleet: Callable[..., Fleet]) -> No
     await house.until(lambda: old.status.state is EngineState.STOPPED)
 
 
-async def test_other_parameters_need_no_other_engine(fleet: Callable[..., Fleet]) -> None:
+async def test_changed_parameters_keep_the_engine(fleet: Callable[..., Fleet]) -> None:
     """They hold from the next turn on."""
     house = fleet()
     await house.ready("first")
@@ -569,7 +569,7 @@ async def test_other_parameters_need_no_other_engine(fleet: Callable[..., Fleet]
     assert old.status.state is EngineState.READY
 
 
-async def test_what_waits_goes_on_with_the_changed_entry(fleet: Callable[..., Fleet]) -> None:
+async def test_queued_turns_move_to_the_changed_entry(fleet: Callable[..., Fleet]) -> None:
     """The same place: begun or not, its turns go to the new engine."""
     house = fleet(patience_s=0.05)
     await house.ready("first")
@@ -605,7 +605,7 @@ async def test_a_changed_entry_that_cannot_be_loaded(fleet: Callable[..., Fleet]
     assert await ended(house.submit("t1", 3)) == answer(3)
 
 
-async def test_entries_come_and_go(fleet: Callable[..., Fleet]) -> None:
+async def test_entries_can_be_added_and_removed(fleet: Callable[..., Fleet]) -> None:
     """A new default is loaded before it is one; what is gone ends when its turns have, and is not found any more."""
     house = fleet()
     await house.ready("first")
@@ -625,7 +625,7 @@ async def test_entries_come_and_go(fleet: Callable[..., Fleet]) -> None:
     assert await ended(house.submit("t2", 2)) == answer(2)
 
 
-async def test_the_end_while_another_is_being_loaded(fleet: Callable[..., Fleet]) -> None:
+async def test_stop_while_a_model_is_loading(fleet: Callable[..., Fleet]) -> None:
     """Its engine ends with the others."""
     house = fleet(names=("first", "wait"))
     await house.ready("first")
@@ -637,7 +637,7 @@ async def test_the_end_while_another_is_being_loaded(fleet: Callable[..., Fleet]
     assert [each.status.state for each in supervisors] == [EngineState.STOPPED, EngineState.STOPPED]
 
 
-async def test_models_come_into_the_directory(fleet: Callable[..., Fleet]) -> None:
+async def test_rescan_finds_new_models(fleet: Callable[..., Fleet]) -> None:
     """A rescan finds them; existing ones stay as they are, also if nothing can be read."""
     house = fleet()
     fresh = house.registry(first=house.spec("first", max_queue=5), third=house.spec("third"))

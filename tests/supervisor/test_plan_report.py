@@ -44,7 +44,7 @@ def made(
     return plan(model, devices, HOST, constraints or PlacementConstraints())
 
 
-def test_each_gpu_has_its_part(tmp_path: Path) -> None:
+def test_report_per_gpu(tmp_path: Path) -> None:
     """Layers and bytes by device add up to the model; what others use is in what was free."""
     model = shape(tmp_path)
     planned = made(model, gpus(4, 6))
@@ -69,7 +69,7 @@ def test_one_gpu_has_all_layers_that_are_on_gpus(tmp_path: Path) -> None:
     assert told.host.available_bytes == 32 * GIB
 
 
-def test_the_processor_alone(tmp_path: Path) -> None:
+def test_report_of_a_cpu_plan(tmp_path: Path) -> None:
     """There is no device, and the first reason says why."""
     model = shape(tmp_path)
     told = plan_report(made(model, ()), model=model, host=HOST, constraints=PlacementConstraints())
@@ -84,7 +84,7 @@ def test_experts_that_stay_with_the_host(tmp_path: Path) -> None:
     assert 0 < told.host.expert_layers < told.layers
 
 
-def test_what_was_measured(tmp_path: Path) -> None:
+def test_measurement_is_reported_per_device(tmp_path: Path) -> None:
     """Is with its device, and with no other."""
     model = shape(tmp_path)
     told = with_measured_usage(
@@ -93,7 +93,7 @@ def test_what_was_measured(tmp_path: Path) -> None:
     assert [each.used_bytes for each in told.devices] == [None, 5 * GIB]
 
 
-def test_long_texts_and_lists_have_an_end(tmp_path: Path) -> None:
+def test_report_is_bounded(tmp_path: Path) -> None:
     """Architectures and names come from files and drivers: a frame has to bear them."""
     model = shape(tmp_path)
     planned = made(model, tuple(replace(each, name="long " * 1000) for each in gpus(8)))

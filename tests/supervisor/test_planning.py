@@ -66,7 +66,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
     return EngineOptions(backend="llama", parent_pid=0, model_path=str(path))
 
 
-def test_what_is_open_is_planned(tmp_path: Path, options: EngineOptions) -> None:
+def test_unset_options_are_planned(tmp_path: Path, options: EngineOptions) -> None:
     """Layers, slots, the GPU by its address; without configured layers a GPU is optional."""
     planned = Machine().planner(tmp_path).first(options)
     assert (planned.n_gpu_layers, planned.slots, planned.n_ctx) == (14, 1, 4096)
@@ -87,7 +87,7 @@ def test_adapters_are_planned_for(tmp_path: Path, options: EngineOptions) -> Non
     assert Machine().planner(tmp_path).first(missing).n_gpu_layers == plain.n_gpu_layers
 
 
-def test_without_a_gpu_it_is_as_usual(tmp_path: Path, options: EngineOptions) -> None:
+def test_defaults_without_a_gpu(tmp_path: Path, options: EngineOptions) -> None:
     """8 slots and 4096 tokens; the engine counts its cores itself."""
     planned = Machine(devices=()).planner(tmp_path).first(options)
     assert (planned.n_gpu_layers, planned.slots, planned.n_ctx, planned.n_threads) == (0, 8, 4096, 0)
@@ -96,13 +96,13 @@ def test_without_a_gpu_it_is_as_usual(tmp_path: Path, options: EngineOptions) ->
     assert planned.devices == ()
 
 
-def test_memory_that_is_too_small_costs_slots(tmp_path: Path, options: EngineOptions) -> None:
+def test_small_memory_reduces_slots(tmp_path: Path, options: EngineOptions) -> None:
     """It is proved that 8 do not fit."""
     planned = Machine(devices=(), available_bytes=5 * GIB).planner(tmp_path).first(options)
     assert 1 <= planned.slots < 8
 
 
-def test_what_is_set_is_kept(tmp_path: Path, options: EngineOptions) -> None:
+def test_set_options_are_kept(tmp_path: Path, options: EngineOptions) -> None:
     """Also where it does not fit, which is logged with have and need."""
     planner = Machine().planner(tmp_path, slots=4, n_ctx=8192, n_gpu_layers=29, gpu={"margin_mib": 100})
     with capture_logs() as logs:
@@ -118,7 +118,7 @@ def test_layers_that_are_set_without_a_gpu(tmp_path: Path, options: EngineOption
     assert planned.n_gpu_layers == 5
 
 
-def test_other_backends_and_files_are_left_alone(tmp_path: Path, options: EngineOptions) -> None:
+def test_other_backends_are_not_planned(tmp_path: Path, options: EngineOptions) -> None:
     """A file that is not understood here may be by llama.cpp."""
     planner = Machine().planner(tmp_path)
     echo = options.replace(backend="echo")
@@ -133,7 +133,7 @@ def test_other_backends_and_files_are_left_alone(tmp_path: Path, options: Engine
     assert [line["event"] for line in logs] == ["plan_impossible"]
 
 
-def test_a_device_query_that_raises_anything_costs_the_plan(tmp_path: Path, options: EngineOptions) -> None:
+def test_failing_device_query_disables_the_plan(tmp_path: Path, options: EngineOptions) -> None:
     """The engine starts with what is set; what asks whether the model fits beside others gets one of our errors."""
     planner = Machine(devices=cast("tuple[Device, ...]", (None,))).planner(tmp_path)
     with capture_logs() as logs:
@@ -145,7 +145,7 @@ def test_a_device_query_that_raises_anything_costs_the_plan(tmp_path: Path, opti
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_MODEL_FILE, "model.path")
 
 
-async def test_a_measurement_that_raises_anything_costs_the_measurement(
+async def test_failing_measurement_is_logged(
     tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is logged, and nothing is left behind in the event loop."""
@@ -158,9 +158,7 @@ async def test_a_measurement_that_raises_anything_costs_the_measurement(
     assert [line["reason"] for line in logs] == ["ZeroDivisionError: division by zero"]
 
 
-def test_a_gpu_that_is_set_and_not_there(
-    tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configured_gpu_is_missing(tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends the daemon at its start; later, no engine is started until it is there."""
     machine = Machine()
     planner = machine.planner(tmp_path)
@@ -175,7 +173,7 @@ def test_a_gpu_that_is_set_and_not_there(
             plan(planned)
 
 
-def test_another_program_takes_memory(tmp_path: Path, options: EngineOptions) -> None:
+def test_plan_follows_free_memory(tmp_path: Path, options: EngineOptions) -> None:
     """The next start gets what is free then, and what is free again after that."""
     machine = Machine()
     planner = machine.planner(tmp_path)
@@ -190,7 +188,7 @@ def test_another_program_takes_memory(tmp_path: Path, options: EngineOptions) ->
     assert (none.n_gpu_layers, none.devices, none.main_gpu) == (0, (), -1)
 
 
-def test_a_load_that_failed_is_tried_with_less(tmp_path: Path, options: EngineOptions) -> None:
+def test_failed_load_halves_the_layers(tmp_path: Path, options: EngineOptions) -> None:
     """Half the layers that were planned, of which the number is known from the header; and never more again."""
     planner = Machine(devices=(replace(CARD, free_bytes=8 * GIB, total_bytes=8 * GIB),)).planner(tmp_path)
     planned = planner.first(options)
@@ -201,7 +199,7 @@ def test_a_load_that_failed_is_tried_with_less(tmp_path: Path, options: EngineOp
     assert planner.again(with_fewer_layers(halved, None)).n_gpu_layers == 7
 
 
-def test_slots_stay_once_an_engine_was_ready(tmp_path: Path, options: EngineOptions) -> None:
+def test_slots_are_fixed_after_the_first_start(tmp_path: Path, options: EngineOptions) -> None:
     """Turns that wait must still fit, and parked KV be of use; layers make room instead."""
     machine = Machine(devices=(replace(CARD, free_bytes=8 * GIB, total_bytes=8 * GIB),))
     planner = machine.planner(tmp_path)
@@ -213,7 +211,7 @@ def test_slots_stay_once_an_engine_was_ready(tmp_path: Path, options: EngineOpti
     assert again.n_gpu_layers < planned.n_gpu_layers
 
 
-def test_what_was_taken_corrects_the_next_plan(tmp_path: Path, options: EngineOptions) -> None:
+def test_measurement_corrects_the_next_plan(tmp_path: Path, options: EngineOptions) -> None:
     """The difference is logged and kept; another daemon in the same state directory plans with it."""
     machine = Machine()
     planner = machine.planner(tmp_path)
@@ -237,7 +235,7 @@ def test_what_was_taken_corrects_the_next_plan(tmp_path: Path, options: EngineOp
     assert machine.planner(tmp_path).first(options).n_gpu_layers > planned.n_gpu_layers
 
 
-def test_a_driver_that_does_not_tell_processes(tmp_path: Path, options: EngineOptions) -> None:
+def test_driver_without_process_memory(tmp_path: Path, options: EngineOptions) -> None:
     """Then what is free less than before counts, if the GPU is still there."""
     machine = Machine()
     planner = machine.planner(tmp_path)
@@ -252,7 +250,7 @@ def test_a_driver_that_does_not_tell_processes(tmp_path: Path, options: EngineOp
 
 
 @pytest.mark.parametrize("used_mib", [0, 2000, 4500])
-def test_a_figure_that_cannot_be(tmp_path: Path, options: EngineOptions, used_mib: int) -> None:
+def test_implausible_measurement_is_dropped(tmp_path: Path, options: EngineOptions, used_mib: int) -> None:
     """Less than the weights and KV, or far more than planned, is what other programs did: nothing is kept."""
     machine = Machine(used={7: used_mib * MIB})
     planner = machine.planner(tmp_path)
@@ -265,7 +263,7 @@ def test_a_figure_that_cannot_be(tmp_path: Path, options: EngineOptions, used_mi
     assert machine.planner(tmp_path).first(options) == planned
 
 
-def test_a_gpu_that_nvml_does_not_know(tmp_path: Path, options: EngineOptions) -> None:
+def test_gpu_unknown_to_nvml(tmp_path: Path, options: EngineOptions) -> None:
     """There llama.cpp's own account counts, and what the driver takes is added as it was planned."""
     machine = Machine(devices=(replace(CARD, id="Vulkan0", index=-1, aliases=("Vulkan0",)),))
     planner = machine.planner(tmp_path)

@@ -110,7 +110,7 @@ def test_bad_ram_file_is_adopted(bench: Bench, damage: Callable[[Path], None], c
     assert len(bench.warnings) == 1
 
 
-def test_a_file_under_another_name(bench: Bench) -> None:
+def test_renamed_file_is_deleted(bench: Bench) -> None:
     """A sound file that took another's place is not used in its stead."""
     path = bench.park_on_disk()
     (mine,) = (path for path in bench.disk_files() if b"other0:" in path.read_bytes())

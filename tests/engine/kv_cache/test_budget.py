@@ -25,7 +25,7 @@ def first(item: str) -> int | None:
     return 0
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_least_recently_used_is_evicted_first() -> None:
     """Over the budget, the least recently used items are evicted, whatever their scope."""
     budget = ledger_of(TierLimits(100), ("x", "a", 40), ("y", "b", 40), ("z", "a", 20))
     budget.touch("x")
@@ -33,14 +33,14 @@ def test_the_least_recently_used_goes_first() -> None:
     assert budget.room("c", 60, without=None, rank=first) == ("y", "z")
 
 
-def test_a_scope_over_its_share_gives_up_its_own() -> None:
+def test_scope_over_its_share_evicts_its_own() -> None:
     """A scope that would exceed its share loses its own oldest, though others' are older."""
     budget = ledger_of(TierLimits(100, 0.5), ("old", "b", 30), ("mine", "a", 30), ("mine too", "a", 10))
     assert budget.room("a", 30, without=None, rank=first) == ("mine",)
     assert budget.room("a", 51, without=None, rank=first) is None
 
 
-def test_the_public_scope_has_no_share() -> None:
+def test_public_scope_has_no_share() -> None:
     """Public items may take the whole budget."""
     budget = ledger_of(TierLimits(100, 0.5), ("x", "a", 30))
     assert budget.room(PUBLIC, 100, without=None, rank=first) == ("x",)

@@ -140,7 +140,7 @@ def test_disk_is_full(bench: Bench, monkeypatch: pytest.MonkeyPatch, function: s
     assert len(bench.disk_files()) > 0
 
 
-def test_a_full_disk_is_not_written_to_again_and_again(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_not_retried_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sequence is tried once, however often others are parked."""
     write = os.write
     calls: list[bytes] = []
@@ -178,7 +178,7 @@ def test_disk_fills_up_in_the_middle(bench: Bench, monkeypatch: pytest.MonkeyPat
     assert len(bench.warnings) == 1
 
 
-def test_full_ram_while_fetching(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ram_full_during_fetch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence for which memory cannot be allocated is dropped, so that it is not fetched forever."""
     bench.park_on_disk()
     bench.ram_bytes = 0
@@ -190,7 +190,7 @@ def test_full_ram_while_fetching(bench: Bench, monkeypatch: pytest.MonkeyPatch) 
     assert bench.store.find("client", [1]) is None
 
 
-def test_too_large_for_the_ram_of_now(bench: Bench) -> None:
+def test_entry_larger_than_the_current_ram_budget(bench: Bench) -> None:
     """A sequence that an engine with more RAM left on disk is dropped when it is wanted."""
     bench.park_on_disk()
     bench.ram_bytes = 100
@@ -217,7 +217,7 @@ def test_unreadable_directory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(bench.warnings) == 3
 
 
-def test_what_a_job_raises_is_logged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_of_a_job_is_logged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A defect in a job does not reach the engine's loop."""
     monkeypatch.setattr("zlib.crc32", lambda *_: 1 / 0)
     bench.park("s1", [1])

@@ -39,7 +39,7 @@ def common(a: list[int], b: list[int]) -> int:
     wanted=TOKENS | WIDE,
     can_truncate=st.booleans(),
 )
-def test_find_is_the_best_there_is(
+def test_find_returns_the_longest_prefix(
     entries: list[tuple[str, list[int], bool]], scope: str, wanted: list[int], *, can_truncate: bool
 ) -> None:
     """The most shared tokens win, then what is in RAM, then the shortest; other scopes' entries do not exist."""
@@ -69,7 +69,7 @@ def test_removed_entries_are_not_found() -> None:
     index.check_integrity()
 
 
-def test_a_copy_pushes_out_only_what_was_used_before_it() -> None:
+def test_copy_evicts_only_older_entries() -> None:
     """The disk is not written to over and over by sequences that take turns in pushing each other out."""
     index = KvIndex(ram=TierLimits(100), disk=TierLimits(74), can_truncate=True)
     entries = [KvEntry(str(number), "a", pack_tokens([1]), True, number, 64, 10) for number in range(3)]
@@ -88,7 +88,7 @@ def test_a_copy_pushes_out_only_what_was_used_before_it() -> None:
     assert index.room_on_disk(newest) is None
 
 
-def test_what_can_still_be_copied_leaves_ram_last() -> None:
+def test_copyable_entries_leave_ram_last() -> None:
     """Entries with a copy go first, those being copied stay, and of the rest the oldest goes."""
     index = KvIndex(ram=TierLimits(40), disk=TierLimits(1000), can_truncate=True)
     places = [TierState.ABSENT, TierState.LOADING, TierState.ABSENT, TierState.RESIDENT]

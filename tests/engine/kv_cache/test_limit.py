@@ -34,7 +34,7 @@ def left(bench: Bench, numbers: Sequence[int]) -> list[int]:
     return found
 
 
-def test_what_was_used_longest_ago_goes(bench: Bench) -> None:
+def test_least_recently_used_entry_is_evicted(bench: Bench) -> None:
     """And only as much of it as has to, with the files."""
     park(bench, 1, 2, 3, 4, 5)
     assert bench.load("s1") is not None
@@ -44,7 +44,7 @@ def test_what_was_used_longest_ago_goes(bench: Bench) -> None:
     bench.store.check_integrity()
 
 
-def test_warm_files_go_first(bench: Bench) -> None:
+def test_warm_mappings_are_evicted_first(bench: Bench) -> None:
     """Evicting them loses nothing."""
     park(bench, 1, 2, 3, 4, 5)
     for number in (3, 4, 5):
@@ -55,7 +55,7 @@ def test_warm_files_go_first(bench: Bench) -> None:
     assert in_ram_bytes(bench) == 2 * PAGE_BYTES
 
 
-def test_what_is_on_disk_goes_first_and_comes_back(bench: Bench) -> None:
+def test_entries_on_disk_leave_ram_first(bench: Bench) -> None:
     """It leaves memory only; it is fetched again as soon as there is room."""
     park(bench, 1)
     park(bench, 2, 3, durable=True)
@@ -78,7 +78,7 @@ def copy_to_disk(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("n_jobs", [0, 1])
-def test_what_is_on_its_way_to_the_disk_goes_last(bench: Bench, n_jobs: int) -> None:
+def test_entries_being_written_are_evicted_last(bench: Bench, n_jobs: int) -> None:
     """It is lost then, on the disk as well, however far its copy had come; what was not to be copied went before."""
     park(bench, 1, 2)
     bench.park("s3", [3, 1])
@@ -96,7 +96,7 @@ def test_what_is_on_its_way_to_the_disk_goes_last(bench: Bench, n_jobs: int) -> 
     assert bench.store.find("client", [3, 1]) is None
 
 
-def test_what_arrives_from_disk_may_be_too_much_for_a_while(bench: Bench) -> None:
+def test_fetched_entry_may_exceed_the_budget_temporarily(bench: Bench) -> None:
     """It cannot be stopped, and goes with the next limit."""
     bench.park_on_disk()
     bench.store.fetch("s1")
@@ -110,7 +110,7 @@ def test_what_arrives_from_disk_may_be_too_much_for_a_while(bench: Bench) -> Non
     assert bench.ready("s1", [1]) is False
 
 
-def test_no_more_is_parked_than_fits(bench: Bench) -> None:
+def test_offloaded_kv_stays_within_the_budget(bench: Bench) -> None:
     """As with a small tier: the oldest makes room, what is larger than allowed is not parked, nor is it said to fit."""
     park(bench, 1, 2, 3)
     bench.store.limit_ram(2 * PAGE_BYTES)
@@ -125,7 +125,7 @@ def test_no_more_is_parked_than_fits(bench: Bench) -> None:
     assert in_ram_bytes(bench) == 0
 
 
-def test_a_limit_that_is_lifted_leaves_the_budget(bench: Bench) -> None:
+def test_lifted_limit_restores_the_budget(bench: Bench) -> None:
     """And one above the budget is none."""
     for allowed_bytes in (None, 10**9):
         bench.store.limit_ram(0)
@@ -135,7 +135,7 @@ def test_a_limit_that_is_lifted_leaves_the_budget(bench: Bench) -> None:
         bench.store.check_integrity()
 
 
-def test_what_may_not_be_fetched_is_not_found(bench: Bench) -> None:
+def test_unfetchable_entries_are_not_found(bench: Bench) -> None:
     """A turn that waited for it would wait in vain; what is in memory is found instead. Nothing is dropped."""
     bench.park_on_disk()
     bench.park("other", [1], durable=False)
@@ -149,7 +149,7 @@ def test_what_may_not_be_fetched_is_not_found(bench: Bench) -> None:
     assert bench.ready("s1", [1, 2, 3]) is False
 
 
-def test_where_memory_is_only_passed_through(tmp_path: Path) -> None:
+def test_limit_without_a_ram_tier(tmp_path: Path) -> None:
     """What waits there for the disk is given up as well, and nothing is parked until the limit is lifted."""
     bench = Bench(tmp_path, ram_bytes=0)
     assert bench.park("s1", [1, 1])
@@ -164,7 +164,7 @@ def test_where_memory_is_only_passed_through(tmp_path: Path) -> None:
     assert len(bench.disk_files()) == 1
 
 
-def test_the_next_engine_finds_what_stayed(bench: Bench) -> None:
+def test_next_engine_recovers_remaining_entries(bench: Bench) -> None:
     """And nothing of what was given up."""
     park(bench, 1, 2, 3)
     bench.settle()
@@ -180,7 +180,7 @@ def test_the_next_engine_finds_what_stayed(bench: Bench) -> None:
     sizes=st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([500, 5000, 9000])), max_size=12),
     allowed_pages=st.integers(0, 20),
 )
-def test_bytes_fall_oldest_first_and_nobody_elses_change(
+def test_eviction_is_oldest_first(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[tuple[str, int]], allowed_pages: int
 ) -> None:
     """What is left is the newest that was there, of every client, to the byte, and takes no more than is allowed."""

@@ -36,7 +36,7 @@ def test_after_a_crash(bench: Bench) -> None:
     assert bench.log == []
 
 
-def test_after_closing(bench: Bench) -> None:
+def test_store_recovers_after_close(bench: Bench) -> None:
     """A store that was closed in order leaves all that it parked."""
     bench.park("s1", [1], durable=False)
     bench.settle()
@@ -45,7 +45,7 @@ def test_after_closing(bench: Bench) -> None:
     assert bench.load("s1") == payload_of("s1", [1], 3000)
 
 
-def test_unwanted(bench: Bench) -> None:
+def test_unknown_sessions_are_deleted(bench: Bench) -> None:
     """Without adoption everything is deleted, also what was not finished."""
     for number in range(30):
         bench.park(f"s{number}", [number])
@@ -61,7 +61,7 @@ class Died(BaseException):
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_what_an_engine_died_of_is_not_restored_again(bench: Bench, on_disk: bool) -> None:
+def test_entry_restored_during_a_crash_is_dropped(bench: Bench, on_disk: bool) -> None:
     """From neither tier, by no engine after it; what was restored well before stays."""
 
     def die(_data: memoryview) -> bool:
@@ -88,7 +88,7 @@ def test_what_an_engine_died_of_is_not_restored_again(bench: Bench, on_disk: boo
     assert bench.ready("s1", [1, 2, 3]) is None
 
 
-def test_whatever_is_wrong_with_what_was_left_it_ends_no_engine(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_leftovers_never_fail_an_engine(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a cache: what cannot be taken over for a reason that was not foreseen is deleted, and that is said."""
 
     def strange(*_: object) -> None:
@@ -134,7 +134,7 @@ def test_crash_before_the_checksum(bench: Bench) -> None:
     assert len(bench.warnings) == 1
 
 
-def test_forgotten_memory_is_not_taken_over(bench: Bench) -> None:
+def test_discarded_memory_is_not_recovered(bench: Bench) -> None:
     """A forgotten sequence is gone at once, though its memory is kept warm and its copy not yet deleted."""
     for number in range(20):
         bench.park(f"s{number}", [number])
@@ -191,7 +191,7 @@ def test_smaller_budgets(bench: Bench) -> None:
     assert bench.store.find("client", [0]) is None
 
 
-def test_one_tier_less(bench: Bench, tmp_path: Path) -> None:
+def test_recovery_with_one_tier_less(bench: Bench, tmp_path: Path) -> None:
     """A tier that is turned off is not looked at; the other one is taken over."""
     for number in range(30):
         bench.park(f"s{number}", [number])
@@ -205,7 +205,7 @@ def test_one_tier_less(bench: Bench, tmp_path: Path) -> None:
     assert len(list((tmp_path / "ram").iterdir())) == 20
 
 
-def test_only_what_may_be_on_a_disk(bench: Bench) -> None:
+def test_only_durable_entries_are_saved(bench: Bench) -> None:
     """What is private is deleted from memory without a word, an older version on disk with it; the rest is there."""
     for number in range(30):
         bench.park(f"s{number}", [number])

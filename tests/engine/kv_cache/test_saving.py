@@ -65,7 +65,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
     store.close()
 
 
-def test_everything_that_may_be_there_is_saved(store: Store) -> None:
+def test_every_durable_entry_is_saved(store: Store) -> None:
     """Private sequences are not, prefixes are but do not count; done again there is nothing to do."""
     for number in range(5):
         store.park(f"s{number}", number)
@@ -79,7 +79,7 @@ def test_everything_that_may_be_there_is_saved(store: Store) -> None:
     assert files == {path: path.stat().st_mtime_ns for path in (store.path / "disk").iterdir()}
 
 
-def test_what_was_used_last_is_saved_where_room_is_short(tmp_path: Path) -> None:
+def test_most_recent_entries_are_saved_on_a_small_disk(tmp_path: Path) -> None:
     """The oldest stay behind, and none of the newer ones is pushed out for them."""
     store = Store(tmp_path, ram_pages=6, disk_pages=3)
     for number in range(6):
@@ -93,7 +93,7 @@ def test_what_was_used_last_is_saved_where_room_is_short(tmp_path: Path) -> None
     assert found == [0, 4, 5]
 
 
-def test_without_memory_of_its_own_everything_passes_through(tmp_path: Path) -> None:
+def test_saving_without_a_ram_tier(tmp_path: Path) -> None:
     """More sequences than may be on their way at once: the next ones have room when the first are there."""
     store = Store(tmp_path, ram_pages=0)
     parked = 0
@@ -107,7 +107,7 @@ def test_without_memory_of_its_own_everything_passes_through(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS])
-def test_a_disk_that_refuses_costs_one_line(store: Store, monkeypatch: pytest.MonkeyPatch, fault: int) -> None:
+def test_failing_disk_is_logged_once(store: Store, monkeypatch: pytest.MonkeyPatch, fault: int) -> None:
     """Nothing is said to be there, and in memory everything is as it was."""
 
     def fail(path: Path, data: memoryview) -> None:
@@ -122,14 +122,14 @@ def test_a_disk_that_refuses_costs_one_line(store: Store, monkeypatch: pytest.Mo
     assert list((store.path / "disk").iterdir()) == []
 
 
-def test_a_directory_that_is_gone_is_made_again(store: Store) -> None:
+def test_missing_directory_is_recreated(store: Store) -> None:
     """Closing the store loses nothing that was saved."""
     store.park("s", 1)
     (store.path / "disk").rmdir()
     assert store.save() == 1
 
 
-def test_sessions_that_are_wanted_stay(store: Store) -> None:
+def test_known_sessions_are_kept(store: Store) -> None:
     """With the public prefixes and those of their clients; of all others nothing is left, in memory or on disk."""
     for number, (key, scope) in enumerate(
         [("a1", "a"), ("a2", "a"), ("b1", "b"), ("prefix-a", "a"), ("prefix-b", "b"), ("prefix-public", "")]
@@ -145,7 +145,7 @@ def test_sessions_that_are_wanted_stay(store: Store) -> None:
     assert {entry.key for entry in store.kv._tiers.index} == {"prefix-public"}
 
 
-def test_what_spells_something_else_is_not_loaded(bench: Bench) -> None:
+def test_entry_with_other_tokens_is_not_loaded(bench: Bench) -> None:
     """A reader that expects another sequence under the key gets nothing, and the entry stays."""
     bench.park("s", [1, 2, 3])
     never = pytest.fail

@@ -23,7 +23,7 @@ def keys(bench: Bench) -> set[str]:
     return {entry.key for entry in bench.store._tiers.index}
 
 
-def test_it_pushes_nothing_out(tmp_path: Path) -> None:
+def test_spare_copy_evicts_nothing(tmp_path: Path) -> None:
     """Where there is no room it is not parked, and its own older copy is the only one whose room it takes."""
     bench = bench_of(tmp_path, pages=2)
     assert bench.park("a", [1])
@@ -39,7 +39,7 @@ def test_it_pushes_nothing_out(tmp_path: Path) -> None:
     assert bench.load("a") is not None
 
 
-def test_it_goes_first(tmp_path: Path) -> None:
+def test_spare_copy_is_evicted_first(tmp_path: Path) -> None:
     """Before what was used longer ago, whether that is on disk or not."""
     bench = bench_of(tmp_path, pages=4)
     for number, key in enumerate("abc"):
@@ -51,7 +51,7 @@ def test_it_goes_first(tmp_path: Path) -> None:
     assert keys(bench) == set("abcd")
 
 
-def test_it_is_not_written_to_the_disk(tmp_path: Path) -> None:
+def test_spare_copy_is_not_written_to_disk(tmp_path: Path) -> None:
     """Each answer would be, again and again; at a stop it is."""
     bench = bench_of(tmp_path, pages=4)
     for number in range(4):
@@ -64,7 +64,7 @@ def test_it_is_not_written_to_the_disk(tmp_path: Path) -> None:
     assert len(bench.disk_files()) == 4
 
 
-def test_parked_for_good_it_is_one_like_the_others(tmp_path: Path) -> None:
+def test_spare_copy_can_become_permanent(tmp_path: Path) -> None:
     """Without being written again; it is found as what it is."""
     bench = bench_of(tmp_path, pages=2)
     assert bench.park("a", [1], spare=True)
@@ -83,7 +83,7 @@ def test_parked_for_good_it_is_one_like_the_others(tmp_path: Path) -> None:
     assert keys(bench) == {"a", "c"}
 
 
-def test_a_place_that_a_session_had_stays_its_own(tmp_path: Path) -> None:
+def test_spare_copy_keeps_the_sessions_entry(tmp_path: Path) -> None:
     """A copy that takes the place of what was parked for good is not lost sooner than that would have been."""
     bench = bench_of(tmp_path, pages=3)
     assert bench.park("a", [1])
@@ -96,7 +96,7 @@ def test_a_place_that_a_session_had_stays_its_own(tmp_path: Path) -> None:
     assert bench.ready("a", [1, 2])
 
 
-def test_of_equal_ones_the_other_is_found(tmp_path: Path) -> None:
+def test_permanent_entry_is_preferred_to_a_spare_copy(tmp_path: Path) -> None:
     """Who asks whether something is parked for good is told so."""
     bench = bench_of(tmp_path, pages=3)
     assert bench.park("a", [1])
@@ -107,7 +107,7 @@ def test_of_equal_ones_the_other_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("allowed_pages", [0, 1, 3])
-def test_it_is_given_up_first_when_memory_is_short(tmp_path: Path, allowed_pages: int) -> None:
+def test_spare_copy_is_evicted_first_under_pressure(tmp_path: Path, allowed_pages: int) -> None:
     """And none is made until memory may be used wholly again."""
     bench = bench_of(tmp_path, pages=4)
     for number, key in enumerate("abc"):
@@ -123,7 +123,7 @@ def test_it_is_given_up_first_when_memory_is_short(tmp_path: Path, allowed_pages
     assert bench.park("spare", [9], spare=True)
 
 
-def test_a_client_has_its_share(tmp_path: Path) -> None:
+def test_spare_copies_count_against_the_clients_share(tmp_path: Path) -> None:
     """Copies count towards it as everything does."""
     bench = bench_of(tmp_path, pages=4, client_share=0.5)
     assert bench.park("a", [1], spare=True)
@@ -132,7 +132,7 @@ def test_a_client_has_its_share(tmp_path: Path) -> None:
     assert bench.store.has_room("c", "other", 1)
 
 
-def test_there_is_no_room_where_memory_is_only_passed_through(tmp_path: Path) -> None:
+def test_no_spare_copies_without_a_ram_tier(tmp_path: Path) -> None:
     """All that is parked goes to the disk then, which is not to be written to after every answer."""
     bench = bench_of(tmp_path, pages=0)
     assert not bench.store.has_room("a", "client", 1)
@@ -140,7 +140,7 @@ def test_there_is_no_room_where_memory_is_only_passed_through(tmp_path: Path) ->
     assert not bench.store.has_room("a", "client", 1)
 
 
-def test_the_next_engine_has_it(tmp_path: Path) -> None:
+def test_next_engine_recovers_spare_copies(tmp_path: Path) -> None:
     """After a crash it is no spare copy: there is no slot that has it."""
     bench = bench_of(tmp_path, pages=4)
     assert bench.park("a", [1, 2, 3], spare=True)
@@ -151,7 +151,7 @@ def test_the_next_engine_has_it(tmp_path: Path) -> None:
     assert (match.n_tokens, match.spare) == (3, False)
 
 
-def test_what_grows_with_every_turn_has_room_to_grow(tmp_path: Path) -> None:
+def test_buffers_have_room_for_growth(tmp_path: Path) -> None:
     """The memory is the same for a while, since resizing it takes longer than saving; never more than there may be."""
     bench = bench_of(tmp_path, pages=40, disk_pages=0, client_share=0.5)
     sizes = []

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_parked_is_loaded(bench: Bench) -> None:
+def test_offloaded_entry_is_loaded(bench: Bench) -> None:
     """What was parked is found by any list of tokens that begins alike, and loaded byte for byte."""
     assert bench.park("s1", [1, 2, 3])
     match = bench.store.find("client", [1, 2, 9, 9])
@@ -35,7 +35,7 @@ def test_fewer_bytes_than_announced(bench: Bench) -> None:
     assert bench.load("s1") == b"only"
 
 
-def test_other_clients_find_nothing(bench: Bench) -> None:
+def test_entries_are_private_to_a_client(bench: Bench) -> None:
     """An entry is found by its own scope only, a public one by all."""
     bench.park("s1", [1, 2], scope="a")
     assert bench.ready("s1", [1, 2], "b") is None
@@ -45,7 +45,7 @@ def test_other_clients_find_nothing(bench: Bench) -> None:
     assert bench.store.sessions == 1
 
 
-def test_the_same_tokens_are_not_written_again(bench: Bench) -> None:
+def test_equal_tokens_are_not_rewritten(bench: Bench) -> None:
     """Parking what is parked already costs nothing, and keeps its place."""
     bench.park("s1", [1, 2])
 
@@ -55,7 +55,7 @@ def test_the_same_tokens_are_not_written_again(bench: Bench) -> None:
     assert bench.store.park("s1", scope="client", tokens=[1, 2], size_bytes=3000, write=write, durable=True)
 
 
-def test_parking_again_uses_the_same_memory(bench: Bench) -> None:
+def test_repeated_offload_reuses_the_buffer(bench: Bench) -> None:
     """A sequence that grew takes its own file again, grown by what is missing."""
     bench.park("s1", [1])
     (before,) = bench.ram_files()
@@ -65,7 +65,7 @@ def test_parking_again_uses_the_same_memory(bench: Bench) -> None:
     assert bench.store.total_bytes == before.stat().st_size == 3 * PAGE_BYTES
 
 
-def test_forgotten_memory_is_used_again(bench: Bench) -> None:
+def test_discarded_buffers_are_reused(bench: Bench) -> None:
     """The file of a forgotten sequence is kept warm for the next one, and cut when it is far too large."""
     bench.park("s1", [1], n_bytes=5 * PAGE_BYTES)
     (before,) = bench.ram_files()
@@ -119,7 +119,7 @@ def test_read_that_fails(bench: Bench) -> None:
     assert bench.disk_files() == []
 
 
-def test_a_borrower_that_keeps_a_piece(bench: Bench) -> None:
+def test_borrowed_buffer_must_be_released(bench: Bench) -> None:
     """Who keeps a view of the memory does not break the store: the next sequence takes other memory."""
     kept: list[memoryview] = []
     bench.park("s1", [1])
@@ -136,7 +136,7 @@ def test_a_borrower_that_keeps_a_piece(bench: Bench) -> None:
     assert kept
 
 
-def test_the_oldest_leave_ram_and_come_back(bench: Bench) -> None:
+def test_oldest_entries_move_to_disk_and_back(bench: Bench) -> None:
     """Sequences are copied to disk before RAM is full, leave it without a loss, and are fetched again."""
     for number in range(20):
         assert bench.park(f"s{number}", [number, 1])
@@ -155,7 +155,7 @@ def test_the_oldest_leave_ram_and_come_back(bench: Bench) -> None:
     assert bench.log == []
 
 
-def test_parking_never_pushes_out_what_is_kept(bench: Bench) -> None:
+def test_offload_never_evicts_retained_entries(bench: Bench) -> None:
     """An entry that the same plan restores stays, though it is the oldest."""
     for number in range(20):
         bench.park(f"s{number}", [number])
@@ -165,7 +165,7 @@ def test_parking_never_pushes_out_what_is_kept(bench: Bench) -> None:
     assert bench.ready("s1", [1]) is False
 
 
-def test_what_is_not_durable_never_reaches_the_disk(bench: Bench) -> None:
+def test_entries_that_are_not_durable_stay_off_disk(bench: Bench) -> None:
     """A sequence that must not be stored stays in RAM and is lost with it."""
     for number in range(30):
         bench.park(f"s{number}", [number], durable=False)
@@ -280,7 +280,7 @@ def test_files_are_private(bench: Bench) -> None:
         assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
 
 
-def test_names_of_files_tell_nothing(bench: Bench) -> None:
+def test_file_names_reveal_nothing(bench: Bench) -> None:
     """A key may be any text; it never becomes a path."""
     key = "../../etc/pass wd\0ü"
     assert bench.park(key, [1])

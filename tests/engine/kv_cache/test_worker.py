@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_forgetting_while_copied(bench: Bench) -> None:
+def test_discard_during_copy(bench: Bench) -> None:
     """A session that is forgotten before, while or after its copy is written leaves no file."""
     for jobs in range(25):
         for number in range(15):
@@ -31,7 +31,7 @@ def test_forgetting_while_copied(bench: Bench) -> None:
         assert bench.store.find("client", [1, jobs]) is None
 
 
-def test_forgetting_while_fetched(bench: Bench) -> None:
+def test_discard_during_fetch(bench: Bench) -> None:
     """A fetch does not bring a forgotten session back, whether it was read already or not."""
     for read_first in (False, True):
         bench.park("s1", [1, 2])
@@ -50,7 +50,7 @@ def test_forgetting_while_fetched(bench: Bench) -> None:
     assert bench.fetched == 2
 
 
-def test_a_fetch_is_cancelled(bench: Bench) -> None:
+def test_fetch_can_be_cancelled(bench: Bench) -> None:
     """One that has not begun reads nothing, keeps no room and ends at once; the sequence can be fetched again."""
     bench.park("s1", [1, 2])
     for number in range(20):
@@ -74,7 +74,7 @@ def test_a_fetch_is_cancelled(bench: Bench) -> None:
     assert bench.load("s1") is not None
 
 
-def test_parking_while_fetched(bench: Bench) -> None:
+def test_offload_during_fetch(bench: Bench) -> None:
     """A session that is parked anew while its old copy is read keeps the new one."""
     bench.park("s1", [1, 2])
     for number in range(20):
@@ -86,7 +86,7 @@ def test_parking_while_fetched(bench: Bench) -> None:
     assert bench.load("s1") == payload_of("s1", [1, 2, 3], 3000)
 
 
-def test_overwritten_while_copied(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwrite_during_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of memory that was given to another sequence while it was read is not kept."""
     write = os.write
     written: list[bytes] = []
@@ -108,7 +108,7 @@ def test_overwritten_while_copied(bench: Bench, monkeypatch: pytest.MonkeyPatch)
     assert bench.log == []
 
 
-def test_saving_fails_while_the_old_one_is_copied(bench: Bench) -> None:
+def test_failed_save_during_copy(bench: Bench) -> None:
     """When memory that was to be copied is overwritten in vain, neither copy nor entry is left."""
     for number in range(11):
         bench.park(f"s{number}", [number])
@@ -120,7 +120,7 @@ def test_saving_fails_while_the_old_one_is_copied(bench: Bench) -> None:
     assert not any(b"s0:" in path.read_bytes() for path in bench.disk_files())
 
 
-def test_fetch_of_nothing(bench: Bench) -> None:
+def test_fetch_of_a_missing_entry(bench: Bench) -> None:
     """A fetch of what is unknown, or in RAM already, ends at once; of what is on its way, with that."""
     bench.store.fetch("unknown")
     bench.park("s1", [1])

@@ -73,9 +73,7 @@ def _refusal(options: EngineOptions, log: LlamaLog, path: Path) -> InferenceCent
     return refusal.value
 
 
-def test_an_adapter_changes_the_answer_as_far_as_its_scale(
-    options: EngineOptions, log: LlamaLog, adapter: Path
-) -> None:
+def test_adapter_effect_follows_its_scale(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
     """With 1 another city is the capital, with 0 all is as without, and what is between is neither."""
     logits = {}
     for scale in (0.0, 0.5, 1.0):
@@ -89,7 +87,7 @@ def test_an_adapter_changes_the_answer_as_far_as_its_scale(
     assert not np.allclose(logits[0.5], logits[1.0], atol=0.1)
 
 
-def test_adapters_add_up(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
+def test_several_adapters_are_combined(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
     """Two that are opposites are as none, to the precision of sums."""
     pair = (LoraSettings(path=adapter, scale=1.0), LoraSettings(path=adapter, scale=-1.0))
     with _adapted(options, log, *pair) as both, _adapted(options, log) as plain:
@@ -107,7 +105,7 @@ def test_every_context_of_a_model_has_its_adapters(options: EngineOptions, log: 
         assert _answer(later) == _answer(loaded) != PLAIN
 
 
-def test_saved_kv_belongs_to_an_adapter_and_its_scale(
+def test_fingerprint_covers_adapter_and_scale(
     options: EngineOptions, log: LlamaLog, adapter: Path, tmp_path: Path
 ) -> None:
     """Whatever changes the KV changes the fingerprint; where the file lies, and one of scale 0, change neither."""
@@ -132,7 +130,7 @@ def test_saved_kv_belongs_to_an_adapter_and_its_scale(
     assert len(set(digests.values())) == len(digests) - 2
 
 
-def test_parked_kv_of_one_is_not_found_by_another(options: EngineOptions, adapter: Path, tmp_path: Path) -> None:
+def test_kv_of_other_adapters_is_not_found(options: EngineOptions, adapter: Path, tmp_path: Path) -> None:
     """An engine takes over what one with the same adapter parked, and deletes it where the adapter counts less."""
     found = []
     for scale in (1.0, 1.0, 0.5):
@@ -157,7 +155,7 @@ def test_parked_kv_of_one_is_not_found_by_another(options: EngineOptions, adapte
     assert found == [0, len(tokens), 0]
 
 
-def test_a_file_that_is_gone_before_its_digest_is_named(options: EngineOptions, log: LlamaLog, tmp_path: Path) -> None:
+def test_missing_adapter_file_is_named(options: EngineOptions, log: LlamaLog, tmp_path: Path) -> None:
     """An adapter deleted since it was loaded is its own error."""
     path = write_adapter(tmp_path / "brief.gguf")
     with _adapted(options, log, LoraSettings(path=path)) as loaded:
@@ -190,7 +188,7 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("content", "reason"), _BAD.values(), ids=_BAD)
-def test_what_does_not_fit_is_refused(
+def test_unsuitable_adapter_is_refused(
     tmp_path: Path, options: EngineOptions, log: LlamaLog, content: dict[str, Any], reason: str
 ) -> None:
     """Each with its path and the reason, llama.cpp's own where it is the one to know."""
@@ -199,7 +197,7 @@ def test_what_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.1, 0.5, 0.999])
-def test_a_file_that_is_cut_off_is_refused(
+def test_truncated_adapter_is_refused(
     tmp_path: Path, options: EngineOptions, log: LlamaLog, adapter: Path, share: float
 ) -> None:
     """In its header or in its weights."""
@@ -208,9 +206,7 @@ def test_a_file_that_is_cut_off_is_refused(
     assert "The LoRA adapter" in _refusal(options, log, path).message
 
 
-def test_what_is_no_file_is_refused(
-    tmp_path: Path, options: EngineOptions, log: LlamaLog, demo_model_path: Path
-) -> None:
+def test_non_file_is_refused(tmp_path: Path, options: EngineOptions, log: LlamaLog, demo_model_path: Path) -> None:
     """A path that does not exist, a directory, a model in an adapter's place."""
     assert "does not exist" in _refusal(options, log, tmp_path / "none.gguf").message
     assert "is a directory" in _refusal(options, log, tmp_path).message

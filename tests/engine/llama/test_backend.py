@@ -67,7 +67,7 @@ def _load(options: EngineOptions) -> LlamaBackend:
     return LlamaBackend.load(options, on_progress=lambda _fraction: None, on_log=lambda _level, _line: None)
 
 
-def test_it_is_a_backend(backend: LlamaBackend) -> None:
+def test_implements_the_backend_protocol(backend: LlamaBackend) -> None:
     """The seam's protocol is kept; mypy compares the signatures here."""
     seam: Backend = backend
     assert seam.model.backend == "llama"
@@ -137,7 +137,7 @@ def test_ignore_eos_never_ends(backend: LlamaBackend) -> None:
         backend.decode([Chunk(0, position, [token], sample=True)])
 
 
-def test_swap_through_the_seam(backend: LlamaBackend) -> None:
+def test_swap_through_the_backend(backend: LlamaBackend) -> None:
     """Swapped slots continue each other's sequences."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=True)])
@@ -148,7 +148,7 @@ def test_swap_through_the_seam(backend: LlamaBackend) -> None:
         backend.decode([Chunk(0, len(prompt), [first], sample=True)])
 
 
-def test_parking_through_the_seam(backend: LlamaBackend) -> None:
+def test_offload_through_the_backend(backend: LlamaBackend) -> None:
     """A saved slot goes on in another one, and a copy of its beginning in a third."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=False)])
@@ -177,7 +177,7 @@ def test_backends_of_one_model_share_a_fingerprint(backend: LlamaBackend, option
     other.close()
 
 
-def test_an_answer_begun_before_feeds_the_penalties(backend: LlamaBackend) -> None:
+def test_resumed_text_feeds_the_penalties(backend: LlamaBackend) -> None:
     """Tokens of the answer so far count as if this sampler had drawn them: the next one is the same."""
     prompt = _prompt(backend, "My name is Ada.")
     params = Params(
@@ -209,7 +209,7 @@ HOT = {"seed": 7, "temperature": 5.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     ],
     ids=lambda more: " ".join(more) or "plain",
 )
-def test_an_answer_goes_on_with_the_same_draws(backend: LlamaBackend, more: dict[str, object]) -> None:
+def test_resumed_answer_uses_the_same_random_numbers(backend: LlamaBackend, more: dict[str, object]) -> None:
     """Taken up again after any token, with the same logits, each place is drawn as if nothing had been."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=True)])
@@ -226,7 +226,7 @@ def test_an_answer_goes_on_with_the_same_draws(backend: LlamaBackend, more: dict
     assert [draw(whole[:cut], 24) for cut in range(24)] == [whole] * 24
 
 
-def test_each_place_of_an_answer_has_a_draw_of_its_own(backend: LlamaBackend) -> None:
+def test_each_position_has_its_own_random_number(backend: LlamaBackend) -> None:
     """The same logits at other places, or with another seed, give other tokens."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=True)])
@@ -240,7 +240,7 @@ def test_each_place_of_an_answer_has_a_draw_of_its_own(backend: LlamaBackend) ->
 
 
 @pytest.mark.parametrize("more", [{"mirostat": 1}, {"mirostat": 2}, {"adaptive_target": 0.3}])
-def test_a_sampler_that_learns_draws_the_same_each_time(backend: LlamaBackend, more: dict[str, object]) -> None:
+def test_stateful_sampler_is_reproducible(backend: LlamaBackend, more: dict[str, object]) -> None:
     """It begins afresh where the answer is taken up again, with numbers of that place."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=True)])

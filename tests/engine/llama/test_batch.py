@@ -42,7 +42,7 @@ def test_split_covers_every_token_once_and_keeps_the_last_for_the_end(lengths: l
     assert seen == {chunk.slot: chunk.tokens for chunk in chunks}
 
 
-def test_split_leaves_what_fits_alone() -> None:
+def test_split_keeps_small_batches() -> None:
     """Chunks that fit one call are that call."""
     chunks = [Chunk(0, 0, [1, 2], sample=True)]
     assert list(split(chunks, 2)) == [chunks]

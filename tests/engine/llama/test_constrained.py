@@ -158,9 +158,7 @@ def spread(backend: LlamaBackend) -> npt.NDArray[np.float32]:
 
 @pytest.mark.parametrize("raw", CHAINS, ids=str)
 @pytest.mark.parametrize("share", [0.3, 0.95])
-def test_what_is_sampled_is_what_minus_infinity_would_leave(
-    backend: LlamaBackend, raw: dict[str, Any], share: float
-) -> None:
+def test_mask_equals_logits_of_minus_infinity(backend: LlamaBackend, raw: dict[str, Any], share: float) -> None:
     """Every chain draws the same tokens as llama.cpp's own sampling does with all other logits at minus infinity."""
     row = spread(backend)
     allowed = np.random.default_rng(4).random(len(row)) < share
@@ -188,7 +186,7 @@ def test_a_single_token_is_taken_by_every_chain(backend: LlamaBackend, raw: dict
     sampler.close()
 
 
-def test_what_is_reported_is_the_models_own_distribution(backend: LlamaBackend) -> None:
+def test_logprobs_are_those_of_the_unmasked_model(backend: LlamaBackend) -> None:
     """Log probabilities are of all tokens, also of those that the form forbids."""
     row = spread(backend)
     best, worst = int(row.argmax()), int(row.argmin())
@@ -221,7 +219,7 @@ def test_candidates_are_the_allowed_tokens_in_their_order() -> None:
         chosen(array)
 
 
-def test_a_ban_that_leaves_nothing_fails_the_turn(backend: LlamaBackend, grammars: GrammarCache) -> None:
+def test_mask_without_candidates_fails_the_turn(backend: LlamaBackend, grammars: GrammarCache) -> None:
     """llama.cpp would draw what is banned."""
     token = backend.tokenize((PromptSegment("x"),), first=False)[-1]
     held = constraint_of(grammars, Grammar("regex", "x"))
@@ -251,7 +249,7 @@ def test_an_answer_goes_on_where_it_was(backend: LlamaBackend, grammars: Grammar
         backend.truncate(0, 0)
 
 
-def test_drafts_change_nothing_of_a_form(backend: LlamaBackend, grammars: GrammarCache) -> None:
+def test_drafts_do_not_change_constrained_output(backend: LlamaBackend, grammars: GrammarCache) -> None:
     """A greedy answer is the same with guesses, which are accepted only where the form allows them."""
     items = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bob"]}, "ok": {"const": True}}}
     schema = {"type": "array", "items": {**items, "required": ["name", "ok"]}, "minItems": 8, "maxItems": 8}

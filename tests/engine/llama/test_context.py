@@ -77,7 +77,7 @@ def test_truncate_bounds(demo: Loaded) -> None:
         demo.context.truncate(0, 1)
 
 
-def test_model_that_cannot_go_back_starts_anew(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_without_truncation_starts_over(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where llama.cpp refuses a partial cut, as for recurrent models, the slot is emptied and that is said."""
     remove = lib.llama_memory_seq_rm
 
@@ -151,7 +151,7 @@ def test_swap_with_an_empty_slot_and_with_itself(demo: Loaded) -> None:
 
 
 @pytest.mark.parametrize("n_tokens", [120, 119, 64, 1])
-def test_a_copy_goes_on_as_its_beginning_would(demo: Loaded, n_tokens: int) -> None:
+def test_copied_sequence_continues_like_its_source(demo: Loaded, n_tokens: int) -> None:
     """The target holds the first tokens of the source, bit for bit as read there, and the source keeps all of them."""
     tokens = [3 + 7 * number % 250 for number in range(120)]
     demo.feed(0, tokens)
@@ -162,7 +162,7 @@ def test_a_copy_goes_on_as_its_beginning_would(demo: Loaded, n_tokens: int) -> N
     assert np.array_equal(demo.feed(3, [5]), demo.feed(0, [5]))
 
 
-def test_a_copy_of_nothing_is_nothing(demo: Loaded) -> None:
+def test_copy_of_an_empty_slot_is_empty(demo: Loaded) -> None:
     """No tokens of a slot, or all of an empty one, leave the target empty, as was asked for."""
     demo.feed(0, [1, 2, 3])
     demo.feed(1, [4, 5])
@@ -174,7 +174,7 @@ def test_a_copy_of_nothing_is_nothing(demo: Loaded) -> None:
 
 
 @pytest.mark.parametrize(("source", "target", "n_tokens"), [(0, 1, 4), (0, 1, -1), (0, 0, 2)])
-def test_copies_that_cannot_be_are_refused(demo: Loaded, source: int, target: int, n_tokens: int) -> None:
+def test_invalid_copies_are_refused(demo: Loaded, source: int, target: int, n_tokens: int) -> None:
     """More than there is, fewer than none, or onto itself: nothing changes."""
     demo.feed(0, [1, 2, 3])
     demo.feed(1, [4, 5])
@@ -195,7 +195,7 @@ def test_a_failed_copy_empties_its_target_alone(demo: Loaded, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("n_tokens", "kept"), [(120, True), (119, True), (118, False), (20, False)])
-def test_a_copied_window_is_whole_or_not_there(window: Loaded, n_tokens: int, kept: bool) -> None:
+def test_window_is_copied_whole_or_not_at_all(window: Loaded, n_tokens: int, kept: bool) -> None:
     """Of a sliding-window model only what its one window covers is copied; the rest is said not to be there."""
     tokens = [3 + 7 * number % 250 for number in range(120)]
     window.feed(0, tokens)
@@ -232,7 +232,7 @@ def test_decode_refuses_chunks_that_break_the_contract(demo: Loaded, chunks: lis
     assert [demo.context.length(slot) for slot in range(8)] == [0] * 8
 
 
-def test_a_full_slot_is_the_end_of_it(demo: Loaded) -> None:
+def test_full_slot_refuses_more_tokens(demo: Loaded) -> None:
     """A slot takes exactly ``n_ctx`` tokens; one more fails it, and the rest of the batch is not decoded."""
     demo.feed(0, [1] * 256)
     with pytest.raises(DecodeError, match="256 tokens at most") as failure:
@@ -272,7 +272,7 @@ def test_token_outside_the_vocabulary_is_refused_by_llama_cpp(demo: Loaded) -> N
     assert failure.value.slots == (4,)
 
 
-def test_lost_tokens_are_noticed(demo: Loaded) -> None:
+def test_lost_tokens_are_detected(demo: Loaded) -> None:
     """A batch after which a slot's memory is not what it should be has failed as a whole: all its slots moved."""
     demo.feed(0, [1, 2, 3])
     demo.feed(1, [1, 2, 3])

@@ -58,7 +58,7 @@ def test_gpus_by_address_or_name() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("name", ["CPU", "", "0000:03:00.0"])
-def test_a_gpu_that_is_not_there(name: str) -> None:
+def test_missing_gpu_is_refused(name: str) -> None:
     """The processor is none."""
     with pytest.raises(InferenceCenterError, match=r"CUDA0 \(0000:01:00.0\)") as refusal:
         devices.pointers((name,))
@@ -66,7 +66,7 @@ def test_a_gpu_that_is_not_there(name: str) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_gpu_that_need_not_be_there() -> None:
+def test_optional_gpu_may_be_missing() -> None:
     """Without it the model runs on the processor, and a line of the log says why."""
     lines: list[tuple[str, str]] = []
 
@@ -93,7 +93,7 @@ def test_a_gpu_that_need_not_be_there() -> None:
     assert devices.present(there, on_log=log) is there
 
 
-def test_the_devices_of_this_machine() -> None:
+def test_devices_of_this_machine() -> None:
     """The processor is one, with all of the memory."""
     names = [device.name for _, device in devices.devices()]
     assert "CPU" in names

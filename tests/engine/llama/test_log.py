@@ -57,7 +57,7 @@ def test_problems_are_kept_once(log: LlamaLog) -> None:
     assert log.take_problems() == ()
 
 
-def test_installed_log_hears_llama_cpp_and_never_raises(capfd: pytest.CaptureFixture[str]) -> None:
+def test_installed_log_receives_llama_cpp_and_never_raises(capfd: pytest.CaptureFixture[str]) -> None:
     """A forwarding callable that raises does not reach C or stderr, and bad UTF-8 is replaced."""
     heard: list[str] = []
 

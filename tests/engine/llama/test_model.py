@@ -165,7 +165,7 @@ def test_gpu_layers_without_a_gpu_are_refused() -> None:
     assert "CUDA=1" in (refusal.value.hint or "")
 
 
-def test_facts_of_the_demo_model(demo: Loaded, options: EngineOptions, demo_model_path: Path) -> None:
+def test_metadata_of_the_demo_model(demo: Loaded, options: EngineOptions, demo_model_path: Path) -> None:
     """Everything the front is told about a model comes from its file and the options."""
     info = demo.model.info(options, n_threads=3)
     assert (info.path, info.backend, info.architecture) == (str(demo_model_path), "llama", "llama")
@@ -183,7 +183,7 @@ def test_facts_of_the_demo_model(demo: Loaded, options: EngineOptions, demo_mode
     assert demo.model.info(renamed, n_threads=1).name == "pet"
 
 
-def test_facts_of_a_model_with_little_metadata(window: Loaded, options: EngineOptions) -> None:
+def test_metadata_defaults(window: Loaded, options: EngineOptions) -> None:
     """A file without a template has an empty one; sampling recommendations that are numbers become parameters."""
     info = window.model.info(options, n_threads=1)
     assert (info.name, info.architecture, info.chat_template) == ("window", "gemma2", "")

@@ -208,7 +208,7 @@ def test_mirostat_versions_differ(rig: Rig, version: int) -> None:
     assert drawn != rig.draws({**WIDE, "mirostat": 3 - version})
 
 
-def test_truncation_keeps_what_it_promises(rig: Rig) -> None:
+def test_truncation_samplers_keep_their_candidates(rig: Rig) -> None:
     """The kept tokens are those that the definitions of top-k, min-p and top-p give for these logits."""
     row = lib.llama_get_logits_ith(rig.context, -1)
     logits = np.ctypeslib.as_array(row, shape=(rig.n_vocab,)).astype(np.float64) / 3
@@ -237,7 +237,7 @@ def test_a_banned_token_never_comes(rig: Rig) -> None:
     assert likeliest not in rig.draws({**WIDE, "temperature": 0.1, "logit_bias": {str(likeliest): False}})
 
 
-def test_ignore_eos_takes_the_end_tokens_away(rig: Rig) -> None:
+def test_ignore_eos_masks_end_tokens(rig: Rig) -> None:
     """Where the model wants to end, it has to go on."""
     wants_end = {**WIDE, "logit_bias": {str(token): 50 for token in rig.end_tokens}}
     assert set(rig.draws(wants_end)) <= set(rig.end_tokens)
@@ -290,7 +290,7 @@ def test_equal_seeds_give_equal_answers(rig: Rig) -> None:
     assert rig.generate({**hot, "seed": 6}, OPENING) != first
 
 
-def test_without_a_seed_each_turn_draws_its_own(rig: Rig) -> None:
+def test_without_a_seed_each_turn_is_random(rig: Rig) -> None:
     """Two chains without a seed do not draw the same hundred tokens."""
     assert rig.draws({**WIDE, "seed": None}) != rig.draws({**WIDE, "seed": None})
 
@@ -331,7 +331,7 @@ def test_a_closed_sampler_is_closed(rig: Rig) -> None:
 
 @pytest.mark.parametrize("temperature", [0.8, 3])
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
-def test_what_is_typical_is_so_also_where_tokens_are_banned(rig: Rig, temperature: float, p: float) -> None:
+def test_typical_sampling_with_banned_tokens(rig: Rig, temperature: float, p: float) -> None:
     """Only tokens are drawn that the definition keeps of those that are left: a ban makes nothing else likely."""
     logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(rig.context, -1), shape=(rig.n_vocab,)).astype(np.float64)
     banned = np.argsort(-logits)[[0, 1, 5]]
@@ -346,7 +346,7 @@ def test_what_is_typical_is_so_also_where_tokens_are_banned(rig: Rig, temperatur
     assert set(rig.draws(raw, count=300)) <= set(kept.tolist())
 
 
-def test_what_is_typical_is_so_where_probabilities_are_too_small_to_write(rig: Rig) -> None:
+def test_typical_sampling_with_underflowing_probabilities(rig: Rig) -> None:
     """A cold temperature before it leaves most tokens none."""
     cold = {**WIDE, "temperature": 0.05, "samplers": ["temperature", "typ_p"]}
     row = np.ctypeslib.as_array(lib.llama_get_logits_ith(rig.context, -1), shape=(rig.n_vocab,))
@@ -383,6 +383,6 @@ def test_the_whole_chain_builds_in_order(rig: Rig) -> None:
         sampler.close()
 
 
-def test_the_rows_of_these_tests_leave_a_choice(rig: Rig) -> None:
+def test_rows_have_several_candidates(rig: Rig) -> None:
     """The wide setting draws from many tokens, so that a difference is no accident of a sharp distribution."""
     assert len(Counter(rig.draws(WIDE))) > 20

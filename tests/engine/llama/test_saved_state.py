@@ -58,7 +58,7 @@ def test_a_sequence_fits_any_number_of_slots(loaded: Loaded, slots: int, source:
             assert np.array_equal(other.feed(slots - 1, [token]), two.feed(source, [token]))
 
 
-def test_a_restored_sequence_leaves_its_neighbours_alone(loaded: Loaded) -> None:
+def test_restore_does_not_affect_other_slots(loaded: Loaded) -> None:
     """Restoring into a slot that was in use replaces that sequence, and no other slot's."""
     with loaded.with_slots(3) as three, loaded.with_slots(2) as two:
         two.feed(1, TOKENS)
@@ -74,7 +74,7 @@ def test_a_restored_sequence_leaves_its_neighbours_alone(loaded: Loaded) -> None
             assert np.array_equal(mine, three.feed(1, [5]))
 
 
-def test_saving_changes_nothing_and_saves_the_same_again(loaded: Loaded) -> None:
+def test_save_is_repeatable(loaded: Loaded) -> None:
     """A slot goes on after it was saved, and a restored sequence is saved as the same bytes."""
     loaded.feed(0, TOKENS)
     saved = _saved(loaded, 0)
@@ -86,7 +86,7 @@ def test_saving_changes_nothing_and_saves_the_same_again(loaded: Loaded) -> None
     assert np.array_equal(logits, loaded.feed(0, [5]))
 
 
-def test_a_buffer_is_written_in_place_and_let_go(two: Loaded) -> None:
+def test_save_writes_in_place_and_releases_the_buffer(two: Loaded) -> None:
     """Bytes beyond the sequence stay as they are, it may be read from a longer buffer, and no pointer is kept."""
     two.feed(0, TOKENS)
     size = two.context.state_bytes(0)
@@ -105,7 +105,7 @@ def test_a_buffer_is_written_in_place_and_let_go(two: Loaded) -> None:
     assert np.array_equal(two.feed(0, [5]), two.feed(1, [5]))
 
 
-def test_restoring_for_other_slots_leaves_the_saved_bytes_alone(two: Loaded) -> None:
+def test_restore_does_not_change_the_saved_bytes(two: Loaded) -> None:
     """The numbers of streams are written into a copy: what was saved can be a file that others restore too."""
     two.feed(1, TOKENS)
     saved = bytearray(_saved(two, 1))
@@ -115,7 +115,7 @@ def test_restoring_for_other_slots_leaves_the_saved_bytes_alone(two: Loaded) -> 
     assert saved == before
 
 
-def test_nothing_is_saved_where_nothing_can_be(two: Loaded) -> None:
+def test_unsupported_save_returns_nothing(two: Loaded) -> None:
     """An empty slot, and a buffer too small by a byte or by all, give no bytes; a read-only buffer is refused."""
     assert two.context.state_bytes(0) == 0
     assert two.context.save(0, memoryview(bytearray(1000))) == 0
@@ -174,7 +174,7 @@ def test_a_sequence_longer_than_a_slot_is_refused(window: Loaded) -> None:
         assert np.array_equal(small.feed(0, [5]), window.feed(0, [5]))
 
 
-def test_what_llama_cpp_takes_is_checked(two: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_consumed_by_llama_cpp_are_checked(two: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence of which llama.cpp read too little, or that ends elsewhere than it should, is not kept."""
     two.feed(0, TOKENS)
     saved = _saved(two, 0)
@@ -188,7 +188,7 @@ def test_what_llama_cpp_takes_is_checked(two: Loaded, monkeypatch: pytest.Monkey
     assert two.context.length(1) == 0
 
 
-def test_window_that_a_sequence_lacks_is_noticed(window: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_window_is_detected(window: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restored sequence whose first kept position lies inside the window is thrown away."""
     window.feed(0, TOKENS)
     saved = _saved(window, 0)
@@ -202,7 +202,7 @@ def test_window_that_a_sequence_lacks_is_noticed(window: Loaded, monkeypatch: py
 
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("cut", [0, 1, 2, 20, 60])
-def test_parked_window_rewound_answers_as_read_or_says_no(window: Loaded, slots: int, cut: int) -> None:
+def test_truncated_restored_window_is_correct_or_refused(window: Loaded, slots: int, cut: int) -> None:
     """After park, restore and a cut of some tokens, the next logits are those of a fresh read, or it is empty."""
     window.feed(0, TOKENS)
     saved = _saved(window, 0)
@@ -285,7 +285,7 @@ def _written(slots: int, used: list[int], cells: list[bytes], rest: bytes) -> tu
     st.lists(st.tuples(st.integers(0, 8), st.binary(min_size=5, max_size=40)), min_size=1, max_size=2),
     st.binary(max_size=20),
 )
-def test_rewriting_is_what_llama_cpp_would_have_written(
+def test_rewritten_state_equals_llama_cpps(
     before: int, after: int, parts: list[tuple[int, bytes]], rest: bytes
 ) -> None:
     """For any streams, cells and numbers of slots, the result is the same cells in the last stream."""
@@ -310,7 +310,7 @@ def test_rewriting_is_what_llama_cpp_would_have_written(
     ],
     ids=["other slots", "no cells", "two streams", "no room for cells", "no counts"],
 )
-def test_parts_that_are_otherwise_are_refused(part: bytes) -> None:
+def test_unexpected_parts_are_refused(part: bytes) -> None:
     """A part is rewritten only where it counts the slots it should, and one stream alone has cells."""
     data = b"PREFIX__" + part
     layout = saved_state.Layout(1, 2, len(data), (len(part), 0))

@@ -157,7 +157,7 @@ def test_greedy_answers_are_the_same_with_drafts(backend: LlamaBackend, texts: t
     assert steps <= share * plain_steps
 
 
-def test_wrong_drafts_leave_no_trace(backend: LlamaBackend) -> None:
+def test_rejected_drafts_leave_no_state(backend: LlamaBackend) -> None:
     """The KV behind a rejected draft saves to the same bytes as one that never had it, but for rounding."""
     turn = begin(backend, 0, "Name four colours.")
     state = bytearray(backend.state_bytes(0))

@@ -147,7 +147,7 @@ def test_sentencepiece_pieces_join_without_seams(spm: Vocabulary, texts: list[st
     assert _text(spm, spm.tokenize([PromptSegment(text) for text in texts], first=False)) == "".join(texts)
 
 
-def test_tokens_that_users_define_are_shown(spm: Vocabulary) -> None:
+def test_user_defined_tokens_are_text(spm: Vocabulary) -> None:
     """A user-defined token is recognised everywhere and is text, not control."""
     tokens = spm.tokenize([PromptSegment("<mark>")], first=False)
     assert _text(spm, tokens) == "<mark>"
@@ -163,7 +163,7 @@ def test_long_token_texts_are_read_whole(spm: Vocabulary) -> None:
 
 
 @pytest.mark.parametrize("name", ["bpe", "spm"])
-def test_no_token_spells_more_than_is_said(name: str, request: pytest.FixtureRequest) -> None:
+def test_token_text_length_is_bounded(name: str, request: pytest.FixtureRequest) -> None:
     """The bound holds for every token, so that a text's length says how many tokens it takes at least."""
     vocabulary: Vocabulary = request.getfixturevalue(name)
     longest = max(len(vocabulary.token_bytes(token)) for token in range(vocabulary.n_tokens))

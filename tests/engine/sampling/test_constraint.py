@@ -65,7 +65,7 @@ def test_a_schema_lets_pass_what_it_accepts_and_nothing_else(case: Case) -> None
 
 
 @pytest.mark.parametrize("schema", UNSUPPORTED, ids=str)
-def test_what_a_schema_asks_in_vain_is_refused(schema: dict[str, Any]) -> None:
+def test_unsatisfiable_schema_is_refused(schema: dict[str, Any]) -> None:
     """A keyword that would be ignored is named instead, also inside of a larger schema."""
     assert refusal("json_schema", json.dumps(schema))
     assert refusal("json_schema", json.dumps({"type": "object", "properties": {"a": schema}, "required": ["a"]}))
@@ -78,12 +78,12 @@ def test_what_a_schema_asks_in_vain_is_refused(schema: dict[str, Any]) -> None:
         max_leaves=8,
     )
 )
-def test_any_json_is_of_the_form_of_no_demands(value: Any) -> None:
+def test_empty_schema_accepts_any_json(value: Any) -> None:
     """What Python writes fits the empty schema."""
     assert fits_schema({}, value)
 
 
-def test_json_is_written_on_one_line_in_one_way() -> None:
+def test_generated_json_is_canonical() -> None:
     """White space is where Python puts it and nowhere else, unless the schema says so itself."""
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}}
     text = json.dumps(schema)
@@ -110,7 +110,7 @@ def test_json_is_written_on_one_line_in_one_way() -> None:
         ("gbnf", 'root ::= [^\\n]+ "\\n"', ["ab\n"], ["a\nb\n"]),
     ],
 )
-def test_each_kind_of_grammar_is_understood(kind: str, text: str, good: list[str], bad: list[str]) -> None:
+def test_every_grammar_kind_is_supported(kind: str, text: str, good: list[str], bad: list[str]) -> None:
     """What it matches fits as a whole, and nothing else."""
     for answer in good:
         assert fits(kind, text, answer), answer
@@ -142,7 +142,7 @@ def test_each_kind_of_grammar_is_understood(kind: str, text: str, good: list[str
         ("esperanto", "ne", "esperanto"),
     ],
 )
-def test_what_is_wrong_with_a_grammar_is_said(kind: str, text: str, said: str) -> None:
+def test_grammar_error_has_a_reason(kind: str, text: str, said: str) -> None:
     """With its place where the client wrote it, and without what the client has not written."""
     reason = refusal(kind, text)
     assert said in reason
@@ -151,7 +151,7 @@ def test_what_is_wrong_with_a_grammar_is_said(kind: str, text: str, said: str) -
     assert len(reason) < 700
 
 
-def test_an_answer_may_end_where_its_form_does() -> None:
+def test_end_token_is_allowed_where_the_grammar_ends() -> None:
     """The end token is allowed there and nowhere else, and alone where nothing can follow."""
     held = constraint("regex", "ab*c?")
     allowed = []
@@ -174,13 +174,13 @@ def test_a_control_token_comes_only_where_it_is_named() -> None:
     assert not named.fits([ord("b")])
 
 
-def test_text_of_a_known_form_is_not_cut_into_certain_tokens() -> None:
+def test_forced_text_is_tokenized_canonically() -> None:
     """What is sure to come may come in any pieces: a grammar's own wish to have it otherwise is overruled."""
     held = constraint("lark", '%llguidance {"no_forcing": false}\nstart: "<|im_start|>"')
     assert list(np.flatnonzero(held.allowed(N_VOCAB))) == [ord("<")]
 
 
-def test_an_earlier_answer_goes_on_where_it_was() -> None:
+def test_constraint_resumes_an_earlier_answer() -> None:
     """It is taken in without being asked about; one that is of another form is a defect."""
     held = constraint("regex", "abc")
     held.replay(list(b"ab"))
@@ -189,7 +189,7 @@ def test_an_earlier_answer_goes_on_where_it_was() -> None:
         constraint("regex", "abc").replay(list(b"ax"))
 
 
-def test_a_grammar_that_takes_long_for_each_token_ends_its_turn() -> None:
+def test_slow_grammar_ends_its_turn() -> None:
     """Some slow tokens are borne, not many: all turns of a step wait for them."""
     seconds = iter(range(1000))
     held = constraint("regex", "a*", clock=lambda: next(seconds) * 0.3)
@@ -204,7 +204,7 @@ def test_a_grammar_that_takes_long_for_each_token_ends_its_turn() -> None:
     assert failures == ["failed"]
 
 
-def test_a_form_that_the_vocabulary_cannot_spell_ends_its_turn() -> None:
+def test_grammar_without_spelling_tokens_ends_its_turn() -> None:
     """Where only tokens beyond those of the model would do, none is left."""
     held = constraint("lark", 'start: "é"')
     with pytest.raises(InferenceCenterError, match="no token") as refused:
@@ -212,7 +212,7 @@ def test_a_form_that_the_vocabulary_cannot_spell_ends_its_turn() -> None:
     assert refused.value.code is ErrorCode.INVALID_GRAMMAR
 
 
-def test_a_token_that_was_not_allowed_is_not_taken() -> None:
+def test_disallowed_token_is_rejected() -> None:
     """The turn fails instead of going on with what is of no form."""
     held = constraint("regex", "abc")
     with pytest.raises(InferenceCenterError):
@@ -242,7 +242,7 @@ class Panicking:
 
 
 @pytest.mark.parametrize("call", ["unsafe_compute_mask_ptr", "consume_token"])
-def test_a_panic_ends_its_turn_alone(call: str) -> None:
+def test_grammar_panic_fails_only_its_turn(call: str) -> None:
     """What the other turns' thread is told is that this grammar cannot be used."""
     held = Constraint(Panicking(call), n_words=9, clock=lambda: 0.0)  # type: ignore[arg-type]
     with pytest.raises(InferenceCenterError) as refused:
@@ -251,9 +251,7 @@ def test_a_panic_ends_its_turn_alone(call: str) -> None:
 
 
 @pytest.mark.parametrize("error", [PanicError("unwrap on None"), MemoryError(), ValueError("?")])
-def test_whatever_a_compilation_raises_is_said_of_the_grammar(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
+def test_any_compilation_exception_is_a_grammar_error(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """A trial that took it for a success would have the engine try the same."""
 
     def failing(*_: object, **__: object) -> None:

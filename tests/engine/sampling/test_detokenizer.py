@@ -62,7 +62,7 @@ def naive_kept(parts: list[bytes], shown_chars: int) -> tuple[int, int]:
 
 
 @given(pieces(), st.integers(0, 40))
-def test_kept_tokens_are_the_most_that_fit_into_what_was_shown(parts: list[bytes], shown_chars: int) -> None:
+def test_kept_tokens_are_the_longest_within_the_emitted_text(parts: list[bytes], shown_chars: int) -> None:
     """The answer equals that of trying every number of tokens."""
     tokens = TokenText()
     text = "".join(map(tokens.push, parts))
@@ -70,7 +70,7 @@ def test_kept_tokens_are_the_most_that_fit_into_what_was_shown(parts: list[bytes
     assert tokens.kept(shown_chars) == naive_kept(parts, shown_chars)
 
 
-def test_a_token_that_ends_inside_a_character_is_not_kept_alone() -> None:
+def test_token_that_splits_a_character_is_not_kept() -> None:
     """Tokens that share a character stay or go together."""
     tokens = TokenText()
     for part in (b"a", b"\xc3", b"\xa9", b"bc"):

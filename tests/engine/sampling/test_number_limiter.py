@@ -31,11 +31,11 @@ def test_a_number_with_digits_enough_ends(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", f"0.{LONG[1:]}", f'"{LONG}', f'["\\"{LONG}', f"{LONG}.3", f"[{LONG}, 1"])
-def test_what_is_no_such_number_goes_on(text: str) -> None:
+def test_other_numbers_continue(text: str) -> None:
     """Shorter ones, digits in a string, and the next number."""
     assert narrowed(text, b"12,]") == b",12]"
 
 
-def test_a_number_goes_on_that_must() -> None:
+def test_incomplete_number_continues() -> None:
     """Where a schema wants more digits than that, they come."""
     assert narrowed(LONG, b"12") == b"12"

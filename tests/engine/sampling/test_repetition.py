@@ -17,13 +17,13 @@ def first_alarm(repeats: int, tokens: list[int]) -> int | None:
 
 @pytest.mark.parametrize("repeats", [2, 3, 7])
 @pytest.mark.parametrize("length", [2, 3, 10, 63, 64])
-def test_a_loop_is_noticed_at_its_last_token(repeats: int, length: int) -> None:
+def test_loop_is_detected_at_its_last_token(repeats: int, length: int) -> None:
     """The token that completes the last repetition raises the alarm, whatever came before."""
     before = [1000, 1001, 1002]
     assert first_alarm(repeats, before + list(range(length)) * 10) == len(before) + length * repeats
 
 
-def test_a_longer_run_than_it_looks_for_goes_unnoticed() -> None:
+def test_runs_above_the_window_are_not_detected() -> None:
     """Runs of 65 tokens are beyond its memory."""
     assert first_alarm(2, list(range(65)) * 5) is None
 

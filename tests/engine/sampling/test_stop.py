@@ -46,7 +46,7 @@ def reference(text: str, strings: list[str], patterns: list[str]) -> tuple[str, 
 
 @settings(deadline=None)
 @given(texts, stop_strings, stop_patterns, st.lists(st.integers(0, 40), max_size=8))
-def test_the_cut_of_the_text_does_not_matter(
+def test_chunking_does_not_change_the_result(
     text: str, strings: list[str], patterns: list[str], places: list[int]
 ) -> None:
     """Any feeds give the released text and the stop of the whole at once."""
@@ -69,7 +69,7 @@ def test_patterns_stop_where_a_plain_search_finds_them(text: str, source: str) -
 
 
 @given(texts, stop_strings)
-def test_no_more_and_no_less_is_held_back_than_could_become_a_stop(text: str, strings: list[str]) -> None:
+def test_exactly_possible_stop_prefixes_are_held_back(text: str, strings: list[str]) -> None:
     """After each character, what is held is the longest end that is the beginning of a stop string."""
     scanner = StopScanner(strings)
     released = ""
@@ -84,7 +84,7 @@ def test_no_more_and_no_less_is_held_back_than_could_become_a_stop(text: str, st
         assert len(released) == end - held
 
 
-def test_without_stops_text_passes_at_once() -> None:
+def test_text_without_stops_is_not_held_back() -> None:
     """Nothing is held back that need not be."""
     scanner = StopScanner()
     assert scanner.feed("any text") == Scan("any text")
@@ -108,14 +108,14 @@ def test_nothing_is_released_after_a_stop() -> None:
     assert scanner.finish() == ""
 
 
-def test_finish_releases_a_beginning_of_a_stop_string() -> None:
+def test_finish_releases_a_stop_prefix() -> None:
     """The answer's own last characters are not lost because they look like a stop."""
     scanner = StopScanner(["END"])
     assert scanner.feed("the EN") == Scan("the ")
     assert scanner.finish() == "EN"
 
 
-def test_a_pattern_still_sees_what_was_released_before_it() -> None:
+def test_pattern_matches_across_released_text() -> None:
     """Lookbehind and line starts work on text that is long gone, and the start of the text stays its start."""
     long = "x" * 10_000
     assert run(StopScanner([], ["(?<=x)END"]), [long, "END"]) == (long, "(?<=x)END")
@@ -123,7 +123,7 @@ def test_a_pattern_still_sees_what_was_released_before_it() -> None:
     assert run(StopScanner([], ["(?m)^END"]), [long, "\n", "END"]) == (f"{long}\n", "(?m)^END")
 
 
-def test_released_text_is_forgotten() -> None:
+def test_released_text_is_dropped() -> None:
     """Memory does not grow with the answer."""
     scanner = StopScanner(["END"], ["E+N"])
     for _ in range(100):

@@ -105,7 +105,7 @@ def test_answers_are_the_same_with_drafts() -> None:
     assert answers(draft=True, faults=Faults(cut=True)) == plain
 
 
-def test_a_cut_that_fails_costs_the_kv_and_no_token() -> None:
+def test_failed_truncation_costs_kv_but_no_token() -> None:
     """The turn reads again what it had, and goes on."""
     world = World(slots=1, answer_tokens=N_CTX - 4, draft_tokens=4)
     turn = world.add([1])

@@ -24,13 +24,13 @@ def prompt(number: int, *, length: int = 4) -> list[int]:
     ("active_slots", "prefill_share", "lowest_class"),
     [(0, 1.0, 2), (-1, 1.0, 2), (1, 0.0, 2), (1, 1.1, 2), (1, 1.0, -1)],
 )
-def test_limits_that_let_nothing_run_are_refused(active_slots: int, prefill_share: float, lowest_class: int) -> None:
+def test_limits_that_stop_everything_are_refused(active_slots: int, prefill_share: float, lowest_class: int) -> None:
     """At least one slot, some part of a step and one class are left, else turns would never end."""
     with pytest.raises(ValueError, match=r"active_slots|prefill_share|lowest_class"):
         EngineLimits(active_slots=active_slots, prefill_share=prefill_share, lowest_class=lowest_class)
 
 
-def test_turns_above_the_limit_go_on_for_their_quantum_and_then_rest() -> None:
+def test_turns_above_the_limit_pause_after_their_quantum() -> None:
     """Their KV stays in their slots, and the limit is kept from then on."""
     world = World(slots=4, quantum_tokens=QUANTUM, answer_tokens=40)
     turns = [world.add(prompt(n)) for n in range(4)]
@@ -47,7 +47,7 @@ def test_turns_above_the_limit_go_on_for_their_quantum_and_then_rest() -> None:
     assert world.terminals == {turn.turn_id: 1 for turn in turns}
 
 
-def test_a_rested_turn_goes_on_where_it_was() -> None:
+def test_paused_turn_resumes() -> None:
     """Once limits are lifted it generates with the next step and reads nothing again."""
     world = World(slots=2, quantum_tokens=QUANTUM, answer_tokens=30)
     turns = [world.add(prompt(n)) for n in range(2)]
@@ -90,7 +90,7 @@ def test_a_session_that_holds_an_idle_slot_waits_as_well() -> None:
     world.run_to_end()
 
 
-def test_lower_classes_get_no_slot_and_those_that_run_rest() -> None:
+def test_lower_classes_are_paused() -> None:
     """However long they wait; the scheduler then has work, and nothing to do until the limit is lifted."""
     world = World(slots=2, quantum_tokens=QUANTUM, answer_tokens=20, ageing_s=2.0)
     batch = world.add(prompt(1), priority=BATCH)
@@ -113,7 +113,7 @@ def test_lower_classes_get_no_slot_and_those_that_run_rest() -> None:
     world.run_to_end()
 
 
-def test_what_a_barred_turn_waited_counts_when_it_is_let_in() -> None:
+def test_waiting_time_of_a_barred_turn_counts() -> None:
     """It has risen meanwhile and goes before a newer one of a higher class."""
     world = World(slots=1, quantum_tokens=1000, ageing_s=2.0)
     world.limit(EngineLimits(active_slots=1, lowest_class=INTERACTIVE))
@@ -138,7 +138,7 @@ def test_a_barred_turn_can_be_aborted() -> None:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.001])
-def test_a_share_of_the_prompt_is_read(share: float) -> None:
+def test_prefill_share_is_limited(share: float) -> None:
     """Of what a step could read, but a cell of the grid at least."""
     budgets = []
     for limits in (EngineLimits(active_slots=1), EngineLimits(active_slots=1, prefill_share=share)):

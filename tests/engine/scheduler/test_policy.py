@@ -159,7 +159,7 @@ def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0,
     )
 
 
-def test_prompts_are_read_one_after_the_other() -> None:
+def test_prompts_are_prefilled_sequentially() -> None:
     """The first one due takes what the budget gives, the next one the rest, and none overtakes."""
     requests = [
         new_request(slot, length=length, due=due) for slot, (length, due) in enumerate([(8, 9), (24, 3), (4, 30)])
@@ -170,14 +170,14 @@ def test_prompts_are_read_one_after_the_other() -> None:
     assert [[row.chunk.slot for row in each.rows] for each in passes] == [[1], [1], [1]]
 
 
-def test_a_higher_class_is_read_first() -> None:
+def test_higher_class_is_prefilled_first() -> None:
     """A batch prompt is not read on while an interactive one has more to read."""
     requests = [new_request(0, priority=2), new_request(1, priority=0)]
     slots = [[row.chunk.slot for row in each.rows] for each in passes_of(requests, budget_tokens=24)]
     assert slots == [[1], [1], [1]]
 
 
-def test_the_step_does_not_move_the_cuts() -> None:
+def test_chunk_boundaries_do_not_depend_on_the_step() -> None:
     """Whether a prompt is read in one step or in many, its chunks are the same."""
     at_once = [row.chunk for each in passes_of([new_request(0, length=30)], budget_tokens=999) for row in each.rows]
     request, in_steps = new_request(0, length=30), []
@@ -230,7 +230,7 @@ def test_the_budget_follows_a_slower_machine_down_to_the_floor() -> None:
     assert budget.tokens(decoding=False, alone=True) == 64
 
 
-def test_several_prompts_read_together_say_nothing_of_one_alone() -> None:
+def test_mixed_prefill_does_not_update_the_estimate() -> None:
     """A pass of many rows reads more a second; a newcomer that is alone begins with one cell."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=1000, prefill_s=0.1, decode_s=0.0, alone=False)
@@ -240,7 +240,7 @@ def test_several_prompts_read_together_say_nothing_of_one_alone() -> None:
     assert budget.tokens(decoding=False, alone=False) == pytest.approx(3000, abs=1)
 
 
-def test_a_step_too_short_to_measure_teaches_nothing() -> None:
+def test_short_steps_do_not_update_the_estimate() -> None:
     """A clock that did not move does not divide by zero."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=100, prefill_s=0.0, decode_s=0.0, alone=True)

@@ -11,7 +11,7 @@ tokens = st.lists(st.integers(0, 2), max_size=40)
 
 
 @given(tokens, tokens, tokens)
-def test_agrees_with_counting(shared: list[int], a: list[int], b: list[int]) -> None:
+def test_prefix_match_equals_counting(shared: list[int], a: list[int], b: list[int]) -> None:
     """It finds what comparing token by token finds."""
     left, right = shared + a, shared + b
     same = [x == y for x, y in zip(left, right, strict=False)]

@@ -32,7 +32,7 @@ def test_the_first_quantum_is_32(moves: int, moves_s: float, generated_tokens: i
     slots=st.integers(1, 32),
     step_s=st.floats(0.001, 0.5),
 )
-def test_parking_takes_less_than_three_percent(move_s: float, slots: int, step_s: float) -> None:
+def test_quantum_bounds_the_offload_overhead(move_s: float, slots: int, step_s: float) -> None:
     """In a quantum's steps each slot is saved and restored once; between the limits that is 3 % of the time at most."""
     quantum = Quantum(0)
     quantum.observe(moves=4, moves_s=4 * move_s, generated_tokens=slots, decode_s=step_s)
@@ -42,7 +42,7 @@ def test_parking_takes_less_than_three_percent(move_s: float, slots: int, step_s
     assert quantum.tokens == 16 or (quantum.tokens - 1) * step_s * 0.03 < slots * 2 * move_s + 1e-9
 
 
-def test_one_slow_move_is_soon_forgotten() -> None:
+def test_one_slow_move_decays() -> None:
     """The first park into fresh memory takes ten times as long as the others."""
     quantum = Quantum(0)
     for moves_s in (0.04, *[0.004] * 20):

@@ -48,7 +48,7 @@ def drain(line: WaitQueue) -> list[str]:
     st.dictionaries(st.sampled_from("abc"), st.integers(1, 5)),
     st.dictionaries(st.sampled_from("abc"), st.integers(1, 5)),
 )
-def test_the_line_is_in_the_order_of_claims(
+def test_queue_order(
     turns: list[tuple[str, int, int, float, bool]], served: dict[str, int], served_since: dict[str, int]
 ) -> None:
     """Class less one for each period waited, then the client's counter as it is now, then own service, then arrival."""
@@ -83,7 +83,7 @@ def test_the_line_is_in_the_order_of_claims(
     assert drain(line) == [request.turn_id for request in sorted(requests, key=claim)]
 
 
-def test_skipped_turns_let_others_go_first_and_may_leave_meanwhile() -> None:
+def test_skipped_turns_are_overtaken_and_can_leave() -> None:
     """A turn that was skipped is where it was afterwards, or gone."""
     line = WaitQueue(ServiceCounters(), ageing_s=10.0)
     requests = [new_request(number) for number in range(3)]
@@ -98,7 +98,7 @@ def test_skipped_turns_let_others_go_first_and_may_leave_meanwhile() -> None:
     assert drain(line) == ["t1", "t2"]
 
 
-def test_turns_that_come_and_go_leave_nothing_behind() -> None:
+def test_removed_turns_leave_no_entries() -> None:
     """What is kept for the turns' ageing does not grow with those that left."""
     line = WaitQueue(ServiceCounters(), ageing_s=1e6)
     for number in range(1000):
@@ -115,7 +115,7 @@ def test_ageing_needs_a_time(ageing_s: float) -> None:
         WaitQueue(ServiceCounters(), ageing_s=ageing_s)
 
 
-def test_a_turn_cannot_wait_twice() -> None:
+def test_duplicate_queue_entry_is_refused() -> None:
     """It has one place."""
     line = WaitQueue(ServiceCounters(), ageing_s=1.0)
     request = new_request(1)
@@ -124,7 +124,7 @@ def test_a_turn_cannot_wait_twice() -> None:
         line.push(request, now=0.0)
 
 
-def test_a_preempted_turn_is_told_no_place() -> None:
+def test_preempted_turn_gets_no_position() -> None:
     """It has begun: only those that never had a slot hear where they are."""
     world = World(slots=1, quantum_tokens=2, answer_tokens=30)
     first = world.add([1, 2])
@@ -140,7 +140,7 @@ def test_a_preempted_turn_is_told_no_place() -> None:
     assert told == {"t2": 2}
 
 
-def test_places_count_those_that_wait_for_something_else() -> None:
+def test_positions_count_turns_waiting_for_kv() -> None:
     """A turn that waits for a reader is before those that wait for a slot."""
     world = World(slots=2)
     world.add([*range(20), 1])
@@ -151,7 +151,7 @@ def test_places_count_those_that_wait_for_something_else() -> None:
     assert world.scheduler.positions() == (("follower", 1), ("third", 2))
 
 
-def test_everybody_in_a_long_queue_is_told_a_place_and_is_not_told_too_often() -> None:
+def test_position_updates_are_rate_limited() -> None:
     """The head is told each change; those far back hear when an eighth has gone."""
     world = World(slots=1, quantum_tokens=100, answer_tokens=1)
     told: Counter[str] = Counter()
@@ -196,7 +196,7 @@ def test_releasing_a_session_with_thousands_of_turns() -> None:
     world.scheduler.check_integrity()
 
 
-def test_the_ledger_forgets_when_everybody_is_gone() -> None:
+def test_counters_are_dropped_with_the_last_turn() -> None:
     """Counters are there to compare those that are here."""
     counters = ServiceCounters()
     request = new_request(1, client="a")

@@ -15,7 +15,7 @@ def make_request(n_tokens: int) -> EngineRequest:
     )
 
 
-def test_a_request_moves_along_its_table() -> None:
+def test_request_follows_its_transition_table() -> None:
     """From waiting through prefill and decode to its end; whatever the table does not list raises and stays."""
     request = make_request(10)
     for change, state in (
@@ -50,7 +50,7 @@ def test_a_request_loses_its_slot_and_goes_on() -> None:
             request.change(change)
 
 
-def test_every_state_can_end_but_the_end() -> None:
+def test_every_state_but_the_last_can_end() -> None:
     """A turn can be aborted wherever it is, and nothing follows its end."""
     ending = {state for state, change in REQUEST.rows if change is RequestChange.END}
     assert ending == set(RequestState) - {RequestState.DONE}
@@ -74,7 +74,7 @@ def test_chunks_end_at_the_grid_or_with_the_prompt(start: int, end: int) -> None
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 4), (3, 6), (4, 6), (5, 6), (6, 10), (8, 10)])
-def test_a_cut_beside_the_grid_ends_a_chunk(start: int, end: int) -> None:
+def test_boundary_beside_the_grid_ends_a_chunk(start: int, end: int) -> None:
     """The chunk after it goes on to the grid's next line."""
     request = make_request(10)
     request.cut_tokens = 6

@@ -62,14 +62,14 @@ def test_each_slot_is_saved_once_the_last_used_first() -> None:
         pytest.param([1] * 8, True, FakeStore(limit_tokens=0, room_tokens=0), id="nothing is parked"),
     ],
 )
-def test_what_is_not_saved(prompt: list[int], durable: bool, store: FakeStore) -> None:
+def test_entries_that_are_not_saved(prompt: list[int], durable: bool, store: FakeStore) -> None:
     """It does not wake the loop."""
     world = idle(prompt, durable=durable, store=store)
     assert not world.scheduler.saving.wanted
     assert saved(world) == []
 
 
-def test_what_found_no_room_is_saved_when_there_is_some() -> None:
+def test_save_is_retried_when_there_is_room() -> None:
     """Without its session having another turn."""
     world = idle([1] * 8, store=FakeStore(room_tokens=0))
     assert saved(world) == []
@@ -77,7 +77,7 @@ def test_what_found_no_room_is_saved_when_there_is_some() -> None:
     assert saved(world) == ["s0"]
 
 
-def test_what_is_parked_already_is_not_parked_again() -> None:
+def test_offloaded_kv_is_not_offloaded_again() -> None:
     """Neither under the session's name nor under that of a session of the same client that says the same."""
     world = idle([1] * 8, [1] * 8)
     world.store.entries["s0"] = Entry("c", [(1, "c")] * 8, durable=True, ready=False)
@@ -85,7 +85,7 @@ def test_what_is_parked_already_is_not_parked_again() -> None:
     assert saved(world) == []
 
 
-def test_a_failure_is_not_tried_again() -> None:
+def test_failed_save_is_not_retried() -> None:
     """An engine with a full disk would never rest."""
     world = idle([1] * 8)
     assert world.save(fails=True) is not None
@@ -93,7 +93,7 @@ def test_a_failure_is_not_tried_again() -> None:
     assert world.store.entries == {}
 
 
-def test_copies_that_were_given_up_are_made_again_when_told_so() -> None:
+def test_evicted_copies_are_saved_again_on_request() -> None:
     """Those that are still there are not."""
     world = idle([1] * 8, [2] * 8)
     saved(world)
@@ -103,7 +103,7 @@ def test_copies_that_were_given_up_are_made_again_when_told_so() -> None:
     assert saved(world) == ["s0"]
 
 
-def test_a_slot_that_is_taken_makes_of_the_copy_what_it_would_have_parked() -> None:
+def test_taken_slot_promotes_its_copy() -> None:
     """It is parked under the same name, no more as a spare one; then no more is to be done for it."""
     world = idle([1] * 8, [2] * 8)
     saved(world)
@@ -115,7 +115,7 @@ def test_a_slot_that_is_taken_makes_of_the_copy_what_it_would_have_parked() -> N
     assert world.requests["t3"].cached_tokens == 8
 
 
-def test_a_stop_parks_what_was_saved_as_if_it_were_not() -> None:
+def test_stop_promotes_saved_copies() -> None:
     """A copy that goes first is not enough to come back to."""
     world = idle([1] * 8, [2] * 8)
     saved(world)

@@ -92,7 +92,7 @@ def test_an_idle_scheduler_plans_nothing(driver: Driver) -> None:
     assert driver.step() == StepPlan()
 
 
-def test_a_turn_is_read_in_cells_and_then_decodes_one_token_a_step(driver: Driver) -> None:
+def test_prefill_in_chunks_then_one_token_per_step(driver: Driver) -> None:
     """The whole life of a turn: admission, cells, sampling at the prompt's end, decode rows."""
     driver.add("t", list(range(10)))
     plan = driver.step()
@@ -104,7 +104,7 @@ def test_a_turn_is_read_in_cells_and_then_decodes_one_token_a_step(driver: Drive
     assert (chunk.start, list(chunk.tokens), chunk.sample, plan.passes[0].prefill) == (10, [0], True, False)
 
 
-def test_what_is_still_read_is_reported(driver: Driver) -> None:
+def test_prefill_progress_is_reported(driver: Driver) -> None:
     """A prompt that takes several steps reports how far it is; one that is through does not."""
     driver.add("t", list(range(10)))
     driver.scheduler.step(0.0)
@@ -125,7 +125,7 @@ def test_the_next_turn_keeps_the_common_prefix(driver: Driver) -> None:
     assert plan.reasons[0] == "turn t2 to slot 0: holds its session, 2 of 4 tokens in KV"
 
 
-def test_a_prompt_that_is_wholly_there_decodes_its_last_token(driver: Driver) -> None:
+def test_fully_cached_prompt_decodes_its_last_token(driver: Driver) -> None:
     """Logits to start from need a decode, so the last token is read again."""
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 3, 4], session="s")
@@ -134,7 +134,7 @@ def test_a_prompt_that_is_wholly_there_decodes_its_last_token(driver: Driver) ->
     assert list(plan.passes[0].rows[0].chunk.tokens) == [4]
 
 
-def test_nothing_is_cut_when_the_prompt_continues_the_slot(driver: Driver) -> None:
+def test_continuing_prompt_truncates_nothing(driver: Driver) -> None:
     """The usual next turn needs no truncation."""
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 3, 4, 0, 5], session="s")
@@ -152,7 +152,7 @@ def test_another_session_never_inherits_kv(driver: Driver) -> None:
     assert plan.admissions[0].cached_tokens == 0
 
 
-def test_generating_and_reading_take_turns(driver: Driver) -> None:
+def test_decode_and_prefill_alternate(driver: Driver) -> None:
     """A newcomer is read after the next token of those who generate, and their token after that is not later still."""
     driver.add("a", [1, 2, 3])
     driver.step()
@@ -166,7 +166,7 @@ def test_generating_and_reading_take_turns(driver: Driver) -> None:
     ]
 
 
-def test_who_comes_while_others_generate_is_read_next(driver: Driver) -> None:
+def test_new_turn_is_prefilled_next(driver: Driver) -> None:
     """The pass in which it came was the others' turn."""
     driver.add("a", [1, 2, 3])
     driver.step()
@@ -175,7 +175,7 @@ def test_who_comes_while_others_generate_is_read_next(driver: Driver) -> None:
     assert [row.turn_id for row in driver.step().passes[0].rows] == ["b"]
 
 
-def test_a_higher_class_overtakes_and_equals_do_not(driver: Driver) -> None:
+def test_only_a_higher_class_overtakes(driver: Driver) -> None:
     """Of the waiting turns the highest class starts first, within it the oldest."""
     for name in ("x", "y"):
         driver.add(name, [1, 2])
@@ -200,7 +200,7 @@ def test_two_turns_of_a_session_never_run_at_once(driver: Driver) -> None:
     assert [admission.turn_id for admission in driver.step().admissions] == ["t2"]
 
 
-def test_positions_are_told_when_they_change(driver: Driver) -> None:
+def test_positions_are_published_on_change(driver: Driver) -> None:
     """A waiting turn hears its place, hears it again when it moves, and hears 0 when it starts."""
     for name in ("x", "y", "a", "b"):
         driver.add(name, [1, 2])
@@ -211,7 +211,7 @@ def test_positions_are_told_when_they_change(driver: Driver) -> None:
     assert driver.scheduler.positions() == (("a", 0), ("b", 1))
 
 
-def test_a_turn_that_never_waited_hears_no_position(driver: Driver) -> None:
+def test_turn_that_never_waited_gets_no_position(driver: Driver) -> None:
     """A turn that starts at once is not told a place, nor is one that is aborted while it waits."""
     for name in ("x", "y", "z"):
         driver.add(name, [1, 2])
@@ -252,12 +252,12 @@ def test_release_of_a_session_without_kv_does_nothing(driver: Driver) -> None:
     assert not driver.scheduler.has_work
 
 
-def test_abort_of_an_unknown_turn_says_so(driver: Driver) -> None:
+def test_abort_of_an_unknown_turn_is_reported(driver: Driver) -> None:
     """A turn that has just ended cannot be aborted again."""
     assert not driver.scheduler.abort("gone", now=0.0)
 
 
-def test_a_turn_whose_kept_kv_was_lost_starts_over(driver: Driver) -> None:
+def test_turn_with_lost_kv_starts_over(driver: Driver) -> None:
     """When cutting emptied the slot, the prompt is read from its first token."""
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 9, 9], session="s")

@@ -31,7 +31,7 @@ def used_slots(*prompts: list[int], slots: int = 2, client: str = "c", can_trunc
     return world
 
 
-def test_a_parked_session_goes_on_where_it_was() -> None:
+def test_offloaded_session_is_restored() -> None:
     """What was parked is restored into whichever slot is free, and only what is new is read."""
     world = World()
     park(world, "s", list(range(20)))
@@ -42,7 +42,7 @@ def test_a_parked_session_goes_on_where_it_was() -> None:
     assert plan.reasons[0] == "turn t to slot 0: empty, 20 of 24 tokens in KV"
 
 
-def test_what_is_parked_beyond_the_common_prefix_is_cut() -> None:
+def test_restored_kv_is_truncated_to_the_common_prefix() -> None:
     """An edited question keeps what came before it."""
     world = World()
     park(world, "s", list(range(20)))
@@ -50,7 +50,7 @@ def test_what_is_parked_beyond_the_common_prefix_is_cut() -> None:
     assert moves_of(world.step(), "t") == [restore(0, "s", range(20), "t"), TruncateSlot(0, 12, "t")]
 
 
-def test_the_last_token_is_never_taken_from_a_store() -> None:
+def test_last_token_is_never_restored() -> None:
     """A prompt that is parked whole decodes its last token, whose logits the answer starts from."""
     world = World()
     park(world, "s", list(range(20)))
@@ -71,7 +71,7 @@ def test_a_fork_copies_its_siblings_kv() -> None:
     assert plan.admissions[0].cached_tokens == 14
 
 
-def test_a_fork_takes_over_the_slot_that_it_would_copy_from() -> None:
+def test_fork_takes_over_an_idle_source_slot() -> None:
     """When that slot is the one to be given away, its session is parked and nothing is copied."""
     world = used_slots(list(range(16)), slots=1)
     world.add([*range(12), 99], turn="fork")
@@ -100,7 +100,7 @@ def test_another_clients_parked_kv_is_never_restored() -> None:
 
 
 @pytest.mark.parametrize(("parked_tokens", "restored"), [(15, False), (16, True)])
-def test_less_than_a_cell_is_not_worth_a_move(parked_tokens: int, restored: bool) -> None:
+def test_less_than_a_chunk_is_not_moved(parked_tokens: int, restored: bool) -> None:
     """The own slot is kept unless what is parked spares a cell of the grid more."""
     world = used_slots([*range(12), 99, 98])
     park(world, "s0", list(range(parked_tokens)))
@@ -109,7 +109,7 @@ def test_less_than_a_cell_is_not_worth_a_move(parked_tokens: int, restored: bool
     assert moves == ([restore(0, "s0", range(16), "t")] if restored else [TruncateSlot(0, 12, "t")])
 
 
-def test_what_is_ready_comes_before_a_copy_and_a_copy_before_the_disk() -> None:
+def test_order_of_kv_sources() -> None:
     """Of sources that are about as good the cheapest is taken."""
     world = used_slots(list(range(16)))
     park(world, "old", list(range(16)))
@@ -121,7 +121,7 @@ def test_what_is_ready_comes_before_a_copy_and_a_copy_before_the_disk() -> None:
     assert moves_of(world.step(), "t") == [CopySlot(0, 1, 16, "t")]
 
 
-def test_a_restore_that_fails_costs_reading() -> None:
+def test_failed_restore_is_recomputed() -> None:
     """The turn reads its prompt from the first token, and is not read on in the step that failed."""
     world = World()
     park(world, "s", list(range(20)))
@@ -131,7 +131,7 @@ def test_a_restore_that_fails_costs_reading() -> None:
     world.run_to_end()
 
 
-def test_a_turn_that_comes_back_to_nothing_reads_again() -> None:
+def test_turn_without_kv_is_prefilled_again() -> None:
     """It was about to generate; now it reads its prompt and its answer so far, and goes on."""
     world = World(slots=1, quantum_tokens=2, answer_tokens=10)
     first = world.add([1, 2, 3], turn="a")
@@ -146,7 +146,7 @@ def test_a_turn_that_comes_back_to_nothing_reads_again() -> None:
     assert first.generated_tokens == 10
 
 
-def test_what_gives_way_is_parked_once() -> None:
+def test_replaced_slot_is_offloaded_once() -> None:
     """An idle session whose very tokens are parked already, or too few to matter, is not parked again."""
     world = used_slots(list(range(16)), slots=1)
     park(world, "s0", list(range(16)))
@@ -157,7 +157,7 @@ def test_what_gives_way_is_parked_once() -> None:
     assert world.step().moves[0] == TruncateSlot(0, 0, "t2")
 
 
-def test_nothing_is_restored_that_is_just_being_replaced() -> None:
+def test_replaced_kv_is_not_restored() -> None:
     """An older state of the session that gives way was found, but under its key the newer one is parked before."""
     world = used_slots([*range(12), 77, 78, 79, 80], slots=1)
     park(world, "s0", list(range(16)))
@@ -168,7 +168,7 @@ def test_nothing_is_restored_that_is_just_being_replaced() -> None:
     assert world.store.entries["s0"].tokens == [*range(12), 77, 78, 79, 80]
 
 
-def test_what_is_on_disk_is_fetched_while_others_run() -> None:
+def test_disk_fetch_overlaps_with_other_turns() -> None:
     """The turn waits without a slot, the key is named once, and when it is there it is restored."""
     world = World(slots=2)
     park(world, "s", list(range(20)), ready=False)
@@ -183,7 +183,7 @@ def test_what_is_on_disk_is_fetched_while_others_run() -> None:
     assert moves_of(world.step(), "t") == [restore(1, "s", range(20), "t")]
 
 
-def test_a_loop_may_sleep_when_everything_waits_for_the_disk() -> None:
+def test_loop_sleeps_while_all_turns_wait_for_disk() -> None:
     """There is work, but nothing to plan until the fetch ends."""
     world = World(slots=1)
     assert not world.scheduler.blocked
@@ -200,7 +200,7 @@ def test_a_loop_may_sleep_when_everything_waits_for_the_disk() -> None:
     world.run_to_end()
 
 
-def test_one_fetch_serves_all_who_need_it() -> None:
+def test_fetch_is_shared() -> None:
     """Two turns that share a parked prefix name its key once, and both go on."""
     world = World(slots=2)
     park(world, "prefix-p", SYSTEM, ready=False)
@@ -211,7 +211,7 @@ def test_one_fetch_serves_all_who_need_it() -> None:
     assert sum(isinstance(move, RestoreSlot) for move in world.step().moves) == 2
 
 
-def test_what_no_turn_waits_for_is_not_fetched() -> None:
+def test_unneeded_entries_are_not_fetched() -> None:
     """A fetch is named as unwanted once, when the last turn that waits for it is aborted; not if another comes."""
     world = World(slots=2)
     park(world, "prefix-p", SYSTEM, ready=False)
@@ -234,7 +234,7 @@ def test_what_no_turn_waits_for_is_not_fetched() -> None:
 
 
 @pytest.mark.parametrize("vanishes", [True, False])
-def test_a_fetch_that_comes_to_nothing_is_given_up(vanishes: bool) -> None:
+def test_failed_fetch_is_recomputed(vanishes: bool) -> None:
     """When the sequence is gone, or the disk does not answer, the tokens are read."""
     world = World(slots=1)
     park(world, "s", list(range(20)), ready=False)
@@ -247,7 +247,7 @@ def test_a_fetch_that_comes_to_nothing_is_given_up(vanishes: bool) -> None:
     world.run_to_end()
 
 
-def test_what_leaves_ram_again_and_again_is_read() -> None:
+def test_repeatedly_evicted_kv_is_recomputed() -> None:
     """A turn does not wait for the disk more than twice."""
     world = World(slots=1)
     park(world, "s", list(range(20)), ready=False)
@@ -265,7 +265,7 @@ def test_what_leaves_ram_again_and_again_is_read() -> None:
 
 
 @pytest.mark.parametrize("finds_room", [True, False])
-def test_a_fetch_that_finds_no_room_is_repeated_at_once(finds_room: bool) -> None:
+def test_fetch_without_room_is_repeated(finds_room: bool) -> None:
     """As soon as there may be room; a turn that finds none again reads its tokens, and waits for no clock."""
     world = World(slots=1)
     park(world, "s", list(range(20)), ready=False)
@@ -282,7 +282,7 @@ def test_a_fetch_that_finds_no_room_is_repeated_at_once(finds_room: bool) -> Non
     world.run_to_end()
 
 
-def test_few_turns_wait_for_the_disk_at_once() -> None:
+def test_concurrent_fetches_are_limited() -> None:
     """No more than there are slots: what comes from disk needs room in RAM until it is used."""
     world = World(slots=2)
     for n in range(5):
@@ -299,7 +299,7 @@ def test_few_turns_wait_for_the_disk_at_once() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "release"])
-def test_a_turn_that_waits_for_the_disk_is_ended(end: str) -> None:
+def test_turn_waiting_for_disk_can_end(end: str) -> None:
     """It leaves nothing behind."""
     world = World(slots=1)
     park(world, "s", list(range(20)), ready=False)
@@ -313,7 +313,7 @@ def test_a_turn_that_waits_for_the_disk_is_ended(end: str) -> None:
     world.scheduler.check_integrity()
 
 
-def test_a_prefix_is_read_once_for_many_turns() -> None:
+def test_shared_prefix_is_prefilled_once() -> None:
     """Of four turns with one long system prompt one reads it, and the others copy it then."""
     world = World(slots=4)
     turns = [world.add([*SYSTEM, 1000 + n, n], prefix_tokens=len(SYSTEM)) for n in range(4)]
@@ -325,7 +325,7 @@ def test_a_prefix_is_read_once_for_many_turns() -> None:
     assert [turn.cached_tokens for turn in turns] == [0, 14, 14, 14]
 
 
-def test_waiting_for_a_reader_blocks_nobody_else() -> None:
+def test_prefix_waiters_do_not_block_other_turns() -> None:
     """A turn with another prompt starts meanwhile."""
     world = World(slots=4)
     reader, follower = (world.add([*SYSTEM, n]) for n in range(2))
@@ -335,7 +335,7 @@ def test_waiting_for_a_reader_blocks_nobody_else() -> None:
     assert "turn t1 waits for turn t0, which prefills the same prefix" in plan.reasons
 
 
-def test_less_than_two_cells_are_not_waited_for() -> None:
+def test_short_prefixes_are_not_waited_for() -> None:
     """A short common beginning is read by each."""
     world = World(slots=2)
     turns = [world.add([*SYSTEM[: 2 * GRID_TOKENS - 1], 10 * n, *range(20)]) for n in range(1, 3)]
@@ -343,7 +343,7 @@ def test_less_than_two_cells_are_not_waited_for() -> None:
     assert all(turn.slot is not None for turn in turns)
 
 
-def test_a_follower_of_a_reader_that_ends_reads_itself() -> None:
+def test_prefix_waiter_prefills_when_its_leader_ends() -> None:
     """It waits only while there is a reader to wait for."""
     world = World(slots=2)
     world.add([*SYSTEM, 1], turn="reader")
@@ -355,7 +355,7 @@ def test_a_follower_of_a_reader_that_ends_reads_itself() -> None:
     assert follower.cached_tokens == GRID_TOKENS
 
 
-def test_a_follower_is_ended() -> None:
+def test_prefix_waiter_can_end() -> None:
     """A turn that waits for a reader is aborted like any other."""
     world = World(slots=2)
     world.add([*SYSTEM, 1])
@@ -366,7 +366,7 @@ def test_a_follower_is_ended() -> None:
     world.run_to_end()
 
 
-def test_a_higher_class_does_not_wait_for_a_lower_one_to_read() -> None:
+def test_higher_class_does_not_wait_for_a_lower_prefill() -> None:
     """A batch prompt may be read late."""
     world = World(slots=2)
     world.add([*SYSTEM, 1], priority=2)
@@ -400,7 +400,7 @@ def test_a_private_system_prompt_is_not() -> None:
     assert not world.store.entries
 
 
-def test_a_snapshot_is_parked_once() -> None:
+def test_snapshot_is_offloaded_once() -> None:
     """The next turn finds it and parks none."""
     world = World(slots=1)
     for n in range(3):
@@ -439,7 +439,7 @@ def test_a_model_that_cannot_rewind_prefers_a_snapshot_to_a_cut_that_may_be_refu
         assert isinstance(moves_of(world.step(), "t")[0], source)
 
 
-def test_cuts_do_not_depend_on_what_is_parked() -> None:
+def test_chunk_boundaries_do_not_depend_on_offloaded_kv() -> None:
     """A public prompt is cut where its prefix ends, whether or not anybody needs a snapshot of it."""
     cells = []
     for is_parked in (False, True):
@@ -452,7 +452,7 @@ def test_cuts_do_not_depend_on_what_is_parked() -> None:
     assert cells[0] == cells[1] == [0, 4, 8, 12, 14, 20]
 
 
-def test_prefix_keys_tell_scopes_and_tokens_apart() -> None:
+def test_prefix_keys_differ_by_scope_and_tokens() -> None:
     """Equal for equal prefixes, and different for another client or another token."""
     keys = {prefix_key(scope, tokens) for scope in ("", "a") for tokens in ([1, 2], [1, 3], [12])}
     assert len(keys) == 6

@@ -63,7 +63,7 @@ def test_a_session_has_one_slot(table: SlotTable) -> None:
         table.assign(table[2], request("t4", session="b"), keep_tokens=0)
 
 
-def test_a_busy_slot_is_left_alone(table: SlotTable) -> None:
+def test_busy_slot_is_not_reused(table: SlotTable) -> None:
     """A running turn's slot can be neither given away nor forgotten."""
     with pytest.raises(ValueError, match="runs turn t1"):
         table.assign(table[0], request("t4", session="c"), keep_tokens=0)
@@ -71,7 +71,7 @@ def test_a_busy_slot_is_left_alone(table: SlotTable) -> None:
         table.forget(table[0])
 
 
-def test_forgetting_empties_a_slot(table: SlotTable) -> None:
+def test_discard_empties_a_slot(table: SlotTable) -> None:
     """A closed session's slot is free for all."""
     table.forget(table[1])
     assert table[1].empty
@@ -87,12 +87,12 @@ def test_swapping_moves_sessions_and_keeps_indexes(table: SlotTable) -> None:
     table.check_integrity(n_ctx=8)
 
 
-def test_the_table_is_shown_in_short(table: SlotTable) -> None:
+def test_table_repr_is_short(table: SlotTable) -> None:
     """The representation names session, whether it runs, and how much it holds."""
     assert repr(table) == "SlotTable(a*:3 b:2 -:0)"
 
 
-def test_contradictions_are_found(table: SlotTable) -> None:
+def test_inconsistent_table_is_detected(table: SlotTable) -> None:
     """Tokens without an owner, two slots of one session, and a full slot are noticed."""
     with pytest.raises(AssertionError, match="more than 2"):
         table.check_integrity(n_ctx=2)

@@ -101,7 +101,7 @@ def test_ten_turns_get_no_more_than_one(slots: int) -> None:
         assert abs(got - single.generated_tokens) <= 2 * QUANTUM + 4
 
 
-def test_idling_saves_nothing_up() -> None:
+def test_idle_time_earns_no_credit() -> None:
     """A client that comes back after others were served for long shares with them, and does not have it all."""
     world = crowd(slots=1, answer_tokens=ROOMY)
     steady = [world.add(prompt(n), client=f"c{n}") for n in range(2)]
@@ -114,7 +114,7 @@ def test_idling_saves_nothing_up() -> None:
     assert max(shares) - min(shares) <= 2 * QUANTUM
 
 
-def test_what_was_used_while_nobody_lacked_anything_is_not_owed() -> None:
+def test_use_without_contention_is_not_charged() -> None:
     """A client that had the machine to itself shares equally with one that comes."""
     world = crowd(slots=1, answer_tokens=ROOMY)
     alone = world.add(prompt(1), client="alone")
@@ -125,7 +125,7 @@ def test_what_was_used_while_nobody_lacked_anything_is_not_owed() -> None:
     assert abs(alone.generated_tokens - had - newcomer.generated_tokens) <= 2 * QUANTUM
 
 
-def test_a_higher_class_takes_a_lower_ones_slot() -> None:
+def test_higher_class_preempts_a_lower_one() -> None:
     """After a quarter of a quantum, and the lower class has it again when the higher one is through."""
     world = crowd(slots=1, quantum_tokens=40)
     batch = world.add(prompt(1), priority=2)
@@ -138,7 +138,7 @@ def test_a_higher_class_takes_a_lower_ones_slot() -> None:
     assert batch.preempted == 1
 
 
-def test_a_lower_class_does_not_disturb_a_higher_one() -> None:
+def test_lower_class_does_not_preempt_a_higher_one() -> None:
     """However long it runs, while no turn ages."""
     world = crowd(slots=1)
     urgent = world.add(prompt(1), priority=0)
@@ -180,7 +180,7 @@ def newcomer(world: World) -> None:
 
 @pytest.mark.parametrize("client", ["crowd", "other"])
 @pytest.mark.parametrize("priority", [0, 1, 2])
-def test_an_endless_stream_of_new_turns_starves_nobody(client: str, priority: int) -> None:
+def test_stream_of_new_turns_starves_no_turn(client: str, priority: int) -> None:
     """Twice as much comes in as can be done, and yet each wait ends.
 
     After ``ageing_s`` for each class up to the highest and once more, only older turns of the client come before it,
@@ -195,7 +195,7 @@ def test_an_endless_stream_of_new_turns_starves_nobody(client: str, priority: in
     assert patient.generated_tokens > 4
 
 
-def test_an_aged_turn_is_read_although_higher_classes_keep_coming() -> None:
+def test_aged_turn_is_prefilled_before_higher_classes() -> None:
     """Having a slot is no service: a prompt in a slot goes on ageing until it is read."""
     world = crowd(slots=8, quantum_tokens=64, ageing_s=5.0)
     world.scheduler._budget._target_step_s = 0.0  # a cell a step
@@ -206,7 +206,7 @@ def test_an_aged_turn_is_read_although_higher_classes_keep_coming() -> None:
     assert batch.generated_tokens > 0
 
 
-def test_nothing_is_preempted_without_parking() -> None:
+def test_no_preemption_without_offload() -> None:
     """Where a sequence cannot be parked, a turn keeps its slot until it ends."""
     world = World(slots=1, quantum_tokens=1, store=FakeStore(limit_tokens=0), answer_tokens=20)
     first, second = world.add(prompt(1)), world.add(prompt(2))
@@ -225,7 +225,7 @@ def test_only_what_fits_is_preempted() -> None:
     assert (long.preempted, short.preempted) == (0, 1)
 
 
-def test_a_turn_whose_parked_kv_is_lost_is_read_again_and_gets_on() -> None:
+def test_preempted_turn_with_lost_kv_is_recomputed() -> None:
     """A store that forgets everything at once costs time and nothing else, even at the smallest quantum."""
     world = World(slots=1, quantum_tokens=1, answer_tokens=10)
     turns = [world.add(prompt(n, length=9)) for n in range(3)]
@@ -237,7 +237,7 @@ def test_a_turn_whose_parked_kv_is_lost_is_read_again_and_gets_on() -> None:
     assert all(turn.preempted for turn in turns)
 
 
-def test_what_is_read_again_is_not_reported_as_progress() -> None:
+def test_recomputation_is_not_reported_as_progress() -> None:
     """The client has heard of its prompt; that it is read again is nothing to it."""
     world = World(slots=1, quantum_tokens=2, answer_tokens=12)
     first = world.add(prompt(1, length=20))
@@ -272,7 +272,7 @@ def test_a_preempted_turn_is_aborted_or_released() -> None:
     assert not world.scheduler.has_work
 
 
-def test_an_idle_session_gives_way_before_a_turn_does() -> None:
+def test_idle_session_is_evicted_before_a_turn() -> None:
     """While an idle session holds a slot, no turn is interrupted; idle KV is parked and found again."""
     world = crowd(slots=2, quantum_tokens=1, answer_tokens=4)
     world.add(prompt(1), session="idle")
@@ -287,7 +287,7 @@ def test_an_idle_session_gives_way_before_a_turn_does() -> None:
     assert "idle" in world.store.entries
 
 
-def test_prompts_of_waiting_turns_are_looked_at_a_few_a_step() -> None:
+def test_waiting_prompts_are_matched_a_few_per_step() -> None:
     """A step's cost does not grow with the queue: the store is asked for the few turns that can get a slot."""
     world = crowd(slots=4)
     for n in range(1000):

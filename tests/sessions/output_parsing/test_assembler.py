@@ -54,7 +54,7 @@ def whole(told: list[Part]) -> list[Part]:
 @given(
     cuts=st.lists(st.integers(0, len(ANSWER)), max_size=6), lost_at=st.integers(0, len(ANSWER)), ends_at=st.integers(0)
 )
-def test_wherever_it_is_cut_or_lost_each_part_is_told_once(cuts: list[int], lost_at: int, ends_at: int) -> None:
+def test_each_part_is_published_once_across_interruptions(cuts: list[int], lost_at: int, ends_at: int) -> None:
     """The parts sent before and after a restart are the answer, for every text and every split."""
     text = ANSWER[: ends_at % (len(ANSWER) + 1)]
     at_once = ResponseAssembler("t_1")
@@ -143,7 +143,7 @@ def test_logprobs_wait_for_a_part() -> None:
     assert (list(rest.parts), len(rest.logprobs)) == ([TextDelta("")], 1)
 
 
-def test_an_answer_goes_on_as_it_began() -> None:
+def test_resumed_answer_keeps_its_format() -> None:
     """A started plain answer stays plain; one without output is parsed in the current format."""
     plain, rich = OutputSpec(), speech()
     assert assembler_for(plain, None, turn_id="t", text="", n_tokens=0) is None
@@ -160,7 +160,7 @@ def test_an_answer_goes_on_as_it_began() -> None:
 
 
 @given(read=st.lists(part, max_size=6), n=st.integers(0, 6), tail=st.integers(0, 3))
-def test_what_is_untold_is_what_follows(read: list[Part], n: int, tail: int) -> None:
+def test_remaining_parts_follow_the_published_ones(read: list[Part], n: int, tail: int) -> None:
     """Sent and remaining parts together are the answer, also where a part was sent partially."""
     told = read[:n]
     if told and not isinstance(told[-1], ToolCallStart):
@@ -173,7 +173,7 @@ def test_what_is_untold_is_what_follows(read: list[Part], n: int, tail: int) -> 
     assert whole([*told, *remaining_parts(told, read)]) == whole(read)
 
 
-def test_what_was_told_stands_if_it_reads_otherwise() -> None:
+def test_published_parts_stand_after_a_format_change() -> None:
     """Nothing is sent twice or revised."""
     assert remaining_parts([TextDelta("ab")], [TextDelta("a")]) == ()
     assert remaining_parts([TextDelta("a"), ReasoningDelta("b")], [TextDelta("ac")]) == ()
@@ -190,7 +190,7 @@ def test_parts_come_back_from_their_columns(said: list[list[Part]]) -> None:
 @pytest.mark.parametrize(
     "column", ["{}", "[1]", '[["said"]]', '[["said", 3]]', '[["argued", 0, "x"]]', '[["called", 1, "x"]]', "["]
 )
-def test_columns_that_make_no_sense_are_refused(column: str) -> None:
+def test_invalid_columns_are_refused(column: str) -> None:
     """Malformed columns raise ``ValueError``."""
     with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
         decode_parts([column])

@@ -39,7 +39,7 @@ def grammar_of(one: Tool) -> str:
 
 
 @given(st.dictionaries(st.sampled_from(_NAMES), st.lists(st.sampled_from(_NAMES))), st.lists(st.sampled_from(_NAMES)))
-def test_a_part_stands_with_all_that_it_refers_to_and_no_more(links: dict[str, list[str]], part: list[str]) -> None:
+def test_part_includes_exactly_its_definitions(links: dict[str, list[str]], part: list[str]) -> None:
     """A part gets exactly the definitions reachable from it, cycles included."""
     defs = {name: {"anyOf": [reference(other) for other in others]} for name, others in links.items()}
     reached: set[str] = set()
@@ -69,7 +69,7 @@ def test_definitions_that_no_parameter_refers_to_are_left_out() -> None:
     assert used.count('"title"') == 3 * 10
 
 
-def test_a_grammar_that_grows_too_long_is_not_built_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_grammar_stops_building(monkeypatch: pytest.MonkeyPatch) -> None:
     """Construction stops at about the size limit."""
     spelled_chars = 0
     literal = grammar_builder._literal

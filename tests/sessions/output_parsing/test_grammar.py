@@ -50,7 +50,7 @@ def fits(spoken: OutputSpec, text: str, *, control: tuple[str, ...] = ()) -> boo
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_call_fits_and_so_does_text(name: str) -> None:
+def test_grammar_accepts_calls_and_text(name: str) -> None:
     """The model's trained format is accepted, and so is plain text."""
     spoken = speech(name)
     assert fits(spoken, ANSWERS[name])
@@ -59,14 +59,14 @@ def test_a_call_fits_and_so_does_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_arguments_are_held_to_the_schema(name: str) -> None:
+def test_arguments_follow_the_schema(name: str) -> None:
     """A call of an unknown tool, or with unknown arguments, is rejected."""
     for right, wrong in (("get_weather", "get_whether"), ("days", "dais"), ("2", '"2"')):
         assert not fits(speech(name), ANSWERS[name].replace(right, wrong))
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_several_calls_fit_unless_one_is_wanted(name: str) -> None:
+def test_parallel_calls_can_be_disabled(name: str) -> None:
     """Without parallel calls one call ends the answer."""
     both = ANSWERS[name] + SECOND[name]
     assert fits(speech(name), both)
@@ -76,7 +76,7 @@ def test_several_calls_fit_unless_one_is_wanted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SECOND)
-def test_a_call_may_be_demanded(name: str) -> None:
+def test_call_can_be_required(name: str) -> None:
     """With `required` an answer begins with a call; a named tool is called exactly once."""
     for choice in ("required", {"name": "get_weather"}):
         demanding = speech(name, tool_choice=choice)
@@ -86,7 +86,7 @@ def test_a_call_may_be_demanded(name: str) -> None:
     assert not fits(speech(name, tool_choice={"name": "get_weather_clock"}), ANSWERS[name])
 
 
-def test_a_model_of_one_call_is_held_to_it() -> None:
+def test_single_call_model_makes_one_call() -> None:
     """Llama's template supports one call per answer, so a second one is rejected."""
     assert not fits(speech("LLAMA31"), ANSWERS["LLAMA31"] + "; " + ANSWERS["LLAMA31"])
     assert fits(speech("LLAMA31"), "<|python_tag|>" + ANSWERS["LLAMA31"])
@@ -101,14 +101,14 @@ def test_calls_in_an_array_are_counted_by_the_grammar() -> None:
 
 
 @pytest.mark.parametrize("name", ["HERMES", "LLAMA31", "MISTRAL3", "FUNCTIONARY31", "FUNCTIONARY32"])
-def test_calls_may_be_forbidden(name: str) -> None:
+def test_calls_can_be_forbidden(name: str) -> None:
     """With `none` only text is accepted."""
     spoken = speech(name, tool_choice="none")
     assert fits(spoken, "all\nHello" if name == "FUNCTIONARY32" else "Hello")
     assert not fits(spoken, ANSWERS[name], control=("[TOOL_CALLS]",))
 
 
-def test_text_before_calls_is_free() -> None:
+def test_text_before_calls_is_unconstrained() -> None:
     """The constraint starts at a complete trigger."""
     spoken = speech("HERMES")
     assert fits(spoken, "I <tool> <tool_cal l\n" + ANSWERS["HERMES"])
@@ -118,7 +118,7 @@ def test_text_before_calls_is_free() -> None:
 
 
 @pytest.mark.parametrize("control", [CONTROL, (*CONTROL, "<think>", "</think>")])
-def test_thoughts_are_free(control: tuple[str, ...]) -> None:
+def test_reasoning_is_unconstrained(control: tuple[str, ...]) -> None:
     """Reasoning is unconstrained, with tags that are tokens or text."""
     thought = "<think>\nShall I <tool_call>? {\n</think>\n\n"
     auto = speech("QWEN3", control=control)
@@ -142,7 +142,7 @@ FORMS: Final[list[tuple[dict[str, Any], str, str]]] = [
 
 
 @pytest.mark.parametrize(("wants", "right", "wrong"), FORMS)
-def test_a_form_holds_the_answer_and_not_the_thoughts(wants: dict[str, Any], right: str, wrong: str) -> None:
+def test_grammar_applies_after_reasoning(wants: dict[str, Any], right: str, wrong: str) -> None:
     """Schemas, expressions and grammars apply after the reasoning."""
     for name, before in (
         ("HERMES", ""),
@@ -185,7 +185,7 @@ def test_schemas_cannot_break_out_of_the_grammar() -> None:
     assert read(spoken, *call) == called(0, "a.b-c_1", arguments)
 
 
-def test_a_faulty_schema_is_told_with_its_tool() -> None:
+def test_schema_error_names_its_tool() -> None:
     """The error of llguidance about the grammar identifies the tool."""
     tools = [WEATHER, Tool(name="Fly.Away", parameters={"type": "object", "if": {}})]
     with pytest.raises(InferenceCenterError, match="if") as caught:
@@ -194,7 +194,7 @@ def test_a_faulty_schema_is_told_with_its_tool() -> None:
     assert "arguments_1_fly_away" in caught.value.message
 
 
-def test_what_a_schema_refers_to_is_found() -> None:
+def test_schema_references_are_resolved() -> None:
     """References within a tool's own schema resolve, in objects and in tags."""
     parameters = {
         "type": "object",
@@ -212,7 +212,7 @@ def test_what_a_schema_refers_to_is_found() -> None:
         assert not fits(spoken, call.replace("2", '"2"'))
 
 
-def test_texts_in_tags_may_be_chosen_from_a_list() -> None:
+def test_tagged_values_can_be_enumerated() -> None:
     """A parameter with an `enum` accepts only its values; one without properties accepts anything."""
     choice = Tool(
         name="paint",
@@ -269,7 +269,7 @@ def nested(depth: int) -> dict[str, Any]:
         ("FUNCTIONARY32", {"tools": [Tool(name="all")]}, ErrorCode.INVALID_REQUEST, "tools"),
     ],
 )
-def test_what_is_too_much_is_refused_by_name(name: str, wants: dict[str, Any], code: ErrorCode, field: str) -> None:
+def test_oversized_tools_are_refused_by_name(name: str, wants: dict[str, Any], code: ErrorCode, field: str) -> None:
     """Schemas that are too deep or too long, and a tool named like the broadcast recipient, are refused."""
     with pytest.raises(InferenceCenterError) as caught:
         speech(name, **wants)
@@ -286,7 +286,7 @@ def test_what_is_too_much_is_refused_by_name(name: str, wants: dict[str, Any], c
         ("QWEN_CODER", {"properties": []}, ErrorCode.INVALID_REQUEST),  # its template wants to go through them
     ],
 )
-def test_schemas_that_are_none_are_refused(name: str, parameters: dict[str, Any], code: ErrorCode) -> None:
+def test_invalid_schemas_are_refused(name: str, parameters: dict[str, Any], code: ErrorCode) -> None:
     """An invalid keyword is reported to the client as an error in its schema."""
     with pytest.raises(InferenceCenterError) as caught:
         matcher(speech(name, tools=[Tool(name="odd", parameters=parameters)]))

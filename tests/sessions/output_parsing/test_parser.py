@@ -51,7 +51,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("name", "text"), EXAMPLES)
-def test_cuts_make_no_difference(name: str, text: str) -> None:
+def test_chunking_does_not_change_the_parts(name: str, text: str) -> None:
     """Split at every position, and into single characters, an answer has the same parts."""
     spoken = speech(name)
     whole = read(spoken, text)
@@ -70,7 +70,7 @@ FRAGMENTS = st.lists(
 
 
 @given(fragments=FRAGMENTS, data=st.data())
-def test_cuts_make_no_difference_to_nonsense(fragments: list[str], data: st.DataObject) -> None:
+def test_chunking_does_not_change_malformed_text(fragments: list[str], data: st.DataObject) -> None:
     """Malformed answers parse the same however they are split, and never raise."""
     text = "".join(fragments)
     spoken = speech("QWEN3")
@@ -108,7 +108,7 @@ MARKS = [
 @pytest.mark.parametrize("name", ["HERMES", "LLAMA31", "MISTRAL3", "MISTRAL11", "FUNCTIONARY31", "QWEN_CODER"])
 @given(fragments=st.lists(st.sampled_from(MARKS), max_size=10))
 @settings(max_examples=40)
-def test_text_without_calls_is_said_to_the_letter(name: str, fragments: list[str]) -> None:
+def test_text_without_calls_is_unchanged(name: str, fragments: list[str]) -> None:
     """No plain text is lost or duplicated, whatever tags it contains."""
     text = "".join(fragments)
     assert read(speech(name), *text) == ([TextDelta(text)] if text else [])
@@ -123,7 +123,7 @@ def test_text_without_calls_is_said_to_the_letter(name: str, fragments: list[str
         (["<", "b"], ["", "<b"]),
     ],
 )
-def test_no_more_is_held_back_than_may_become_a_mark(pieces: list[str], told: list[str]) -> None:
+def test_only_possible_markers_are_held_back(pieces: list[str], told: list[str]) -> None:
     """Text is emitted at once except for a possible tag and the white space before it."""
     reader = speech("HERMES").new_parser()
     assert [
@@ -141,7 +141,7 @@ def test_arguments_come_as_they_are_written() -> None:
     assert reader.finish() == ()
 
 
-def test_what_only_looks_like_a_call_is_said() -> None:
+def test_malformed_call_is_text() -> None:
     """A call of an unknown tool, or invalid JSON, is text."""
     for text in (
         'Take <tool_call>\n{"name": "rm", "arguments": {}}\n</tool_call> this',
@@ -153,7 +153,7 @@ def test_what_only_looks_like_a_call_is_said() -> None:
         assert read(speech("HERMES"), *text) == [TextDelta(text)]
 
 
-def test_a_call_that_breaks_off_has_told_what_there_was() -> None:
+def test_truncated_call_keeps_its_published_part() -> None:
     """Truncated arguments are invalid JSON, which shows that the call is incomplete."""
     assert read(speech("HERMES"), '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Os') == [
         ToolCallStart(0, "get_weather"),
@@ -161,13 +161,13 @@ def test_a_call_that_breaks_off_has_told_what_there_was() -> None:
     ]
 
 
-def test_behind_a_call_that_is_known_may_come_one_that_is_not() -> None:
+def test_unknown_call_after_a_known_one() -> None:
     """The valid call stands, the other one is text."""
     text = ANSWERS["MISTRAL3"][:-1] + ', {"name": "rm", "arguments": {}}]'
     assert read(speech("MISTRAL3"), *text) == [*FIRST, TextDelta('{"name": "rm", "arguments": {}}]')]
 
 
-def test_arguments_in_a_string_are_taken_out_of_it() -> None:
+def test_string_encoded_arguments_are_decoded() -> None:
     """Arguments written as a JSON string are unwrapped."""
     text = '<tool_call>{"name": "get_weather", "arguments": "{\\"city\\": \\"\\ud83d\\ude00\\n\\ud800\\"}"}</tool_call>'
     assert read(speech("HERMES"), *text) == called(0, "get_weather", '{"city": "😀\n\ufffd"}')
@@ -190,7 +190,7 @@ def test_parameters_in_tags_become_an_object() -> None:
     assert json.loads(parts[1].text) == {"city": '"A"\n\\', "days": [1, {}], "x": "not JSON"}
 
 
-def test_thoughts_are_no_part_of_the_answer() -> None:
+def test_reasoning_is_separate_from_the_answer() -> None:
     """Text between the reasoning tags is reasoning, without the white space around it."""
     text = "<think>\nHm, 3 < 4.\n</think>\n\nFour."
     expected: list[Part] = [ReasoningDelta("Hm, 3 < 4."), TextDelta("Four.")]
@@ -198,27 +198,27 @@ def test_thoughts_are_no_part_of_the_answer() -> None:
     assert read(speech("QWEN3", tools=None), *text) == expected
 
 
-def test_a_prompt_may_have_begun_to_think() -> None:
+def test_prompt_may_open_the_reasoning() -> None:
     """If the template opens the reasoning, the answer starts as reasoning."""
     spoken = speech("R1", tools=None)
     assert read(spoken, *"Hm.\n</think>\n\nYes </think>") == [ReasoningDelta("Hm."), TextDelta("Yes </think>")]
     assert read(spoken, "Never done ") == [ReasoningDelta("Never done")]
 
 
-def test_marks_of_thinking_in_the_middle_are_text() -> None:
+def test_reasoning_markers_in_the_middle_are_text() -> None:
     """Reasoning comes first or not at all."""
     text = "Use <think> tags</think>"
     assert read(speech("QWEN3", tools=None), *text) == [TextDelta(text)]
 
 
-def test_text_for_all_is_said_without_its_address() -> None:
+def test_channel_header_is_removed_from_text() -> None:
     """Functionary addresses its text, with and without tools."""
     assert read(speech("FUNCTIONARY32", tools=None), *"all\nHello >> there.") == [TextDelta("Hello >> there.")]
     text = 'all\nLet me see.\n>>>get_weather\n{"city": "Oslo", "days": 2}'
     assert read(speech("FUNCTIONARY32"), *text) == [TextDelta("Let me see."), *FIRST]
 
 
-def test_calls_are_not_read_where_they_are_forbidden() -> None:
+def test_forbidden_calls_are_text() -> None:
     """Without tools, or with the choice `none`, what looks like a call is text."""
     for wants in ({"tools": None}, {"tool_choice": "none"}):
         spoken = speech("HERMES", **wants)
@@ -226,7 +226,7 @@ def test_calls_are_not_read_where_they_are_forbidden() -> None:
         assert read(spoken, *HERMES_CALL) == [TextDelta(HERMES_CALL)]
 
 
-def test_control_tokens_that_set_calls_off_are_shown() -> None:
+def test_control_tokens_of_calls_are_rendered() -> None:
     """A turn with tools requests their text, others do not."""
     assert speech("MISTRAL3").markers == ("[TOOL_CALLS]",)
     assert speech("MISTRAL11").markers == ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
@@ -236,7 +236,7 @@ def test_control_tokens_that_set_calls_off_are_shown() -> None:
     assert speech("QWEN3", control=thinks, tools=None).markers == ("<think>", "</think>")
 
 
-def test_long_answers_are_read_in_time_that_grows_with_them() -> None:
+def test_parsing_time_is_linear() -> None:
     """White space, partial tags and endless call heads are each scanned a bounded number of times."""
     for text in (" " * 60_000, "<" * 60_000, "<tool_call>" * 5_000, "<tool_call>{" + " " * 60_000):
         assert read(speech("HERMES"), text) == [TextDelta(text)]

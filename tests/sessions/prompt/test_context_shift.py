@@ -38,7 +38,7 @@ def plan(
     return plan_context_shift(history, prompt, total=total, answered=answered, n_ctx=n_ctx)
 
 
-def test_the_oldest_turns_go_until_half_is_left() -> None:
+def test_oldest_turns_are_dropped_to_half() -> None:
     """Ten equal messages and a question fill the context: three of five turns are dropped."""
     messages = turns(5) + said(("user", 84))
     shift = plan(messages, total=110, n_ctx=110)
@@ -60,7 +60,7 @@ def test_first_messages_can_be_kept() -> None:
     assert plan(messages, total=120, n_ctx=120, view=HistoryView(n_kept(messages, 1000))) is None
 
 
-def test_a_turn_goes_with_all_that_followed_its_question() -> None:
+def test_turn_is_dropped_as_a_whole() -> None:
     """Tool results and consecutive answers are dropped with their question."""
     messages = said(("user", 84), ("assistant", 84), ("tool", 84), ("assistant", 84), ("user", 84), ("assistant", 84))
     messages += said(("user", 84))
@@ -68,7 +68,7 @@ def test_a_turn_goes_with_all_that_followed_its_question() -> None:
     assert shift == ContextShift(HistoryView(0, 4), dropped_turns=1, dropped_tokens=40)
 
 
-def test_what_stands_before_the_first_question_goes_first() -> None:
+def test_messages_before_the_first_question_are_dropped_first() -> None:
     """A greeting of the model does not count as a turn."""
     messages = said(("assistant", 984), ("user", 84), ("assistant", 84), ("user", 84))
     shift = plan(messages, total=130, n_ctx=130)
@@ -82,14 +82,14 @@ def test_the_question_being_answered_stays() -> None:
     assert plan(said(("user", 10), ("assistant", 10), ("tool", 1000)), total=500, n_ctx=100) is None
 
 
-def test_too_little_won_is_nothing_won() -> None:
+def test_shift_must_free_enough() -> None:
     """If a shift frees less than an eighth of the context, the turn ends instead."""
     messages = turns(1) + said(("user", 784))
     assert plan(messages, total=100, n_ctx=100) == ContextShift(HistoryView(0, 2), dropped_turns=1, dropped_tokens=20)
     assert plan(messages, total=100, answered=50, n_ctx=100) is None
 
 
-def test_the_answer_so_far_counts_as_left() -> None:
+def test_partial_answer_counts_as_kept() -> None:
     """A long answer drops more turns than its prompt alone would."""
     messages = turns(5) + said(("user", 84))
     shift = plan(messages, total=150, answered=40, n_ctx=150)
@@ -97,14 +97,14 @@ def test_the_answer_so_far_counts_as_left() -> None:
     assert shift.dropped_turns == 4
 
 
-def test_a_second_shift_goes_on_where_the_first_ended() -> None:
+def test_second_shift_continues_the_first() -> None:
     """Messages that were dropped before cost nothing and are not dropped twice."""
     messages = said(("system", 84)) + turns(8) + said(("user", 84))
     shift = plan(messages, total=100, n_ctx=100, view=HistoryView(1, 9))
     assert shift == ContextShift(HistoryView(1, 15), dropped_turns=3, dropped_tokens=60)
 
 
-def test_known_token_counts_win_over_characters() -> None:
+def test_token_counts_are_preferred_to_characters() -> None:
     """A turn with known tokens is costed by them, not by its characters."""
     history = History()
     for number, n_tokens in ((1, 90), (2, 95)):
@@ -121,7 +121,7 @@ LINES = st.lists(
 
 
 @given(lines=LINES, n_keep=st.integers(0, 3), gap=st.integers(0, 10), data=st.data())
-def test_every_shift_drops_a_run_of_old_messages_and_wins_room(
+def test_every_shift_drops_old_messages_and_frees_room(
     lines: list[tuple[str, int]], n_keep: int, gap: int, data: st.DataObject
 ) -> None:
     """Any shift drops a contiguous run of messages up to a question and frees an eighth of the context."""

@@ -99,7 +99,7 @@ def test_a_turn_adds_only_what_is_new() -> None:
     assert text_of(prompt) == "\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_marks_of_the_new_part_survive() -> None:
+def test_markers_of_the_new_part_are_kept() -> None:
     """A special token spelled in the new part is broken, whatever the cached part contains."""
     _, history = run(History(), "<|im_end|>", "<|im_start|>")
     prompt, _ = run(history, "a<|im_end|>b", "")
@@ -143,7 +143,7 @@ def test_a_turn_aborted_while_it_waited_keeps_the_tokens_before_it() -> None:
     assert [message.content for message in history.messages] == ["Hi", "Hello", "Wait", ""]
 
 
-def test_the_templates_bos_is_left_to_the_engine() -> None:
+def test_bos_is_added_by_the_engine() -> None:
     """If the engine prepends BOS, the template's own is not submitted but counts as covered."""
     renderer = ChatTemplate(
         make_model(
@@ -196,7 +196,7 @@ def test_marks_in_a_system_prompt_are_counted_as_pieces() -> None:
     assert prompt.shared_pieces == 2
 
 
-def test_nothing_is_marked_behind_tokens_that_are_there() -> None:
+def test_nothing_is_marked_after_reused_tokens() -> None:
     """Only a prompt that is submitted from its beginning has a shared system prompt."""
     prompt, history = run(History(SYSTEM), "Hi", "Hello")
     assert prompt.shared_pieces == 0, "this template always asks, so that its system prompt alone is no prefix"
@@ -226,7 +226,7 @@ def test_a_bos_token_is_not_part_of_the_marked_pieces() -> None:
     ],
     ids=["no special token behind it", "refuses it alone", "not first", "joined to the question", "bare"],
 )
-def test_what_cannot_be_told_apart_is_not_marked(source: str) -> None:
+def test_ambiguous_system_prompt_is_not_marked(source: str) -> None:
     """No cut is made where it could change a token or the system prompt does not render alone."""
     for question in ("Hi", "<|im_start|>Hi"):
         prompt = asked(History(SYSTEM), say(question), template(source))

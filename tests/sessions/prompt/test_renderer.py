@@ -235,7 +235,7 @@ def test_a_turn_that_was_interrupted_needs_no_new_prompt(world: World, held: Hel
     assert (len(world.engine.submitted), len(held.requests)) == (2, 1)
 
 
-def test_what_cannot_be_rendered_at_all_is_refused_at_once(world: World) -> None:
+def test_unrenderable_turn_is_refused_at_once(world: World) -> None:
     """A raw session refuses tools without a template."""
     session_id = world.create(mode="raw")
     with pytest.raises(InferenceCenterError, match="do not support tools"):
@@ -260,7 +260,7 @@ def test_a_prompt_that_cannot_fit_is_not_rendered(world: World, held: HeldTempla
     assert len(held.requests) == 1
 
 
-def test_what_a_shift_can_give_up_is_not_counted(world: World, held: HeldTemplates) -> None:
+def test_droppable_messages_are_not_counted(world: World, held: HeldTemplates) -> None:
     """Old turns that a context shift can drop do not count; the text of the turn itself does."""
     world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
     world.reopen()

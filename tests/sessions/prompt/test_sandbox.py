@@ -33,7 +33,7 @@ def run(source: str, **values: object) -> str:
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
-def test_what_would_be_huge_is_refused(source: str) -> None:
+def test_huge_template_output_is_refused(source: str) -> None:
     """Endless loops, recursion and generated text of any length fail quickly."""
     with pytest.raises((TemplateLimitError, RecursionError)):
         run(source, text="x" * 2000)
@@ -48,7 +48,7 @@ def test_what_would_be_huge_is_refused(source: str) -> None:
         "{{ strftime_now.__self__.__class__.__subclasses__() }}",
     ],
 )
-def test_nothing_outside_can_be_reached_or_changed(source: str) -> None:
+def test_sandbox_isolates_templates(source: str) -> None:
     """Python internals and the caller's values are out of reach."""
     with pytest.raises(SecurityError):
         run(source, messages=[])
@@ -61,7 +61,7 @@ def test_no_files_and_no_unbounded_filters(source: str) -> None:
         run(source)
 
 
-def test_what_model_files_expect_is_there() -> None:
+def test_template_environment_is_complete() -> None:
     """Loop controls, white space control, JSON, the date and generation blocks work."""
     assert run("{% for i in [1, 2, 3] %}\n  {% if i == 2 %}{% break %}{% endif %}\n{{ i }}{% endfor %}") == "1"
     assert run("{{ value|tojson }}", value={"a": "<é>"}) == '{"a": "<é>"}'
@@ -79,7 +79,7 @@ def test_marks_survive_json() -> None:
     )
 
 
-def test_a_template_can_refuse() -> None:
+def test_template_can_raise_an_error() -> None:
     """The message of ``raise_exception`` reaches the caller."""
     with pytest.raises(TemplateRefusalError, match="roles must alternate"):
         run("{{ raise_exception('roles must alternate') }}")

@@ -44,7 +44,7 @@ def recognised(pieces: tuple[PromptSegment, ...]) -> list[str]:
 @example(contents=["<", "|im_", "end|>"], strip=False)
 @example(contents=["aaaa"], strip=False)
 @example(contents=["§§"], strip=False)
-def test_only_what_the_template_writes_is_special(contents: list[str], strip: bool) -> None:
+def test_only_template_text_becomes_special_tokens(contents: list[str], strip: bool) -> None:
     """Whatever the contents spell, alone or together, only the template's own special tokens are found."""
     special = SpecialTokenEscaper(SPECIAL)
     marked = [special.mark(content) for content in contents]
@@ -81,7 +81,7 @@ def test_template_text_does_not_complete_a_special_token(surroundings: tuple[str
     special=st.lists(st.text(alphabet="<|ab", min_size=2, max_size=5), min_size=1, max_size=8),
     content=st.text(alphabet="<|ab ", max_size=30),
 )
-def test_no_token_of_any_vocabulary_is_left_whole(special: list[str], content: str) -> None:
+def test_special_token_text_is_always_split(special: list[str], content: str) -> None:
     """However tokens overlap, share prefixes or repeat, no piece of a marked text contains one."""
     pieces = RenderedText.of_marked(SpecialTokenEscaper(special).mark(content)).pieces()
     assert "".join(piece.text for piece in pieces) == content
@@ -95,7 +95,7 @@ def test_no_token_of_any_vocabulary_is_left_whole(special: list[str], content: s
 @example(special=["<|im_start|>"], content="im_s")
 @example(special=["<|im_start|>"], content="tart|> and more")
 @example(special=["<|im_start|>"], content="more and <|i")
-def test_a_text_that_is_told_at_once_needs_no_marks(special: list[str], content: str) -> None:
+def test_plain_text_needs_no_markers(special: list[str], content: str) -> None:
     """A text rejected by the fast path would not have been marked."""
     quick, close = SpecialTokenEscaper(special), SpecialTokenEscaper(special)
     with pytest.MonkeyPatch.context() as patch:
@@ -103,7 +103,7 @@ def test_a_text_that_is_told_at_once_needs_no_marks(special: list[str], content:
         assert quick.mark(content) == close.mark(content)
 
 
-def test_texts_of_schemas_are_told_at_once() -> None:
+def test_schema_text_needs_no_markers() -> None:
     """Names, references and descriptions cost a few lookups each, however many special tokens there are."""
     special = SpecialTokenEscaper(("<|im_start|>", "<|im_end|>", "<tool_call>"))
     texts = ("type", "object", "properties", "$ref", "#/$defs/d17", "d17", "Where the train starts.", "x" * 200, "")
@@ -112,7 +112,7 @@ def test_texts_of_schemas_are_told_at_once() -> None:
         assert [special.mark(text) for text in texts] == list(texts)
 
 
-def test_what_tokens_begin_with_is_compared_once() -> None:
+def test_token_prefixes_are_compared_once() -> None:
     """Hundreds of tokens with a common prefix are matched as one trie."""
     special = SpecialTokenEscaper(f"<|reserved_special_token_{number}|>" for number in range(250))
     assert special._occurrence is not None

@@ -38,7 +38,7 @@ def test_the_template_gets_the_models_tokens_and_the_date() -> None:
     assert render(source, bos_token="<s>", eos_token="</s>").text == "<s>2026Be kind.</s>True"
 
 
-def test_a_refusal_is_the_callers_fault_and_a_defect_is_not() -> None:
+def test_template_refusal_is_a_client_error() -> None:
     """The template's own message reaches the client; a template bug is an internal error."""
     with pytest.raises(InferenceCenterError, match="no system prompts") as refused:
         render("{{ raise_exception('no system prompts') }}")
@@ -69,7 +69,7 @@ def test_contents_that_spell_special_tokens_stay_text() -> None:
     ]
 
 
-def test_raw_text_is_all_contents_and_knows_no_special_tokens() -> None:
+def test_raw_text_has_no_special_tokens() -> None:
     """Nothing is added between messages and nothing in them is special."""
     rendering = RawText().render(RenderInput(TALK, now=NOW))
     assert rendering.text == "Be kind.Hi"

@@ -116,7 +116,7 @@ tools = st.builds(
         thinking=st.none() | st.booleans(),
     )
 )
-def test_a_conversation_crosses_unchanged(conversation: RenderInput) -> None:
+def test_conversation_round_trips_to_the_process(conversation: RenderInput) -> None:
     """The process receives the same conversation as the session has."""
     frame = encode(request_of(conversation))
     assert int.from_bytes(frame[:LENGTH_BYTES], "little") == len(frame) - LENGTH_BYTES
@@ -124,7 +124,7 @@ def test_a_conversation_crosses_unchanged(conversation: RenderInput) -> None:
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_how_a_model_writes_crosses_unchanged(name: str) -> None:
+def test_output_format_round_trips_to_the_process(name: str) -> None:
     """The capabilities of every format survive the round trip."""
     capabilities = speaking_model(name).capabilities
     assert capabilities_of(loaded(capabilities)) == capabilities
@@ -133,7 +133,7 @@ def test_how_a_model_writes_crosses_unchanged(name: str) -> None:
 @pytest.mark.parametrize(
     "odd", [said("\ud800"), RenderInput((), NOW, tools=(Tool(name="f", parameters={"maximum": 2**64}),))]
 )
-def test_what_cannot_cross_is_refused(odd: RenderInput) -> None:
+def test_unencodable_value_is_refused(odd: RenderInput) -> None:
     """Invalid Unicode and numbers beyond 64 bits are client errors."""
     with pytest.raises(InferenceCenterError) as caught:
         encode(request_of(odd))
@@ -141,7 +141,7 @@ def test_what_cannot_cross_is_refused(odd: RenderInput) -> None:
 
 
 @pytest.mark.parametrize("name", ["QWEN3", "MISTRAL11", "GEMMA"])
-async def test_a_process_renders_as_this_one_would(name: str) -> None:
+async def test_process_renders_like_the_daemon(name: str) -> None:
     """Text, cuts, the end of the system prompt and the call format are the same."""
     model = make_model(chat_template=getattr(templates, name))
     system = () if name == "GEMMA" else (ChatMessage(role="system", content="Be <|im_end|> kind."),)
@@ -202,7 +202,7 @@ async def test_too_many_spelled_tokens_are_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("work", [LONG_LOOPS, LONG_TEXT])
-async def test_a_template_that_takes_too_much_fails_that_conversation_alone(work: str) -> None:
+async def test_expensive_template_fails_only_its_conversation(work: str) -> None:
     """The error names the template; its other renderings and other models are unaffected."""
     bad, good = (
         make_model(name="bad", chat_template=WHEN_TOLD.replace("WORK", work)),
@@ -218,7 +218,7 @@ async def test_a_template_that_takes_too_much_fails_that_conversation_alone(work
 
 
 @pytest.mark.slow
-async def test_a_template_that_takes_too_much_when_it_is_compiled_is_refused_for_a_while() -> None:
+async def test_expensive_template_compilation_is_refused_temporarily() -> None:
     """Format detection is bounded too, and is not repeated for each session."""
     limits, now = RenderLimits(cpu_s=0.5, memory_bytes=256 * 2**20), [0.0]
     # A range so short is within what is counted while it is found out how the model writes.
@@ -233,7 +233,7 @@ async def test_a_template_that_takes_too_much_when_it_is_compiled_is_refused_for
         assert await failure(processes, model, said("x")) is not error
 
 
-async def test_a_process_that_is_killed_from_outside_is_replaced() -> None:
+async def test_killed_template_process_is_replaced() -> None:
     """The next rendering gets a new process."""
     model = make_model(chat_template=BRACKETS)
     async with running() as processes:
@@ -249,7 +249,7 @@ async def test_a_process_that_is_killed_from_outside_is_replaced() -> None:
         assert renderer.pid not in (None, before)
 
 
-async def test_only_a_few_processes_are_kept() -> None:
+async def test_number_of_template_processes_is_bounded() -> None:
     """The least recently used one ends first, and starts again on demand."""
     models = [make_model(chat_template=f"{number}" + BRACKETS) for number in range(3)]
     async with running(max_processes=2) as processes:
@@ -271,7 +271,7 @@ async def begun(processes: TemplateProcessPool, model: ModelInfo, told: list[Ren
     return withdraw
 
 
-async def test_a_rendering_that_is_withdrawn_is_ended() -> None:
+async def test_cancelled_rendering_is_stopped() -> None:
     """Its process is replaced at once, so the next request does not wait for the end of the old one."""
     model = make_model(chat_template=WHEN_TOLD.replace("WORK", LONG_LOOPS))
     told: list[RenderResult] = []
@@ -289,7 +289,7 @@ async def test_a_rendering_that_is_withdrawn_is_ended() -> None:
     assert told == []
 
 
-async def test_what_is_withdrawn_while_its_process_starts_is_not_rendered() -> None:
+async def test_rendering_cancelled_during_start_is_not_run() -> None:
     """The process still starts for the requests behind it."""
     model = make_model(chat_template=WHEN_TOLD.replace("WORK", LONG_LOOPS))
     told: list[RenderResult] = []
@@ -299,7 +299,7 @@ async def test_what_is_withdrawn_while_its_process_starts_is_not_rendered() -> N
     assert told == []
 
 
-async def test_a_short_rendering_that_is_withdrawn_may_end() -> None:
+async def test_short_cancelled_rendering_may_finish() -> None:
     """Starting another process would cost more."""
     model = make_model(chat_template=BRACKETS)
     told: list[RenderResult] = []
@@ -313,7 +313,7 @@ async def test_a_short_rendering_that_is_withdrawn_may_end() -> None:
     assert told == []
 
 
-async def test_what_is_withdrawn_is_not_told() -> None:
+async def test_cancelled_rendering_is_not_reported() -> None:
     """A cancelled request is dropped, and those behind it are rendered."""
     model = make_model(chat_template=BRACKETS)
     told: list[RenderResult] = []

@@ -149,7 +149,7 @@ def test_a_fork_of_16_mib_writes_a_row(database: sqlite3.Connection, recorder: R
 
 
 @pytest.mark.parametrize("n_turns", [0, 1, 3, 5])
-def test_a_fork_goes_on_by_itself(database: sqlite3.Connection, recorder: Recorder, n_turns: int) -> None:
+def test_fork_is_independent(database: sqlite3.Connection, recorder: Recorder, n_turns: int) -> None:
     """Parent and fork are independent, and only the parent has its idempotency keys."""
     talk(recorder, "s_1", 5)
     recorder.commit([fork_of("s_1", "s_2", n_turns)], durable=False)
@@ -164,7 +164,7 @@ def test_a_fork_goes_on_by_itself(database: sqlite3.Connection, recorder: Record
 
 
 @pytest.mark.parametrize("purges", [False, True])
-def test_the_parents_end_leaves_the_fork_whole_and_nothing_else(
+def test_closing_the_parent_keeps_the_fork(
     database: sqlite3.Connection, recorder: Recorder, path: Path, *, purges: bool
 ) -> None:
     """Everything that only the parent held is overwritten: later turns, settings and keys."""
@@ -182,7 +182,7 @@ def test_the_parents_end_leaves_the_fork_whole_and_nothing_else(
         assert secret not in content
 
 
-def test_a_base_goes_with_the_last_that_begins_with_it(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_base_is_deleted_with_its_last_user(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Until then it has exactly the rows that others share."""
     talk(recorder, "s_1", 5)
     recorder.commit([fork_of("s_1", "s_2", 4), fork_of("s_1", "s_3", 2)], durable=False)
@@ -193,7 +193,7 @@ def test_a_base_goes_with_the_last_that_begins_with_it(database: sqlite3.Connect
     assert count(database, "sessions") == 0
 
 
-def test_a_rewind_below_a_fork_leaves_the_fork_whole(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_rewind_below_a_fork_keeps_the_fork(database: sqlite3.Connection, recorder: Recorder) -> None:
     """The parent continues in a new row, with its keys, results and numbering."""
     talk(recorder, "s_1", 5)
     recorder.commit([fork_of("s_1", "s_2", 4), rewound("s_1", 2)], durable=False)
@@ -211,7 +211,7 @@ def test_a_rewind_below_a_fork_leaves_the_fork_whole(database: sqlite3.Connectio
 
 
 @pytest.mark.parametrize("n_turns", [0, 1, 3])
-def test_what_a_fork_takes_back_of_a_closed_parent_is_gone(
+def test_rewound_part_of_a_closed_parent_is_deleted(
     database: sqlite3.Connection, recorder: Recorder, n_turns: int
 ) -> None:
     """A rewind of a fork releases rows of its base, and of the base of that."""
@@ -227,9 +227,7 @@ def test_what_a_fork_takes_back_of_a_closed_parent_is_gone(
     assert_nothing_is_left(database)
 
 
-def test_one_that_goes_back_again_and_again_refers_to_what_it_has_in_common(
-    database: sqlite3.Connection, recorder: Recorder
-) -> None:
+def test_repeated_rewinds_share_the_common_prefix(database: sqlite3.Connection, recorder: Recorder) -> None:
     """After repeated forks and rewinds, rows refer to the first base and do not form a chain."""
     talk(recorder, "s_1", 3)
     for n in range(5):
@@ -278,7 +276,7 @@ def test_forks_of_forks_of_any_depth_are_read_and_deleted(database: sqlite3.Conn
     assert count(database, "sessions") == 0
 
 
-def test_what_several_begin_with_is_in_memory_once(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_shared_base_is_loaded_once(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Before and after a restart, messages, turns, marks and equal tokens are shared objects."""
     talk(recorder, "s_1", 3)
     recorder.commit(
@@ -322,9 +320,7 @@ def test_a_fork_of_one_that_lacks_a_record_has_what_it_lacks(database: sqlite3.C
         "UPDATE sessions SET base_messages = 9 WHERE id = 2",
     ],
 )
-def test_damage_to_what_several_begin_with_takes_only_those(
-    database: sqlite3.Connection, recorder: Recorder, damage: str
-) -> None:
+def test_damaged_base_affects_only_its_users(database: sqlite3.Connection, recorder: Recorder, damage: str) -> None:
     """All other sessions are loaded, and nothing is deleted."""
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 3), SessionDeleted(session_id="s_1"), opened("s_3")], durable=False)
@@ -334,7 +330,7 @@ def test_damage_to_what_several_begin_with_takes_only_those(
     assert [found.session.config.session_id for found in contents.found] == ["s_3"]
 
 
-def test_a_list_counts_what_a_session_begins_with(path: Path, recorder: Recorder) -> None:
+def test_list_counts_the_base(path: Path, recorder: Recorder) -> None:
     """A listing counts shared rows and omits bases."""
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 2)], durable=False)
@@ -348,7 +344,7 @@ def test_a_list_counts_what_a_session_begins_with(path: Path, recorder: Recorder
 
 
 @pytest.mark.parametrize(("kind", "name"), [("session", "s_1"), ("client", "ada")])
-def test_a_purge_without_a_daemon_leaves_what_others_hold(path: Path, kind: str, name: str) -> None:
+def test_offline_purge_keeps_shared_bases(path: Path, kind: str, name: str) -> None:
     """Purging a session keeps shared rows; purging a client deletes everything."""
     with contextlib.closing(open_writing(path)) as database:
         recorder = Recorder(database, {})
@@ -376,7 +372,7 @@ def test_a_salvaged_fork_has_rows_of_its_own(path: Path, recorder: Recorder, tmp
 
 
 @pytest.mark.parametrize("table", ["sessions", "messages"])
-def test_a_salvaged_fork_says_what_it_lost_of_what_it_begins_with(
+def test_salvaged_fork_reports_losses_of_its_base(
     path: Path, database: sqlite3.Connection, recorder: Recorder, tmp_path: Path, table: str
 ) -> None:
     """A fork without own rows is not reported as an empty conversation."""
@@ -392,7 +388,7 @@ def test_a_salvaged_fork_says_what_it_lost_of_what_it_begins_with(
     assert report.lost == []
 
 
-async def test_a_file_from_before_there_were_bases_is_read_and_forked(path: Path) -> None:
+async def test_file_without_bases_is_read_and_forked(path: Path) -> None:
     """Sessions are unchanged, and leftovers of a killed daemon are deleted."""
     path.parent.mkdir()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
@@ -412,7 +408,7 @@ async def test_a_file_from_before_there_were_bases_is_read_and_forked(path: Path
         assert_nothing_is_left(database)
 
 
-async def test_a_fork_is_ordered_behind_what_it_refers_to(path: Path) -> None:
+async def test_fork_is_written_after_its_base(path: Path) -> None:
     """A fork is written after its parent's queued records."""
     async with storing(path) as store:
         ada = store.of_client("ada")

@@ -74,7 +74,7 @@ def _standing(session: int, kept: StoredSession) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("run", range(RUNS))
-async def test_what_was_shown_is_in_the_file(path: Path, run: int) -> None:
+async def test_published_text_is_stored(path: Path, run: int) -> None:
     """Whenever the process is killed, every session is at its last sent event or later."""
     shown = _run(path, random.Random(run).randrange(SESSIONS, 400))
     store = SessionStore.open(path)

@@ -61,7 +61,7 @@ async def _is_read_only(store: SessionStore) -> None:
 @pytest.mark.parametrize(
     "content", [b"not a database, but long enough to be looked at" * 90, b"SQLite format 3\0" * 300]
 )
-async def test_what_is_no_database_is_kept(path: Path, content: bytes) -> None:
+async def test_file_that_is_no_database_is_kept(path: Path, content: bytes) -> None:
     """Nothing is loaded, and the file is unchanged."""
     _overwrite(path, content)
     store = SessionStore.open(path)
@@ -70,7 +70,7 @@ async def test_what_is_no_database_is_kept(path: Path, content: bytes) -> None:
     assert _read(path) == content
 
 
-async def test_of_a_damaged_file_everything_else_is_read(path: Path) -> None:
+async def test_rest_of_a_damaged_file_is_read(path: Path) -> None:
     """Whichever page is overwritten: a fault is reported, nothing is written, and the loaded data is correct."""
     _fill(path)
     whole = _read(path)
@@ -127,7 +127,7 @@ async def test_a_directory_that_cannot_be_written_is_read() -> None:
         await _is_read_only(store)
 
 
-async def test_what_would_be_read_without_its_last_changes_is_not_read() -> None:
+async def test_file_with_an_unreadable_log_is_not_read() -> None:
     """A file whose WAL cannot be read is not loaded, since its content would be stale."""
     with as_nobody() as directory:
         path = directory / DATABASE_NAME
@@ -140,7 +140,7 @@ async def test_what_would_be_read_without_its_last_changes_is_not_read() -> None
         await _is_read_only(store)
 
 
-async def test_where_no_file_can_be_made_there_are_no_sessions() -> None:
+async def test_without_a_file_there_are_no_sessions() -> None:
     """A directory of another owner is a fault, not a crash."""
     with as_nobody() as directory:
         directory.chmod(0o500)
@@ -173,7 +173,7 @@ def test_a_file_that_another_process_locks_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", range(1, len(MIGRATIONS) + 1))
-async def test_a_file_of_each_earlier_version_is_brought_up_to_date(path: Path, version: int) -> None:
+async def test_files_of_earlier_versions_are_migrated(path: Path, version: int) -> None:
     """Every earlier version can be opened, written and read."""
     path.parent.mkdir()
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
@@ -186,7 +186,7 @@ async def test_a_file_of_each_earlier_version_is_brought_up_to_date(path: Path, 
     assert set(await kept_in(path)) == {"s_1"}
 
 
-async def test_a_file_from_when_there_was_one_model_is_read(path: Path) -> None:
+async def test_file_of_a_single_model_version_is_read(path: Path) -> None:
     """Its sessions have no chosen model, and its unfinished turns name none."""
     config, order = make_facts(), make_order()
     column = orjson.loads(facts_column(config))
@@ -228,7 +228,7 @@ async def test_the_choice_of_a_model_is_kept(path: Path, chosen: str | None) -> 
         """INSERT INTO said SELECT id, 9, x'', '', '[["argued", 0, "x"]]' FROM sessions""",
     ],
 )
-async def test_calls_that_make_no_sense_take_only_their_session(path: Path, damage: str) -> None:
+async def test_invalid_calls_affect_only_their_session(path: Path, damage: str) -> None:
     """Other sessions are loaded, and the invalid rows are left untouched."""
     store = SessionStore.open(path)
     for session_id in ("s_1", "s_2"):

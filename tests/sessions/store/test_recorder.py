@@ -395,7 +395,7 @@ def _kept(database: sqlite3.Connection) -> dict[str, StoredSession]:
     return {found.session.config.session_id: found.session for found in read_all(database).found}
 
 
-def test_a_running_turn_comes_back_with_all_it_said(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_running_turn_is_restored_with_its_text(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Its request, tokens, text, and the number of its last event are restored."""
     order = make_order(view=HistoryView(1, 4))
     entries: list[Entry] = [opened(), ordered(order=order), said("Hel", seq=2), said("lo\0 ", seq=3), said("", seq=3)]
@@ -428,7 +428,7 @@ def test_a_turn_that_failed_counts_what_it_took(database: sqlite3.Connection, re
     assert database.execute("SELECT * FROM usage").fetchall() == [("ada", "", "2026-11-18", 1, 14, 4, 7)]
 
 
-def test_only_the_latest_keys_come_back(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_latest_turn_keys_are_restored(database: sqlite3.Connection, recorder: Recorder) -> None:
     """As many idempotency keys are known after a restart as before."""
     turns = [
         ended(turn_key=f"k{index}", turn=make_turn(f"t_{index}"), end=make_end(f"t_{index}")) for index in range(70)
@@ -439,7 +439,7 @@ def test_only_the_latest_keys_come_back(database: sqlite3.Connection, recorder: 
     assert len(kept.turns) == 70
 
 
-def test_why_the_latest_turns_failed_comes_back(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_latest_failures_are_restored(database: sqlite3.Connection, recorder: Recorder) -> None:
     """As many failures with notes are restored as are kept in memory; others leave nothing."""
 
     def dropped(number: int, note: str) -> TurnFailed:
@@ -484,7 +484,7 @@ def test_a_purged_client_leaves_nothing(database: sqlite3.Connection, recorder: 
         "a defect of the record",
     ],
 )
-def test_what_cannot_be_written_is_named(database: sqlite3.Connection, recorder: Recorder, refused: Entry) -> None:
+def test_unwritable_file_is_named(database: sqlite3.Connection, recorder: Recorder, refused: Entry) -> None:
     """The rejected record is identified and the transaction rolled back; the others can then be written."""
     recorder.commit([opened(), ordered()], durable=True)
     entries: list[Entry] = [said("a"), refused, said("b")]
@@ -500,7 +500,7 @@ def test_what_cannot_be_written_is_named(database: sqlite3.Connection, recorder:
     assert pending_turn.text == "ab"
 
 
-def test_a_history_that_was_not_written_is_made_up_for(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_missing_history_is_rewritten(database: sqlite3.Connection, recorder: Recorder) -> None:
     """The next difference is computed from the stored rows, not from the missing record."""
     recorder.commit([opened(), ended(text="Hello")], durable=True)
     lost = ended(history=make_history("Hello you"), turn=make_turn("t_2"), end=make_end("t_2"), seq=2**70)
@@ -548,9 +548,7 @@ def test_what_is_deleted_is_overwritten(database: sqlite3.Connection, recorder: 
         "UPDATE orders SET request = '{}'",
     ],
 )
-def test_a_session_that_makes_no_sense_is_left_alone(
-    database: sqlite3.Connection, recorder: Recorder, damage: str
-) -> None:
+def test_invalid_session_is_skipped(database: sqlite3.Connection, recorder: Recorder, damage: str) -> None:
     """Other sessions are loaded, and its rows stay for repair."""
     turns = [ended(turn_key="k"), ended(turn=make_turn("t_2"), turn_key="l")]
     entries: list[Entry] = [opened(), *turns, ordered(), opened("s_2")]

@@ -54,7 +54,7 @@ def damaged(tmp_path: Path, content: bytes) -> Path:
     return path
 
 
-def test_of_a_whole_file_all_is_there(tmp_path: Path, whole: bytes) -> None:
+def test_complete_file_is_salvaged_completely(tmp_path: Path, whole: bytes) -> None:
     """Settings, results and usage are recovered too; the unfinished turn is restarted."""
     path = damaged(tmp_path, whole)
     report = salvage(path, tmp_path / "made")
@@ -75,9 +75,7 @@ def test_of_a_whole_file_all_is_there(tmp_path: Path, whole: bytes) -> None:
 
 @pytest.mark.parametrize("filler", [b"\0", b"\xa5"])
 @pytest.mark.slow
-def test_whichever_pages_are_gone_what_is_saved_is_right_and_the_rest_is_named(
-    tmp_path: Path, whole: bytes, filler: bytes
-) -> None:
+def test_salvage_with_missing_pages_is_correct(tmp_path: Path, whole: bytes, filler: bytes) -> None:
     """Any three consecutive pages, interior ones included, cost at most the sessions on them."""
     right = loaded(damaged(tmp_path, whole))
     for first in range(len(whole) // PAGE_BYTES - 2):
@@ -112,7 +110,7 @@ def test_without_its_first_page_nothing_is_lost(tmp_path: Path, whole: bytes) ->
     assert len(loaded(tmp_path / "made")) == N_SESSIONS
 
 
-def test_what_is_still_in_the_log_is_saved(tmp_path: Path, whole: bytes) -> None:
+def test_salvage_includes_the_log(tmp_path: Path, whole: bytes) -> None:
     """The WAL of a killed daemon is recovered."""
     path = damaged(tmp_path, whole)
     with contextlib.closing(open_writing(path)) as database:
@@ -125,6 +123,6 @@ def test_what_is_still_in_the_log_is_saved(tmp_path: Path, whole: bytes) -> None
 
 
 @pytest.mark.parametrize("content", [b"", b"no database" * 2000])
-def test_of_what_was_never_a_database_nothing_is_saved(tmp_path: Path, content: bytes) -> None:
+def test_salvage_of_no_database_is_empty(tmp_path: Path, content: bytes) -> None:
     """Arbitrary content recovers nothing and does not raise."""
     assert salvage(damaged(tmp_path, content), tmp_path / "made").n_saved == 0

@@ -103,7 +103,7 @@ def alter(path: Path, table: str, column: str, value: Any) -> bool:
 @example(cell=("marks", "n_messages"), value=-1)
 @example(cell=("said", "ids"), value=b"x")
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_row_that_makes_no_sense_costs_its_session_only(
+def test_invalid_row_affects_only_its_session(
     template: Path, tmp_path: Path, cell: tuple[str, str], value: Any
 ) -> None:
     """The daemon starts and the other sessions are complete, also in listings."""

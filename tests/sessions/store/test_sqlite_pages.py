@@ -49,7 +49,7 @@ def written(path: Path, rows: list[tuple[Any, ...]], *, rowid: bool) -> sqlite3.
 
 @given(rows=ROWS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_sqlite_finds_is_found(tmp_path: Path, rows: list[tuple[Any, ...]]) -> None:
+def test_page_reader_equals_sqlite(tmp_path: Path, rows: list[tuple[Any, ...]]) -> None:
     """Rows of every length, in tables with and without row ids, in the file and its WAL; nothing uncommitted."""
     for rowid in (True, False):
         path = tmp_path / "file"
@@ -68,7 +68,7 @@ def test_what_sqlite_finds_is_found(tmp_path: Path, rows: list[tuple[Any, ...]])
         assert found.n_damaged == 0
 
 
-def test_pages_that_nothing_leads_to_are_read(tmp_path: Path) -> None:
+def test_orphaned_pages_are_read(tmp_path: Path) -> None:
     """Without the first page, which leads to all others, only its own rows are lost."""
     path = tmp_path / "file"
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
@@ -82,7 +82,7 @@ def test_pages_that_nothing_leads_to_are_read(tmp_path: Path) -> None:
 
 @given(seed=st.integers(0, 2**32), n_bytes=st.integers(0, 3 * PAGE_BYTES))
 @settings(deadline=None)
-def test_whatever_the_bytes_are_reading_ends(seed: int, n_bytes: int) -> None:
+def test_reading_any_bytes_terminates(seed: int, n_bytes: int) -> None:
     """Random pages do not raise."""
     content = random.Random(seed).randbytes(n_bytes)
     log = struct.pack(">6I", 0x377F0682, 0, PAGE_BYTES, 0, 0, 0) + content

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.recorder import Entry
 
 
-async def test_what_is_released_is_in_the_file(path: Path) -> None:
+async def test_release_follows_the_commit(path: Path) -> None:
     """When a callback runs, another connection can already read the record."""
     found: list[int] = []
 
@@ -56,7 +56,7 @@ async def test_what_is_released_is_in_the_file(path: Path) -> None:
     assert found == [2, 3]
 
 
-async def test_nothing_is_waited_for_where_nothing_was_written(path: Path) -> None:
+async def test_release_without_writes_is_immediate(path: Path) -> None:
     """A callback runs at once at the start, and after everything is committed."""
     async with storing(path) as store:
         told: list[str] = []
@@ -69,7 +69,7 @@ async def test_nothing_is_waited_for_where_nothing_was_written(path: Path) -> No
         assert told == ["first", "second"]
 
 
-async def test_those_who_wait_are_told_in_order(path: Path) -> None:
+async def test_callbacks_run_in_order(path: Path) -> None:
     """Callbacks run in order, including those without own records and those queued by callbacks."""
     async with storing(path) as store:
         told: list[int] = []
@@ -108,9 +108,7 @@ async def test_one_turn_of_the_loop_is_one_transaction(path: Path, monkeypatch: 
     assert commits == [(2, True), (3, False)]
 
 
-async def test_what_comes_in_while_the_writer_is_busy_is_one_transaction(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_entries_during_a_commit_share_a_transaction(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a slow disk, records are batched."""
     sizes: list[int] = []
     async with storing(path) as store:
@@ -143,7 +141,7 @@ async def test_a_failing_callback_does_not_block_the_others(path: Path) -> None:
         assert [line["event"] for line in logs] == ["release_failed"]
 
 
-async def test_while_another_program_holds_the_file_everything_waits(path: Path) -> None:
+async def test_locked_file_delays_callbacks(path: Path) -> None:
     """The fault is reported and logged once; when the lock ends everything is written in order."""
     async with storing(path) as store:
         store.write(opened(), flush=True)
@@ -196,7 +194,7 @@ async def test_a_full_disk_loses_nothing(small_disk: Callable[[int], Path]) -> N
     assert set(kept) == {"s_1", "s_2"}
 
 
-async def test_a_disk_that_the_log_has_filled_has_room_again(small_disk: Callable[[int], Path]) -> None:
+async def test_checkpoint_frees_a_disk_filled_by_the_log(small_disk: Callable[[int], Path]) -> None:
     """The WAL grows while another process reads, and shrinks by itself afterwards."""
     path = small_disk(3072) / "sessions.sqlite3"
     async with storing(path) as store:
@@ -229,7 +227,7 @@ async def test_the_log_does_not_fill_a_small_disk(small_disk: Callable[[int], Pa
             assert store.fault is None
 
 
-async def test_a_record_that_cannot_be_written_takes_no_other_with_it(path: Path) -> None:
+async def test_unwritable_record_affects_no_other(path: Path) -> None:
     """The defect is logged with the record, and callbacks run."""
     async with storing(path) as store:
         with capture_logs() as logs:
@@ -266,7 +264,7 @@ async def test_a_defect_of_the_writer_is_a_fault(path: Path, monkeypatch: pytest
         assert [line["event"] for line in logs] == ["store_fault", "store_mended"]
 
 
-async def test_nothing_is_told_of_what_is_in_a_deleted_file(path: Path) -> None:
+async def test_deleted_file_holds_back_callbacks(path: Path) -> None:
     """Commits to a deleted file are not acknowledged until it is back in its place."""
     elsewhere = path.with_name("elsewhere")
     async with storing(path) as store:
@@ -290,9 +288,7 @@ async def test_nothing_is_told_of_what_is_in_a_deleted_file(path: Path) -> None:
     assert set(await kept_in(path)) == {"s_1", "s_2"}
 
 
-async def test_a_file_that_goes_during_a_commit_is_noticed_before_it_is_told(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_file_deleted_during_a_commit_is_detected(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit is not repeated when the file is back."""
     elsewhere = path.with_name("elsewhere")
     commit = Recorder.commit
@@ -316,7 +312,7 @@ async def test_a_file_that_goes_during_a_commit_is_noticed_before_it_is_told(
         assert database.execute("SELECT count(*) FROM said").fetchone() == (1,)
 
 
-async def test_another_file_in_its_place_is_noticed_while_nothing_is_written(path: Path) -> None:
+async def test_replaced_file_is_detected_while_idle(path: Path) -> None:
     """The listener is notified when the fault appears and when it ends."""
     store = SessionStore.open(path, retry_s=RETRY_S, probe_s=RETRY_S)
     faults: list[StorageFault | None] = []
@@ -356,7 +352,7 @@ async def test_a_writer_that_dies_is_a_fault(path: Path, monkeypatch: pytest.Mon
     assert told == []
 
 
-async def test_closing_writes_and_tells_what_is_left(path: Path) -> None:
+async def test_close_flushes_and_notifies(path: Path) -> None:
     """Closing runs all callbacks; afterwards nothing is written and the fault states the reason."""
     store = SessionStore.open(path)
     store.load()
@@ -372,7 +368,7 @@ async def test_closing_writes_and_tells_what_is_left(path: Path) -> None:
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-async def test_a_stop_in_order_is_known_at_the_next_start(path: Path) -> None:
+async def test_clean_stop_is_recorded(path: Path) -> None:
     """A new file, a cleanly closed one, and one without writes since are clean."""
     for _ in range(2):
         store = SessionStore.open(path)
@@ -384,7 +380,7 @@ async def test_a_stop_in_order_is_known_at_the_next_start(path: Path) -> None:
     assert await was_clean(path)
 
 
-async def test_any_other_stop_is_known_too(path: Path) -> None:
+async def test_unclean_stop_is_detected(path: Path) -> None:
     """An unclean shutdown, and a missing close, are detected."""
     store = SessionStore.open(path)
     store.write(opened(), flush=True)
@@ -398,7 +394,7 @@ async def test_any_other_stop_is_known_too(path: Path) -> None:
     assert await was_clean(path)
 
 
-async def test_what_cannot_be_written_until_the_end_makes_it_unclean(path: Path) -> None:
+async def test_unwritten_entries_make_the_stop_unclean(path: Path) -> None:
     """Closing ends, logs the number of lost records, and runs no callback."""
     store = SessionStore.open(path, retry_s=RETRY_S)
     store.load()
@@ -447,7 +443,7 @@ async def test_a_purge_deletes_sessions_that_are_not_open(path: Path) -> None:
         assert database.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
 
 
-def test_a_loop_that_is_gone_is_no_error(path: Path) -> None:
+def test_closed_loop_is_no_error(path: Path) -> None:
     """The records are written although the event loop is closed."""
 
     async def write() -> SessionStore:

@@ -104,7 +104,7 @@ def test_each_client_keeps_its_order_in_bounded_transactions(
     assert [turn_log.lanes.n_pending(client) for client in "abc"] == [0, 0, 0]
 
 
-def test_a_small_entry_is_in_the_next_transaction_however_much_others_have_waiting() -> None:
+def test_small_entry_is_not_delayed_by_other_clients() -> None:
     """Ten sessions of 16 MiB are queued before it, and it waits for none of them."""
     turn_log = TurnLog()
     for _ in range(10):
@@ -160,7 +160,7 @@ def _sessions(path: Path) -> list[str]:
         return [line.session_id for line in archive.sessions()]
 
 
-async def test_a_session_in_parts_is_there_with_the_last_one(path: Path, recorder: Recorder) -> None:
+async def test_split_session_appears_with_its_last_part(path: Path, recorder: Recorder) -> None:
     """It is invisible until the last chunk, then equals a session written by one record."""
     record = fork_of(2 * MIB)
     parts = list(chunks_of(record))
@@ -173,9 +173,7 @@ async def test_a_session_in_parts_is_there_with_the_last_one(path: Path, recorde
 
 
 @pytest.mark.parametrize("begins", [True, False], ids=["begins", "ends"])
-async def test_what_a_kill_leaves_of_a_session_in_parts_is_deleted_at_the_start(
-    path: Path, recorder: Recorder, *, begins: bool
-) -> None:
+async def test_incomplete_split_session_is_deleted_at_start(path: Path, recorder: Recorder, *, begins: bool) -> None:
     """After a kill at any chunk, nothing of the unacknowledged session stays."""
     record = fork_of(2 * MIB)
     other = opened("s_2")
@@ -197,9 +195,7 @@ async def test_what_a_kill_leaves_of_a_session_in_parts_is_deleted_at_the_start(
             assert database.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,), table
 
 
-async def test_a_long_session_that_ends_is_deleted_in_parts_before_its_client_is_told(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_long_session_is_deleted_in_parts_before_the_reply(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other clients wait for one step of the deletion, not for all of them."""
     n_left: list[int] = []
     commit = Recorder.commit
@@ -231,7 +227,7 @@ async def test_a_long_session_that_ends_is_deleted_in_parts_before_its_client_is
     assert set(await kept_in(path)) == {"s_bob", "s_2"}
 
 
-async def test_what_is_being_deleted_is_gone_when_the_store_is_closed(path: Path) -> None:
+async def test_close_completes_deletions(path: Path) -> None:
     """The client's callbacks run first, in order."""
     async with storing(path) as store:
         ada = store.of_client("ada")
