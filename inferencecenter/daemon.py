@@ -345,7 +345,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         drain=drain,
         tls=prepared.tls,
         refused=metrics.connection_refused,
-        refusal=context.door.refusal,
+        refusal=context.upgrade_limiter.refusal,
         connected=lambda: monitor.wake(),  # noqa: PLW0108 - it is made from the listener
     )
     monitor = LoopMonitor(metrics.loop_lag_s, is_idle=lambda: listener.n_connections == 0)

@@ -63,16 +63,16 @@ class RequestModel(BaseModel):
         return reference
 
 
-class BodyRoom:
+class BodyMemory:
     """Memory held by one request's body, out of that shared by all clients; released when the context exits.
 
     Args:
-        room: Memory held by all requests.
+        share: Memory held by all requests.
         client_id: The requesting client.
     """
 
-    def __init__(self, room: FairShare, client_id: str) -> None:
-        self._room = room
+    def __init__(self, share: FairShare, client_id: str) -> None:
+        self._share = share
         self.client_id = client_id
         self._held = 0
 
@@ -81,7 +81,7 @@ class BodyRoom:
 
     def __exit__(self, *_: object) -> None:
         if self._held:
-            self._room.remove(self.client_id, self._held)
+            self._share.remove(self.client_id, self._held)
             self._held = 0
 
     def hold(self, size: int) -> None:
@@ -93,14 +93,14 @@ class BodyRoom:
         more = size - self._held
         if more <= 0:
             return
-        if not self._room.fits(self.client_id, more):
+        if not self._share.fits(self.client_id, more):
             raise InferenceCenterError(
                 ErrorCode.QUEUE_FULL,
                 "The bodies of requests take too much memory, much of it for this client.",
                 hint="Send fewer large requests concurrently.",
                 retry_after_ms=1000,
             )
-        self._room.add(self.client_id, more)
+        self._share.add(self.client_id, more)
         self._held = size
 
 
@@ -113,11 +113,11 @@ async def read_body(
         receive: ASGI receive.
         headers: Headers of the request, for ``Content-Length``.
         settings: Limits.
-        hold: Called with the length before that much is read; raises if there is no room.
+        hold: Called with the length before that much is read; raises if it does not fit.
 
     Raises:
         InferenceCenterError: ``message_too_large``, before it is read if ``Content-Length`` shows it;
-            ``request_timeout``; see also ``BodyRoom.hold``.
+            ``request_timeout``; see also ``BodyMemory.hold``.
         ConnectionError: The peer has disconnected.
     """
     limit = settings.max_body_bytes

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, NoMatchFound, Route
 
 from inferencecenter.api import sse
-from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyRoom, checked, parse, read_body
+from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyMemory, checked, parse, read_body
 from inferencecenter.api.errors import error_body, error_headers
 from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext, admit
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -220,15 +220,15 @@ class Endpoint:
 
     async def _answer(self, operation: Operation, asgi: AsgiScope, receive: Receive, writer: _ResponseWriter) -> None:
         if operation.scope is None:
-            with BodyRoom(self._bodies, "") as room:
-                call = await self._call(operation, asgi, receive, None, room)
+            with BodyMemory(self._bodies, "") as memory:
+                call = await self._call(operation, asgi, receive, None, memory)
                 await writer.answer(await operation.handler(call))
             return
         request_context = RequestContext(await admit(self._context, asgi, Headers(scope=asgi), scope=operation.scope))
-        room = BodyRoom(self._bodies, request_context.account.client_id)
-        with self._counted(request_context), request_context.until_expiry(self._context.clock()), room:
+        memory = BodyMemory(self._bodies, request_context.account.client_id)
+        with self._counted(request_context), request_context.until_expiry(self._context.clock()), memory:
             try:
-                call = await self._call(operation, asgi, receive, request_context, room)
+                call = await self._call(operation, asgi, receive, request_context, memory)
                 leaving = self._tasks.spawn(_wait_disconnected(receive, request_context), name="notice_leaving")
                 try:
                     await writer.answer(await operation.handler(call))
@@ -248,25 +248,25 @@ class Endpoint:
         asgi: AsgiScope,
         receive: Receive,
         request_context: RequestContext | None,
-        room: BodyRoom,
+        memory: BodyMemory,
     ) -> Call:
         check_query_length(asgi["query_string"])
         query = checked(operation.query, dict(QueryParams(asgi["query_string"])))
         return Call(
             context=self._context,
             admitted=request_context,
-            body=None if operation.body is None else await self._body(operation.body, asgi, receive, room),
+            body=None if operation.body is None else await self._body(operation.body, asgi, receive, memory),
             query=query,
             path=asgi.get("path_params", _NOTHING),
             headers=Headers(scope=asgi),
         )
 
-    async def _body(self, kind: type[BaseModel], asgi: AsgiScope, receive: Receive, room: BodyRoom) -> BaseModel:
+    async def _body(self, kind: type[BaseModel], asgi: AsgiScope, receive: Receive, memory: BodyMemory) -> BaseModel:
         """Read and parse the body; a large one in a thread, round-robin over clients."""
-        body = await read_body(receive, Headers(scope=asgi), self._context.settings, hold=room.hold)
+        body = await read_body(receive, Headers(scope=asgi), self._context.settings, hold=memory.hold)
         if len(body) < LARGE_BYTES:
             return parse(kind, body)
-        return await self._context.worker.run(room.client_id, partial(parse, kind, body))
+        return await self._context.worker.run(memory.client_id, partial(parse, kind, body))
 
     @contextmanager
     def _counted(self, request_context: RequestContext) -> Iterator[None]:

@@ -117,7 +117,7 @@ class ServerContext:
     stop: Callable[[], None]
     authenticator: Authenticator
     proxies: TrustedProxies
-    door: UpgradeLimiter
+    upgrade_limiter: UpgradeLimiter
     hub: ConnectionHub
     feed: MetricsFeed
     worker: FairWorker
@@ -148,7 +148,9 @@ class ServerContext:
     ) -> ServerContext:
         """Create the server's own components from the given ones; to be called on the event loop."""
         proxies = TrustedProxies(settings.trusted_proxies)
-        door = UpgradeLimiter(proxies, per_s=settings.unauthenticated_per_s, clock=monotonic, metrics=metrics)
+        upgrade_limiter = UpgradeLimiter(
+            proxies, per_s=settings.unauthenticated_per_s, clock=monotonic, metrics=metrics
+        )
         context = cls(
             settings=settings,
             models=models,
@@ -171,13 +173,13 @@ class ServerContext:
                 metrics=metrics,
             ),
             proxies=proxies,
-            door=door,
+            upgrade_limiter=upgrade_limiter,
             hub=ConnectionHub(
                 max_connections=settings.max_connections,
                 max_per_client=settings.max_connections_per_client,
                 max_unauthenticated=settings.max_unauthenticated,
                 max_unauthenticated_per_address=settings.max_unauthenticated_per_address,
-                on_authenticated=door.give_back,
+                on_authenticated=upgrade_limiter.give_back,
                 metrics=metrics,
             ),
             feed=MetricsFeed(MetricsSampler(gpu=gpu, engine=models, sessions=sessions, clock=clock)),

@@ -101,7 +101,7 @@ class HttpConnection(H11Protocol):
         server_state: From uvicorn: state shared by all connections.
         app_state: From uvicorn.
         _loop: From uvicorn.
-        crowd: All HTTP connections.
+        limiter: All HTTP connections.
         head_timeout_s: Seconds within which the head of a request must arrive.
         refused: Called with the HTTP status of each response that is sent here rather than by the application.
         connected: Called when the connection was made.
@@ -127,7 +127,7 @@ class HttpConnection(H11Protocol):
         self._refused = refused
         self._connected = connected
         self._refusal = refusal
-        self._crowd = limiter
+        self._limiter = limiter
         self._head_timeout_s = head_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._end_timer: asyncio.TimerHandle | None = None
@@ -145,7 +145,7 @@ class HttpConnection(H11Protocol):
         self._connected()
         bound_writes(self._raw)
         self.transport = cast("asyncio.Transport", _Closing(self._raw, self._close))
-        if self._crowd.admit(self):
+        if self._limiter.admit(self):
             self._await_head()
         else:
             self._write(HTTPStatus.SERVICE_UNAVAILABLE, "queue_full", "the daemon has as many connections as it may")
@@ -194,7 +194,7 @@ class HttpConnection(H11Protocol):
             self._close()
         elif not self._answering and not self._raw.is_closing():
             self._in_head = False
-            self._crowd.mark_idle(self)
+            self._limiter.mark_idle(self)
 
     def send_400_response(self, msg: str) -> None:
         """Refuse data that is not HTTP."""
@@ -228,12 +228,12 @@ class HttpConnection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_head(self) -> None:
-        self._crowd.mark_idle(self)
+        self._limiter.mark_idle(self)
         if self._head_timer is None:
             self._head_timer = self.loop.call_later(self._head_timeout_s, self._head_overdue)
 
     def _busy(self) -> None:
-        self._crowd.mark_busy(self)
+        self._limiter.mark_busy(self)
         self._in_head = False
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -241,7 +241,7 @@ class HttpConnection(H11Protocol):
 
     def _leave(self) -> None:
         self._busy()
-        self._crowd.leave(self)
+        self._limiter.leave(self)
 
     def _head_overdue(self) -> None:
         self._head_timer = None
@@ -289,7 +289,7 @@ class HttpConnection(H11Protocol):
             return
         self._lingers = True
         self._busy()
-        self._crowd.mark_idle(self)
+        self._limiter.mark_idle(self)
         self._unset_keepalive_if_required()
         self.flow.resume_reading()
         if self._raw.can_write_eof():

@@ -375,7 +375,7 @@ async def running_server(
         others=others,
     )
     app = create_app(context, *api_routes(context))
-    listener = Listener(app, chosen, drain=context.drain, tls=tls, refusal=context.door.refusal)
+    listener = Listener(app, chosen, drain=context.drain, tls=tls, refusal=context.upgrade_limiter.refusal)
     sockets = bind("127.0.0.1", 0)
     port = sockets[0].getsockname()[1]
     tasks = TaskGroup("server")

@@ -106,8 +106,8 @@ class ResponseEventBuilder:
         self._clock = clock
         self._generate = generate
         self.stream_id = stream_id
-        self._lane = {} if stream_id is None else {"stream_id": stream_id}
-        self._lane_tail = b"" if stream_id is None else b',"stream_id":' + orjson.dumps(stream_id)
+        self._stream_field = {} if stream_id is None else {"stream_id": stream_id}
+        self._stream_tail = b"" if stream_id is None else b',"stream_id":' + orjson.dumps(stream_id)
         self._number = 0
         self._place: ResponseRef | None = None
         self._running = False
@@ -286,7 +286,7 @@ class ResponseEventBuilder:
         return self._frame(kind, item_id=item.name, output_index=item.place, content_index=0, **fields)
 
     def _frame(self, kind: str, **fields: Any) -> ResponseEvent:
-        message = {"type": kind, "sequence_number": self._count(), **fields, **self._lane}
+        message = {"type": kind, "sequence_number": self._count(), **fields, **self._stream_field}
         return ResponseEvent(kind, orjson.dumps(message, default=_dumped))
 
     def _delta(self, item: _Item, text: str, logprobs: bytes) -> ResponseEvent:
@@ -298,7 +298,7 @@ class ResponseEventBuilder:
             item.head,
             orjson.dumps(text),
             logprobs,
-            self._lane_tail,
+            self._stream_tail,
         )
         return ResponseEvent(kind.decode(), data)
 

@@ -41,15 +41,15 @@ _IN_EXPRESSION: Final = re.compile(r"\\.|[/\n]", re.DOTALL)
 class AnswerStart:
     """What may precede the constrained part of an answer.
 
-    With ``thinking`` the model may reason first; ``opened`` if the prompt already ends with the opening tag. If the
-    prompt ends with the call trigger, calls have ``begun`` and plain text needs the ``text_prefix``. ``control`` tokens
-    are matched as tokens, other delimiters as text.
+    With ``thinking`` the model may reason first; ``in_thinking`` if the prompt already ends with the opening tag. With
+    ``in_call`` the prompt ends with the call trigger, and plain text needs the ``text_prefix``. ``control`` tokens are
+    matched as tokens, other delimiters as text.
     """
 
     control: frozenset[str] = frozenset()
     thinking: ReasoningTags | None = None
-    opened: bool = False
-    begun: bool = False
+    in_thinking: bool = False
+    in_call: bool = False
     text_prefix: str = ""
 
 
@@ -96,7 +96,7 @@ def calls_grammar(
     rules = call_format.rules(tools, lark)
     calls = lark.rule("calls", joined(rules.first, repeated(rules.next) if parallel_calls else "", rules.end))
     if required:
-        called = joined("" if start.begun else _trigger(lark, call_format), calls)
+        called = joined("" if start.in_call else _trigger(lark, call_format), calls)
         _add_start_rule(lark, start, after=joined(_BLANK, called), plain=called)
     else:
         lark.rule("TEXT", _text(call_format))
@@ -142,7 +142,7 @@ def _text_or_calls(
         head = f"head_{text.lower()}"
         lark.rule(f"{head}[lazy]", f"{text} {lark.literal(call_format.trigger)}")
         options.append(joined(prefix, head, calls))
-    if start.begun or call_format.initial_trigger:
+    if start.in_call or call_format.initial_trigger:
         options.append(calls)
     return either(*options)
 
@@ -158,7 +158,7 @@ def _add_start_rule(lark: GrammarBuilder, start: AnswerStart, *, after: str, pla
     else:
         lark.rule("thoughts[lazy]", rf"/(.|\n)*{escaped(thinking.closes)}/")
     thought = joined("thoughts", after)
-    lark.rule("start", thought if start.opened else either(joined(lark.literal(thinking.opens), thought), plain))
+    lark.rule("start", thought if start.in_thinking else either(joined(lark.literal(thinking.opens), thought), plain))
 
 
 def _form(request: Infer) -> Grammar | None:

@@ -220,11 +220,11 @@ def output_spec(request: Infer, *, capabilities: TemplateCapabilities, prompt: s
     start = AnswerStart(
         control=capabilities.control,
         thinking=None if state == "not" else capabilities.thinking,
-        opened=state == "already",
-        begun=bool(begun),
+        in_thinking=state == "already",
+        in_call=bool(begun),
         text_prefix=call_format.text_prefix if call_format is not None and begun else "",
     )
-    opened = capabilities.thinking.opens if capabilities.thinking is not None and start.opened else ""
+    opened = capabilities.thinking.opens if capabilities.thinking is not None and start.in_thinking else ""
     calls = bool(request.tools) and request.tool_choice != "none"
     parsed_format = call_format if calls or start.text_prefix else None
     marks = (capabilities.thinking.opens, capabilities.thinking.closes) if capabilities.thinking is not None else ()
