@@ -33,19 +33,19 @@ if TYPE_CHECKING:
 _LOADING_POLL_S: Final = 0.5
 
 
-async def until_ready(client: Client, told: Callable[[str], None] = lambda _message: None) -> None:
+async def until_ready(client: Client, report_status: Callable[[str], None] = lambda _message: None) -> None:
     """Wait until the daemon's model is loaded.
 
     Args:
         client: The connection.
-        told: Called with the daemon's status message.
+        report_status: Called with the daemon's status message.
 
     Raises:
         InferenceCenterError: The connection is lost.
     """
     hello = client.hello
     while hello.status == "loading":
-        told(hello.message)
+        report_status(hello.message)
         await anyio.sleep(_LOADING_POLL_S)
         hello = await client.refresh_hello()
 

@@ -277,10 +277,10 @@ def _sees_untrusted(settings: Settings) -> bool:
     """Query a running daemon, if there is one."""
     try:
         _, body = fetch(settings, "/readyz", timeout_s=_TIMEOUT_S)
-        told = orjson.loads(body)
+        page = orjson.loads(body)
     except (OSError, InferenceCenterError, orjson.JSONDecodeError):  # reported by the port check
         return False
-    return isinstance(told, dict) and told.get("proxy") == PROXY_NOT_TRUSTED
+    return isinstance(page, dict) and page.get("proxy") == PROXY_NOT_TRUSTED
 
 
 _MAX_NAMED: Final = 3

@@ -44,7 +44,7 @@ def healthcheck(
 def _reason(body: bytes) -> str:
     """Return the message of the readiness page, if it has one."""
     try:
-        told = orjson.loads(body)
+        page = orjson.loads(body)
     except orjson.JSONDecodeError:
-        told = None
-    return f"{told.get('state')}: {told.get('detail')}" if isinstance(told, dict) else "not ready"
+        page = None
+    return f"{page.get('state')}: {page.get('detail')}" if isinstance(page, dict) else "not ready"

@@ -260,7 +260,7 @@ def pull_model(
 
 @app.command("remove")
 def remove(
-    name: Annotated[str, typer.Argument(help="Name of the model.")],
+    name: NameArgument,
     *,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
     models_dir: ModelsDirOption = None,

@@ -26,17 +26,17 @@ def reload(
     Invalid parts are not applied, and the daemon keeps running.
     """
     settings = load_settings(config, given(state_dir=state_dir))
-    told = control.request_reload(settings.state_dir, timeout_s=timeout)
+    result = control.request_reload(settings.state_dir, timeout_s=timeout)
     if json:
-        print_json({"reloaded": not told.problems, **asdict(told)})
+        print_json({"reloaded": not result.problems, **asdict(result)})
     else:
-        for problem in told.problems:
+        for problem in result.problems:
             message = f"not reloaded: {problem.what}: {problem.message}"
             report(InferenceCenterError(problem.code, message, hint=problem.hint, field=problem.field))
-        if told.needs_restart:
-            waiting = ", ".join(told.needs_restart)
+        if result.needs_restart:
+            waiting = ", ".join(result.needs_restart)
             stdout.print(f"These changed settings need a restart: {waiting}", markup=False, soft_wrap=True)
-        if not told.problems:
+        if not result.problems:
             stdout.print("Reloaded.")
-    if told.problems:
-        raise typer.Exit(ERRORS[told.problems[0].code].exit_code)
+    if result.problems:
+        raise typer.Exit(ERRORS[result.problems[0].code].exit_code)

@@ -190,6 +190,6 @@ class _Screen:
 
     def as_data(self, end: End) -> dict[str, Any]:
         """Return the answer as JSON data."""
-        told = end.model_dump(mode="json", include={"finish_reason", "stop", "warnings", "usage", "stats"})
+        fields = end.model_dump(mode="json", include={"finish_reason", "stop", "warnings", "usage", "stats"})
         logprobs = {"logprobs": self._logprobs} if self._logprobs else {}
-        return {"model": self._model, "text": "".join(self._texts), **told, **logprobs}
+        return {"model": self._model, "text": "".join(self._texts), **fields, **logprobs}

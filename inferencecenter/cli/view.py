@@ -118,7 +118,7 @@ class TerminalView:
     def begin(self) -> None:
         """Start the spinner."""
         self._shows_turn, self._thinks = True, False
-        self._tell_news()
+        self._print_news()
         self._wait("waiting")
         self._status.start()
 
@@ -159,7 +159,7 @@ class TerminalView:
         if isinstance(notice, EngineChanged) and notice.model not in (None, self._model):
             return
         if isinstance(notice, ModelChanged | Thermal):
-            self._hear_news(notice)
+            self._queue_news(notice)
             return
         self._remove_notice()
         self._notice = describe_notice(notice)
@@ -173,17 +173,17 @@ class TerminalView:
         self._status.stop()
         self._shows_turn, self._column = False, None
         self._console.print()
-        self._tell_news()
+        self._print_news()
 
-    def _hear_news(self, news: ModelChanged | Thermal) -> None:
+    def _queue_news(self, news: ModelChanged | Thermal) -> None:
         """Show a notification at once if neither the model nor the user is writing."""
         if isinstance(news, ModelChanged) and self._model is not None:
             return
         self._news[type(news)] = describe_news(news)
         if self._shows_turn and self._column is None:
-            self._tell_news()
+            self._print_news()
 
-    def _tell_news(self) -> None:
+    def _print_news(self) -> None:
         news, self._news = self._news, {}
         for line in news.values():
             self._console.print(Text(line.translate(_CONTROLS), style="dim"), soft_wrap=True)
