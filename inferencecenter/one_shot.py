@@ -72,7 +72,7 @@ def chosen_model(settings: Settings, wanted: str) -> ModelSpec:
     return ModelSpec(name=path.stem, path=path, engine=settings.engine, params={}, lora=())
 
 
-def ask(
+def complete(
     spec: ModelSpec,
     question: OneShotRequest,
     settings: Settings,
@@ -94,10 +94,10 @@ def ask(
     Raises:
         InferenceCenterError: Why there is no answer.
     """
-    return asyncio.run(_ask(spec, question, settings, on_status=on_status, on_event=on_event))
+    return asyncio.run(_complete(spec, question, settings, on_status=on_status, on_event=on_event))
 
 
-async def _ask(
+async def _complete(
     spec: ModelSpec,
     question: OneShotRequest,
     settings: Settings,

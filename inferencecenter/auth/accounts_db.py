@@ -251,10 +251,10 @@ def token_from_row(row: tuple[Any, ...]) -> TokenInfo:
 
 def format_limits(limits: AccessLimits) -> str:
     """Return the limits that are set, for display: ``tokens_per_day=5000 models=a,b``; empty for none."""
-    return " ".join(f"{name}={_word(value)}" for name, value in limits.given().items())
+    return " ".join(f"{name}={_display(value)}" for name, value in limits.given().items())
 
 
-def _word(value: object) -> str:
+def _display(value: object) -> str:
     if value is None:
         return "none"
     return ",".join(value) if isinstance(value, tuple) else str(value)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _WRITE_AFTER_S: Final = 1.0
 _RETRY_AFTER_S: Final = 30.0
-_CANNOT_TELL_RETRY_MS: Final = 1000
+_UNAVAILABLE_RETRY_MS: Final = 1000
 _MAX_CLAIM_CHARS: Final = 64
 _LIKE_A_SECRET: Final = re.compile(r"[0-9A-Fa-f]{32}|[A-Za-z0-9+/_-]{40}")
 
@@ -97,7 +97,7 @@ class Authenticator:
     ) -> None:
         self._accounts = accounts
         self._limits_of = limits_of
-        self._others = others
+        self._external = others
         self._attempts = AddressRateLimiter(at_once=attempts_per_minute, per_s=attempts_per_minute / 60, clock=clock)
         self._metrics = metrics
         self._tasks = TaskGroup("authenticator")
@@ -114,8 +114,8 @@ class Authenticator:
                 of ``address``, whether the credential is right or not, ``storage_unavailable`` if it cannot be checked.
         """
         self._check_attempts(address)
-        account = self._look_up(credential)
-        if account is None or not self._may_come(account, address):
+        account = self._verify(credential)
+        if account is None or not self._is_allowed_from(account, address):
             self._attempts.count(address)
             raise self._refused(credential, address=address)
         return self._admitted(account, address=address)
@@ -128,7 +128,7 @@ class Authenticator:
         Raises:
             InferenceCenterError: ``storage_unavailable``.
         """
-        if self._others is None or not isinstance(credential, KeyCredential):
+        if self._external is None or not isinstance(credential, KeyCredential):
             return False
         with self._readable():
             return public_id(credential.api_key) is None and not self._accounts.knows(credential.client_id)
@@ -139,13 +139,13 @@ class Authenticator:
         Raises:
             InferenceCenterError: See ``authenticate``; ``not_authenticated`` also while the service is unavailable.
         """
-        if self._others is None or not isinstance(credential, KeyCredential) or not self.needs_external(credential):
+        if self._external is None or not isinstance(credential, KeyCredential) or not self.needs_external(credential):
             return self.authenticate(credential, address=address)
         self._check_attempts(address)
         # Counted before the answer arrives, so that concurrent guesses are limited like sequential ones.
         self._attempts.count(address)
         try:
-            account = await self._others.verify(credential.client_id, credential.api_key)
+            account = await self._external.verify(credential.client_id, credential.api_key)
         except AuthUnavailableError as error:
             self._attempts.refund(address)
             self.audit(refusal(credential, address=address, detail=f"cannot be checked: {error}"))
@@ -153,17 +153,17 @@ class Authenticator:
                 ErrorCode.NOT_AUTHENTICATED,
                 "the credential cannot be checked at the moment",
                 hint="Try again later.",
-                retry_after_ms=_CANNOT_TELL_RETRY_MS,
+                retry_after_ms=_UNAVAILABLE_RETRY_MS,
             ) from None
-        if account is None or not self._may_come(account, address):
+        if account is None or not self._is_allowed_from(account, address):
             raise self._refused(credential, address=address)
         self._attempts.refund(address)
         return self._admitted(account, address=address, detail="known elsewhere")
 
     def forget(self, client_id: str) -> None:
         """Drop the external service's cached answers about a client."""
-        if self._others is not None:
-            self._others.forget(client_id)
+        if self._external is not None:
+            self._external.forget(client_id)
 
     def valid_tokens(self) -> frozenset[str]:
         """Return the ids of the currently valid tokens.
@@ -191,8 +191,8 @@ class Authenticator:
         if self._writing is not None:
             self._writing.cancel()
         await self._tasks.cancel()
-        if self._others is not None:
-            await self._others.close()
+        if self._external is not None:
+            await self._external.close()
 
     def _check_attempts(self, address: str) -> None:
         retry_after_ms = self._attempts.retry_after_ms(address)
@@ -204,7 +204,7 @@ class Authenticator:
                 ErrorCode.RATE_LIMITED, "too many failed logins from this address", retry_after_ms=retry_after_ms
             )
 
-    def _look_up(self, credential: Credential) -> Account | None:
+    def _verify(self, credential: Credential) -> Account | None:
         with self._readable():
             match credential:
                 case TokenCredential(token):
@@ -225,11 +225,11 @@ class Authenticator:
                 ErrorCode.STORAGE_UNAVAILABLE,
                 "accounts cannot be read at the moment",
                 hint="Retry once the operator has repaired it.",
-                retry_after_ms=_CANNOT_TELL_RETRY_MS,
+                retry_after_ms=_UNAVAILABLE_RETRY_MS,
             ) from None
         self._unreadable = False
 
-    def _may_come(self, account: Account, address: str) -> bool:
+    def _is_allowed_from(self, account: Account, address: str) -> bool:
         return self._limits_of(account.limits).allows_address(address)
 
     def _refused(self, credential: Credential, *, address: str) -> InferenceCenterError:

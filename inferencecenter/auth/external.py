@@ -33,12 +33,12 @@ MAX_ANSWER_BYTES: Final = 64 * 1024
 MAX_CACHED: Final = 4096
 MAX_WAITING: Final = 256
 _KEY: Final = re.compile(r"[!-~]{1,256}")
-_SAYS_NO: Final = frozenset({401, 403, 404})
+_REFUSED_STATUSES: Final = frozenset({401, 403, 404})
 
 _log = structlog.get_logger(__name__)
 
 
-class _Terms(BaseModel):
+class _ClientTerms(BaseModel):
     """Settings of a client; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True)
@@ -48,19 +48,19 @@ class _Terms(BaseModel):
     limits: dict[str, Any] | None = None
 
 
-class _Answer(_Terms):
+class _Answer(_ClientTerms):
     """Response of the service; as with the first InferenceCenter, the terms may be in ``config``."""
 
     authorized: bool | None = None
     valid: bool | None = None
     client_id: str | None = None
     error: Any = None
-    config: _Terms | None = None
+    config: _ClientTerms | None = None
 
     @property
-    def is_yes(self) -> bool:
-        said = [each for each in (self.authorized, self.valid) if each is not None]
-        return bool(said) and all(said) and not self.error
+    def is_accepted(self) -> bool:
+        verdicts = [each for each in (self.authorized, self.valid) if each is not None]
+        return bool(verdicts) and all(verdicts) and not self.error
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,10 @@ class ExternalAuth:
         self._default_max_sessions = default_max_sessions
         self._default_priority: Priority = default_priority
         self._clock = clock
-        self._known: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
+        self._cache: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         # Keyed with a secret of this process, as plain hashes of short keys could be reversed.
         self._hash_key = secrets.token_bytes(32)
-        self._asking = asyncio.Semaphore(settings.max_requests)
+        self._request_slots = asyncio.Semaphore(settings.max_requests)
         self._n_waiting = 0
         self._failing = False
         self._own_token = _read_token(settings.token_file)
@@ -120,38 +120,38 @@ class ExternalAuth:
         """Return the account of a client id and its key, ``None`` if refused.
 
         Raises:
-            AuthUnavailableError: There was no answer in time, or none that means anything.
+            AuthUnavailableError: There was no valid answer in time.
         """
         if CLIENT_ID.fullmatch(client_id) is None or _KEY.fullmatch(api_key) is None:
             return None
-        name = self._hashed(client_id, api_key)
-        known = self._remembered(name)
-        if known is None:
-            known = await self._find_out(name, client_id, api_key)
-        return known.account
+        key = self._hashed(client_id, api_key)
+        cached = self._from_cache(key)
+        if cached is None:
+            cached = await self._query(key, client_id, api_key)
+        return cached.account
 
     def forget(self, client_id: str) -> None:
         """Drop the cached answers about a client."""
-        self._known = OrderedDict(
-            (name, known)
-            for name, known in self._known.items()
-            if known.account is None or known.account.client_id != client_id
+        self._cache = OrderedDict(
+            (key, cached)
+            for key, cached in self._cache.items()
+            if cached.account is None or cached.account.client_id != client_id
         )
 
     async def close(self) -> None:
         await self._transport.aclose()
 
-    async def _find_out(self, name: bytes, client_id: str, api_key: str) -> _CachedAnswer:
+    async def _query(self, key: bytes, client_id: str, api_key: str) -> _CachedAnswer:
         if self._n_waiting >= MAX_WAITING:
             raise AuthUnavailableError("too many requests are waiting for a response")
         settings = self._settings
         self._n_waiting += 1
         try:
-            async with asyncio.timeout(settings.connect_timeout_s + settings.read_timeout_s), self._asking:
+            async with asyncio.timeout(settings.connect_timeout_s + settings.read_timeout_s), self._request_slots:
                 # Another task may have cached the same answer meanwhile.
-                if (known := self._remembered(name)) is not None:
-                    return known
-                account = self._read(await self._ask(client_id, api_key), client_id)
+                if (cached := self._from_cache(key)) is not None:
+                    return cached
+                account = self._read(await self._fetch(client_id, api_key), client_id)
         except AuthUnavailableError as error:
             self._note_failure(str(error))
             raise
@@ -161,9 +161,9 @@ class ExternalAuth:
         finally:
             self._n_waiting -= 1
         self._note_success()
-        return self._remember(name, account)
+        return self._add_to_cache(key, account)
 
-    async def _ask(self, client_id: str, api_key: str) -> tuple[int, bytes]:
+    async def _fetch(self, client_id: str, api_key: str) -> tuple[int, bytes]:
         """Return status and body of the response; redirections are not followed.
 
         Raises:
@@ -210,20 +210,20 @@ class ExternalAuth:
         """Interpret a response about a client.
 
         Raises:
-            AuthUnavailableError: Nothing.
+            AuthUnavailableError: It is neither an acceptance nor a refusal.
         """
         status, body = answer
-        if status in _SAYS_NO:
+        if status in _REFUSED_STATUSES:
             return None
         if status != 200:
             raise AuthUnavailableError(f"it responded with status {status}")
         with foreign_input(lambda _: AuthUnavailableError("its response has an invalid format")):
-            said = _Answer.model_validate_json(body)
-            if not said.is_yes:
+            answered = _Answer.model_validate_json(body)
+            if not answered.is_accepted:
                 return None
-            terms = said.config or said
+            terms = answered.config or answered
             limits = _limits(terms.limits)
-        if said.client_id not in (None, client_id):
+        if answered.client_id not in (None, client_id):
             raise AuthUnavailableError("its response is about another client")
         return Account(
             client_id=client_id,
@@ -237,21 +237,21 @@ class ExternalAuth:
         # A client id cannot contain the separator.
         return hashlib.blake2b(f"{client_id} {api_key}".encode(), key=self._hash_key, digest_size=32).digest()
 
-    def _remembered(self, name: bytes) -> _CachedAnswer | None:
-        known = self._known.get(name)
-        if known is not None and self._clock() >= known.until_s:
-            del self._known[name]
+    def _from_cache(self, key: bytes) -> _CachedAnswer | None:
+        cached = self._cache.get(key)
+        if cached is not None and self._clock() >= cached.until_s:
+            del self._cache[key]
             return None
-        return known
+        return cached
 
-    def _remember(self, name: bytes, account: Account | None) -> _CachedAnswer:
+    def _add_to_cache(self, key: bytes, account: Account | None) -> _CachedAnswer:
         for_s = self._settings.refused_cache_s if account is None else self._settings.cache_s
-        known = _CachedAnswer(account, self._clock() + for_s)
-        self._known[name] = known
-        self._known.move_to_end(name)
-        if len(self._known) > MAX_CACHED:
-            self._known.popitem(last=False)
-        return known
+        cached = _CachedAnswer(account, self._clock() + for_s)
+        self._cache[key] = cached
+        self._cache.move_to_end(key)
+        if len(self._cache) > MAX_CACHED:
+            self._cache.popitem(last=False)
+        return cached
 
     def _note_failure(self, reason: str) -> None:
         """Log only the first of consecutive failures."""

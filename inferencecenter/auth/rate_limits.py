@@ -70,7 +70,7 @@ class TokenBucket:
     def __init__(self) -> None:
         # The deficit in tokens times milliseconds of a minute: integers, so that nothing is rounded.
         self._missing = 0
-        self._looked_ms = 0
+        self._updated_ms = 0
 
     def left(self, limit: int, *, now_ms: int) -> int:
         """Return the whole tokens left; negative if overdrawn."""
@@ -93,8 +93,8 @@ class TokenBucket:
         return self._missing == 0
 
     def _regain(self, limit: int, now_ms: int) -> None:
-        self._missing = max(0, self._missing - limit * max(0, now_ms - self._looked_ms))
-        self._looked_ms = now_ms
+        self._missing = max(0, self._missing - limit * max(0, now_ms - self._updated_ms))
+        self._updated_ms = now_ms
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from inferencecenter.cli.view import PlainView, TerminalView
 from inferencecenter.config.loader import load_settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.one_shot import OneShotRequest, ask, chosen_model
+from inferencecenter.one_shot import OneShotRequest, chosen_model, complete
 from inferencecenter.protocol.events import End, Token
 from inferencecenter.telemetry import logs
 
@@ -133,7 +133,7 @@ def _as_asked(spec: ModelSpec, settings: Settings, **asked: int | None) -> Model
 def _run(spec: ModelSpec, question: OneShotRequest, settings: Settings, *, as_json: bool) -> OneShotResult:
     screen = _Screen(None if as_json else TerminalView(stdout) if stdout.is_terminal else PlainView(), spec.name)
     try:
-        answered = ask(spec, question, settings, on_status=screen.moved, on_event=screen.show)
+        answered = complete(spec, question, settings, on_status=screen.moved, on_event=screen.show)
     except InferenceCenterError:
         screen.finish()
         raise

@@ -225,7 +225,7 @@ class _Header:
 
     def metadata(self) -> Iterator[tuple[str, Value]]:
         """Yield the entries in order; the tensor table follows them."""
-        magic = self._take(4)
+        magic = self._read_bytes(4)
         if magic != _MAGIC:
             raise self._wrong(f"starts with {magic!r}, not with {_MAGIC!r}", "Give the path of a .gguf file.")
         self._version = self._u32()
@@ -277,7 +277,7 @@ class _Header:
         if kind == _ARRAY:
             return self._array()
         scalar = self._scalar(kind)
-        value: Scalar = scalar.unpack(self._take(scalar.size))[0]
+        value: Scalar = scalar.unpack(self._read_bytes(scalar.size))[0]
         return value
 
     def _array(self, depth: int = 1) -> Array:
@@ -301,7 +301,7 @@ class _Header:
             self._skip(count * scalar.size)
             return Array(count)
         self._n_kept += count
-        packed = self._take(count * scalar.size)
+        packed = self._read_bytes(count * scalar.size)
         return Array(count, tuple(value for (value,) in scalar.iter_unpack(packed)))
 
     def _scalar(self, kind: int) -> struct.Struct:
@@ -344,17 +344,17 @@ class _Header:
         n_bytes = self._u64()
         if n_bytes > limit:
             raise self._wrong(f"has a text of {n_bytes} bytes at byte {self._position}, more than the limit of {limit}")
-        return self._take(n_bytes).decode("utf-8", errors="replace")
+        return self._read_bytes(n_bytes).decode("utf-8", errors="replace")
 
     def _u32(self) -> int:
-        value: int = _U32.unpack(self._take(4))[0]
+        value: int = _U32.unpack(self._read_bytes(4))[0]
         return value
 
     def _u64(self) -> int:
-        value: int = _U64.unpack(self._take(8))[0]
+        value: int = _U64.unpack(self._read_bytes(8))[0]
         return value
 
-    def _take(self, n_bytes: int) -> bytes:
+    def _read_bytes(self, n_bytes: int) -> bytes:
         end = self._position + n_bytes
         self._read_to(end)
         taken = self._data[self._position : end]

@@ -144,13 +144,13 @@ def _share(group: Path, controller: _Controller) -> MemoryLimit | None:
 def _number(path: Path) -> int | None:
     """Return the number in a file; ``None`` for ``max`` too."""
     lines = _lines(path)
-    return _whole(lines[0].strip()) if lines else None
+    return _integer(lines[0].strip()) if lines else None
 
 
 def _fields(path: Path) -> Mapping[str, int]:
     """Return the lines of a file that begin with a name and a number."""
-    words = (line.split() for line in _lines(path))
-    numbers = ((each[0], _whole(each[1])) for each in words if len(each) > 1)
+    columns = (line.split() for line in _lines(path))
+    numbers = ((each[0], _integer(each[1])) for each in columns if len(each) > 1)
     return {name: number for name, number in numbers if number is not None}
 
 
@@ -162,5 +162,5 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _whole(word: str) -> int | None:
-    return int(word) if _WHOLE.fullmatch(word) else None
+def _integer(text: str) -> int | None:
+    return int(text) if _WHOLE.fullmatch(text) else None

@@ -309,8 +309,8 @@ async def test_cache_is_bounded(provider: FakeAuthProvider, monkeypatch: pytest.
     async with authenticator(provider) as verifier:
         for number in range(5):
             await verifier.verify("ada", f"key-number-{number}")
-        assert len(verifier._known) == 3
-        assert b"key-number" not in b"".join(verifier._known)
+        assert len(verifier._cache) == 3
+        assert b"key-number" not in b"".join(verifier._cache)
         await verifier.verify("ada", "key-number-4")
         await verifier.verify("ada", "key-number-0")
     assert len(provider.requests) == 6

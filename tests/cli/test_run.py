@@ -20,7 +20,7 @@ from inferencecenter.cli.run import read_prompt
 from inferencecenter.config.loader import load_settings
 from inferencecenter.config.settings import bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.one_shot import OneShotRequest, ask, chosen_model
+from inferencecenter.one_shot import OneShotRequest, chosen_model, complete
 from inferencecenter.protocol.events import End, Token
 from tests.engine.llama.lora_files import write_adapter
 
@@ -114,7 +114,9 @@ def answer(*, on_event: Any = None, **params: Any) -> tuple[str, End]:
 
     settings = load_settings(None, {"engine.n_ctx": 4096})
     question = OneShotRequest(prompt=QUESTION, params=params)
-    answered = ask(chosen_model(settings, "demo"), question, settings, on_status=lambda _status: None, on_event=show)
+    answered = complete(
+        chosen_model(settings, "demo"), question, settings, on_status=lambda _status: None, on_event=show
+    )
     assert answered.end is not None
     return "".join(texts), answered.end
 

@@ -81,7 +81,7 @@ class ReadCounter:
 def reads(monkeypatch: pytest.MonkeyPatch) -> ReadCounter:
     """Count from now on."""
     counted = ReadCounter()
-    read_to, take = own._Header._read_to, own._Header._take
+    read_to, take = own._Header._read_to, own._Header._read_bytes
 
     def counted_read_to(header: own._Header, end: int) -> None:
         before = len(header._data)
@@ -93,7 +93,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> ReadCounter:
         return take(header, n_bytes)
 
     monkeypatch.setattr(own._Header, "_read_to", counted_read_to)
-    monkeypatch.setattr(own._Header, "_take", counted_take)
+    monkeypatch.setattr(own._Header, "_read_bytes", counted_take)
     return counted
 
 
@@ -164,7 +164,7 @@ def test_any_exception_becomes_one_error(tmp_path: Path, monkeypatch: pytest.Mon
     def fail(*_: object) -> None:
         raise raised
 
-    monkeypatch.setattr(own._Header, "_take", fail)
+    monkeypatch.setattr(own._Header, "_read_bytes", fail)
     message = refused(tmp_path / "strange.gguf", b"GGUF")
     assert f"cannot be parsed: {type(raised).__name__}" in message
     assert len(message) < 500

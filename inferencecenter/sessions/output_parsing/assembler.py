@@ -66,7 +66,7 @@ class ResponseAssembler:
         assembler = cls(turn_id)
         assembler._emitted = list(emitted)
         for part in assembler._emitted:
-            assembler._take(part)
+            assembler._apply(part)
         return assembler
 
     @property
@@ -157,10 +157,10 @@ class ResponseAssembler:
             self._logprobs = logprobs
             return _NO_OUTPUT
         for part in parts:
-            self._take(part)
+            self._apply(part)
         return OutputDelta(parts, logprobs)
 
-    def _take(self, part: Part) -> None:
+    def _apply(self, part: Part) -> None:
         match part:
             case TextDelta(text):
                 self._texts.append(text)

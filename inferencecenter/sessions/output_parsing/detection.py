@@ -250,8 +250,8 @@ def _with_tools(messages: list[ChatMessage], tools: Sequence[Tool], *, supports_
     place = next((index for index, message in enumerate(messages) if message.role == "user"), None)
     if place is None:
         return [ChatMessage(role="user", content=offer), *messages]
-    told = ChatMessage(role="user", content=f"{offer}\n\n{messages[place].content}")
-    return [*messages[:place], told, *messages[place + 1 :]]
+    first_user = ChatMessage(role="user", content=f"{offer}\n\n{messages[place].content}")
+    return [*messages[:place], first_user, *messages[place + 1 :]]
 
 
 def _description(tool: Tool) -> str:

@@ -216,9 +216,9 @@ class Recorder:
                 for entry in group:
                     self._write(entry)
 
-    def _write_output(self, said: Sequence[TokensAppended]) -> None:
-        for start in range(0, len(said), _MAX_ROWS):
-            part = said[start : start + _MAX_ROWS]
+    def _write_output(self, outputs: Sequence[TokensAppended]) -> None:
+        for start in range(0, len(outputs), _MAX_ROWS):
+            part = outputs[start : start + _MAX_ROWS]
             try:
                 self._insert_output(part)
             except Exception as error:
@@ -305,12 +305,12 @@ class Recorder:
     def _look_up(self, session_id: str) -> SessionRow | None:
         return self._staged[session_id] if session_id in self._staged else self._known.get(session_id)
 
-    def _insert_output(self, said: Sequence[TokensAppended]) -> None:
+    def _insert_output(self, outputs: Sequence[TokensAppended]) -> None:
         values: list[object] = []
-        for each in said:
+        for each in outputs:
             parts = None if each.parts is None else encode_parts(each.parts)
             values += (self._find(each.session_id).row, each.seq, each.tokens, each.text, parts)
-        self._database.execute(_insertion(len(said)), values)
+        self._database.execute(_insertion(len(outputs)), values)
 
     def _open_session(self, entry: SessionOpened | OpenedChunk) -> None:
         part = OpenedChunk(entry, 0, 0, is_first=True, is_last=True) if isinstance(entry, SessionOpened) else entry

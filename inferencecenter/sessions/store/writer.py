@@ -220,7 +220,7 @@ class StoreWriter:
     def _work(self) -> None:
         missing = 0
         while self._stop is None:
-            batch = self._take()
+            batch = self._next_batch()
             if not batch.n_batches:
                 continue
             if self._write(batch):
@@ -237,7 +237,7 @@ class StoreWriter:
             pass
         return item
 
-    def _take(self) -> WriteBatch:
+    def _next_batch(self) -> WriteBatch:
         """Wait for a batch and merge all queued ones into it; remember a ``Stop`` among them."""
         item = self._next()
         taken = item if isinstance(item, WriteBatch) else WriteBatch(n_batches=0)
