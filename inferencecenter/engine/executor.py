@@ -395,7 +395,9 @@ class Executor:
         outcome.events.append(output.start(prompt, cached_tokens=cached_tokens, now=self._clock()))
 
     def _run_pass(self, each: DecodePass, outcome: StepOutcome) -> None:
-        rows = [row for row in each.rows if outcome.continues(row.turn_id)]
+        # Chunks of these turns no longer continue the content of their slots.
+        skipped = outcome.ended | outcome.emptied | outcome.stalled
+        rows = [row for row in each.rows if row.turn_id not in skipped]
         if not rows:
             return
         began_s = self._clock()

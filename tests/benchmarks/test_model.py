@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from benchmarks.model import Q4_0, SHAPES, Shape, main, write_model
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.llama.context import LlamaContext
+from inferencecenter.engine.llama.backend import LlamaContext
 from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel
 from inferencecenter.ipc.engine_options import EngineOptions

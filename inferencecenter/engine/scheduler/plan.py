@@ -204,7 +204,3 @@ class StepOutcome:
     def moves_s(self) -> float:
         """Total duration of the moves in ``move_times``."""
         return sum(each.took_s for each in self.move_times)
-
-    def continues(self, turn_id: str) -> bool:
-        """Return whether the turn's chunks still continue the content of its slot."""
-        return not (turn_id in self.ended or turn_id in self.emptied or turn_id in self.stalled)

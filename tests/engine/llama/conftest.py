@@ -11,7 +11,7 @@ import pytest
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.llama.context import LlamaContext
+from inferencecenter.engine.llama.backend import LlamaContext
 from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel
 from inferencecenter.ipc.engine_options import EngineOptions

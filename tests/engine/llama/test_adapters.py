@@ -13,8 +13,7 @@ from inferencecenter.config.sections import LoraSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
-from inferencecenter.engine.llama.backend import LlamaBackend
-from inferencecenter.engine.llama.context import LlamaContext
+from inferencecenter.engine.llama.backend import LlamaBackend, LlamaContext
 from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel
 from inferencecenter.engine.llama.saved_state import fingerprint

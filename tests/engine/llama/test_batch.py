@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.llama.context import BatchArrays, split
+from inferencecenter.engine.llama.backend import BatchArrays, split
 
 
 def test_rows_follow_the_chunks() -> None:

@@ -10,7 +10,7 @@ from llama_cpp import llama_cpp as lib
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk, DecodeError
-from inferencecenter.engine.llama.context import LlamaContext
+from inferencecenter.engine.llama.backend import LlamaContext
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import PromptSegment
 
