@@ -55,7 +55,6 @@ from inferencecenter.supervisor.engine_options import (
     kv_cache_paths,
     remove_ram_cache,
     remove_stale_caches,
-    restart_policy,
 )
 from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, reader
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
@@ -560,8 +559,7 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
     crash_limit: CrashLimit,
     suspicion_file: PoisonTurnStore,
 ) -> ManagedModel:
-    engine = spec.engine
-    planner = Planner(engine=engine, gpu=settings.gpu, calibration=calibration)
+    planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
     options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec))
     if plan_now:
         options = planner.first(options)
@@ -572,12 +570,6 @@ def _model(  # noqa: PLR0913 - what it is put together from, by name
 
     supervisor = Supervisor(
         options,
-        policy=restart_policy(engine),
-        max_queue=engine.max_queue,
-        queue_warning=engine.queue_warning,
-        load_timeout_s=engine.load_timeout_s,
-        hang_timeout_s=engine.hang_timeout_s,
-        sleep_after_s=engine.sleep_after_s if engine.sleep_after_s > 0 else None,
         live_sessions=live_sessions,
         plan_again=planner.again,
         ends_with_it=lambda: ends_daemon(supervisor),

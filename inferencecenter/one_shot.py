@@ -20,7 +20,7 @@ from inferencecenter.protocol.events import ContextShifted, End, Error, Progress
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
-from inferencecenter.supervisor.engine_options import engine_options, restart_policy
+from inferencecenter.supervisor.engine_options import engine_options
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
 
@@ -233,14 +233,10 @@ class _OneModel:
 
 def _supervisor(spec: ModelSpec, settings: Settings) -> Supervisor:
     """Return the engine's supervisor; the VRAM calibration is used but not updated."""
-    engine = spec.engine.model_copy(update={"slots": 1})
+    engine = spec.engine.model_copy(update={"slots": 1, "sleep_after_s": -1.0, "queue_warning": 0})
     alone = replace(spec, engine=engine)
     planner = Planner(engine=engine, gpu=settings.gpu, calibration=VramCalibration(settings.state_dir / PLAN_FILE))
     return Supervisor(
         planner.first(engine_options(alone, KvCachePaths())),
-        policy=restart_policy(engine),
-        max_queue=engine.max_queue,
-        load_timeout_s=engine.load_timeout_s,
-        hang_timeout_s=engine.hang_timeout_s,
         plan_again=planner.again,
     )

@@ -13,13 +13,11 @@ import structlog
 from inferencecenter.hardware.placement import MIB
 from inferencecenter.hardware.split import USUAL_N_BATCH, USUAL_N_UBATCH, USUAL_SLOTS
 from inferencecenter.ipc.engine_options import EngineOptions, KvCachePaths
-from inferencecenter.supervisor.restart_policy import RestartPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    from inferencecenter.config.sections import EngineSettings
     from inferencecenter.config.settings import KvSettings
     from inferencecenter.models.registry import ModelSpec
 
@@ -107,14 +105,4 @@ def engine_options(spec: ModelSpec, kv: KvCachePaths) -> EngineOptions:
     }
     return EngineOptions(
         **(dict(engine) | resolved), model_path=str(spec.path), model_name=spec.name, lora=spec.lora, kv=kv
-    )
-
-
-def restart_policy(engine: EngineSettings) -> RestartPolicy:
-    """Return the restart policy that the settings describe."""
-    return RestartPolicy(
-        min_s=engine.restart_backoff_min_s,
-        max_s=engine.restart_backoff_max_s,
-        max_restarts=engine.max_restarts,
-        window_s=engine.restart_window_s,
     )

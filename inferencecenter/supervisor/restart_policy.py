@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections import deque
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -18,26 +17,18 @@ _ASSUMED_LAYERS: Final = 64
 """Assumed for "all" before the model is known; more than most models have."""
 
 
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """Bounds of the back-off in seconds, and how many restarts are allowed within ``window_s``."""
-
-    min_s: float = 0.5
-    max_s: float = 30.0
-    max_restarts: int = 5
-    window_s: float = 600.0
-
-
 class RestartBackoff:
     """Exponential back-off with jitter over consecutive failures.
 
     Args:
-        policy: Bounds.
+        min_s: Seconds to wait after a first failure.
+        max_s: Most seconds to wait.
         random: Returns numbers from 0 to 1.
     """
 
-    def __init__(self, policy: RestartPolicy, *, random: Callable[[], float]) -> None:
-        self._policy = policy
+    def __init__(self, *, min_s: float, max_s: float, random: Callable[[], float]) -> None:
+        self._min_s = min_s
+        self._max_s = max_s
         self._random = random
         self._failures = 0
 
@@ -48,7 +39,7 @@ class RestartBackoff:
             ready_s: How long the engine had been ready, 0 if it never was.
         """
         self._failures = 0 if ready_s >= HEALTHY_AFTER_S else self._failures
-        wait_s = min(self._policy.max_s, math.ldexp(self._policy.min_s, min(self._failures, _MAX_DOUBLINGS)))
+        wait_s = min(self._max_s, math.ldexp(self._min_s, min(self._failures, _MAX_DOUBLINGS)))
         self._failures += 1
         return wait_s * (0.5 + self._random() / 2)
 
@@ -59,15 +50,16 @@ _LACKS_MEMORY: Final = re.compile(r"alloc|out.?of.?(device)?.?memory", re.IGNORE
 class RestartBudget:
     """Limits the restarts within a sliding window."""
 
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
+    def __init__(self, *, max_restarts: int, window_s: float) -> None:
+        self._max_restarts = max_restarts
+        self._window_s = window_s
         self._restarts: deque[float] = deque()
 
     def take(self, *, now: float) -> bool:
         """Count a restart at ``now`` in monotonic seconds; return ``False`` if it exceeds the limit."""
-        while self._restarts and now - self._restarts[0] > self._policy.window_s:
+        while self._restarts and now - self._restarts[0] > self._window_s:
             self._restarts.popleft()
-        if len(self._restarts) >= self._policy.max_restarts:
+        if len(self._restarts) >= self._max_restarts:
             return False
         self._restarts.append(now)
         return True

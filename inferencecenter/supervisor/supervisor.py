@@ -40,7 +40,7 @@ from inferencecenter.supervisor.process import (
     log_line,
 )
 from inferencecenter.supervisor.request_queue import QueueLengthAlarm, RequestQueue, not_loaded, queue_full, unavailable
-from inferencecenter.supervisor.restart_policy import RestartBackoff, RestartBudget, RestartPolicy
+from inferencecenter.supervisor.restart_policy import RestartBackoff, RestartBudget
 from inferencecenter.supervisor.states import ENGINE, EngineChange
 from inferencecenter.supervisor.tokenizer_client import TokenizerClient
 from inferencecenter.supervisor.watchdog import Watchdog, call_later, call_soon
@@ -81,13 +81,7 @@ class Supervisor:
     begun wait for that, and for a model that could not be loaded.
 
     Args:
-        options: The options of the first engine.
-        policy: When and how often the engine is restarted.
-        max_queue: Turns that may wait for a slot.
-        queue_warning: Waiting turns at which a warning is logged; 0 logs none.
-        load_timeout_s: An engine that is not ready by then is killed and restarted.
-        hang_timeout_s: So is one that has turns and makes no progress for so long.
-        sleep_after_s: One without turns for so long is ended until it is wanted; ``None`` for never.
+        options: The options of the first engine, with the settings of the supervisor itself.
         live_sessions: Returns the sessions whose KV a new engine keeps; ``None`` keeps all.
         plan_again: Completes the options of every engine but the first, in a thread, or raises why none may be started
             now; ``None`` leaves them.
@@ -106,14 +100,6 @@ class Supervisor:
         self,
         options: EngineOptions,
         *,
-        policy: RestartPolicy,
-        max_queue: int,
-        queue_warning: int = 0,
-        # Timeouts
-        load_timeout_s: float = 1800.0,
-        hang_timeout_s: float = 60.0,
-        sleep_after_s: float | None = None,
-        # Surroundings
         live_sessions: Callable[[], Collection[str]] | None = None,
         plan_again: Callable[[EngineOptions], EngineOptions] | None = None,
         ends_with_it: Callable[[], bool] = lambda: False,
@@ -126,12 +112,11 @@ class Supervisor:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
-        self._backoff = RestartBackoff(policy, random=jitter)
-        self._budget = RestartBudget(policy)
-        self._max_queue = max_queue
-        self._queue_watch = QueueLengthAlarm(queue_warning)
-        self._load_timeout_s = load_timeout_s
-        self._hang_timeout_s = hang_timeout_s
+        self._backoff = RestartBackoff(
+            min_s=options.restart_backoff_min_s, max_s=options.restart_backoff_max_s, random=jitter
+        )
+        self._budget = RestartBudget(max_restarts=options.max_restarts, window_s=options.restart_window_s)
+        self._queue_watch = QueueLengthAlarm(options.queue_warning)
         self._live_sessions = live_sessions
         self._plan_again = plan_again
         self._ends_with_it = ends_with_it
@@ -150,12 +135,16 @@ class Supervisor:
         self._tokenizer = TokenizerClient(call_later=call_later)
         self._demand = EngineDemand(has_turns=lambda: len(self._turns) + len(self._tokenizer) > 0, admit=admit)
         self._hang_watch = Watchdog(
-            hang_timeout_s,
+            options.hang_timeout_s,
             ticks=lambda: self._process.ticks if self._process else 0,
             on_hang=self._on_hang,
             call_later=call_later,
         )
-        self._idle_timer = IdleTimer(sleep_after_s, on_idle=self._fall_asleep, call_later=call_later)
+        self._idle_timer = IdleTimer(
+            options.sleep_after_s if options.sleep_after_s > 0 else None,
+            on_idle=self._fall_asleep,
+            call_later=call_later,
+        )
         self._state = EngineState.STOPPED
         self._process: EngineProcess | None = None
         self._model: ModelInfo | None = None
@@ -361,8 +350,8 @@ class Supervisor:
         self._on_demand()
         slots = self._model.slots if self._model else self._options.slots
         position = max(0, len(self._turns) + 1 - slots)
-        if position > self._max_queue:
-            raise queue_full(self._max_queue)
+        if position > self._options.max_queue:
+            raise queue_full(self._options.max_queue)
         given = self._turns.add(turn)
         self._users.add(turn.client_id)
         self._watch()
@@ -544,7 +533,7 @@ class Supervisor:
         _log.info("engine_started", pid=process.pid, backend=self._options.backend)
         if self._stop_asked.is_set():
             process.close()
-        patience = asyncio.get_running_loop().call_later(self._load_timeout_s, self._give_up_loading, process)
+        patience = asyncio.get_running_loop().call_later(self._options.load_timeout_s, self._give_up_loading, process)
         try:
             return await process.gone()
         except BaseException:
@@ -556,7 +545,7 @@ class Supervisor:
 
     def _give_up_loading(self, process: EngineProcess) -> None:
         if self._state is EngineState.STARTING:
-            process.kill(because=f"loading took longer than {self._load_timeout_s:g} s")
+            process.kill(because=f"loading took longer than {self._options.load_timeout_s:g} s")
 
     def _on_exit(self, ended: EngineExit) -> None:
         """Handle an engine's exit: choose whether and when to start another."""
@@ -660,8 +649,8 @@ class Supervisor:
 
     def _on_hang(self) -> None:
         if self._process is not None:
-            _log.error("engine_hangs", pid=self._process.pid, no_progress_s=self._hang_timeout_s)
-            self._process.kill(because=f"the engine made no progress for {self._hang_timeout_s:g} s")
+            _log.error("engine_hangs", pid=self._process.pid, no_progress_s=self._options.hang_timeout_s)
+            self._process.kill(because=f"the engine made no progress for {self._options.hang_timeout_s:g} s")
 
     def _change(self, change: EngineChange) -> None:
         self._state = ENGINE.next(self._state, change)

@@ -23,7 +23,6 @@ from inferencecenter.ipc.messages import (
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol.params import Params, encode
-from inferencecenter.supervisor.restart_policy import RestartPolicy
 from inferencecenter.supervisor.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -148,15 +147,20 @@ class Watched:
         lock_path: Path | None = None,
         **options: object,
     ) -> None:
-        base = {"backend": "echo", "parent_pid": 0, "slots": 2}
+        base: dict[str, object] = {
+            "backend": "echo",
+            "slots": 2,
+            "max_queue": max_queue,
+            "queue_warning": queue_warning,
+            "load_timeout_s": load_timeout_s,
+            "hang_timeout_s": hang_timeout_s,
+            "sleep_after_s": -1.0 if sleep_after_s is None else sleep_after_s,
+            "max_restarts": max_restarts,
+            "restart_backoff_min_s": backoff_s,
+            "restart_backoff_max_s": min(2 * backoff_s, 3600.0),
+        }
         self.supervisor = Supervisor(
             EngineOptions(**(base | options)),
-            policy=RestartPolicy(min_s=backoff_s, max_s=2 * backoff_s, max_restarts=max_restarts),
-            max_queue=max_queue,
-            queue_warning=queue_warning,
-            load_timeout_s=load_timeout_s,
-            hang_timeout_s=hang_timeout_s,
-            sleep_after_s=sleep_after_s,
             live_sessions=live_sessions,
             plan_again=plan_again,
             ends_with_it=ends_with_it,

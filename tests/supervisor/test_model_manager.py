@@ -20,7 +20,6 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.models.registry import ModelSpec, Registry
 from inferencecenter.supervisor import process
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
-from inferencecenter.supervisor.restart_policy import RestartPolicy
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, Heard, order
@@ -104,9 +103,15 @@ class Fleet:
             return await admit(model)
 
         supervisor = Supervisor(
-            EngineOptions(backend="echo", parent_pid=0, model_name=spec.name, slots=2),
-            policy=RestartPolicy(min_s=0.01, max_s=0.02, max_restarts=1),
-            max_queue=10,
+            EngineOptions(
+                backend="echo",
+                model_name=spec.name,
+                slots=2,
+                max_queue=10,
+                max_restarts=1,
+                restart_backoff_min_s=0.01,
+                restart_backoff_max_s=0.02,
+            ),
             admit=may_load,
         )
         model = ManagedModel(spec, cast("Planner", Room(self.room, lambda: self.fault)), supervisor)

@@ -22,7 +22,6 @@ from inferencecenter.ipc.messages import BufferUse
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.engine_status import with_fewer_layers
 from inferencecenter.supervisor.planning import Planner
-from inferencecenter.supervisor.restart_policy import RestartPolicy
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.supervisor.stub_engine import MODEL
 
@@ -350,9 +349,10 @@ async def test_every_engine_but_the_first_is_planned_again() -> None:
         given.append(options)
         return options.replace(slots=options.slots + 1)
 
-    options = EngineOptions(backend="echo", parent_pid=os.getpid(), slots=2)
-    policy = RestartPolicy(min_s=0.01, max_s=0.01, max_restarts=5, window_s=60)
-    supervisor = Supervisor(options, policy=policy, max_queue=1, plan_again=plan_again)
+    options = EngineOptions(
+        backend="echo", slots=2, max_queue=1, restart_backoff_min_s=0.01, restart_backoff_max_s=0.01
+    )
+    supervisor = Supervisor(options, plan_again=plan_again)
     ready = asyncio.Event()
     supervisor.subscribe(lambda status: ready.set() if status.state is EngineState.READY else None)
     slots = []

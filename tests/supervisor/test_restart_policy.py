@@ -6,19 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.supervisor.restart_policy import RestartBudget, RestartPolicy, fewer_layers, lacks_memory
+from inferencecenter.supervisor.restart_policy import RestartBudget, fewer_layers, lacks_memory
 
 
 def test_restarts_within_the_window_are_bounded() -> None:
     """One too many is refused; those that are longer ago than the window do not count."""
-    budget = RestartBudget(RestartPolicy(max_restarts=2, window_s=10.0))
+    budget = RestartBudget(max_restarts=2, window_s=10.0)
     assert [budget.take(now=now) for now in (0.0, 9.0, 10.0)] == [True, True, False]
     assert [budget.take(now=now) for now in (10.5, 11.0, 19.5)] == [True, False, True]
 
 
 def test_a_cause_that_is_gone_is_not_counted() -> None:
     """After it was found, as many restarts are left as in the beginning."""
-    budget = RestartBudget(RestartPolicy(max_restarts=1))
+    budget = RestartBudget(max_restarts=1, window_s=600.0)
     assert budget.take(now=0.0)
     budget.clear()
     assert budget.take(now=1.0)
@@ -27,7 +27,7 @@ def test_a_cause_that_is_gone_is_not_counted() -> None:
 
 def test_no_restarts_at_all() -> None:
     """0 gives the engine up at its first loss."""
-    assert not RestartBudget(RestartPolicy(max_restarts=0)).take(now=0.0)
+    assert not RestartBudget(max_restarts=0, window_s=600.0).take(now=0.0)
 
 
 @pytest.mark.parametrize(

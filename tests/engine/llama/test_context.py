@@ -1,4 +1,4 @@
-"""Tests of ``engine.llama.context`` on real models."""
+"""Contexts of real models: slots, decoding, saved sequences."""
 
 from __future__ import annotations
 
