@@ -31,6 +31,7 @@ from inferencecenter.auth.bootstrap import ensure_admin
 from inferencecenter.auth.quotas import AccessQuotas
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.models.registry import read_registry
@@ -349,19 +350,19 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     )
     monitor = LoopMonitor(metrics.loop_lag_s, is_idle=lambda: listener.n_connections == 0)
 
-    def purge(kind: PurgeKind, name: str) -> None:
-        _log.info("purged", kind=kind, name=name, sessions=sessions.purge(kind, name))
-        if store is not None:
-            store.purge(kind, name)
-
+    purges = TaskGroup("purges")
     models.subscribe(stop_when_unrecoverable)
     async with aclosing(prepared.templates), AsyncExitStack() as running:
         if store is not None:
             running.push_async_callback(store.close)
             store.watch(context.storage_changed)
             _restore(settings, store, accounts=accounts, quotas=quotas, sessions=sessions)
+        running.push_async_callback(purges.join)
         control = ControlSocket(
-            settings.state_dir, tokens_changed=context.tokens_changed, purge=purge, reload=reload.run
+            settings.state_dir,
+            tokens_changed=context.tokens_changed,
+            purge=lambda kind, name: purges.spawn(_purge(kind, name, sessions, store), name=kind),
+            reload=reload.run,
         )
         control.open()
         running.callback(control.close)
@@ -395,6 +396,17 @@ async def _listen(listener: Listener, sockets: list[socket.socket]) -> None:
     gc.collect()
     gc.freeze()
     await listener.serve(sockets)
+
+
+async def _purge(kind: PurgeKind, name: str, sessions: SessionManager, store: SessionStore | None) -> None:
+    """Close a session, or all of a client, and delete what is stored of them; other work goes on meanwhile."""
+    n_sessions = 0
+    while n_closed := sessions.purge(kind, name):
+        n_sessions += n_closed
+        await asyncio.sleep(0)
+    _log.info("purged", kind=kind, name=name, sessions=n_sessions)
+    if store is not None:
+        store.purge(kind, name)
 
 
 def _restore(

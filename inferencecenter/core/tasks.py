@@ -67,6 +67,10 @@ class TaskGroup:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def join(self) -> None:
+        """Wait until every task of this owner has ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     async def _restart(
         self,
         work: Callable[[], Coroutine[Any, Any, None]],

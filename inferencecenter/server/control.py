@@ -188,7 +188,7 @@ class ControlSocket:
         state_dir: Path,
         *,
         tokens_changed: Callable[[], None],
-        purge: Callable[[PurgeKind, str], None] | None = None,
+        purge: Callable[[PurgeKind, str], object] | None = None,
         reload: Callable[[], ReloadReport] | None = None,
     ) -> None:
         self._state_dir = state_dir

@@ -38,7 +38,7 @@ from inferencecenter.sessions.prefix_match import find_longest_prefix
 from inferencecenter.sessions.session import LiveSession
 from inferencecenter.sessions.session_config import SessionConfig, SessionServices
 from inferencecenter.sessions.states import SessionState
-from inferencecenter.sessions.table import SessionTable, ttl_warnings
+from inferencecenter.sessions.table import MAX_BATCH, SessionTable, ttl_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -247,9 +247,13 @@ class SessionManager:
         return self._table.session_ids
 
     def purge(self, kind: Literal["session", "client"], name: str) -> int:
-        """End a session, or all sessions of a client, as if the client had closed them; return their number."""
+        """End a session, or up to ``MAX_BATCH`` sessions of a client, as if the client had closed them.
+
+        Returns:
+            Their number; call it in the next iteration of the event loop again until it is 0.
+        """
         if kind == "client":
-            sessions = self._table.all_of(name)
+            sessions = self._table.all_of(name, at_most=MAX_BATCH)
         else:
             sessions = [session for session in (self._table.get(name),) if session is not None]
         for session in sessions:

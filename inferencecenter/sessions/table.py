@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MAX_BATCH: Final = 100
-"""Keys handled per iteration of the event loop; the rest follows in the next."""
+"""Sessions handled per iteration of the event loop; the rest follows in the next."""
 _MAX_TIMER_S: Final = 86_400.0
 _SPARE_ENTRIES: Final = 64
 MIN_TTL_S: Final = 1.0
@@ -175,9 +175,10 @@ class SessionTable:
         """Return a client's stateless sessions, least recently used first."""
         return list(self._stateless_of.get(client_id, {}).values())
 
-    def all_of(self, client_id: str) -> list[LiveSession]:
-        """Return all sessions of a client."""
-        return self.of_client(client_id) + self.stateless_of(client_id)
+    def all_of(self, client_id: str, *, at_most: int | None = None) -> list[LiveSession]:
+        """Return all sessions of a client, or some of them."""
+        own = chain(self._listed_of.get(client_id, {}).values(), self._stateless_of.get(client_id, {}).values())
+        return list(islice(own, at_most))
 
     def page(self, client_id: str, *, after: str | None, limit: int) -> tuple[list[LiveSession], bool]:
         """Return up to ``limit`` of a client's sessions after ``after``, and whether there are more.

@@ -30,6 +30,24 @@ async def test_task_is_owned_until_it_ends() -> None:
     assert len(group) == 0
 
 
+async def test_join_waits_for_every_task() -> None:
+    """They end by themselves, and a failure among them is no error of the caller."""
+    group, ended = TaskGroup("owner"), []
+
+    async def end_later() -> None:
+        await asyncio.sleep(0)
+        ended.append(True)
+
+    async def fail() -> None:
+        raise ValueError
+
+    group.spawn(end_later(), name="slow")
+    group.spawn(fail(), name="bad")
+    with capture_logs():
+        await group.join()
+    assert ended == [True]
+
+
 async def test_cancel_waits_for_every_task() -> None:
     """Clean-up has finished when ``cancel`` returns."""
     group, started, cleaned = TaskGroup("owner"), asyncio.Event(), []

@@ -10,7 +10,9 @@ from inferencecenter.ipc.messages import PrefillProgress
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.values import ChatMessage
-from tests.sessions.conftest import DETACHED_TURN_S, FakeSink
+from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.table import MAX_BATCH
+from tests.sessions.conftest import DETACHED_TURN_S, FakeSink, World
 
 if TYPE_CHECKING:
     from tests.sessions.conftest import World
@@ -238,6 +240,16 @@ def test_all_kinds_of_events_are_replayed(world: World) -> None:
     told = list(world.sink.events)
     world.resume(session_id, epoch=epoch(world, session_id), last_seq=0)
     assert world.sink.events[len(told) + 1 :] == told
+
+
+def test_a_purge_of_many_sessions_is_taken_in_parts() -> None:
+    """Each iteration of the event loop closes a bounded number, until none is left."""
+    world = World(client=Principal("ada", 1000, "normal", frozenset({"user"})), max_sessions=1000)
+    for _ in range(2 * MAX_BATCH + 1):
+        world.create()
+    closed = [world.sessions.purge("client", "ada") for _ in range(4)]
+    assert closed == [MAX_BATCH, MAX_BATCH, 1, 0]
+    assert world.sessions.session_ids() == ()
 
 
 def test_a_purged_session_ends_for_all_sockets(world: World) -> None:
