@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Annotated, Any, Final, NoReturn
 
@@ -95,7 +97,8 @@ def _global_options(
 def main() -> None:
     """Run the command line; a known error prints one message to standard error and sets the exit code."""
     try:
-        app()
+        with _engine_ahead():
+            app()
     except InferenceCenterError as error:
         _end(error)
     except ModuleNotFoundError as error:
@@ -117,6 +120,15 @@ def main() -> None:
                 hint="Run this as its owner; HOME and the state directory must belong to that user, too.",
             )
         )
+
+
+def _engine_ahead() -> AbstractContextManager[None]:
+    """Start the engine's interpreter before the daemon is imported, if that is what will run."""
+    if sys.argv[1:2] != ["serve"] or "--help" in sys.argv:
+        return nullcontext()
+    from inferencecenter.ipc.engine_child import started_ahead  # noqa: PLC0415 - other commands start no engine
+
+    return started_ahead()
 
 
 def _is_of_server(error: ModuleNotFoundError) -> bool:

@@ -24,6 +24,7 @@ from inferencecenter.engine.echo import EchoBackend
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.kv_cache.store import KvStore, TierOptions
 from inferencecenter.engine.loop import EngineLoop, FrontDisconnected, Inbox, KvFetched, ReceivedCommand
+from inferencecenter.ipc.engine_child import receive_descriptors
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel, FramingError
 from inferencecenter.ipc.heartbeat import Heartbeat
@@ -41,12 +42,17 @@ def main() -> int:
     """Run the engine until the front disconnects; return the exit status."""
     parser = argparse.ArgumentParser(prog="inferencecenter.engine", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket to the front")
-    pipe = BlockingChannel(socket.socket(fileno=parser.parse_args().fd))
+    connection = socket.socket(fileno=parser.parse_args().fd)
     # Ctrl-C and a stop of the process group reach the engine too; the front drains first and then closes the pipe.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with_parent()
     _volunteer_for_oom_kill()
+    try:
+        heartbeat_fd, *_ = receive_descriptors(connection)  # the others stay open, as the front wants
+    except ConnectionError:
+        return os.EX_OK
+    pipe = BlockingChannel(connection)
     configure = pipe.read()
     if not isinstance(configure, Configure):
         return os.EX_PROTOCOL
@@ -54,18 +60,16 @@ def main() -> int:
         options = EngineOptions.model_validate_json(configure.options_json)
         if os.getppid() != options.parent_pid:  # the parent died before prctl took effect
             return os.EX_UNAVAILABLE
-        return _serve(pipe, options)
+        return _serve(pipe, options, Heartbeat.attach(heartbeat_fd))
     except ValidationError as error:
         return _refuse(pipe, ErrorCode.INVALID_CONFIG, str(error))
     except ConnectionError:
         return os.EX_OK
 
 
-def _serve(pipe: BlockingChannel, options: EngineOptions) -> int:
+def _serve(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -> int:
     inbox = Inbox()
     watch(pipe, inbox)
-    # Without a page from the front, progress is counted in a private one.
-    heartbeat = Heartbeat.create() if options.pulse_fd < 0 else Heartbeat.attach(options.pulse_fd)
     try:
         backend = _load(pipe, options, heartbeat)
     except InferenceCenterError as error:

@@ -35,8 +35,7 @@ class EngineOptions(EngineSettings):
     GPUs the engine fails, or runs on the host if they are ``gpu_optional``. ``kv_adopt`` selects which files of an
     earlier engine are recovered; the others are deleted.
 
-    The engine exits when the process ``parent_pid`` does. ``pulse_fd`` is an inherited descriptor of the heartbeat page
-    (``ipc.heartbeat``), -1 for none.
+    The engine exits when the process ``parent_pid`` does.
     """
 
     slots: int = Field(8, ge=1, le=256)
@@ -58,7 +57,6 @@ class EngineOptions(EngineSettings):
     kv: KvCachePaths = KvCachePaths()
     kv_adopt: Literal["none", "durable", "all"] = "none"
     parent_pid: int = 0
-    pulse_fd: int = -1
 
     def replace(self, **changes: Any) -> Self:
         """Return these options with changes, validated."""

@@ -7,8 +7,6 @@ import fcntl
 import logging
 import os
 import signal
-import socket
-import sys
 import threading
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -17,11 +15,13 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.channel import Channel
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, Suspend
 
 if TYPE_CHECKING:
+    import subprocess
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 WAIT_S: Final = 10.0
 """How long to wait for an orphan: the kernel kills it with its parent, but freeing its memory takes a while."""
-MODULE: Final = "inferencecenter.engine"
+MODULE: Final = engine_child.MODULE
 EXIT_GRACE_S: Final = 3.0
 """How long a process may outlive its pipe before it is killed."""
 SUSPEND_DEADLINE_S: Final = 10.0
@@ -95,19 +95,27 @@ def _holder(fd: int) -> int:
 
 
 async def _holder_gone(pid: int, *, wait_s: float) -> None:
-    loop = asyncio.get_running_loop()
     try:
-        pidfd = os.pidfd_open(pid)
+        async with asyncio.timeout(wait_s):
+            await _exited(pid)
     except ProcessLookupError:
         # The lock outlives its holder's pid until the kernel has closed the holder's files.
         raise EngineLockError(f"the engine lock is held by process {pid}, which is gone") from None
-    gone = asyncio.Event()
-    loop.add_reader(pidfd, gone.set)
-    try:
-        async with asyncio.timeout(wait_s):
-            await gone.wait()
     except TimeoutError:
         raise EngineLockError(f"process {pid} still holds the engine lock after {wait_s:g} s") from None
+
+
+async def _exited(pid: int) -> None:
+    """Wait until a process, of this daemon or another, has exited; one of this daemon is not reaped.
+
+    Raises:
+        ProcessLookupError: There is no such process.
+    """
+    loop, exited = asyncio.get_running_loop(), asyncio.Event()
+    pidfd = os.pidfd_open(pid)
+    loop.add_reader(pidfd, exited.set)
+    try:
+        await exited.wait()
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
@@ -130,7 +138,13 @@ class EngineExit:
 class EngineProcess:
     """A running ``python -m inferencecenter.engine``, its channel and its heartbeat; made by ``spawn``."""
 
-    def __init__(self, process: asyncio.subprocess.Process, channel: Channel, heartbeat: Heartbeat) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        output: asyncio.StreamReader,
+        channel: Channel,
+        heartbeat: Heartbeat,
+    ) -> None:
         self._process = process
         self._channel = channel
         self._killed = False
@@ -140,7 +154,7 @@ class EngineProcess:
         self._quiet = asyncio.Event()
         self._tasks = TaskGroup("engine-process")
         self._last_line = ""
-        self._output = self._tasks.spawn(self._log_output(), name="output")
+        self._output = self._tasks.spawn(self._log_output(output), name="output")
 
     @property
     def pid(self) -> int:
@@ -174,33 +188,24 @@ class EngineProcess:
             options: Sent as the first frame, with this process as the parent and a new heartbeat.
             on_message: Called on the event loop with each message of the engine.
             on_drain: Called on the event loop when ``has_room`` becomes true again.
-            keep_open: File descriptors that stay open in the engine.
+            keep_open: File descriptors of which the engine gets copies, to be open as long as it lives.
 
         Raises:
             OSError: The process cannot be started.
         """
         assert threading.current_thread() is threading.main_thread(), "PR_SET_PDEATHSIG watches the spawning thread"
-        ours, theirs = socket.socketpair()
-        channel = await Channel.open(ours, on_message, on_drain=on_drain)
-        with theirs, ExitStack() as undone:
-            undone.callback(channel.abort)
+        with ExitStack() as undone:
             heartbeat = Heartbeat.create()
             undone.callback(heartbeat.close)
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                MODULE,
-                "--fd",
-                str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), heartbeat.fd, *keep_open),
-            )
+            child = engine_child.take(MODULE)
+            undone.callback(child.discard)
+            with suppress(BrokenPipeError):  # it has died; the channel reports that
+                engine_child.send_descriptors(child.socket, (heartbeat.fd, *keep_open))
+            output = await _read_pipe(child.process)
+            channel = await Channel.open(child.socket, on_message, on_drain=on_drain)
             undone.pop_all()
-        options = options.replace(parent_pid=os.getpid(), pulse_fd=heartbeat.fd)
-        channel.send(Configure(options.model_dump_json().encode()))
-        return cls(process, channel, heartbeat)
+        channel.send(Configure(options.replace(parent_pid=os.getpid()).model_dump_json().encode()))
+        return cls(child.process, output, channel, heartbeat)
 
     def send(self, message: ToEngine) -> None:
         """Send a message; does nothing if the engine is gone.
@@ -217,9 +222,7 @@ class EngineProcess:
     def kill(self, *, because: str = "") -> None:
         """Kill the engine; ``because`` becomes the detail of its ``EngineExit``."""
         self._killed, self._killed_because = True, because or self._killed_because
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):  # it has exited, and the event loop has not noticed yet
-                os.kill(self._process.pid, signal.SIGKILL)
+        self._process.kill()
 
     async def suspend(self, *, deadline_s: float, park_all: bool = False) -> None:
         """Have the engine stop its turns and write their KV to disk; wait for that at most ``deadline_s``.
@@ -268,10 +271,10 @@ class EngineProcess:
         self._quiet.set()
         try:
             async with asyncio.timeout(EXIT_GRACE_S):
-                status = await self._process.wait()
+                status = await self._reaped()
         except TimeoutError:
             self.kill()
-            status = await self._process.wait()
+            status = await self._reaped()
         await asyncio.wait([self._output])
         if self._heartbeat is not None:
             self._suspects = self._heartbeat.suspects
@@ -287,10 +290,14 @@ class EngineProcess:
             from_outside=status == -signal.SIGKILL and not self._killed,
         )
 
-    async def _log_output(self) -> None:
+    async def _reaped(self) -> int:
+        """Wait until the process has exited, and return its status."""
+        if self._process.returncode is None:
+            await _exited(self._process.pid)
+        return self._process.wait()
+
+    async def _log_output(self, stream: asyncio.StreamReader) -> None:
         """Log what the process writes outside the channel, such as fatal errors of Python and llama.cpp."""
-        stream = self._process.stdout
-        assert stream is not None, "the process was started with a pipe"
         rest = b""
         while chunk := await stream.read(_MAX_LINE_BYTES):
             *lines, rest = (rest + chunk).split(b"\n")
@@ -305,6 +312,14 @@ class EngineProcess:
         if text:
             self._last_line = text[:_MAX_SHOWN_CHARS]
             _log.warning("engine_output", line=text, pid=self.pid)
+
+
+async def _read_pipe(process: subprocess.Popen[bytes]) -> asyncio.StreamReader:
+    """Return a reader of what a process writes to its standard output."""
+    stream = asyncio.StreamReader()
+    assert process.stdout is not None, "the process was started with a pipe"
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stream), process.stdout)
+    return stream
 
 
 def log_line(message: LogLine) -> None:

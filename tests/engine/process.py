@@ -9,6 +9,7 @@ import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from inferencecenter.ipc.engine_child import send_descriptors
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, LoadFailed, LogLine, Ready, Suspend, Suspended
@@ -23,17 +24,17 @@ if TYPE_CHECKING:
 
 
 class Child:
-    """A process that has been told its options, and without ``heartbeat`` of no page."""
+    """A process that has been told its options."""
 
-    def __init__(self, options: EngineOptions, *, heartbeat: bool = True) -> None:
+    def __init__(self, options: EngineOptions) -> None:
         ours, theirs = socket.socketpair()
         self.heartbeat = Heartbeat.create()
         command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno(), self.heartbeat.fd])
+        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         theirs.close()
+        send_descriptors(ours, (self.heartbeat.fd,))
         self.front = Front(ours)
-        page = self.heartbeat.fd if heartbeat else -1
-        self.front.send(Configure(options.replace(pulse_fd=page).model_dump_json().encode()))
+        self.front.send(Configure(options.model_dump_json().encode()))
 
     @property
     def log(self) -> list[str]:
@@ -58,9 +59,9 @@ class Child:
         return self.process.wait(TIMEOUT_S)
 
 
-def child_of(options: EngineOptions, *, heartbeat: bool = True) -> Child:
+def child_of(options: EngineOptions) -> Child:
     """Start a process that is gone after the test, whatever that leaves undone."""
-    child = Child(options, heartbeat=heartbeat)
+    child = Child(options)
 
     def clean_up() -> None:
         child.front.close()

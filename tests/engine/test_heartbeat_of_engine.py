@@ -132,15 +132,3 @@ def test_a_real_model_counts_its_loading_and_its_steps(demo_model_path: Path) ->
         fractions = [frame for frame in child.front.frames if isinstance(frame, Loading)]
         assert not any(frame.offloads for frame in fractions)
         assert [frame.fraction for frame in fractions[:2]] == [0.0, 0.0]
-
-
-def test_engine_without_a_heartbeat_page_works() -> None:
-    """Whoever starts it may not care."""
-    child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid()), heartbeat=False)
-    child.ready()
-    child.front.send(submit("t", "x"))
-    assert child.front.finished("t").reason == "stop"
-    child.front.close()
-    assert child.wait() == 0
-    assert child.heartbeat.ticks == 0
-    child.heartbeat.close()

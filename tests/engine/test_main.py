@@ -10,6 +10,7 @@ import pytest
 from inferencecenter.engine import __main__ as main
 from inferencecenter.engine.loop import FrontDisconnected, Inbox
 from inferencecenter.ipc.engine_options import EngineOptions
+from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import LoadFailed
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def test_any_model_file_error_is_a_failed_load(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(main, "watch", lambda _pipe, _inbox: None)
     monkeypatch.setattr(main, "_load", load)
     line = Line()
-    assert main._serve(line, OPTIONS) == os.EX_NOINPUT  # type: ignore[arg-type]
+    assert main._serve(line, OPTIONS, Heartbeat.create()) == os.EX_NOINPUT  # type: ignore[arg-type]
     (failed,) = line.sent
     assert isinstance(failed, LoadFailed)
     assert failed.code == "invalid_model_file"

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from inferencecenter.ipc.engine_child import receive_descriptors
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel
 from inferencecenter.ipc.heartbeat import Heartbeat
@@ -96,9 +97,9 @@ class _Turn:
 
 
 class _Engine:
-    def __init__(self, pipe: BlockingChannel, options: EngineOptions) -> None:
+    def __init__(self, pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -> None:
         self._pipe = pipe
-        self._heartbeat = Heartbeat.attach(options.pulse_fd)
+        self._heartbeat = heartbeat
         self._log = Path(options.model_path) if options.model_path else None
         self._turns: dict[str, _Turn] = {}
 
@@ -215,7 +216,9 @@ def _load(pipe: BlockingChannel, options: EngineOptions) -> bool:
 def _main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    pipe = BlockingChannel(socket.socket(fileno=parser.parse_args().fd))
+    connection = socket.socket(fileno=parser.parse_args().fd)
+    heartbeat_fd, *_ = receive_descriptors(connection)
+    pipe = BlockingChannel(connection)
     configure = pipe.read()
     assert isinstance(configure, Configure)
     inbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
@@ -230,7 +233,7 @@ def _main() -> None:
     threading.Thread(target=read, daemon=True).start()
     options = EngineOptions.model_validate_json(configure.options_json)
     if _load(pipe, options):
-        _Engine(pipe, options).run(inbox)
+        _Engine(pipe, options, Heartbeat.attach(heartbeat_fd)).run(inbox)
 
 
 if __name__ == "__main__":

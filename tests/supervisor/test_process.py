@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from typing import TYPE_CHECKING
+import signal
 
 from structlog.testing import capture_logs
 
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import Configure, FromEngine, Ready
 from inferencecenter.supervisor.process import EngineExit, EngineProcess
-
-if TYPE_CHECKING:
-    import pytest
 
 OPTIONS = EngineOptions(backend="echo", parent_pid=0)
 
@@ -30,16 +27,11 @@ async def test_its_last_words_say_how_it_ended() -> None:
     assert [line["pid"] for line in logs if line["event"] == "engine_output"] == [process.pid]
 
 
-async def test_one_that_has_just_ended_can_be_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel knows of its end before the event loop does; nothing is wrong with that."""
-    kill = os.kill
-
-    def kill_at_once(pid: int, number: int) -> None:
-        kill(pid, number)
-        raise ProcessLookupError
-
+async def test_one_that_has_just_ended_can_be_killed() -> None:
+    """The kernel knows of its end before the event loop does."""
     process = await EngineProcess.spawn(OPTIONS, on_message=lambda _: None)
-    monkeypatch.setattr(os, "kill", kill_at_once)
+    os.kill(process.pid, signal.SIGKILL)
+    await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     process.kill(because="enough")
     async with asyncio.timeout(60):
         assert await process.gone() == EngineExit("enough", by_itself=False)

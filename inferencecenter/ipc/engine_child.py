@@ -1,0 +1,97 @@
+"""Starts the interpreter of an engine, for the first engine of a daemon ahead of time.
+
+The imports of an engine and of the daemon each take a good part of a second, and neither needs the other. So ``serve``
+starts an interpreter before it imports the daemon (``started_ahead``), and the first engine takes that one (``take``).
+What only the daemon can give comes over the socket afterwards: descriptors (``send_descriptors``), then ``Configure``.
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+MODULE: Final = "inferencecenter.engine"
+_MAX_DESCRIPTORS: Final = 8
+
+_ahead: list[EngineChild] = []
+
+
+class EngineChild:
+    """A started ``python -m inferencecenter.engine``, with the daemon's end of the socket to it.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
+
+    def __init__(self, module: str = MODULE) -> None:
+        self.socket, theirs = socket.socketpair()
+        with theirs:
+            try:
+                self.process = subprocess.Popen(  # noqa: S603 - its own interpreter and module
+                    [sys.executable, "-m", module, "--fd", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(theirs.fileno(),),
+                )
+            except OSError:
+                self.socket.close()
+                raise
+
+    def discard(self) -> None:
+        """End a process that was not taken."""
+        self.socket.close()
+        self.process.kill()
+        self.process.communicate()
+
+
+@contextmanager
+def started_ahead() -> Iterator[None]:
+    """Have an interpreter ready for the next ``take``; to be entered in the main thread, with which the engine ends.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
+    _ahead.append(EngineChild())
+    try:
+        yield
+    finally:
+        while _ahead:
+            _ahead.pop().discard()
+
+
+def take(module: str = MODULE) -> EngineChild:
+    """Return the interpreter that was started ahead, or a new one.
+
+    Raises:
+        OSError: The process cannot be started.
+    """
+    while _ahead and module == MODULE:
+        child = _ahead.pop()
+        if child.process.poll() is None:
+            return child
+        child.discard()
+    return EngineChild(module)
+
+
+def send_descriptors(sock: socket.socket, fds: Sequence[int]) -> None:
+    """Send the engine the descriptor of its heartbeat page and those that it keeps open."""
+    socket.send_fds(sock, [b"\0"], fds)
+
+
+def receive_descriptors(sock: socket.socket) -> list[int]:
+    """Wait for the descriptors.
+
+    Raises:
+        ConnectionError: The daemon has closed its end.
+    """
+    data, fds, _, _ = socket.recv_fds(sock, 1, _MAX_DESCRIPTORS)
+    if not data:
+        raise ConnectionError("the daemon has ended")
+    return fds
