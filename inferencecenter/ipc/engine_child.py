@@ -29,12 +29,12 @@ class EngineChild:
         OSError: The process cannot be started.
     """
 
-    def __init__(self, module: str = MODULE) -> None:
+    def __init__(self) -> None:
         self.socket, theirs = socket.socketpair()
         with theirs:
             try:
                 self.process = subprocess.Popen(  # noqa: S603 - its own interpreter and module
-                    [sys.executable, "-m", module, "--fd", str(theirs.fileno())],
+                    [sys.executable, "-m", MODULE, "--fd", str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -66,18 +66,18 @@ def started_ahead() -> Iterator[None]:
             _ahead.pop().discard()
 
 
-def take(module: str = MODULE) -> EngineChild:
+def take() -> EngineChild:
     """Return the interpreter that was started ahead, or a new one.
 
     Raises:
         OSError: The process cannot be started.
     """
-    while _ahead and module == MODULE:
+    while _ahead:
         child = _ahead.pop()
         if child.process.poll() is None:
             return child
         child.discard()
-    return EngineChild(module)
+    return EngineChild()
 
 
 def send_descriptors(sock: socket.socket, fds: Sequence[int]) -> None:

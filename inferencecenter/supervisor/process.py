@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 WAIT_S: Final = 10.0
 """How long to wait for an orphan: the kernel kills it with its parent, but freeing its memory takes a while."""
-MODULE: Final = engine_child.MODULE
 EXIT_GRACE_S: Final = 3.0
 """How long a process may outlive its pipe before it is killed."""
 SUSPEND_DEADLINE_S: Final = 10.0
@@ -197,7 +196,7 @@ class EngineProcess:
         with ExitStack() as undone:
             heartbeat = Heartbeat.create()
             undone.callback(heartbeat.close)
-            child = engine_child.take(MODULE)
+            child = engine_child.take()
             undone.callback(child.discard)
             with suppress(BrokenPipeError):  # it has died; the channel reports that
                 engine_child.send_descriptors(child.socket, (heartbeat.fd, *keep_open))

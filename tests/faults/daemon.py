@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from inferencecenter.cli import main
+from inferencecenter.ipc import engine_child
 from inferencecenter.sessions.store.recorder import Recorder
-from inferencecenter.supervisor import process
 from tests.faults.fault_injection import FaultPoints
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def install_fault_points(points: FaultPoints) -> None:
         for name in names:
             points.reach(f"after-{name}")
 
-    vars(process)["MODULE"] = "tests.faults.engine"
+    vars(engine_child)["MODULE"] = "tests.faults.engine"
     setattr(Recorder, "commit", commit_with_faults)  # noqa: B010 - mypy takes the plain assignment for a mistake
 
 

@@ -11,6 +11,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.channel import MAX_UNREAD_BYTES
 from inferencecenter.ipc.messages import Cancelled, Failed, Submit, TokenDelta
 from inferencecenter.ipc.port import EngineState, EngineStatus
@@ -34,7 +35,7 @@ HANG_TIMEOUT_S = 60.0
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines are stubs, which die when they are told to."""
-    monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
+    monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
 
 
 async def ready(**options: object) -> Watched:

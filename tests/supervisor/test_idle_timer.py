@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from inferencecenter.core import tasks
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.engine_options import EngineOptions, KvCachePaths
 from inferencecenter.ipc.messages import Cancelled, Failed
 from inferencecenter.ipc.port import EngineState, EngineStatus
@@ -268,7 +269,7 @@ async def test_engine_lost_after_waking_is_restarted(clock: LoopClock) -> None:
 
 async def test_failed_wake_is_retried(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
     """One that dies while it wakes is a loss; when that was the last, the turn that woke it fails."""
-    monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
+    monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
     options = iter([{"model_name": "die"}])
 
     def plan_again(engine: EngineOptions) -> EngineOptions:

@@ -14,11 +14,11 @@ import pytest
 
 from inferencecenter.config.sections import EngineSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import EngineLimits, Failed, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.models.registry import ModelSpec, Registry
-from inferencecenter.supervisor import process
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.supervisor import stub_engine
@@ -169,7 +169,7 @@ class Fleet:
 @pytest.fixture
 async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Fleet]]:
     """Make models of which the first is being loaded."""
-    monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
+    monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
     made: list[Fleet] = []
 
     def make(**fields: object) -> Fleet:

@@ -11,10 +11,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import Cancelled, Failed, Finished, TurnEvent
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.supervisor import process
 from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
 
@@ -309,7 +309,7 @@ async def test_an_engine_that_takes_too_long_to_load_is_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Past its time it is killed, the status says why, and another one is started."""
-    monkeypatch.setattr(process, "MODULE", stub_engine.MODULE)
+    monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
     watched = Watched(load_timeout_s=0.001, model_name="wait", model_path=str(tmp_path / "steps"))
     watched.supervisor.start()
     await watched.until(EngineState.BACKOFF)
