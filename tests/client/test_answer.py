@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from inferencecenter.client.answer import Answer, result
 from inferencecenter.client.session import SequenceStatus, SequenceTracker
+from inferencecenter.client.transport import parse
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.events import Reasoning, Token, ToolCall
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.protocol.values import ToolCall as Call
@@ -109,3 +111,18 @@ def test_changed_answer_is_rejected(fields: dict[str, object]) -> None:
 def test_coalesced_event_covers_several_numbers(event: Reasoning | ToolCall) -> None:
     """A higher sequence number is no gap then."""
     assert SequenceTracker("e", 1).admit(event.model_copy(update={"seq": 7})) is SequenceStatus.NEXT
+
+
+def test_event_of_a_later_version_may_be_coalesced() -> None:
+    """Only its number is known, so it is no gap; a known event with that number is one."""
+    event = parse('{"op": "weather", "session_id": "s", "seq": 7, "sky": "blue"}')
+    assert type(event) is SessionEvent
+    assert event.id is None
+    assert SequenceTracker("e", 1).admit(event) is SequenceStatus.NEXT
+    assert SequenceTracker("e", 1).admit(end_of_turn(seq=7)) is SequenceStatus.AFTER_A_GAP
+
+
+@pytest.mark.parametrize("text", ["weather", "[]", '{"seq": 7}', '{"op": "weather"}', '{"op": "pong", "when": 1}'])
+def test_unnumbered_frame_that_is_not_understood_is_dropped(text: str) -> None:
+    """No JSON, no event, or an event without a place in a session."""
+    assert parse(text) is None
