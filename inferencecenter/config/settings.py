@@ -367,6 +367,16 @@ class MemorySettings(Section):
     )
 
 
+LoraAdapters = Annotated[
+    tuple[LoraSettings, ...],
+    Field(
+        max_length=16,
+        description="LoRA adapters applied to it.",
+        json_schema_extra={"allowed_text": "list of `{path = FILE, scale = NUMBER}` (at most 16 entries)"},
+    ),
+]
+
+
 class ModelSettings(Section):
     """The default model, used by sessions that name none."""
 
@@ -381,12 +391,7 @@ class ModelSettings(Section):
         description="Name shown to clients; if not set, the stem of the file if it is in `models_dir`, otherwise "
         "the name in the file.",
     )
-    lora: tuple[LoraSettings, ...] = Field(
-        (),
-        max_length=16,
-        description="LoRA adapters applied to it.",
-        json_schema_extra={"allowed_text": "list of `{path = FILE, scale = NUMBER}` (at most 16 entries)"},
-    )
+    lora: LoraAdapters = ()
 
 
 class ModelEntry(Section):
@@ -405,12 +410,7 @@ class ModelEntry(Section):
     params: dict[str, Any] = Field(
         default_factory=dict, description="Parameters that override those recommended by the file and `[params]`."
     )
-    lora: tuple[LoraSettings, ...] = Field(
-        (),
-        max_length=16,
-        description="LoRA adapters applied to it.",
-        json_schema_extra={"allowed_text": "list of `{path = FILE, scale = NUMBER}` (at most 16 entries)"},
-    )
+    lora: LoraAdapters = ()
 
 
 class Settings(BaseSettings):

@@ -29,6 +29,10 @@ from inferencecenter.protocol.values import (
 )
 from inferencecenter.protocol.values import ToolCall as AskedTool
 
+Logprobs: TypeAlias = Annotated[
+    tuple[TokenLogprobs, ...] | None, Field(description="Present when `n_probs` was requested.")
+]
+
 
 class Hello(Event):
     """Identity, version and readiness of the daemon."""
@@ -122,9 +126,7 @@ class Token(TurnEvent):
     dagger: ClassVar[bool] = True
     op: Literal["token"] = "token"
     content: Annotated[str, DAGGER] = Field(description="Text to append.")
-    logprobs: tuple[TokenLogprobs, ...] | None = Field(
-        default=None, description="Present when `n_probs` was requested."
-    )
+    logprobs: Logprobs = None
 
 
 class Reasoning(TurnEvent):
@@ -132,9 +134,7 @@ class Reasoning(TurnEvent):
 
     op: Literal["reasoning"] = "reasoning"
     content: str = Field(description="Text to append.")
-    logprobs: tuple[TokenLogprobs, ...] | None = Field(
-        default=None, description="Present when `n_probs` was requested."
-    )
+    logprobs: Logprobs = None
 
 
 class ToolCall(TurnEvent):
@@ -148,9 +148,7 @@ class ToolCall(TurnEvent):
     call_id: str = Field(description="Id of the call.")
     name: str | None = Field(default=None, description="Name of the tool, in the first event of the call.")
     arguments: str = Field(description="Text to append to the arguments, which are JSON once complete.")
-    logprobs: tuple[TokenLogprobs, ...] | None = Field(
-        default=None, description="Present when `n_probs` was requested."
-    )
+    logprobs: Logprobs = None
 
 
 class End(TurnEvent):

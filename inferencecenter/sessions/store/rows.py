@@ -22,6 +22,7 @@ Row: TypeAlias = tuple[Any, ...]
 
 _MESSAGES: Final = TypeAdapter(tuple[ChatMessage, ...])
 _TURNS: Final = TypeAdapter(tuple[TranscriptTurn, ...])
+_TOKENS: Final = ("prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
 
 
 class _Facts(BaseModel):
@@ -43,42 +44,20 @@ class _Facts(BaseModel):
 
 
 def facts_column(config: SessionConfig) -> str:
-    held = _Facts(
-        mode=config.mode,
-        chosen_model=config.chosen_model,
-        model=config.model,
-        n_ctx=config.n_ctx,
-        params=config.params,
-        chosen=tuple(sorted(config.chosen)),
-        priority=config.priority,
-        on_full=config.on_full,
-        on_disconnect=config.on_disconnect,
-        ttl_s=config.ttl_s,
-        metadata=config.metadata,
-    )
-    return held.model_dump_json(exclude_unset=True)
+    values = {name: getattr(config, name) for name in _Facts.model_fields}
+    return _Facts(**values | {"chosen": tuple(sorted(config.chosen))}).model_dump_json(exclude_unset=True)
 
 
 def config_of(column: str, *, session_id: str, client_id: str, epoch: str, created_at: float) -> SessionConfig:
     """Return a session's configuration from the column ``facts`` and its own columns."""
-    held = _Facts.model_validate_json(column)
+    facts = _Facts.model_validate_json(column)
     return SessionConfig(
         session_id=session_id,
         epoch=epoch,
         client_id=client_id,
-        mode=held.mode,
-        chosen_model=held.chosen_model,
-        model=held.model,
-        n_ctx=held.n_ctx,
-        params=held.params,
-        chosen=frozenset(held.chosen),
-        priority=held.priority,
-        on_full=held.on_full,
-        on_disconnect=held.on_disconnect,
         store=True,
-        ttl_s=held.ttl_s,
-        metadata=held.metadata,
         created_at=created_at,
+        **vars(facts) | {"chosen": frozenset(facts.chosen)},
     )
 
 
@@ -111,8 +90,7 @@ def _object(column: str | None) -> dict[str, object]:
 
 def turn_row(turn: TranscriptTurn) -> Row:
     """Return the columns from ``turn_id`` to ``completion_tokens``, and ``reasoning_tokens``."""
-    usage = turn.usage
-    tokens = (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens, usage.reasoning_tokens)
+    tokens = (getattr(turn.usage, name) for name in _TOKENS)
     return (turn.turn_id, turn.finish_reason, turn.messages, *tokens)
 
 
@@ -123,14 +101,9 @@ def turns_of(rows: Sequence[Row]) -> tuple[TranscriptTurn, ...]:
                 "turn_id": turn_id,
                 "finish_reason": finish_reason,
                 "messages": messages,
-                "usage": {
-                    "prompt_tokens": prompt,
-                    "cached_tokens": cached,
-                    "completion_tokens": completion,
-                    "reasoning_tokens": reasoning,
-                },
+                "usage": dict(zip(_TOKENS, tokens, strict=True)),
             }
-            for turn_id, finish_reason, messages, prompt, cached, completion, reasoning in rows
+            for turn_id, finish_reason, messages, *tokens in rows
         )
     )
 
