@@ -127,7 +127,7 @@ class KvMover:
             write=lambda buffer: self._backend.save(park.slot, buffer),
             durable=park.durable,
             keep=self._wanted,
-            spare=park.spare,
+            redundant=park.redundant,
         )
 
     def _restore(self, restore: RestoreSlot) -> bool:
@@ -293,7 +293,7 @@ class Executor:
         self._on_log = on_log
         self._outputs: dict[str, OutputProcessor] = {}
         # Traced turns that were preempted and have not resumed.
-        self._away: set[str] = set()
+        self._preempted: set[str] = set()
         self._samplers: dict[str, TurnSampler] = {}
         self._sampling = RowSampler(
             self._outputs, self._samplers, pool=pool, workers=workers, clock=clock, on_log=on_log
@@ -332,10 +332,10 @@ class Executor:
             self._preempt(turn_id)
         outcome = self._mover.run(plan.moves)
         for turn_id, stage in outcome.stages:
-            self._outputs[turn_id].moved(stage)
+            self._outputs[turn_id].record_move(stage)
         for turn_id in sorted(outcome.lost):
             self._lose(turn_id, outcome)
-        if self._away:
+        if self._preempted:
             self._resume(plan)
         for admission in plan.admissions:
             self._admit(admission, outcome)
@@ -361,15 +361,15 @@ class Executor:
         output = self._outputs[turn_id]
         output.preempt(now=self._clock())
         if output.traced:
-            self._away.add(turn_id)
+            self._preempted.add(turn_id)
 
     def _resume(self, plan: StepPlan) -> None:
         """Record which preempted turns resume with this plan."""
         now = self._clock()
         for each in plan.passes:
             for row in each.rows:
-                if row.turn_id in self._away:
-                    self._away.discard(row.turn_id)
+                if row.turn_id in self._preempted:
+                    self._preempted.discard(row.turn_id)
                     self._outputs[row.turn_id].resume(now=now, kv_tokens=row.chunk.start, reads=each.prefill)
 
     def _admit(self, admission: Admission, outcome: StepOutcome) -> None:
@@ -462,7 +462,7 @@ class Executor:
 
     def _drop(self, turn_id: str) -> None:
         del self._outputs[turn_id]
-        self._away.discard(turn_id)
+        self._preempted.discard(turn_id)
         sampler = self._samplers.pop(turn_id, None)
         if sampler is not None:
             sampler.close()

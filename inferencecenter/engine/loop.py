@@ -275,16 +275,16 @@ class IdleCheckpointer:
     """Checkpoints slots one after the other and checks the inbox between two of them.
 
     Args:
-        saving: Plans what to save.
+        planner: Plans what to save.
         park: Saves a slot.
         inbox: Received commands.
         quiet_s: Quiet time before a checkpoint.
     """
 
     def __init__(
-        self, saving: CheckpointPlanner, *, park: Callable[[ParkSlot], bool], inbox: Inbox, quiet_s: float
+        self, planner: CheckpointPlanner, *, park: Callable[[ParkSlot], bool], inbox: Inbox, quiet_s: float
     ) -> None:
-        self._saving = saving
+        self._planner = planner
         self._park = park
         self._inbox = inbox
         self._quiet_s = quiet_s
@@ -292,11 +292,11 @@ class IdleCheckpointer:
     @property
     def wait_s(self) -> float | None:
         """Quiet seconds required before ``run``; ``None`` when there is nothing to save."""
-        return self._quiet_s if self._saving.wanted else None
+        return self._quiet_s if self._planner.pending else None
 
     def run(self) -> None:
         """Save slots until a command arrives or all are saved."""
-        while self._inbox.empty and (park := self._saving.next()) is not None:
+        while self._inbox.empty and (park := self._planner.next()) is not None:
             self._park(park)
 
 
@@ -455,7 +455,9 @@ class EngineLoop:
         self._gauges = (0, 0, 0, 0)
         self._memory = RssReader(clock)
         self._throttle = StepThrottle(inbox, clock=clock)
-        self._saving = IdleCheckpointer(self._scheduler.saving, park=self._executor.park, inbox=inbox, quiet_s=quiet_s)
+        self._checkpointer = IdleCheckpointer(
+            self._scheduler.checkpoints, park=self._executor.park, inbox=inbox, quiet_s=quiet_s
+        )
         self._suspended = False
         self._closed = False
 
@@ -487,11 +489,11 @@ class EngineLoop:
             if not self._tokenization:
                 self._deadlines.clear()
         if idle or self._scheduler.blocked:
-            command = self._inbox.get(timeout_s=self._saving.wait_s if quiet else self._sleep_s(idle=idle))
+            command = self._inbox.get(timeout_s=self._checkpointer.wait_s if quiet else self._sleep_s(idle=idle))
             if command is not None:
                 self._handle(command)
             elif quiet:
-                self._saving.run()
+                self._checkpointer.run()
             elif not idle:
                 self._heartbeat.tick()  # giving up a disk that does not respond is progress, not a hang
         while not self._closed and (command := self._throttle.command()) is not None:
@@ -590,7 +592,7 @@ class EngineLoop:
                 self._limit(limit)
             case KvRamLimit(ram_bytes=ram_bytes):
                 self._kv.limit_ram(ram_bytes)
-                self._scheduler.saving.rescan()
+                self._scheduler.checkpoints.rescan()
             case Suspend(park_all=park_all):
                 self._suspend(park_all=park_all)
 

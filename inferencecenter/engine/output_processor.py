@@ -49,7 +49,7 @@ class Timeline:
         self._leave(at_s=at_s, done=n_tokens - self._n_tokens if known else 0)
         self._name, self._since_s, self._n_tokens = name, at_s, n_tokens
 
-    def moved(self, stage: TraceStage) -> None:
+    def record_move(self, stage: TraceStage) -> None:
         """Record a move of the turn's KV; a load into its slot ends the queue stage."""
         if self._name == "queue" and stage.name != "park":
             self._leave(at_s=stage.began_s)
@@ -185,7 +185,7 @@ class OutputProcessor:
         self._timeline = Timeline(turn.submitted_s) if turn.traced else None
         self._end: _End | None = None
         # Text that was released but not emitted, and the number of characters emitted but not released.
-        self._unsaid, self._ahead_chars = self._replay(turn)
+        self._unsent, self._ahead_chars = self._replay(turn)
 
     @property
     def complete(self) -> bool:
@@ -237,10 +237,10 @@ class OutputProcessor:
         self._reads = reads
         self._enter("prefill" if reads else "decode", at_s=now, n_tokens=kv_tokens if reads else self._n_tokens)
 
-    def moved(self, stage: TraceStage) -> None:
+    def record_move(self, stage: TraceStage) -> None:
         """Record that the turn's KV was moved from a slot or into one."""
         if self._timeline is not None:
-            self._timeline.moved(stage)
+            self._timeline.record_move(stage)
 
     def push(self, sampled: Sampled, *, now: float) -> tuple[TurnEvent, ...]:
         """Consume the next token and return its events, including the turn's end.
@@ -329,11 +329,11 @@ class OutputProcessor:
 
     def _delta(self, released: str) -> str:
         """Return the text to emit when ``released`` is released."""
-        text = self._unsaid + released
-        told = text[self._ahead_chars :]
-        self._unsaid, self._ahead_chars = "", max(0, self._ahead_chars - len(text))
-        self._shown_chars += len(told)
-        return told
+        text = self._unsent + released
+        emitted = text[self._ahead_chars :]
+        self._unsent, self._ahead_chars = "", max(0, self._ahead_chars - len(text))
+        self._shown_chars += len(emitted)
+        return emitted
 
     def _ended(self, reason: str, *, stop: str | None, now: float) -> tuple[TurnEvent, ...]:
         text = self._delta(self._scanner.finish())

@@ -295,9 +295,9 @@ class TokenizationStage:
         grammar = None if submit.grammar is None else self._grammars.find(submit.grammar, submit.markers)
         if submit.grammar is not None and grammar is None:
             pending.needs_grammar = True
-            self._give(pending, self._compilations, partial(self._compile, submit))
+            self._submit_job(pending, self._compilations, partial(self._compile, submit))
         else:
-            self._give(pending, self._workers, partial(self._tokenize, pending, grammar))
+            self._submit_job(pending, self._workers, partial(self._tokenize, pending, grammar))
 
     def take(self, result: PreparationResult) -> None:
         """Handle a job's result; it is dropped if its turn has ended meanwhile."""
@@ -307,7 +307,7 @@ class TokenizationStage:
         if isinstance(result, GrammarReady):
             if pending.needs_grammar:
                 pending.needs_grammar = False
-                self._give(pending, self._workers, partial(self._tokenize, pending, result.grammar))
+                self._submit_job(pending, self._workers, partial(self._tokenize, pending, result.grammar))
             return
         pending.prepared, pending.job = result, None
         self._advance(pending.submit.session_id)
@@ -317,14 +317,14 @@ class TokenizationStage:
         pending.ending = reason
         if pending.needs_grammar:
             pending.needs_grammar = False
-            self._withdraw_job(pending)
-            self._give(pending, self._workers, partial(self._tokenize, pending, None))
+            self._cancel_job(pending)
+            self._submit_job(pending, self._workers, partial(self._tokenize, pending, None))
 
     def cancel(self, turn_id: str) -> PendingSubmission | None:
         """Remove and return a turn, if it is still here, and cancel its job."""
         pending = self._pending.pop(turn_id, None)
         if pending is not None:
-            self._let_go(pending)
+            self._free(pending)
             session_id = pending.submit.session_id
             self._sessions[session_id].remove(turn_id)
             self._advance(session_id)
@@ -333,7 +333,7 @@ class TokenizationStage:
     def clear(self) -> None:
         """Remove all turns and cancel their jobs."""
         for pending in self._pending.values():
-            self._let_go(pending)
+            self._free(pending)
         self._pending.clear()
         self._sessions.clear()
 
@@ -347,12 +347,12 @@ class TokenizationStage:
         turns = self._sessions[session_id]
         while turns and (prepared := self._pending[turns[0]].prepared) is not None:
             pending = self._pending.pop(turns.popleft())
-            self._let_go(pending)
+            self._free(pending)
             self._on_ready(pending, prepared)
         if not turns:
             del self._sessions[session_id]
 
-    def _give(
+    def _submit_job(
         self, pending: PendingSubmission, workers: FairWorkers, work: Callable[[Job], TokenizedTurn | GrammarReady]
     ) -> None:
         """Submit the next job of a turn."""
@@ -360,12 +360,12 @@ class TokenizationStage:
         pending.job = Job(pending.submit.client_id, run, pending.size_bytes)
         workers.submit(pending.job)
 
-    def _let_go(self, pending: PendingSubmission) -> None:
+    def _free(self, pending: PendingSubmission) -> None:
         """Free a turn's share of the budget and cancel its job."""
         self._room.remove(pending.submit.client_id, pending.size_bytes)
-        self._withdraw_job(pending)
+        self._cancel_job(pending)
 
-    def _withdraw_job(self, pending: PendingSubmission) -> None:
+    def _cancel_job(self, pending: PendingSubmission) -> None:
         if pending.job is not None:
             self._workers.cancel(pending.job)
             self._compilations.cancel(pending.job)

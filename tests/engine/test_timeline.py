@@ -50,8 +50,8 @@ def test_slot_assignment_ends_the_queue_stage() -> None:
     line = Timeline(0.0)
     line.enter("decode", at_s=1.0, n_tokens=5)
     line.enter("queue", at_s=2.0, n_tokens=8)
-    line.moved(TraceStage("park", 2.0, 2.5, 7))
-    line.moved(TraceStage("restore", 4.0, 4.5, 7))
+    line.record_move(TraceStage("park", 2.0, 2.5, 7))
+    line.record_move(TraceStage("restore", 4.0, 4.5, 7))
     line.enter("decode", at_s=5.0, n_tokens=8)
     line.end(at_s=6.0, n_tokens=9)
     assert line.take_finished()[1:] == (

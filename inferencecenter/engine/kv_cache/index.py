@@ -85,7 +85,7 @@ class LruBudget(Generic[ItemT]):
         if item in self._items:
             self._items[item] = self._items.pop(item)
 
-    def spare_bytes(self, scope: str, *, without: ItemT | None = None) -> int:
+    def free_bytes(self, scope: str, *, without: ItemT | None = None) -> int:
         """Return the bytes available to an item of ``scope`` without evictions, once ``without`` is removed."""
         over_share, over_budget, _ = self._excess(scope, 0, without)
         return -max(over_share, over_budget)
@@ -154,7 +154,7 @@ class KvEntry:
     """One parked sequence; a later one of the same key is a different entry.
 
     ``tokens`` are packed; ``file_bytes`` is header and payload. ``verified``: the copy in RAM passed its checksum.
-    ``durable``: it may be copied to disk; ``refused``: that was tried and failed. ``spare``: a slot holds it too.
+    ``durable``: it may be copied to disk; ``refused``: that was tried and failed. ``redundant``: a slot holds it too.
     ``load_failed``: the last load from disk found no room in RAM.
     """
 
@@ -167,7 +167,7 @@ class KvEntry:
     payload_bytes: int
     verified: bool = True
     refused: bool = False
-    spare: bool = False
+    redundant: bool = False
     load_failed: bool = False
     ram: TierState = TierState.ABSENT
     disk: TierState = TierState.ABSENT
@@ -255,8 +255,8 @@ class KvIndex:
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
         """Return the entry of ``scope`` or the public scope that shares most tokens; ``None`` if none shares any.
 
-        Ties are broken in this order: in RAM, shortest, no spare copy, parked last. Entries on disk that must not be
-        loaded now are skipped.
+        Ties are broken in this order: in RAM, shortest, no redundant copy, parked last. Entries on disk that must not
+        be loaded now are skipped.
         """
         candidates = [*self._scopes.get(scope, {}).values()]
         if scope != PUBLIC:
@@ -274,7 +274,7 @@ class KvIndex:
             common = common_prefix_tokens(entry.tokens, wanted) // TOKEN_BYTES
             if common == 0 or (common < entry.n_tokens and not self._can_truncate):
                 continue
-            merit = (common, entry.ram is TierState.RESIDENT, -entry.n_tokens, not entry.spare, entry.stamp)
+            merit = (common, entry.ram is TierState.RESIDENT, -entry.n_tokens, not entry.redundant, entry.stamp)
             if best is None or merit > best[0]:
                 best = (merit, entry)
                 shared = wanted[: common * TOKEN_BYTES]
@@ -287,7 +287,7 @@ class KvIndex:
             n_tokens=entry.n_tokens,
             ready=ready,
             tokens=entry.tokens,
-            spare=entry.spare,
+            redundant=entry.redundant,
             load_failed=entry.load_failed,
         )
 
@@ -296,14 +296,14 @@ class KvIndex:
     ) -> tuple[KvEntry, ...] | None:
         """Return the entries to evict from RAM for one of ``scope`` and ``n_bytes``; ``None`` without room.
 
-        ``without`` leaves anyway. Entries with a key in ``keep`` stay. Spare entries are evicted first, those that
+        ``without`` leaves anyway. Entries with a key in ``keep`` stay. Redundant entries are evicted first, those that
         could still be copied to disk last.
         """
 
         def rank(entry: KvEntry) -> int | None:
             if entry.key in keep or entry.ram is TierState.LOADING or entry.disk is TierState.LOADING:
                 return None
-            return 0 if entry.spare else 2 if self._awaits_copy(entry) else 1
+            return 0 if entry.redundant else 2 if self._awaits_copy(entry) else 1
 
         return self.ram.room(scope, n_bytes, without=without, rank=rank)
 
@@ -326,13 +326,13 @@ class KvIndex:
     def excess_in_ram(self) -> list[KvEntry]:
         """Return the entries to evict so that RAM stays within ``allowed_bytes``; entries being loaded stay.
 
-        Spare entries and those on disk are evicted first, since nothing is lost, least recently used first; entries
+        Redundant entries and those on disk are evicted first, since nothing is lost, least recently used first; entries
         being written are evicted last.
         """
         order = {TierState.RESIDENT: 0, TierState.ABSENT: 1, TierState.LOADING: 2}
 
         def rank(entry: KvEntry) -> int:
-            return 0 if entry.spare and entry.disk is TierState.ABSENT else order[entry.disk]
+            return 0 if entry.redundant and entry.disk is TierState.ABSENT else order[entry.disk]
 
         excess = self.ram.total_bytes - self.ram.allowed_bytes
         chosen: list[KvEntry] = []
@@ -344,18 +344,18 @@ class KvIndex:
                 excess -= self.ram.bytes_of(entry)
         return chosen
 
-    def to_copy(self, spare_bytes: int) -> list[KvEntry]:
-        """Return the entries to copy to disk now, so that ``spare_bytes`` of RAM can be freed without loss.
+    def to_copy(self, wanted_bytes: int) -> list[KvEntry]:
+        """Return the entries to copy to disk now, so that ``wanted_bytes`` of RAM can be freed without loss.
 
-        Spare entries are not copied: evicting them loses nothing.
+        Redundant entries are not copied: evicting them loses nothing.
         """
         chosen: list[KvEntry] = []
-        spare = self.ram.allowed_bytes - self.ram.total_bytes
+        free_bytes = self.ram.allowed_bytes - self.ram.total_bytes
         for entry in self.ram:
-            if spare >= spare_bytes:
+            if free_bytes >= wanted_bytes:
                 break
-            spare += self.ram.bytes_of(entry)
-            if self._awaits_copy(entry) and entry.ram is TierState.RESIDENT and not entry.spare:
+            free_bytes += self.ram.bytes_of(entry)
+            if self._awaits_copy(entry) and entry.ram is TierState.RESIDENT and not entry.redundant:
                 chosen.append(entry)
         return chosen
 

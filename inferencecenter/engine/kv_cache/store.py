@@ -140,7 +140,7 @@ class KvStore:
         return whole_pages(need) <= min(index.ram.limits.of(_ANY), index.ram.allowed_bytes)
 
     def has_room(self, key: str, scope: str, n_tokens: int) -> bool:
-        """Return whether a spare copy of ``n_tokens`` may be parked now, replacing the entry of ``key``.
+        """Return whether a redundant copy of ``n_tokens`` may be parked now, replacing the entry of ``key``.
 
         Not without a RAM tier: sequences would go straight to the disk, and a copy after each turn would wear it out.
         Not while RAM is limited either.
@@ -159,29 +159,29 @@ class KvStore:
         write: Callable[[memoryview], int],
         durable: bool,
         keep: Collection[str] = (),
-        spare: bool = False,
+        redundant: bool = False,
     ) -> bool:
         """Save a sequence of ``size_bytes`` with ``write``, replacing the entry of ``key``.
 
         ``write`` returns the bytes it wrote, 0 on failure. It is not called when the same tokens are parked already.
-        Entries with a key in ``keep``, about to be loaded, are not evicted; a ``spare`` entry evicts none and is
-        evicted first until it is parked again as not spare. ``False``: it was not parked; an earlier entry's copy on
-        disk may remain.
+        Entries with a key in ``keep``, about to be loaded, are not evicted; a ``redundant`` entry evicts none and is
+        evicted first until it is parked again as not redundant. ``False``: it was not parked; an earlier entry's copy
+        on disk may remain.
         """
         self._tiers.settle()
         packed = pack_tokens(tokens)
         entry = self._tiers.index.get(key)
         same = entry is not None and (entry.scope, entry.tokens, entry.durable) == (scope, packed, durable)
         if entry is not None and same and entry.ram is TierState.RESIDENT:
-            self._tiers.hold(entry, spare=spare)
+            self._tiers.hold(entry, redundant=redundant)
             return True
         if not packed or size_bytes <= 0 or (self._passes_through and not durable):
             return False
         start = record.header_bytes(key, scope, len(tokens))
         need = whole_pages(start + size_bytes)
-        if spare and not self._is_free(entry, scope, need):
+        if redundant and not self._is_free(entry, scope, need):
             return False
-        mapping = self._tiers.claim(entry, scope, need, keep, grows=spare)
+        mapping = self._tiers.claim(entry, scope, need, keep, grows=redundant)
         if mapping is None:
             return False
         mapping.begin()
@@ -195,9 +195,11 @@ class KvStore:
         if not 0 < written <= size_bytes:
             return False
         self._stamp += 1
-        # An entry that was not spare keeps that status with its new content.
-        spare = spare and (entry is None or entry.spare)
-        self._tiers.enter(KvEntry(key, scope, packed, durable, self._stamp, start, written, spare=spare), mapping)
+        # An entry that was not redundant keeps that status with its new content.
+        redundant = redundant and (entry is None or entry.redundant)
+        self._tiers.enter(
+            KvEntry(key, scope, packed, durable, self._stamp, start, written, redundant=redundant), mapping
+        )
         return True
 
     def load(self, key: str, tokens: bytes, read: Callable[[memoryview], bool]) -> bool:

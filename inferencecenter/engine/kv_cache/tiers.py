@@ -214,7 +214,7 @@ class TieredCache:
         try:
             return self._ram.take(
                 need_bytes,
-                at_most_bytes=ram.spare_bytes(scope),
+                at_most_bytes=ram.free_bytes(scope),
                 room_bytes=self._room_bytes,
                 grows=grows,
             )
@@ -233,11 +233,11 @@ class TieredCache:
         self._jobs.submit(partial(seal, mapping, mapping.generation, header, self._fingerprint), self._finished)
         self._copy_ahead()
 
-    def hold(self, entry: KvEntry, *, spare: bool) -> None:
-        """Record that an entry was parked again unchanged; it stops being spare unless ``spare``."""
+    def hold(self, entry: KvEntry, *, redundant: bool) -> None:
+        """Record that an entry was parked again unchanged; it stops being redundant unless ``redundant``."""
         self.index.touch(entry)
-        if entry.spare and not spare:
-            entry.spare = False
+        if entry.redundant and not redundant:
+            entry.redundant = False
             self._copy_ahead()
 
     def limit_ram(self, allowed_bytes: int | None) -> None:
@@ -303,7 +303,7 @@ class TieredCache:
             return False
         for victim in victims:
             self._leave_ram(victim)
-        warm = self._ram.take_warm(need, at_most_bytes=ram.spare_bytes(entry.scope), room_bytes=self._room_bytes)
+        warm = self._ram.take_warm(need, at_most_bytes=ram.free_bytes(entry.scope), room_bytes=self._room_bytes)
         entry.ram = TierState.LOADING
         ram.put(entry, entry.scope, need if warm is None else warm.capacity_bytes)
         wanted = ExpectedSequence(entry.key, entry.scope, entry.tokens)

@@ -65,7 +65,7 @@ class Match:
     """A parked sequence of ``n_tokens`` (``tokens``, packed) that shares ``common_tokens`` with the wanted ones.
 
     ``ready``: in RAM, usable now; otherwise on disk, to be loaded first. ``load_failed``: loading was tried while RAM
-    had no room. ``spare``: a copy of a slot's content, evicted first.
+    had no room. ``redundant``: a copy of a slot's content, evicted first.
     """
 
     key: str
@@ -73,7 +73,7 @@ class Match:
     n_tokens: int
     ready: bool
     tokens: bytes
-    spare: bool = False
+    redundant: bool = False
     load_failed: bool = False
 
 
@@ -90,7 +90,7 @@ class ParkedKv(Protocol):
         """Return whether a sequence of ``n_tokens`` could be parked at all."""
 
     def has_room(self, key: str, scope: str, n_tokens: int) -> bool:
-        """Return whether a spare copy of ``n_tokens`` fits now in place of ``key``, evicting no other entry."""
+        """Return whether a redundant copy of ``n_tokens`` fits now in place of ``key``, evicting no other entry."""
 
 
 def prefix_key(scope: str, tokens: Sequence[int]) -> str:
@@ -161,10 +161,10 @@ class KvSourceFinder:
             best = parked
         return best
 
-    def is_parked(self, scope: str, tokens: Sequence[int], *, spare: bool = False) -> bool:
-        """Return whether exactly these tokens are parked; a spare copy counts if ``spare``."""
+    def is_parked(self, scope: str, tokens: Sequence[int], *, redundant: bool = False) -> bool:
+        """Return whether exactly these tokens are parked; a redundant copy counts if ``redundant``."""
         match = self._parked.find(scope, tokens)
-        if match is None or (match.spare and not spare):
+        if match is None or (match.redundant and not redundant):
             return False
         return match.common_tokens == match.n_tokens == len(tokens)
 
@@ -401,7 +401,7 @@ class CheckpointPlanner:
         self._grid_tokens = grid_tokens
 
     @property
-    def wanted(self) -> bool:
+    def pending(self) -> bool:
         """Whether a slot may hold something to save for which there is room now."""
         return any(self._candidates())
 
@@ -409,11 +409,11 @@ class CheckpointPlanner:
         """Return the move that saves the most recently used unsaved slot; ``None`` when all are saved."""
         for slot in sorted(self._candidates(), key=lambda slot: slot.used_s, reverse=True):
             slot.saved = True
-            if not self._sources.is_parked(slot.client_id, slot.tokens, spare=True):
+            if not self._sources.is_parked(slot.client_id, slot.tokens, redundant=True):
                 assert slot.session_id is not None
                 tokens = tuple(slot.tokens)
                 return ParkSlot(
-                    slot.index, slot.session_id, slot.client_id, len(tokens), tokens, durable=True, spare=True
+                    slot.index, slot.session_id, slot.client_id, len(tokens), tokens, durable=True, redundant=True
                 )
         return None
 
@@ -509,7 +509,7 @@ class Dispatcher:
         victims = [] if room else self._victims(preemption, request, exhausted)
         if not (room or victims):
             # Claims behind it are weaker, and none of them can be newer than one that was never served.
-            return _Verdict.STAYS if request.claimed_service else _Verdict.EXHAUSTED
+            return _Verdict.STAYS if request.effective_service else _Verdict.EXHAUSTED
         source = self._source(builder, request)
         if source.match is not None and not source.match.ready:
             return self._fetch(builder, request, source.match, now=now)
@@ -563,7 +563,7 @@ class Dispatcher:
         if fetches.full:
             return _Verdict.STAYS
         self._queue.wait_queue.discard(request)
-        if fetches.hold(request, match, now=now):
+        if fetches.wait_for(request, match, now=now):
             builder.fetches.append(match.key)
         builder.reasons.append(f"turn {request.turn_id} waits for {match.n_tokens} parked tokens from disk")
         return _Verdict.HELD

@@ -50,8 +50,8 @@ class ParkSlot:
     """Save a slot's ``n_tokens`` (``tokens``) under ``key`` of ``scope``; the slot keeps its content.
 
     A failure is no error: what was not parked is prefilled again. Without ``durable`` it must not be written to disk. A
-    ``spare`` entry is a copy of what stays in the slot: it evicts nothing and is evicted first. ``turn_id`` is the turn
-    that loses the slot, if it was running.
+    ``redundant`` entry is a copy of what stays in the slot: it evicts nothing and is evicted first. ``turn_id`` is the
+    turn that loses the slot, if it was running.
     """
 
     slot: int
@@ -61,7 +61,7 @@ class ParkSlot:
     tokens: tuple[int, ...]
     durable: bool
     turn_id: str | None = None
-    spare: bool = False
+    redundant: bool = False
 
     @property
     def turn_ids(self) -> tuple[str, ...]:

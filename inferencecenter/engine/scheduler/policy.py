@@ -130,12 +130,12 @@ class PreemptionPolicy:
         priority = self._effective_priority(running)
         if waiting.effective_priority != priority:
             return waiting.effective_priority < priority
-        claim, other = (self._counters.served(waiting.client_id), waiting.claimed_service), self._claim(running)
+        claim, other = (self._counters.served(waiting.client_id), waiting.effective_service), self._claim(running)
         if claim > other:
             return False
         if self.spent(running):
             return True
-        soon = waiting.claimed_service == 0 or claim[0] + self._quantum_units < other[0]
+        soon = waiting.effective_service == 0 or claim[0] + self._quantum_units < other[0]
         return soon and running.state is RequestState.DECODE
 
     def overtakes(self, waiting: EngineRequest, running: EngineRequest, *, cached_tokens: int) -> bool:

@@ -33,7 +33,7 @@ _COUNTED_AT_ONCE: Final = 64
 # loads the tokens are prefilled.
 _MOST_FETCHES: Final = 2
 # A disk that takes longer than this is treated as not responding.
-_PATIENCE_S: Final = 10.0
+_FETCH_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -43,11 +43,11 @@ class _Entry:
     request: EngineRequest
     ticket: int
     ages_s: float
-    gone: bool = False
+    removed: bool = False
 
     @property
     def key(self) -> tuple[int, int]:
-        return (self.request.claimed_service, self.request.arrival)
+        return (self.request.effective_service, self.request.arrival)
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _Level:
 
     def first_of(self, client_id: str) -> _Entry | None:
         turns = self.turns.get(client_id)
-        while turns and turns[0][2].gone:
+        while turns and turns[0][2].removed:
             heappop(turns)
         if not turns:
             self.turns.pop(client_id, None)
@@ -166,7 +166,7 @@ class WaitQueue:
         periods = request.periods(now, self._ageing_s)
         risen = periods > request.base_class
         request.effective_priority = max(0, request.base_class - periods)
-        request.claimed_service = 0 if risen else request.served
+        request.effective_service = 0 if risen else request.served
         entry = _Entry(request, next(self._tickets), request.rises_at(periods, self._ageing_s))
         self._entries[request.turn_id] = entry
         self._levels[request.effective_priority].push(entry, self._counters)
@@ -180,7 +180,7 @@ class WaitQueue:
         entry = self._entries.pop(request.turn_id, None)
         if entry is None:
             return False
-        entry.gone = True
+        entry.removed = True
         return True
 
     def age(self, now: float) -> None:
@@ -188,7 +188,7 @@ class WaitQueue:
         risen = 0
         while risen < _MOST_RISING and self._ages and self._ages[0][0] <= now:
             _, _, entry = heappop(self._ages)
-            if not entry.gone:
+            if not entry.removed:
                 self.discard(entry.request)
                 self.push(entry.request, now=now)
                 risen += 1
@@ -208,7 +208,7 @@ class WaitQueue:
     def unskip(self) -> None:
         """Restore the skipped turns to their positions."""
         for entry in self._skipped:
-            if not entry.gone:
+            if not entry.removed:
                 self._levels[entry.request.effective_priority].push(entry, self._counters)
         self._skipped.clear()
 
@@ -226,7 +226,7 @@ class WaitQueue:
     def _watch(self, entry: _Entry) -> None:
         if len(self._ages) > 2 * len(self._entries) + _SPARE_AGES:
             # Most turns that leave never rise: drop their entries once they are the majority.
-            self._ages = [item for item in self._ages if not item[2].gone]
+            self._ages = [item for item in self._ages if not item[2].removed]
             heapify(self._ages)
         heappush(self._ages, (entry.ages_s, entry.ticket, entry))
 
@@ -243,11 +243,11 @@ class PositionTracker:
     def __init__(self) -> None:
         self._waiting: dict[str, EngineRequest] = {}
         self._classes: Counter[int] = Counter()
-        self._told: dict[str, int] = {}
+        self._published: dict[str, int] = {}
         self._new: deque[tuple[EngineRequest, int]] = deque()
         self._started: list[str] = []
         self._recount: Iterator[tuple[EngineRequest, int]] = iter(())
-        self._gone = 0
+        self._n_removed = 0
         self._dirty = False
 
     def __len__(self) -> int:
@@ -275,12 +275,12 @@ class PositionTracker:
         if self._waiting.pop(request.turn_id, None) is None:
             return
         self._classes[request.base_class] -= 1
-        self._gone += 1
+        self._n_removed += 1
         self._dirty = True
-        if self._told.pop(request.turn_id, None) is not None and started:
+        if self._published.pop(request.turn_id, None) is not None and started:
             self._started.append(request.turn_id)
 
-    def moved(self) -> None:
+    def mark_dirty(self) -> None:
         """Record that the order may have changed."""
         self._dirty = True
 
@@ -295,8 +295,8 @@ class PositionTracker:
         for request, place in (*self._newcomers(), *islice(self._recounted(), _COUNTED_AT_ONCE)):
             if request.turn_id in self._waiting:
                 places.setdefault(request.turn_id, max(place, len(head) + 1))
-        changes.extend(place for place in places.items() if self._told.get(place[0]) != place[1])
-        self._told.update(places)
+        changes.extend(place for place in places.items() if self._published.get(place[0]) != place[1])
+        self._published.update(places)
         self._dirty = bool(self._new)
         return tuple(changes)
 
@@ -305,8 +305,8 @@ class PositionTracker:
             yield self._new.popleft()
 
     def _recounted(self) -> Iterator[tuple[EngineRequest, int]]:
-        if self._gone * _RECOUNT_SHARE >= len(self):
-            self._gone = 0
+        if self._n_removed * _RECOUNT_SHARE >= len(self):
+            self._n_removed = 0
             self._recount = self._count(tuple(self._waiting.values()))
         return self._recount
 
@@ -337,7 +337,7 @@ class KvLoads:
         self._parked = parked
         self._most = most
         self._fetchings: dict[str, _Fetching] = {}
-        self._unwanted: set[str] = set()
+        self._stale: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._fetchings)
@@ -356,12 +356,12 @@ class KvLoads:
         """Return whether a turn may wait for the disk; after failed loads it prefills its tokens instead."""
         return request.fetches < _MOST_FETCHES
 
-    def hold(self, request: EngineRequest, match: Match, *, now: float) -> bool:
+    def wait_for(self, request: EngineRequest, match: Match, *, now: float) -> bool:
         """Let a turn wait; ``False`` when the load is already in progress."""
         is_new = all(fetching.key != match.key for fetching in self._fetchings.values())
         request.change(RequestChange.FETCH)
         request.fetches += 1
-        self._unwanted.discard(match.key)
+        self._stale.discard(match.key)
         self._fetchings[request.turn_id] = _Fetching(request, match.key, now)
         return is_new
 
@@ -371,8 +371,8 @@ class KvLoads:
 
     def take_stale(self) -> tuple[str, ...]:
         """Return the sequences no turn waits for any more, each once."""
-        unwanted, self._unwanted = tuple(self._unwanted), set()
-        return unwanted
+        stale, self._stale = tuple(self._stale), set()
+        return stale
 
     def release(self, now: float) -> list[EngineRequest]:
         """Remove and return the turns with nothing left to wait for."""
@@ -387,11 +387,11 @@ class KvLoads:
         if fetching is None:
             return False
         if all(other.key != fetching.key for other in self._fetchings.values()):
-            self._unwanted.add(fetching.key)
+            self._stale.add(fetching.key)
         return True
 
     def _over(self, fetching: _Fetching, now: float) -> bool:
-        if now - fetching.since_s >= _PATIENCE_S:
+        if now - fetching.since_s >= _FETCH_TIMEOUT_S:
             fetching.request.fetches = _MOST_FETCHES
             return True
         match = self._parked.find(fetching.request.client_id, fetching.request.tokens)
@@ -547,7 +547,7 @@ class TurnQueue:
     def requeue(self, request: EngineRequest, *, now: float) -> None:
         """Requeue a turn that lost its slot or has nothing else left to wait for."""
         self.wait_queue.push(request, now=now)
-        self.position_tracker.moved()
+        self.position_tracker.mark_dirty()
 
     def end(self, request: EngineRequest, *, now: float) -> None:
         """Remove a turn wherever it is, and queue its session's next turn."""

@@ -99,7 +99,7 @@ class Scheduler:
         self._placement = SlotPlacement(
             self._slots, sources, parked, can_truncate=can_truncate, grid_tokens=grid_tokens
         )
-        self.saving = CheckpointPlanner(self._slots, sources, parked, grid_tokens=grid_tokens)
+        self.checkpoints = CheckpointPlanner(self._slots, sources, parked, grid_tokens=grid_tokens)
         self._dispatcher = Dispatcher(
             self._slots, self._running, self._queue, sources=sources, placement=self._placement
         )

@@ -71,7 +71,7 @@ class EngineRequest:
     arrival, ``preempted`` how often it lost its slot.
 
     ``waits_since_s`` is when it last began to wait, ``effective_priority`` the class to which it has risen since,
-    ``claimed_service`` the service it then counts for. ``served`` and ``used`` are service units (see ``policy``) in
+    ``effective_service`` the service it then counts for. ``served`` and ``used`` are service units (see ``policy``) in
     total and since it got its slot; ``read_tokens`` prompt tokens have been charged. ``cut_tokens`` is a prompt
     position cut in addition to the grid; while ``snapshot`` is set no step prefills past it, because the slot's content
     at that position will be parked. ``fetches`` and ``follows`` count its waits for the disk and for other turns.
@@ -96,7 +96,7 @@ class EngineRequest:
     started: bool = False
     waits_since_s: float = field(init=False)
     effective_priority: int = field(init=False)
-    claimed_service: int = 0
+    effective_service: int = 0
     served: int = 0
     used: int = 0
     read_tokens: int = 0

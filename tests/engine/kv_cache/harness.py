@@ -116,7 +116,7 @@ class Bench:
         n_bytes: int = 3000,
         durable: bool = True,
         keep: Sequence[str] = (),
-        spare: bool = False,
+        redundant: bool = False,
     ) -> bool:
         """Park a sequence whose payload tells its key and tokens."""
 
@@ -132,7 +132,7 @@ class Bench:
             write=write,
             durable=durable,
             keep=keep,
-            spare=spare,
+            redundant=redundant,
         )
 
     def load(self, key: str) -> bytes | None:

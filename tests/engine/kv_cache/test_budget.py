@@ -86,14 +86,14 @@ def test_limits_hold(
         if victims is None:
             for item in [item for item in budget if ranks[item] is not None]:
                 budget.drop(item)
-            assert budget.spare_bytes(scope) < n_bytes or len(budget) >= limits.max_items
+            assert budget.free_bytes(scope) < n_bytes or len(budget) >= limits.max_items
             continue
         for count, victim in enumerate(victims):
             assert ranks[victim] is not None
             full = len(budget) + 1 > limits.max_items
-            assert budget.spare_bytes(scope) < n_bytes or full, f"victim {count} goes in vain"
+            assert budget.free_bytes(scope) < n_bytes or full, f"victim {count} is evicted without need"
             budget.drop(victim)
-        assert budget.spare_bytes(scope) >= n_bytes
+        assert budget.free_bytes(scope) >= n_bytes
         budget.put(number, scope, n_bytes)
         budget.check_integrity()
 

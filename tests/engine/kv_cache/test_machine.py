@@ -69,12 +69,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS, tokens=TOKENS, n_bytes=st.sampled_from([500, 3900, 9000]))
     def copy(self, key: str, tokens: list[int], n_bytes: int) -> None:
-        """Park a spare copy: every other sequence stays where it is, and it finds room only if memory is not short."""
+        """Park a redundant copy: it has room only if memory is not short, and moves no other sequence."""
         index = self.bench.store._tiers.index
         before = {entry.key: (entry.tokens, entry.ram, entry.disk) for entry in index if entry.key != key}
         short = index.ram.allowed_bytes < index.ram.limits.budget_bytes
         same = key in self.parked and self.parked[key][0] == tokens
-        if self.bench.park(key, tokens, scope=SCOPES[key], n_bytes=n_bytes, spare=True):
+        if self.bench.park(key, tokens, scope=SCOPES[key], n_bytes=n_bytes, redundant=True):
             assert same or not short
             payload = self.payload_of_new(key, tokens)
             self.parked[key] = (tokens, len(payload))

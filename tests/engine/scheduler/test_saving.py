@@ -1,4 +1,4 @@
-"""What idle slots hold is saved once, as a spare copy, and goes the usual way when the slot is needed."""
+"""What idle slots hold is saved once, as a redundant copy, and goes the usual way when the slot is needed."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def parks(world: World) -> list[ParkSlot]:
 def test_each_slot_is_saved_once_the_last_used_first() -> None:
     """Until its session has another turn; the slots keep what they hold."""
     world = idle([1] * 8, [2] * 9)
-    assert world.scheduler.saving.wanted
+    assert world.scheduler.checkpoints.pending
     assert saved(world) == ["s1", "s0"]
-    assert {key: (entry.tokens, entry.spare) for key, entry in world.store.entries.items()} == {
+    assert {key: (entry.tokens, entry.redundant) for key, entry in world.store.entries.items()} == {
         "s0": ([1] * 8, True),
         "s1": ([2] * 9, True),
     }
     assert [len(slot.tokens) for slot in world.scheduler.slots] == [8, 9]
-    assert not world.scheduler.saving.wanted
+    assert not world.scheduler.checkpoints.pending
     world.add([1] * 12, session="s0")
     plan = world.step()
     assert not plan.moves
@@ -65,7 +65,7 @@ def test_each_slot_is_saved_once_the_last_used_first() -> None:
 def test_entries_that_are_not_saved(prompt: list[int], durable: bool, store: FakeStore) -> None:
     """It does not wake the loop."""
     world = idle(prompt, durable=durable, store=store)
-    assert not world.scheduler.saving.wanted
+    assert not world.scheduler.checkpoints.pending
     assert saved(world) == []
 
 
@@ -81,7 +81,7 @@ def test_offloaded_kv_is_not_offloaded_again() -> None:
     """Neither under the session's name nor under that of a session of the same client that says the same."""
     world = idle([1] * 8, [1] * 8)
     world.store.entries["s0"] = Entry("c", [(1, "c")] * 8, durable=True, ready=False)
-    assert world.scheduler.saving.wanted
+    assert world.scheduler.checkpoints.pending
     assert saved(world) == []
 
 
@@ -99,17 +99,17 @@ def test_evicted_copies_are_saved_again_on_request() -> None:
     saved(world)
     del world.store.entries["s0"]
     assert saved(world) == []
-    world.scheduler.saving.rescan()
+    world.scheduler.checkpoints.rescan()
     assert saved(world) == ["s0"]
 
 
 def test_taken_slot_promotes_its_copy() -> None:
-    """It is parked under the same name, no more as a spare one; then no more is to be done for it."""
+    """It is parked under the same name, no more as a redundant one; then no more is to be done for it."""
     world = idle([1] * 8, [2] * 8)
     saved(world)
     world.add([3] * 8)
-    assert [(park.key, park.spare) for park in parks(world)] == [("s0", False)]
-    assert not world.store.entries["s0"].spare
+    assert [(park.key, park.redundant) for park in parks(world)] == [("s0", False)]
+    assert not world.store.entries["s0"].redundant
     world.add([1] * 12, session="s0")
     assert [park.key for park in parks(world)] == ["s1"]
     assert world.requests["t3"].cached_tokens == 8
@@ -119,7 +119,7 @@ def test_stop_promotes_saved_copies() -> None:
     """A copy that goes first is not enough to come back to."""
     world = idle([1] * 8, [2] * 8)
     saved(world)
-    assert [(park.key, park.spare) for park in world.scheduler.suspend(now=world.now, park_all=False)] == [
+    assert [(park.key, park.redundant) for park in world.scheduler.suspend(now=world.now, park_all=False)] == [
         ("s0", False),
         ("s1", False),
     ]

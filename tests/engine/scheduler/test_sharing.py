@@ -429,7 +429,7 @@ def test_a_model_that_cannot_rewind_finds_the_snapshot_behind_a_longer_match() -
 
 
 def test_a_model_that_cannot_rewind_prefers_a_snapshot_to_a_cut_that_may_be_refused() -> None:
-    """Unless half of what the cut would spare is about as much."""
+    """Unless half of what the cut would redundant is about as much."""
     for kept, source in ((4, RestoreSlot), (40, TruncateSlot)):
         world = World(slots=1, can_truncate=False, answer_tokens=1)
         held = [*SYSTEM, *range(kept)]

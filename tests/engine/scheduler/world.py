@@ -41,7 +41,7 @@ class Entry:
     cells: list[Cell]
     durable: bool
     ready: bool = True
-    spare: bool = False
+    redundant: bool = False
     load_failed: bool = False
 
     @property
@@ -56,7 +56,7 @@ def restore(slot: int, key: str, tokens: Sequence[int], turn_id: str) -> Restore
 
 
 class FakeStore:
-    """Parks lists. ``limit_tokens`` is the longest sequence that fits; spare ones find room up to ``room_tokens``."""
+    """Parks lists. ``limit_tokens`` is the longest sequence that fits; redundant ones fit up to ``room_tokens``."""
 
     def __init__(self, *, limit_tokens: int = N_CTX, room_tokens: int = N_CTX) -> None:
         self.entries: dict[str, Entry] = {}
@@ -68,7 +68,15 @@ class FakeStore:
         """Return the longest match, of equal ones the shortest sequence, of those one that is ready."""
         self.finds += 1
         matches = [
-            Match(key, common, len(entry.cells), entry.ready, pack_tokens(entry.tokens), entry.spare, entry.load_failed)
+            Match(
+                key,
+                common,
+                len(entry.cells),
+                entry.ready,
+                pack_tokens(entry.tokens),
+                entry.redundant,
+                entry.load_failed,
+            )
             for key, entry in self.entries.items()
             if entry.scope in ("", scope) and (common := common_prefix_tokens(entry.tokens, tokens))
         ]
@@ -79,7 +87,7 @@ class FakeStore:
         return n_tokens <= self.limit_tokens
 
     def has_room(self, key: str, scope: str, n_tokens: int) -> bool:
-        """Tell whether a spare copy is short enough."""
+        """Tell whether a redundant copy is short enough."""
         entry = self.entries.get(key)
         assert entry is None or entry.scope == scope
         return n_tokens <= self.room_tokens
@@ -238,14 +246,14 @@ class World:
     def save(self, *, fails: bool = False) -> ParkSlot | None:
         """Save what a slot holds, if nothing else is to be done; no state is parked that is parked already."""
         assert not self.scheduler.has_work
-        wanted = self.scheduler.saving.wanted
-        park = self.scheduler.saving.next()
+        wanted = self.scheduler.checkpoints.pending
+        park = self.scheduler.checkpoints.next()
         if park is None:
-            assert not self.scheduler.saving.wanted
+            assert not self.scheduler.checkpoints.pending
             return None
         slot = self.scheduler.slots[park.slot]
         assert wanted
-        assert park.spare
+        assert park.redundant
         assert park.durable
         assert slot.durable
         assert (park.key, park.scope) == (slot.session_id, slot.client_id)
@@ -292,7 +300,7 @@ class World:
                 assert move.n_tokens == len(move.tokens) > 0
                 if not faults.park:
                     cells = self._cells_to_park(move)
-                    self.store.entries[move.key] = Entry(move.scope, cells, move.durable, spare=move.spare)
+                    self.store.entries[move.key] = Entry(move.scope, cells, move.durable, redundant=move.redundant)
                     results.parked += 1
             case RestoreSlot():
                 entry = self.store.entries.get(move.key)

@@ -1,4 +1,4 @@
-"""Spare copies of what is in slots: they take only what is free, and are the first to go."""
+"""Redundant copies of what is in slots: they take only what is free, and are the first to go."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def test_spare_copy_evicts_nothing(tmp_path: Path) -> None:
     """Where there is no room it is not parked, and its own older copy is the only one whose room it takes."""
     bench = bench_of(tmp_path, pages=2)
     assert bench.park("a", [1])
-    assert bench.park("b", [2], spare=True)
+    assert bench.park("b", [2], redundant=True)
     assert not bench.store.has_room("c", "client", 1)
-    assert not bench.park("c", [3], spare=True)
+    assert not bench.park("c", [3], redundant=True)
     assert bench.store.has_room("b", "client", 1)
-    assert bench.park("b", [2, 2], spare=True)
+    assert bench.park("b", [2, 2], redundant=True)
     assert keys(bench) == {"a", "b"}
     assert bench.ready("b", [2, 2])
-    assert not bench.park("b", [2, 2, 2], n_bytes=2 * PAGE_BYTES, spare=True)
+    assert not bench.park("b", [2, 2, 2], n_bytes=2 * PAGE_BYTES, redundant=True)
     bench.settle()
     assert bench.load("a") is not None
 
@@ -45,7 +45,7 @@ def test_spare_copy_is_evicted_first(tmp_path: Path) -> None:
     for number, key in enumerate("abc"):
         assert bench.park(key, [number])
     bench.settle()
-    assert bench.park("spare", [9], spare=True)
+    assert bench.park("redundant", [9], redundant=True)
     bench.settle()
     assert bench.park("d", [5])
     assert keys(bench) == set("abcd")
@@ -55,7 +55,7 @@ def test_spare_copy_is_not_written_to_disk(tmp_path: Path) -> None:
     """Each answer would be, again and again; at a stop it is."""
     bench = bench_of(tmp_path, pages=4)
     for number in range(4):
-        assert bench.park(f"s{number}", [number], spare=True)
+        assert bench.park(f"s{number}", [number], redundant=True)
         bench.settle()
     assert bench.disk_files() == []
     # The worker does what it is told while the store waits.
@@ -67,18 +67,18 @@ def test_spare_copy_is_not_written_to_disk(tmp_path: Path) -> None:
 def test_spare_copy_can_become_permanent(tmp_path: Path) -> None:
     """Without being written again; it is found as what it is."""
     bench = bench_of(tmp_path, pages=2)
-    assert bench.park("a", [1], spare=True)
+    assert bench.park("a", [1], redundant=True)
     match = bench.store.find("client", [1])
     assert match is not None
-    assert match.spare
+    assert match.redundant
     stamp = bench.store._stamp
     assert bench.park("a", [1])
     assert bench.store._stamp == stamp
     match = bench.store.find("client", [1])
     assert match is not None
-    assert not match.spare
+    assert not match.redundant
     bench.settle()
-    assert bench.park("b", [2], spare=True)
+    assert bench.park("b", [2], redundant=True)
     assert bench.park("c", [3])
     assert keys(bench) == {"a", "c"}
 
@@ -87,8 +87,8 @@ def test_spare_copy_keeps_the_sessions_entry(tmp_path: Path) -> None:
     """A copy that takes the place of what was parked for good is not lost sooner than that would have been."""
     bench = bench_of(tmp_path, pages=3)
     assert bench.park("a", [1])
-    assert bench.park("a", [1, 2], spare=True)
-    assert bench.park("b", [3], spare=True)
+    assert bench.park("a", [1, 2], redundant=True)
+    assert bench.park("b", [3], redundant=True)
     assert bench.park("c", [4])
     bench.settle()
     assert bench.park("d", [5])
@@ -100,10 +100,10 @@ def test_permanent_entry_is_preferred_to_a_spare_copy(tmp_path: Path) -> None:
     """Who asks whether something is parked for good is told so."""
     bench = bench_of(tmp_path, pages=3)
     assert bench.park("a", [1])
-    assert bench.park("b", [1], spare=True)
+    assert bench.park("b", [1], redundant=True)
     match = bench.store.find("client", [1])
     assert match is not None
-    assert (match.key, match.spare) == ("a", False)
+    assert (match.key, match.redundant) == ("a", False)
 
 
 @pytest.mark.parametrize("allowed_pages", [0, 1, 3])
@@ -112,22 +112,22 @@ def test_spare_copy_is_evicted_first_under_pressure(tmp_path: Path, allowed_page
     bench = bench_of(tmp_path, pages=4)
     for number, key in enumerate("abc"):
         assert bench.park(key, [number])
-    assert bench.park("spare", [9], spare=True)
+    assert bench.park("redundant", [9], redundant=True)
     bench.store.limit_ram(allowed_pages * PAGE_BYTES)
     in_ram = {entry.key for entry in bench.store._tiers.index.ram}
-    assert "spare" not in in_ram
+    assert "redundant" not in in_ram
     assert len(in_ram) == allowed_pages
-    assert not bench.store.has_room("spare", "client", 1)
+    assert not bench.store.has_room("redundant", "client", 1)
     bench.store.limit_ram(None)
-    assert bench.store.has_room("spare", "client", 1)
-    assert bench.park("spare", [9], spare=True)
+    assert bench.store.has_room("redundant", "client", 1)
+    assert bench.park("redundant", [9], redundant=True)
 
 
 def test_spare_copies_count_against_the_clients_share(tmp_path: Path) -> None:
     """Copies count towards it as everything does."""
     bench = bench_of(tmp_path, pages=4, client_share=0.5)
-    assert bench.park("a", [1], spare=True)
-    assert bench.park("b", [2], spare=True)
+    assert bench.park("a", [1], redundant=True)
+    assert bench.park("b", [2], redundant=True)
     assert not bench.store.has_room("c", "client", 1)
     assert bench.store.has_room("c", "other", 1)
 
@@ -141,14 +141,14 @@ def test_no_spare_copies_without_a_ram_tier(tmp_path: Path) -> None:
 
 
 def test_next_engine_recovers_spare_copies(tmp_path: Path) -> None:
-    """After a crash it is no spare copy: there is no slot that has it."""
+    """After a crash it is no redundant copy: there is no slot that has it."""
     bench = bench_of(tmp_path, pages=4)
-    assert bench.park("a", [1, 2, 3], spare=True)
+    assert bench.park("a", [1, 2, 3], redundant=True)
     bench.settle()
     bench.open(adopt=RecoveryMode.DURABLE)
     match = bench.store.find("client", [1, 2, 3])
     assert match is not None
-    assert (match.n_tokens, match.spare) == (3, False)
+    assert (match.n_tokens, match.redundant) == (3, False)
 
 
 def test_buffers_have_room_for_growth(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_buffers_have_room_for_growth(tmp_path: Path) -> None:
     bench = bench_of(tmp_path, pages=40, disk_pages=0, client_share=0.5)
     sizes = []
     for n_pages in range(8, 20):
-        assert bench.park("a", list(range(n_pages)), n_bytes=n_pages * PAGE_BYTES - 1000, spare=True)
+        assert bench.park("a", list(range(n_pages)), n_bytes=n_pages * PAGE_BYTES - 1000, redundant=True)
         bench.settle()
         (path,) = bench.ram_files()
         sizes.append(path.stat().st_size // PAGE_BYTES)
