@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from asyncio import sleep
 from collections import defaultdict
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from starlette.routing import BaseRoute, Match, NoMatchFound, Route
 from inferencecenter.api import sse
 from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyMemory, checked, parse, read_body
 from inferencecenter.api.errors import error_body, error_headers
-from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext, admit
+from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext, admit, paced
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.core.tasks import TaskGroup
@@ -224,23 +223,20 @@ class Endpoint:
                 call = await self._call(operation, asgi, receive, None, memory)
                 await writer.answer(await operation.handler(call))
             return
-        request_context = RequestContext(await admit(self._context, asgi, Headers(scope=asgi), scope=operation.scope))
-        memory = BodyMemory(self._bodies, request_context.account.client_id)
-        with self._counted(request_context), request_context.until_expiry(self._context.clock()), memory:
-            try:
+        context = self._context
+        request_context = RequestContext((await admit(context, asgi, scope=operation.scope)).caller)
+        client_id = request_context.account.client_id
+        memory = BodyMemory(self._bodies, client_id)
+        with self._counted(request_context), request_context.until_expiry(context.clock()), memory:
+            async with paced(context, client_id):
+                if operation.method != "POST":  # what is posted is a turn, which has limits of its own
+                    context.operations.charge(client_id)
                 call = await self._call(operation, asgi, receive, request_context, memory)
                 leaving = self._tasks.spawn(_wait_disconnected(receive, request_context), name="notice_leaving")
                 try:
                     await writer.answer(await operation.handler(call))
                 finally:
                     leaving.cancel()
-            except InferenceCenterError:
-                # The request still counts towards its client's limit during the delay, which so bounds concurrent
-                # refusals as well.
-                if delay_s := self._context.refusal_backoffs.refused(request_context.account.client_id):
-                    await sleep(delay_s)
-                raise
-            self._context.refusal_backoffs.accepted(request_context.account.client_id)
 
     async def _call(
         self,

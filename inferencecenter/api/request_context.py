@@ -1,11 +1,14 @@
-"""Admission of an HTTP request, and its life until the client disconnects."""
+"""Admission of requests and upgrades, and an HTTP request until its client disconnects."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from asyncio import sleep
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
+
+from starlette.datastructures import Headers
 
 from inferencecenter.auth.account import client_of
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -15,9 +18,8 @@ from inferencecenter.server.handshake import check_query, origin_allowed, read_c
 from inferencecenter.server.hub import EXPIRED, Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
-    from starlette.datastructures import Headers
     from starlette.types import Scope as AsgiScope
 
     from inferencecenter.auth.account import Account
@@ -50,6 +52,21 @@ class Caller:
     def allowed(self, max_sessions: int) -> Caller:
         """Return a copy with another maximum number of sessions."""
         return replace(self, client=replace(self.client, max_sessions=max_sessions))
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """An admitted request or upgrade; ``account`` is ``None`` for a socket that authenticates by a frame."""
+
+    address: str
+    traceparent: str | None
+    account: Account | None
+
+    @property
+    def caller(self) -> Caller:
+        """The caller; only with an account."""
+        assert self.account is not None
+        return Caller(client_of(self.account), self.account, self.address, self.traceparent)
 
 
 class ClientDisconnectedError(Exception):
@@ -120,38 +137,55 @@ class RequestContext:
 
 
 async def admit(
-    context: ServerContext, asgi: AsgiScope, headers: Headers, *, scope: Scope, subprotocols: Sequence[str] = ()
-) -> Caller:
-    """Authenticate and admit an HTTP request, or the upgrade of a WebSocket that offers ``subprotocols``.
+    context: ServerContext, asgi: AsgiScope, *, scope: Scope | None, subprotocols: Sequence[str] = ()
+) -> AdmittedRequest:
+    """Admit an HTTP request, or the upgrade of a WebSocket that offers ``subprotocols``.
+
+    Args:
+        context: The rest of the daemon.
+        asgi: The request.
+        scope: Scope that the client needs; with ``None`` a request without a credential is admitted too.
+        subprotocols: May contain a token.
 
     Raises:
         InferenceCenterError: ``not_authenticated``, ``rate_limited`` after too many failures, ``forbidden`` for pages
             of other origins and clients without ``scope``, ``invalid_request`` for a secret in the URL,
             ``storage_unavailable``.
     """
+    headers = Headers(scope=asgi)
     check_query(asgi["query_string"])
-    found = context.proxies.peer_info(asgi["client"][0] if asgi["client"] else "", headers)
-    if not origin_allowed(headers.get("origin"), found.host, context.settings.allowed_origins):
+    peer = context.proxies.peer_info(asgi["client"][0] if asgi["client"] else "", headers)
+    if not origin_allowed(headers.get("origin"), peer.host, context.settings.allowed_origins):
         raise InferenceCenterError(
             ErrorCode.FORBIDDEN,
             "this origin may not connect",
             field="Origin",
             hint="An operator can add it to server.allowed_origins.",
         )
-    credential = read_credential(headers, subprotocols)
-    if credential is None:
-        raise InferenceCenterError(ErrorCode.NOT_AUTHENTICATED, hint="Send a token: Authorization: Bearer ic_…")
-    account = await context.authenticator.authenticate_anywhere(credential, address=found.address)
-    if scope not in account.scopes:
-        raise InferenceCenterError(
-            ErrorCode.FORBIDDEN, f"this requires the scope {scope}", hint="Use a token of a client that has it."
-        )
-    context.quotas.admit(account)
-    if asgi.get("method") != "POST":  # what is posted is a turn, which has limits of its own
-        context.operations.charge(account.client_id)
-    return Caller(
-        client=client_of(account),
-        account=account,
-        address=found.address,
-        traceparent=read_traceparent(headers.get("traceparent")),
-    )
+    account = None
+    if (credential := read_credential(headers, subprotocols)) is not None:
+        account = await context.authenticator.authenticate_anywhere(credential, address=peer.address)
+    if scope is not None:
+        if account is None:
+            raise InferenceCenterError(ErrorCode.NOT_AUTHENTICATED, hint="Send a token: Authorization: Bearer ic_…")
+        if scope not in account.scopes:
+            raise InferenceCenterError(
+                ErrorCode.FORBIDDEN, f"this requires the scope {scope}", hint="Use a token of a client that has it."
+            )
+        context.quotas.admit(account)
+    return AdmittedRequest(peer.address, read_traceparent(headers.get("traceparent")), account)
+
+
+@asynccontextmanager
+async def paced(context: ServerContext, client_id: str) -> AsyncIterator[None]:
+    """Delay the error of a refused request of a client; see ``RefusalBackoff``.
+
+    During the delay the request still counts towards its client's limit, which so bounds concurrent refusals as well.
+    """
+    try:
+        yield
+    except InferenceCenterError:
+        if delay_s := context.refusal_backoffs.refused(client_id):
+            await sleep(delay_s)
+        raise
+    context.refusal_backoffs.accepted(client_id)

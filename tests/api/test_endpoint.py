@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 import pytest
 
-from inferencecenter.api import endpoint
+from inferencecenter.api import endpoint, request_context
 from inferencecenter.api.body import LARGE_BYTES, parse
 from inferencecenter.api.openai import chat
 from inferencecenter.api.openai.chat import check
@@ -404,7 +404,7 @@ async def test_repeated_refusals_are_delayed(server: Running, monkeypatch: pytes
     async def noting(delay_s: float) -> None:
         waited.append(delay_s)
 
-    monkeypatch.setattr(endpoint, "sleep", noting)
+    monkeypatch.setattr(request_context, "sleep", noting)
     for _ in range(FREE_REFUSALS):
         assert (await post(server, CHAT, {})).status == 400
     assert waited == []
@@ -414,6 +414,22 @@ async def test_repeated_refusals_are_delayed(server: Running, monkeypatch: pytes
     assert waited == sorted(set(waited))
     assert (await request(server, "GET", "/v1/models")).status == 200
     assert len(waited) == 3
+
+
+async def test_refusals_for_the_operation_budget_are_delayed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that goes on asking beyond its budget waits longer each time, as after any other refusal."""
+    waited: list[float] = []
+
+    async def noting(delay_s: float) -> None:
+        waited.append(delay_s)
+
+    monkeypatch.setattr(request_context, "sleep", noting)
+    async with serve(operations_per_minute=1) as server:
+        assert (await request(server, "GET", "/v1/models")).status == 200
+        for _ in range(FREE_REFUSALS + 3):
+            assert (await request(server, "GET", "/v1/models")).status == 429
+    assert len(waited) == 3
+    assert waited == sorted(set(waited))
 
 
 async def test_long_conversation_is_mapped_in_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

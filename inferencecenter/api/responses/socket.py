@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 import structlog
-from starlette.datastructures import Headers
 
 from inferencecenter.api.body import checked
 from inferencecenter.api.errors import error_body, error_headers, error_object
-from inferencecenter.api.request_context import admit
+from inferencecenter.api.request_context import admit, paced
 from inferencecenter.api.responses.request_mapping import prepare_turn, start_turn
 from inferencecenter.api.responses.request_schemas import CancelOnSocket, CreateOnSocket
 from inferencecenter.api.responses.response_events import ResponseEventBuilder
 from inferencecenter.api.responses.serializers import read_response_id
 from inferencecenter.api.responses.streams import ResponseSink, ResponseStreams
+from inferencecenter.api.websocket.endpoint import refuse_upgrade
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
@@ -283,7 +283,8 @@ class ResponsesEndpoint:
         try:
             socket = await self._admit(scope)
         except InferenceCenterError as error:
-            await self._refuse(send, error)
+            headers = {"content-type": "application/json", **error_headers(error)}
+            await refuse_upgrade(self._context, send, error, headers, error_body(error))
             return
         metrics = self._context.metrics
         metrics.connections.inc()
@@ -300,12 +301,11 @@ class ResponsesEndpoint:
         Raises:
             InferenceCenterError: The upgrade is refused.
         """
-        hub = self._context.hub
+        context, hub = self._context, self._context.hub
         hub.check_open()
-        subprotocols = scope["subprotocols"]
-        caller = await admit(self._context, scope, Headers(scope=scope), scope=Scope.USER, subprotocols=subprotocols)
+        admission = await admit(context, scope, scope=Scope.USER, subprotocols=scope["subprotocols"])
         wire: Wire = cast("dict[str, Any]", scope["state"])[SCOPE_KEY]
-        socket = ResponsesSocket(self._context, wire, caller)
+        socket = ResponsesSocket(context, wire, admission.caller)
         try:
             hub.enter(socket)
         except InferenceCenterError as error:
@@ -318,15 +318,14 @@ class ResponsesEndpoint:
                 hint="Close one of them; one socket supports any number of responses.",
                 retry_after_ms=error.retry_after_ms,
             ) from None
+        try:
+            async with paced(context, socket.client_id):
+                context.operations.charge(socket.client_id)
+        except BaseException:
+            socket.lost()
+            hub.exit(socket)
+            raise
         return socket
-
-    async def _refuse(self, send: Send, error: InferenceCenterError) -> None:
-        status = error.spec.http_status
-        self._context.metrics.refused_connections.labels(str(status)).inc()
-        headers = {"content-type": "application/json", **error_headers(error)}
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "websocket.http.response.start", "status": status, "headers": encoded})
-        await send({"type": "websocket.http.response.body", "body": error_body(error)})
 
 
 def _object(text: str) -> dict[str, Any]:

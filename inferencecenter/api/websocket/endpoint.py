@@ -4,25 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match, NoMatchFound
 
+from inferencecenter.api.request_context import admit
 from inferencecenter.api.websocket.connection import Connection
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL
-from inferencecenter.protocol.trace_context import read_traceparent
-from inferencecenter.server.handshake import (
-    check_query,
-    chooses_v1,
-    origin_allowed,
-    read_credential,
-    refusal_body,
-    refusal_headers,
-)
-from inferencecenter.server.states import ConnectionState
+from inferencecenter.server.handshake import chooses_v1, refusal_body, refusal_headers
 from inferencecenter.server.websocket import SCOPE_KEY
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from starlette.datastructures import URLPath
     from starlette.types import Receive, Scope, Send
 
@@ -44,9 +37,7 @@ class WebSocketEndpoint:
         try:
             connection = await self._admit(scope)
         except InferenceCenterError as error:
-            await refuse_upgrade(self._context, send, error)
-            return
-        if connection.state is ConnectionState.CLOSED:  # the peer has disconnected meanwhile
+            await refuse_upgrade(self._context, send, error, refusal_headers(error), refusal_body(error))
             return
         hub = self._context.hub
         hub.add(connection)
@@ -61,32 +52,20 @@ class WebSocketEndpoint:
         Raises:
             InferenceCenterError: The upgrade is refused.
         """
-        context, headers = self._context, Headers(scope=scope)
-        check_query(scope["query_string"])
-        caller = context.proxies.peer_info(scope["client"][0] if scope["client"] else "", headers)
-        origin = headers.get("origin")
-        if not origin_allowed(origin, caller.host, context.settings.allowed_origins):
-            raise InferenceCenterError(
-                ErrorCode.FORBIDDEN,
-                "this origin may not connect",
-                field="Origin",
-                hint="An operator can add it to server.allowed_origins.",
-            )
+        context, subprotocols = self._context, scope["subprotocols"]
         context.hub.check_open()
-        credential = read_credential(headers, scope["subprotocols"])
+        admission = await admit(context, scope, scope=None, subprotocols=subprotocols)
+        context.hub.check_open()  # authentication by an external service takes time
         wire: WebSocket = cast("dict[str, Any]", scope["state"])[SCOPE_KEY]
         connection = Connection(
             context,
             wire,
-            address=caller.address,
-            v1=chooses_v1(scope["subprotocols"]),
-            traceparent=read_traceparent(headers.get("traceparent")),
+            address=admission.address,
+            v1=chooses_v1(subprotocols),
+            traceparent=admission.traceparent,
         )
-        if credential is not None:
-            account = await context.authenticator.authenticate_anywhere(credential, address=caller.address)
-            context.hub.check_open()  # authentication by an external service takes time
-            if connection.state is not ConnectionState.CLOSED:
-                connection.authenticate(account)
+        if admission.account is not None:
+            connection.authenticate(admission.account)
         return connection
 
 
@@ -112,18 +91,15 @@ class UnknownSocketPath(BaseRoute):
             f"no WebSocket at this path: {scope['path'][:_SHOWN_CHARS]}",
             hint=f"Connect to {self._context.settings.base_path}/ws.",
         )
-        await refuse_upgrade(self._context, send, error)
+        await refuse_upgrade(self._context, send, error, refusal_headers(error), refusal_body(error))
 
 
-async def refuse_upgrade(context: ServerContext, send: Send, error: InferenceCenterError) -> None:
+async def refuse_upgrade(
+    context: ServerContext, send: Send, error: InferenceCenterError, headers: Mapping[str, str], body: bytes
+) -> None:
     """Respond to an upgrade with an error."""
     status = error.spec.http_status
     context.metrics.refused_connections.labels(str(status)).inc()
-    await send(
-        {
-            "type": "websocket.http.response.start",
-            "status": status,
-            "headers": [(name.encode(), value.encode()) for name, value in refusal_headers(error).items()],
-        }
-    )
-    await send({"type": "websocket.http.response.body", "body": refusal_body(error)})
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "websocket.http.response.start", "status": status, "headers": encoded})
+    await send({"type": "websocket.http.response.body", "body": body})

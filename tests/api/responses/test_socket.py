@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from websockets.exceptions import InvalidStatus
 
+from inferencecenter.api import request_context
 from inferencecenter.api.responses.response_events import ResponseEvent, ResponseEventBuilder
 from inferencecenter.api.responses.streams import MAX_STREAMS, MAX_WAITING
 from inferencecenter.auth.rate_limits import FREE_REFUSALS
@@ -396,4 +397,27 @@ async def test_repeated_refusals_delay_reading(server: Running, monkeypatch: pyt
         await connection.send(frame)
         await receive(connection)
     assert len(waited) >= 3
+    assert waited == sorted(set(waited))
+
+
+async def test_upgrades_beyond_the_operation_budget_are_delayed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused upgrade counts as a connection while it is delayed, and no more afterwards."""
+    waited: list[float] = []
+
+    async with serve(operations_per_minute=1) as server:
+
+        async def noting(delay_s: float) -> None:
+            assert len(server.context.hub.participants_of("ada")) == 1
+            waited.append(delay_s)
+
+        monkeypatch.setattr(request_context, "sleep", noting)
+        async with socket(server):
+            pass
+        for _ in range(FREE_REFUSALS + 3):
+            with pytest.raises(InvalidStatus) as refusal:
+                async with socket(server):
+                    pass
+            assert refusal.value.response.status_code == 429
+        assert server.context.hub.participants_of("ada") == []
+    assert len(waited) == 3
     assert waited == sorted(set(waited))
