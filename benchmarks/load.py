@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import msgspec
 import uvloop
 
+from benchmarks.concurrency import together
 from benchmarks.jobs import (
     Aborted,
     Aborts,
@@ -32,7 +33,6 @@ from benchmarks.jobs import (
 )
 from benchmarks.peers import make_target
 from benchmarks.target import AbortTrace, Opening, TurnTrace, Work
-from benchmarks.together import together
 from inferencecenter.client import Client
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
@@ -227,7 +227,7 @@ class _Arrival:
     async def _stream(self, index: int, session: TargetSession) -> TurnTrace:
         size, missing = self._job.stream, self._job.after_tokens
 
-        def heard() -> None:
+        def count_text() -> None:
             nonlocal missing
             missing -= 1
             if missing == 0:
@@ -236,7 +236,7 @@ class _Arrival:
                     self._due.set()
 
         work = Work(size.prompt_tokens, size.max_tokens, seed=self._job.first_seed + index)
-        trace = await session.turn(work, on_text=heard)
+        trace = await session.turn(work, on_text=count_text)
         if missing > 0 and trace.error is None:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,

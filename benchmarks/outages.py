@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from benchmarks.shown import Difference
+    from benchmarks.observed_turn import Difference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

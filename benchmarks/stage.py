@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 A = TypeVar("A", Turns, Aborted)
 
-Way: TypeAlias = "Callable[[TargetSpec], TargetSpec]"
-"""Turns where our daemon is and what it usually speaks into what is spoken instead; the name is set afterwards."""
+SpecTransform: TypeAlias = "Callable[[TargetSpec], TargetSpec]"
+"""Returns the target of our daemon for another protocol; the name is set afterwards."""
 
 _SEEDS_OF_A_JOB = 1_000_000
 
@@ -200,7 +200,7 @@ class Bench:
         *,
         points: int,
         beside: Mapping[str, DaemonSettings] | None = None,
-        ways: Mapping[str, Way] | None = None,
+        protocols: Mapping[str, SpecTransform] | None = None,
     ) -> AsyncIterator[Stage]:
         """Start our daemon, unless one is named, find the peers, and compare what they run.
 
@@ -208,20 +208,20 @@ class Bench:
             settings: Of our daemon.
             points: How often ``measure`` will be called.
             beside: Further daemons of ours to be measured as peers are, by name.
-            ways: Ways to speak to our daemon, by name: each is a side of its own, in place of the usual one.
+            protocols: Protocols of our daemon, by name: each is a side, in place of the usual protocol.
 
         Raises:
             InferenceCenterError: A server does not answer, or our daemon does not become ready.
         """
         others = beside or {}
-        n_sides = self.n_sides - 1 + len(ways or (OURS,)) + len(others)
+        n_sides = self.n_sides - 1 + len(protocols or (OURS,)) + len(others)
         self.progress.expect(points * self.repeat * n_sides)
         async with AsyncExitStack() as stack:
             if self.options.url is not None:
                 ours = await found(OURS, self.options.url, token=self.options.token)
             else:
                 ours = await started(await stack.enter_async_context(start_daemon(settings)))
-            servers = [ours] if ways is None else spoken_to(ours, ways)
+            servers = [ours] if protocols is None else protocol_sides(ours, protocols)
             for name, other in others.items():
                 another = await started(await stack.enter_async_context(start_daemon(other, name=name)))
                 servers.append(replace(another, side=compared(ours.side.facts, another.side.facts, self.options)))
@@ -231,12 +231,12 @@ class Bench:
                     await stack.enter_async_context(start_peer(command, url=peer.url))
                 theirs = await found(peer.name, peer.url, token=peer.token)
                 servers.append(replace(theirs, side=compared(ours.side.facts, theirs.side.facts, self.options)))
-            yield Stage(self, tuple(servers), is_one_server=ways is not None)
+            yield Stage(self, tuple(servers), is_one_server=protocols is not None)
 
 
-def spoken_to(server: Server, ways: Mapping[str, Way]) -> list[Server]:
-    """Return one server as several sides, each spoken to in a way of its own; what they run is the same."""
-    specs = [replace(way(server.spec), name=name) for name, way in ways.items()]
+def protocol_sides(server: Server, protocols: Mapping[str, SpecTransform]) -> list[Server]:
+    """Return one server as several sides, one for each protocol; they run the same model."""
+    specs = [replace(transform(server.spec), name=name) for name, transform in protocols.items()]
     sides = [
         Side(replace(server.side.facts, name=spec.name, kind=spec.kind), Comparison((), ()) if index else None)
         for index, spec in enumerate(specs)

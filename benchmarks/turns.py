@@ -6,10 +6,10 @@ import time
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final
 
+from benchmarks.concurrency import together
+from benchmarks.observed_turn import ObservedTurn
 from benchmarks.peers.line import named, open_line, succeeded
 from benchmarks.peers.prompts import calibrate
-from benchmarks.shown import Shown
-from benchmarks.together import together
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -53,14 +53,19 @@ async def open_session(line: Line) -> str:
 
 
 async def run_turn(
-    line: Line, session_id: str, text: str, *, max_tokens: int, on_frame: Callable[[Shown], None] = lambda _: None
-) -> Shown:
+    line: Line,
+    session_id: str,
+    text: str,
+    *,
+    max_tokens: int,
+    on_frame: Callable[[ObservedTurn], None] = lambda _: None,
+) -> ObservedTurn:
     """Run a greedy turn to its first terminal event; ``on_frame`` is called with what was shown after each.
 
     Raises:
         InferenceCenterError: ``daemon_unreachable``.
     """
-    shown = Shown(time.monotonic())
+    shown = ObservedTurn(time.monotonic())
     params: dict[str, Any] = {**GREEDY, "max_tokens": max_tokens}
     async for frame in line.turn(session_id, text, params):
         shown.take(frame, now_s=time.monotonic())
@@ -70,7 +75,7 @@ async def run_turn(
 
 async def run_turns(
     lines: Sequence[Line], sessions: Sequence[str], texts: Sequence[str], *, max_tokens: int
-) -> list[Shown]:
+) -> list[ObservedTurn]:
     """Run a greedy turn on each connection, all at once.
 
     Raises:
@@ -93,7 +98,7 @@ async def last_answer(line: Line, session_id: str, *, on_other: Callable[[Frame]
     return transcript[-1].content if transcript and transcript[-1].role == "assistant" else ""
 
 
-async def finished(line: Line, session_id: str, shown: Shown) -> str:
+async def finished(line: Line, session_id: str, shown: ObservedTurn) -> str:
     """Return the answer that the session holds of its last turn; what still comes of that turn, it was shown.
 
     Raises:

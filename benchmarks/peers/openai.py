@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import msgspec
 
-from benchmarks.peers.heard import Counted, Heard
+from benchmarks.peers.response_trace import Counted, ResponseTrace
 from benchmarks.peers.http import Http
 from benchmarks.peers.prompts import calibrate
 from benchmarks.peers.sampling import sampling
@@ -162,24 +162,24 @@ class CompletionsSession:
 
     async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
         """Run a turn to its end; a failure of the turn is the trace's ``error``."""
-        heard = Heard(on_text)
+        response = ResponseTrace(on_text)
         try:
             history = self._conversations.get(work.history_id, ()) if work.history_id is not None else ()
             texts = (*history, self.prompts.text(work, first=not history))
             body = self._body(work, texts) | _STREAMED
-            heard.begin()
+            response.begin()
             async for now_s, event in self._http.stream(self._path, body, _EVENTS):
                 pieces = (choice.text or choice.delta.content or "" for choice in event.choices)
-                heard.piece("".join(pieces), now_s=now_s)
-                heard.counted = event.usage.counted() if event.usage else heard.counted
-                heard.error = event.error.message if event.error else heard.error
-            if work.history_id is not None and heard.error is None:
-                self._conversations[work.history_id] = (*texts, heard.text)
+                response.piece("".join(pieces), now_s=now_s)
+                response.counted = event.usage.counted() if event.usage else response.counted
+                response.error = event.error.message if event.error else response.error
+            if work.history_id is not None and response.error is None:
+                self._conversations[work.history_id] = (*texts, response.text)
                 if work.ends_history:
                     del self._conversations[work.history_id]
         except InferenceCenterError as failure:
-            heard.error = str(failure)
-        return heard.trace()
+            response.error = str(failure)
+        return response.trace()
 
     async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
         """Return an error: the end of the abort is not observable."""

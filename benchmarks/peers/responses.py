@@ -14,7 +14,7 @@ import msgspec
 import websockets
 from websockets.asyncio.client import connect
 
-from benchmarks.peers.heard import Counted, Heard
+from benchmarks.peers.response_trace import Counted, ResponseTrace
 from benchmarks.peers.openai import COUNTING, Problem, unmeasured_abort
 from benchmarks.peers.sampling import sampling
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -94,19 +94,19 @@ class ResponsesSession:
 
     async def turn(self, work: Work, *, on_text: Callable[[], None] | None = None) -> TurnTrace:
         """Run a turn to its end; a failure of the turn is the trace's ``error``."""
-        heard = Heard(on_text)
+        response = ResponseTrace(on_text)
         try:
             before = self._conversations.get(work.history_id) if work.history_id is not None else None
             request = _request(work, self.prompts.text(work, first=before is None), self._spec, before=before)
-            heard.begin()
+            response.begin()
             async for event in _events(self._socket, request):
                 if event.type == "response.output_text.delta":
-                    heard.piece(event.delta, now_s=time.monotonic())
+                    response.piece(event.delta, now_s=time.monotonic())
                 elif event.type in _LAST:
-                    self._end(work, event, heard)
+                    self._end(work, event, response)
         except InferenceCenterError as failure:
-            heard.error = str(failure)
-        return heard.trace()
+            response.error = str(failure)
+        return response.trace()
 
     async def turn_then_abort(self, work: Work, *, after_tokens: int | None) -> AbortTrace:
         """Return an error: a cancelled response is over before its slot is known to be free."""
@@ -122,8 +122,8 @@ class ResponsesSession:
             )
         return counted.prompt_tokens
 
-    def _end(self, work: Work, event: _Event, heard: Heard) -> None:
-        heard.counted, heard.error = _counted(event), _problem(event)
+    def _end(self, work: Work, event: _Event, response: ResponseTrace) -> None:
+        response.counted, response.error = _counted(event), _problem(event)
         if work.history_id is not None and event.response is not None:
             self._conversations[work.history_id] = event.response.id
             if work.ends_history:

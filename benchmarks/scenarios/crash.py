@@ -15,23 +15,23 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from benchmarks.concurrency import one_failure
+from benchmarks.observed_turn import difference
 from benchmarks.options import Options
 from benchmarks.outages import Outage, Stream
 from benchmarks.results import Metric, Parameter, Point, Report, metrics_if_known, percentile_metrics
 from benchmarks.scenario import OWN, Scenario, context_tokens, one_prompt_length, required
-from benchmarks.shown import difference
 from benchmarks.stats import percentile
 from benchmarks.target import Work
-from benchmarks.together import one_failure
 from benchmarks.turns import finished, learn_words, open_lines, open_session, run_turns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from benchmarks.daemon_process import DaemonSettings, EngineLife, RunningDaemon
+    from benchmarks.observed_turn import ObservedTurn
     from benchmarks.peers.line import Line
     from benchmarks.peers.prompts import Prompts
-    from benchmarks.shown import Shown
     from benchmarks.stage import Bench
 
 _ECHO_DELAY_MS: Final = 5
@@ -188,7 +188,7 @@ class _Rounds:
     async def _sessions(self) -> list[str]:
         return [await open_session(line) for line in self._lines]
 
-    async def _turns(self, sessions: Sequence[str], texts: Sequence[str]) -> tuple[list[Shown], list[str]]:
+    async def _turns(self, sessions: Sequence[str], texts: Sequence[str]) -> tuple[list[ObservedTurn], list[str]]:
         """Run a turn in each session, close it, and return what was shown and what the session held."""
         turns = await run_turns(self._lines, sessions, texts, max_tokens=self._max_tokens)
         answers = []
@@ -206,7 +206,7 @@ def _settings(bench: Bench) -> DaemonSettings:
     return replace(settings, loses_engines=True, echo_delay_ms=delay_ms)
 
 
-def _read(turn: Shown) -> int:
+def _read(turn: ObservedTurn) -> int:
     return turn.usage.prompt_tokens - turn.usage.cached_tokens if turn.usage else 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from benchmarks import ways
+from benchmarks import protocols
 from benchmarks.jobs import ClosedLoop, Turns
 from benchmarks.options import Options
 from benchmarks.results import Metric, Parameter, Report
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from benchmarks.results import Point
     from benchmarks.stage import Bench, Measured
 
-_WAYS: Final = {
-    "HTTP": ways.chat_completions,
-    "WebSocket": ways.websocket,
-    "Responses": ways.responses,
+_PROTOCOLS: Final = {
+    "HTTP": protocols.chat_completions,
+    "WebSocket": protocols.websocket,
+    "Responses": protocols.responses,
 }
 _ECHO_DELAY_MS: Final = 10
 
@@ -60,7 +60,7 @@ async def run(bench: Bench) -> Report:
         loads.append(settings)
     points: list[Point] = []
     for load in loads:
-        async with bench.stage(load, points=len(required(options.clients)), ways=_WAYS) as stage:
+        async with bench.stage(load, points=len(required(options.clients)), protocols=_PROTOCOLS) as stage:
             for n_clients in required(options.clients):
                 await stage.measure(
                     *_parameters(load),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from benchmarks import timeline, ways
+from benchmarks import protocols, timeline
 from benchmarks.jobs import Round, Rounds, Turns, TurnSize
 from benchmarks.options import Options, refused
 from benchmarks.results import Metric, Parameter, Report, metrics_if_known, percentile_metrics
@@ -20,7 +20,7 @@ from benchmarks.scenario import OWN, Scenario, context_tokens, one_prompt_length
 if TYPE_CHECKING:
     from benchmarks.stage import Bench, Measured
 
-_WAYS: Final = {"HTTP, all again": ways.chat_completions, "WebSocket": ways.websocket}
+_PROTOCOLS: Final = {"HTTP, all again": protocols.chat_completions, "WebSocket": protocols.websocket}
 _HISTORY_TURNS: Final = 8
 _QUESTION_TOKENS: Final = 20
 _LEAST_TOKENS: Final = 64
@@ -75,7 +75,7 @@ async def run(bench: Bench) -> Report:
     n_tokens = history_tokens + count * (_QUESTION_TOKENS + max_tokens) + (_HISTORY_TURNS + count) * _TEMPLATE_TOKENS
     told, asked = (Round(tokens, max_tokens, at_once=1) for tokens in (each_tokens, _QUESTION_TOKENS))
     settings = bench.settings(slots=max(clients), n_ctx=context_tokens(n_tokens))
-    async with bench.stage(settings, points=len(clients), ways=_WAYS) as stage:
+    async with bench.stage(settings, points=len(clients), protocols=_PROTOCOLS) as stage:
         for n_clients in clients:
             await stage.measure(
                 Parameter("clients", n_clients),

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.daemon_process import launch
+from benchmarks.observed_turn import Difference, difference
 from benchmarks.options import Options
 from benchmarks.peers.line import named, open_line, succeeded
 from benchmarks.results import Metric, Parameter, Point, Report
 from benchmarks.scenario import OWN, Scenario, context_tokens, required
-from benchmarks.shown import Difference, difference
 from benchmarks.stage import started
 from benchmarks.target import Work
 from benchmarks.turns import finished, learn_words, open_session, run_turn
@@ -27,11 +27,11 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
     from benchmarks.daemon_process import DaemonSettings, Launch
+    from benchmarks.observed_turn import ObservedTurn
     from benchmarks.options import RestartBy
     from benchmarks.peers.line import Frame
     from benchmarks.peers.prompts import Prompts
     from benchmarks.results import Side
-    from benchmarks.shown import Shown
     from benchmarks.stage import Bench
     from benchmarks.target import TargetSpec
 
@@ -54,9 +54,9 @@ class Restart:
     to_ready_s: float
     is_in_place: bool
     transcript: Difference
-    resumed: Shown
-    after: Shown
-    cold: Shown
+    resumed: ObservedTurn
+    after: ObservedTurn
+    cold: ObservedTurn
 
     def metrics(self) -> tuple[Metric, ...]:
         """Return the numbers of one repetition."""
@@ -81,12 +81,12 @@ class _Left:
     """A session as its client left it."""
 
     created: Frame
-    first: Shown
+    first: ObservedTurn
     answer: str
     stop_s: float
 
 
-def ttft_ms(turn: Shown) -> float:
+def ttft_ms(turn: ObservedTurn) -> float:
     """Return the milliseconds from a request to its first text, or to its end when it has none.
 
     Raises:
@@ -182,7 +182,7 @@ class _Restarts:
             cold=await self._cold(daemon.spec, resumed, seed=seed + 2),
         )
 
-    async def _cold(self, spec: TargetSpec, resumed: Shown, *, seed: int) -> Shown:
+    async def _cold(self, spec: TargetSpec, resumed: ObservedTurn, *, seed: int) -> ObservedTurn:
         """Run a turn whose prompt is as long as that of another, and was never read."""
         n_tokens = resumed.usage.prompt_tokens if resumed.usage else 0
         async with open_line(spec) as line:
@@ -197,7 +197,7 @@ class _Restarts:
         return self._prompts.text(Work(n_tokens, self._max_tokens, seed), first=first)
 
 
-def _tokens_read(turn: Shown) -> int:
+def _tokens_read(turn: ObservedTurn) -> int:
     return turn.usage.prompt_tokens - turn.usage.cached_tokens if turn.usage else 0
 
 

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
+from benchmarks.concurrency import one_failure
 from benchmarks.options import Options
 from benchmarks.results import Metric, Parameter, Point, Report, metrics_if_known
 from benchmarks.scenario import OWN, Scenario, context_tokens, one_prompt_length, required
@@ -23,7 +24,6 @@ from benchmarks.soak.client import SoakClient
 from benchmarks.soak.memory import Growth, Sample, growth
 from benchmarks.soak.tally import EXPECTED, Tally, thirds
 from benchmarks.stats import percentile
-from benchmarks.together import one_failure
 from benchmarks.turns import learn_words
 
 if TYPE_CHECKING:

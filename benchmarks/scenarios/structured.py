@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from benchmarks import ways
+from benchmarks import protocols
 from benchmarks.jobs import ClosedLoop, Turns
 from benchmarks.options import Options
 from benchmarks.results import Metric, Parameter, Report
@@ -70,9 +70,9 @@ async def run(bench: Bench) -> Report:
     def constrained(spec: TargetSpec) -> TargetSpec:
         return replace(spec, json_schema=wanted)
 
-    sides = {"with a schema": constrained, "without": ways.as_usual}
+    sides = {"with a schema": constrained, "without": protocols.as_usual}
     points = len(required(options.clients))
-    async with bench.stage(throughput.settings(bench), points=points, ways=sides) as stage:
+    async with bench.stage(throughput.settings(bench), points=points, protocols=sides) as stage:
         for n_clients in required(options.clients):
             await stage.measure(
                 Parameter("clients", n_clients),

@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from benchmarks.concurrency import one_failure
 from benchmarks.daemon_process import MODEL_NAMES
+from benchmarks.observed_turn import difference
 from benchmarks.options import Options, refused
 from benchmarks.peers.line import open_line
 from benchmarks.results import Metric, Parameter, Point, Report, percentile_metrics
 from benchmarks.scenario import OWN, Scenario, context_tokens, one_prompt_length, required
-from benchmarks.shown import difference
 from benchmarks.stats import percentile
 from benchmarks.target import Work
-from benchmarks.together import one_failure
 from benchmarks.turns import finished, learn_words, open_lines, open_session, run_turn
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from benchmarks.daemon_process import DaemonSettings, RunningDaemon
+    from benchmarks.observed_turn import Difference, ObservedTurn
     from benchmarks.peers.line import Line
     from benchmarks.peers.prompts import Prompts
-    from benchmarks.shown import Difference, Shown
     from benchmarks.stage import Bench
 
 _PIECES_BEFORE: Final = 32
@@ -48,7 +48,7 @@ class Change:
     asked_s: float
     done_s: float
     load_s: float
-    streams: tuple[Shown, ...]
+    streams: tuple[ObservedTurn, ...]
     against_transcripts: tuple[Difference, ...]
 
     def before_ms(self) -> list[float]:
@@ -208,14 +208,14 @@ class _Streams:
         self._flowing: set[int] = set()
         self.flowing = asyncio.Event()
 
-    def heard(self, turn: Shown) -> None:
+    def heard(self, turn: ObservedTurn) -> None:
         if len(turn.times_s) >= _PIECES_BEFORE or turn.finishes:
             self._flowing.add(id(turn))
         if len(self._flowing) == self._count:
             self.flowing.set()
 
 
-def _pauses(turns: Iterable[Shown]) -> list[tuple[float, float]]:
+def _pauses(turns: Iterable[ObservedTurn]) -> list[tuple[float, float]]:
     return [pause for turn in turns for pause in pairwise(turn.times_s)]
 
 

@@ -7,8 +7,8 @@ import time
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Final
 
+from benchmarks.observed_turn import ObservedTurn
 from benchmarks.peers.line import Frame, Line, named, open_line, succeeded
-from benchmarks.shown import Shown
 from benchmarks.soak.acts import TURNS, Act, Kind
 from benchmarks.soak.tally import ENDINGS
 from benchmarks.target import Work
@@ -89,7 +89,7 @@ class SoakClient:
     async def _turn(self, act: Act) -> None:
         self._seed += 1
         text = self._prompts.text(Work(act.prompt_tokens, act.max_tokens, self._seed), first=not self._turns)
-        shown = Shown(time.monotonic())
+        shown = ObservedTurn(time.monotonic())
         shown.begin_at(self._seq)
         params = {"max_tokens": act.max_tokens, "seed": self._seed, "ignore_eos": True}
         asked = await self._here.send(op="infer", session_id=self._session_id, prompt=text, params=params)
@@ -129,7 +129,7 @@ class SoakClient:
             succeeded(frame, "queued")
         return frame.id == asked or (frame.session_id == self._session_id and frame.turn_id is not None)
 
-    async def _disturb(self, act: Act, shown: Shown) -> None:
+    async def _disturb(self, act: Act, shown: ObservedTurn) -> None:
         if act.kind is Kind.ABORT:
             self._aborts.add(await self._here.send(op="abort", session_id=self._session_id))
             return
@@ -140,7 +140,7 @@ class SoakClient:
             await self._connect()
             await self._resume(shown)
 
-    async def _resume(self, shown: Shown) -> None:
+    async def _resume(self, shown: ObservedTurn) -> None:
         """Come back to the session in the middle of a turn.
 
         Raises:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from benchmarks.shown import difference
+from benchmarks.observed_turn import difference
 from benchmarks.soak.acts import Kind
 
 if TYPE_CHECKING:
-    from benchmarks.shown import Shown
+    from benchmarks.observed_turn import ObservedTurn
 
 EXPECTED: Final = frozenset({(Kind.ABORT, "nothing_to_abort"), (Kind.DAWDLE, "daemon_unreachable")})
 """An answer that ends before its abort arrives, and a slow reader that lost its socket."""
@@ -50,7 +50,7 @@ class Tally:
         """Return the errors that only the daemon can have caused."""
         return Counter({met: count for met, count in self.errors.items() if met not in EXPECTED})
 
-    def turn(self, kind: Kind, turn: Shown, *, transcript: str) -> None:
+    def turn(self, kind: Kind, turn: ObservedTurn, *, transcript: str) -> None:
         """Count a turn that is over, whose answer the session holds as ``transcript``.
 
         Delays are noted only of turns whose client read all the time.

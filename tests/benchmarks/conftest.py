@@ -1,6 +1,6 @@
-"""A daemon that echoes, and a load generator, each in its own process, shared by the tests of a module.
+"""An echo daemon and a load generator, each in its own process, shared by the tests of a module.
 
-Such tests run on the module's event loop, which reads what the processes write.
+Such tests run on the module's event loop, which reads the processes' output.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A server in the test's own process that answers as llama-server and OpenAI's servers do."""
+"""A server in the test process that answers like llama-server and OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOS = 1
 
 @dataclass
 class FakeServer:
-    """A server with one slot, whose tokenizer has a token for each byte but spaces, behind a BOS."""
+    """A server with one slot; its tokenizer has a token for each byte but spaces, after a BOS."""
 
     url: str = ""
     token: str | None = None
@@ -41,12 +41,12 @@ class FakeServer:
     """A client has left before the end."""
 
     def tokens(self, text: str, *, add_special: bool) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return [BOS] * add_special + [byte for byte in text.encode() if byte != 0x20]
 
     @contextlib.asynccontextmanager
     async def streaming(self, request: web.Request) -> AsyncIterator[web.StreamResponse]:
-        """An event stream that notices when its client leaves."""
+        """Run an event stream and record the client's disconnect."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         self.busy = True
@@ -59,7 +59,7 @@ class FakeServer:
             self.busy = False
 
     async def props(self, _request: web.Request) -> web.Response:
-        """`/props`."""
+        """Answer `/props`."""
         return web.json_response(
             {
                 "default_generation_settings": {"params": {"n_predict": -1, "temperature": 0.8}, "n_ctx": 4096},
@@ -74,7 +74,7 @@ class FakeServer:
         )
 
     async def models(self, request: web.Request) -> web.Response:
-        """`/v1/models`."""
+        """Answer `/v1/models`."""
         if self.token is not None and request.headers.get("authorization") != f"Bearer {self.token}":
             error = {"message": "Invalid API Key", "type": "authentication_error", "code": 401}
             return web.json_response({"error": error}, status=401)
@@ -83,14 +83,14 @@ class FakeServer:
         return web.json_response({"object": "list", "data": [entry]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """`/tokenize`."""
+        """Answer `/tokenize`."""
         body = await request.json()
         assert body["parse_special"] is False
         self.connections.add(request.transport)
         return web.json_response({"tokens": self.tokens(body["content"], add_special=body["add_special"])})
 
     async def slots(self, _request: web.Request) -> web.Response:
-        """`/slots`."""
+        """Answer `/slots`."""
         lingers = len(self.polls) < self.busy_polls
         self.polls.append(self.busy or lingers)
         slot: dict[str, Any] = {"id": 0, "n_ctx": 4096, "speculative": False, "is_processing": self.polls[-1]}
@@ -100,7 +100,7 @@ class FakeServer:
         return web.json_response([slot, unused])
 
     async def completion(self, request: web.Request) -> web.StreamResponse:
-        """`/completion`."""
+        """Answer `/completion`."""
         body = await request.json()
         self.bodies.append(body)
         self.connections.add(request.transport)
@@ -121,7 +121,7 @@ class FakeServer:
             made = 0
             while made < body["n_predict"] or self.endless:
                 made += 1
-                # The second token is the first byte of a longer character: there is nothing to show yet.
+                # The second token is the first byte of a multi-byte character, so it has no text yet.
                 text = "" if made == 2 else f" filler{made}"
                 await say(content=text, tokens=[1000 + made], stop=False, tokens_predicted=made)
                 await asyncio.sleep(0)
@@ -134,7 +134,7 @@ class FakeServer:
         return response
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
-        """`/v1/completions`, whose stream comes with line ends of both kinds."""
+        """Answer `/v1/completions`; the stream has both kinds of line ends."""
         body = await request.json()
         self.bodies.append(body)
         n_prompt = len(self.tokens(body["prompt"], add_special=True))

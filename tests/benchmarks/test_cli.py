@@ -1,4 +1,4 @@
-"""Tests of ``inferencecenter bench`` from end to end, on daemons that echo."""
+"""``inferencecenter bench`` end to end on echo daemons."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Call the command and return its exit code."""
+    """Run the command and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["inferencecenter", "bench", *arguments])
     monkeypatch.setenv("COLUMNS", "160")
     with pytest.raises(SystemExit) as ended:
@@ -31,28 +31,28 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 @dataclass
-class Heard:
-    """Notes what a run says of its progress."""
+class RecordingProgress:
+    """Records the progress of a run."""
 
     expected: int = 0
-    begun: list[str] = field(default_factory=list)
+    descriptions: list[str] = field(default_factory=list)
     finished: int = 0
 
     def expect(self, runs: int) -> None:
-        """Note it."""
+        """Record it."""
         self.expected += runs
 
     def begin(self, what: str) -> None:
-        """Note it."""
-        self.begun.append(what)
+        """Record it."""
+        self.descriptions.append(what)
 
     def done(self) -> None:
-        """Note it."""
+        """Record it."""
         self.finished += 1
 
 
-def test_the_scenarios_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each with what it measures."""
+def test_scenarios_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with a description."""
     assert call(monkeypatch, "list") == 0
 
     written = capsys.readouterr().out
@@ -60,30 +60,30 @@ def test_the_scenarios_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "words"),
     [
         (("speed",), "there is no scenario 'speed'"),
         (("idle", "--clients", "4"), "--clients"),
         (("burst", "--clients", "many"), "--clients"),
         (("context", "--plot", "x.svg"), "--plot"),
         (("burst", "--json", "/nowhere/x.json"), "--json"),
-        (("burst", "--peer", "nobody"), "--peer"),
+        (("burst", "--peer", "absent"), "--peer"),
         (("restart", "--restart-by", "luck"), "--restart-by"),
         (("start", "--restart-by", "kill"), "--restart-by"),
     ],
 )
-def test_what_cannot_be_obeyed_is_said_before_anything_starts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+def test_invalid_options_are_refused_before_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
     """As a usage error that names the option."""
     assert call(monkeypatch, *arguments) == 64
-    assert said in capsys.readouterr().err
+    assert words in capsys.readouterr().err
 
 
-def test_a_run_is_shown_recorded_and_drawn(
+def test_run_prints_records_and_plots(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The record goes to standard output where that is asked for, and the table then to standard error."""
+    """With the record on standard output the table goes to standard error."""
     plotted = tmp_path / "speed.svg"
     options = ("--backend", "echo", "--clients", "1,2", "--max-tokens", "8", "--repeat", "2")
     assert call(monkeypatch, "burst", *options, "--json", "-", "--plot", str(plotted)) == 0
@@ -98,9 +98,9 @@ def test_a_run_is_shown_recorded_and_drawn(
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_sides_take_turns_and_equals_get_ratios(daemon: RunningDaemon) -> None:
-    """Repetitions alternate; what the peer does not say of itself has been assumed."""
-    heard = Heard()
+async def test_sides_alternate_and_comparable_ones_have_ratios(daemon: RunningDaemon) -> None:
+    """Unknown facts of the peer are assumed equal."""
+    progress = RecordingProgress()
     facts = daemon.settings
     given = Options(
         backend="echo",
@@ -112,15 +112,15 @@ async def test_sides_take_turns_and_equals_get_ratios(daemon: RunningDaemon) -> 
         assume_same=("library", "threads"),
     )
     burst = find("burst")
-    report = await run_scenario(burst, resolve("burst", given, defaults=burst.defaults, takes=burst.takes), heard)
+    report = await run_scenario(burst, resolve("burst", given, defaults=burst.defaults, takes=burst.takes), progress)
 
-    assert heard.begun == [
+    assert progress.descriptions == [
         "inferencecenter: 2 clients (1 of 2)",
         "peer: 2 clients (1 of 2)",
         "inferencecenter: 2 clients (2 of 2)",
         "peer: 2 clients (2 of 2)",
     ]
-    assert heard.finished == heard.expected == 4
+    assert progress.finished == progress.expected == 4
     comparison = report.sides[1].comparison
     assert comparison is not None
     assert comparison.fair
@@ -129,8 +129,8 @@ async def test_sides_take_turns_and_equals_get_ratios(daemon: RunningDaemon) -> 
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> None:
-    """It is measured all the same."""
+async def test_peer_with_other_slots_has_no_ratio(daemon: RunningDaemon) -> None:
+    """It is still measured."""
     given = Options(
         backend="echo",
         slots=daemon.settings.slots + 1,
@@ -141,7 +141,9 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
         assume_same=("library", "threads"),
     )
     burst = find("burst")
-    report = await run_scenario(burst, resolve("burst", given, defaults=burst.defaults, takes=burst.takes), Heard())
+    report = await run_scenario(
+        burst, resolve("burst", given, defaults=burst.defaults, takes=burst.takes), RecordingProgress()
+    )
 
     comparison = report.sides[1].comparison
     assert comparison is not None
@@ -233,18 +235,18 @@ async def test_a_peer_with_other_slots_gets_no_ratio(daemon: RunningDaemon) -> N
 )
 async def test_every_scenario_runs(name: str, given: Options, metric: str) -> None:
     """From start to report."""
-    scenario, heard = find(name), Heard()
+    scenario, progress = find(name), RecordingProgress()
     options = resolve(name, given, defaults=scenario.defaults, takes=scenario.takes)
-    report = await run_scenario(scenario, options, heard)
+    report = await run_scenario(scenario, options, progress)
 
     assert report.scenario == name
     names = {each.name for point in report.points for run in point.repetitions[0] for each in run}
     assert metric in names
-    assert heard.finished == heard.expected > 0
+    assert progress.finished == progress.expected > 0
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "said"),
+    ("name", "given", "words"),
     [
         ("returning", Options(sessions=4, slots=4), "--sessions: 4 sessions do not lose their slots"),
         ("returning", Options(count=1), "--count: a client returns only"),
@@ -255,21 +257,21 @@ async def test_every_scenario_runs(name: str, given: Options, metric: str) -> No
         ("interference", Options(clients=(2,), max_tokens=8), "a stream of 8 tokens ended"),
     ],
 )
-async def test_a_question_that_a_run_could_not_answer_is_refused(name: str, given: Options, said: str) -> None:
-    """What would be measured is not what the scenario is about."""
+async def test_unsuitable_options_of_a_scenario_are_refused(name: str, given: Options, words: str) -> None:
+    """They would measure something else."""
     scenario = find(name)
     options = resolve(name, replace(given, backend="echo"), defaults=scenario.defaults, takes=scenario.takes)
-    with pytest.raises(InferenceCenterError, match=said):
-        await run_scenario(scenario, options, Heard())
+    with pytest.raises(InferenceCenterError, match=words):
+        await run_scenario(scenario, options, RecordingProgress())
 
 
 @pytest.mark.slow
-async def test_answers_with_a_schema_are_as_long_as_those_without(demo_model_path: Path) -> None:
-    """Both end by their length, else their rates could not be compared."""
+async def test_structured_and_plain_answers_have_equal_length(demo_model_path: Path) -> None:
+    """Both end at the token limit, else their rates were not comparable."""
     scenario = find("structured")
     given = Options(model=demo_model_path, threads=1, clients=(2,), max_tokens=32, duration_s=0.2, repeat=1)
     report = await run_scenario(
-        scenario, resolve("structured", given, defaults=scenario.defaults, takes=scenario.takes), Heard()
+        scenario, resolve("structured", given, defaults=scenario.defaults, takes=scenario.takes), RecordingProgress()
     )
 
     assert [side.facts.name for side in report.sides] == ["with a schema", "without"]
@@ -280,13 +282,13 @@ async def test_answers_with_a_schema_are_as_long_as_those_without(demo_model_pat
 
 
 async def test_aborts_are_measured_in_both_phases(demo_model_path: Path) -> None:
-    """While decoding there is a step to hold the delay against, while reading a chunk."""
+    """During decode the delay is compared with a step, during prefill with a chunk."""
     scenario = find("abort")
     given = Options(
         model=demo_model_path, threads=1, clients=(1,), prompt_tokens=(4000,), max_tokens=400, count=1, repeat=1
     )
     options = resolve("abort", given, defaults=scenario.defaults, takes=scenario.takes)
-    report = await run_scenario(scenario, options, Heard())
+    report = await run_scenario(scenario, options, RecordingProgress())
 
     decoding, reading = ({metric.name for metric in point.repetitions[0][0]} for point in report.points)
     assert decoding == {"abort p50", "abort p95", "abort p99", "abort worst", "step"}
@@ -294,12 +296,12 @@ async def test_aborts_are_measured_in_both_phases(demo_model_path: Path) -> None
 
 
 @pytest.mark.slow
-async def test_a_crash_of_the_demo_models_engine_loses_nothing(demo_model_path: Path) -> None:
-    """All that was shown is in the transcript, once, and every turn ends once."""
+async def test_engine_crash_on_the_demo_model_loses_nothing(demo_model_path: Path) -> None:
+    """All shown text is in the transcript once, and every turn ends once."""
     scenario = find("crash")
     given = Options(model=demo_model_path, threads=1, clients=(3,), count=2, prompt_tokens=(40,), max_tokens=80)
     options = resolve("crash", given, defaults=scenario.defaults, takes=scenario.takes)
-    (point,) = (await run_scenario(scenario, options, Heard())).points
+    (point,) = (await run_scenario(scenario, options, RecordingProgress())).points
 
     found = {metric.name: metric.value for metric in point.repetitions[0][0]}
     for name in (
@@ -316,12 +318,12 @@ async def test_a_crash_of_the_demo_models_engine_loses_nothing(demo_model_path: 
 
 
 @pytest.mark.slow
-async def test_the_resumed_session_of_the_demo_model_is_not_read_again(demo_model_path: Path) -> None:
-    """After a clean stop its KV comes from disk; the cold history of the same length is read whole."""
+async def test_resumed_session_on_the_demo_model_is_not_prefilled(demo_model_path: Path) -> None:
+    """After a clean stop its KV is loaded from disk; a cold history of equal length is prefilled."""
     scenario = find("restart")
     given = Options(model=demo_model_path, threads=1, prompt_tokens=(300,), max_tokens=8, repeat=1)
     options = resolve("restart", given, defaults=scenario.defaults, takes=scenario.takes)
-    (point,) = (await run_scenario(scenario, options, Heard())).points
+    (point,) = (await run_scenario(scenario, options, RecordingProgress())).points
 
     found = {metric.name: metric.value for metric in point.repetitions[0][0]}
     assert found["tokens read, resumed"] < 32

@@ -1,4 +1,4 @@
-"""Tests of ``bench.compare``: ratios only between equals."""
+"""Ratios are computed between comparable sides only."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ OURS = TargetFacts(
 EQUAL = replace(OURS, name="peer", kind="llama-server", url="http://127.0.0.1:2", library="b9001-0c1e57098")
 
 
-def test_equals_may_be_compared() -> None:
-    """Name, kind, address and the way of naming a version may differ."""
+def test_comparable_sides() -> None:
+    """Name, kind, address and version format may differ."""
     found = compare(OURS, EQUAL, assume_same=())
 
     assert found.fair
@@ -44,8 +44,8 @@ def test_equals_may_be_compared() -> None:
         ("n_ctx", 1024),
     ],
 )
-def test_what_differs_is_refused_whatever_is_assumed(field: str, other: Any) -> None:
-    """A known difference is no matter of trust."""
+def test_known_difference_is_refused(field: str, other: Any) -> None:
+    """Whatever is assumed."""
     found = compare(OURS, replace(EQUAL, **{field: other}), assume_same=tuple(COMPARED))
 
     assert not found.fair
@@ -58,8 +58,8 @@ def test_what_differs_is_refused_whatever_is_assumed(field: str, other: Any) -> 
     ("field", "unknown"),
     [("model_bytes", None), ("n_params", None), ("library", ""), ("threads", None), ("slots", None), ("n_ctx", None)],
 )
-def test_what_is_unknown_may_be_assumed(field: str, unknown: Any) -> None:
-    """Without the assumption the refusal says how to make it, and on which side the fact is missing does not matter."""
+def test_unknown_fact_may_be_assumed(field: str, unknown: Any) -> None:
+    """Without the assumption the error has its option, whichever side lacks the fact."""
     peer = replace(EQUAL, **{field: unknown})
 
     (refusal,) = compare(OURS, peer, assume_same=()).refusals
@@ -70,14 +70,14 @@ def test_what_is_unknown_may_be_assumed(field: str, unknown: Any) -> None:
     assert assumed.assumed == (field,)
 
 
-def test_versions_that_name_different_things_cannot_be_compared() -> None:
-    """A package's version says nothing of a commit, so it is a matter of trust."""
+def test_versions_of_different_kinds_require_an_assumption() -> None:
+    """A package version and a commit cannot be compared."""
     packaged = replace(OURS, library="llama.cpp 0.5.0-dev via llama-cpp-python 0.3.36")
 
     assert not compare(packaged, EQUAL, assume_same=()).fair
     assert compare(packaged, EQUAL, assume_same=("library",)).fair
 
 
-def test_a_shorter_commit_is_the_same_commit() -> None:
-    """Servers cut commits to different lengths."""
+def test_abbreviated_commit_is_equal() -> None:
+    """Servers abbreviate commits to different lengths."""
     assert compare(replace(OURS, library="0c1e57098a"), EQUAL, assume_same=()).fair

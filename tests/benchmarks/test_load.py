@@ -1,4 +1,4 @@
-"""Tests of ``bench.load`` and ``bench.generator``: jobs done by a generator's process on an echoing daemon."""
+"""Load jobs, run by a generator process on an echo daemon."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def reading(daemon: RunningDaemon, kind: StatusType, name: str) -> float | int | str | None:
-    """What the daemon says of itself."""
+    """Return the daemon's metrics."""
     async with Client(daemon.spec.url, token=daemon.spec.token) as client:
         status = await client.request(AskStatus(op="status", type=kind))
         assert isinstance(status, Status)
@@ -51,7 +51,7 @@ async def reading(daemon: RunningDaemon, kind: StatusType, name: str) -> float |
 
 
 def arrival(target: TargetSpec, *, stream: TurnSize, after_tokens: int) -> Arrival:
-    """Three streams and a newcomer with 300 tokens."""
+    """Return a job of three streams and an arriving client with 300 tokens."""
     return Arrival(
         target=target,
         streams=3,
@@ -63,8 +63,8 @@ def arrival(target: TargetSpec, *, stream: TurnSize, after_tokens: int) -> Arriv
     )
 
 
-async def test_a_closed_loop_keeps_each_client_busy(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """Warm-up turns differ in length, all others are as long as asked, and no client rests between its turns."""
+async def test_closed_loop_keeps_each_client_busy(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """Warm-up turns differ in length, all others have the requested one, and turns follow without pauses."""
     job = ClosedLoop(
         target=daemon.spec, clients=4, prompt_tokens=40, max_tokens=16, duration_s=0.2, first_seed=1_000_000
     )
@@ -81,7 +81,7 @@ async def test_a_closed_loop_keeps_each_client_busy(daemon: RunningDaemon, gener
 
 
 async def test_rounds_start_together(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """A round starts only after all clients have ended the previous one."""
+    """A round starts after all clients have finished the previous one."""
     rounds = (Round(30, 4), Round(50, 8))
     job = Rounds(target=daemon.spec, clients=3, rounds=rounds, continues=False, first_seed=1)
     found = await generator.do(job, Turns)
@@ -92,8 +92,8 @@ async def test_rounds_start_together(daemon: RunningDaemon, generator: LoadGener
     assert [(turn.prompt_tokens, turn.tokens) for turn in seconds] == [(50, 8)] * 3
 
 
-async def test_rounds_that_continue_keep_their_context(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """The second turn finds the first one's tokens in the slot and reads only its own."""
+async def test_continued_rounds_reuse_their_context(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """The second turn prefills only its own tokens."""
     rounds = (Round(200, 1), Round(16, 8))
     job = Rounds(target=daemon.spec, clients=2, rounds=rounds, continues=True, first_seed=1)
     found = await generator.do(job, Turns)
@@ -105,8 +105,8 @@ async def test_rounds_that_continue_keep_their_context(daemon: RunningDaemon, ge
         assert second.cached_tokens >= 200
 
 
-async def test_a_round_in_groups_runs_them_one_after_the_other(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """The lowest numbers first, and the next only when all of a group have ended; the last group may be smaller."""
+async def test_round_in_groups_runs_them_in_sequence(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """In ascending order, each after the previous group has ended; the last may be smaller."""
     rounds = (Round(30, 4, at_once=2),)
     job = Rounds(target=daemon.spec, clients=5, rounds=rounds, continues=False, first_seed=1)
     turns = [turn for (turn,) in (await generator.do(job, Turns)).clients]
@@ -116,10 +116,10 @@ async def test_a_round_in_groups_runs_them_one_after_the_other(daemon: RunningDa
     assert turns[1].started_s < turns[0].ended_s
 
 
-async def test_conversations_of_a_closed_loop_have_so_many_turns(
+async def test_closed_loop_conversations_have_the_given_number_of_turns(
     daemon: RunningDaemon, generator: LoadGenerator
 ) -> None:
-    """The next one begins anew, and the session of the last one is closed."""
+    """The next conversation begins with a new session, and the previous one is closed."""
     job = ClosedLoop(
         target=daemon.spec,
         clients=1,
@@ -130,7 +130,7 @@ async def test_conversations_of_a_closed_loop_have_so_many_turns(
         turns_each=3,
     )
     lengths: list[int] = []
-    while len(lengths) <= 6:  # on a machine that is busy they take more time
+    while len(lengths) <= 6:  # a busy machine may take longer
         (turns,) = (await generator.do(job, Turns)).clients
         lengths = [turn.prompt_tokens for turn in turns]
         job = msgspec.structs.replace(job, duration_s=job.duration_s * 2)
@@ -138,8 +138,8 @@ async def test_conversations_of_a_closed_loop_have_so_many_turns(
     assert lengths == [30, 64, 98] * (len(lengths) // 3) + [30, 64, 98][: len(lengths) % 3]
 
 
-async def test_only_the_clients_of_a_round_take_part(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """The others keep silent, and their conversations wait for them; the answer can be sorted by rounds."""
+async def test_only_the_clients_of_a_round_run(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """Other conversations stay open; the result can be sorted by rounds."""
     rounds = (Round(30, 1), Round(10, 2, clients=(0, 2)), Round(20, 3, clients=(1, 2)))
     job = Rounds(target=daemon.spec, clients=3, rounds=rounds, continues=True, first_seed=1)
     found = await generator.do(job, Turns)
@@ -150,8 +150,8 @@ async def test_only_the_clients_of_a_round_take_part(daemon: RunningDaemon, gene
     assert [[turn.prompt_tokens for turn in turns] for turns in by_round] == [[30, 30, 30], [41, 41], [51, 63]]
 
 
-async def test_a_warm_up_is_not_answered(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """Nor does it belong to the conversations."""
+async def test_warm_up_is_not_reported(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """Nor is it part of the conversations."""
     job = Rounds(
         target=daemon.spec, clients=2, rounds=(Round(30, 4),), continues=True, first_seed=1, warm_up=TurnSize(16, 8)
     )
@@ -160,8 +160,8 @@ async def test_a_warm_up_is_not_answered(daemon: RunningDaemon, generator: LoadG
     assert [[(turn.prompt_tokens, turn.tokens) for turn in turns] for turns in found.clients] == [[(30, 4)]] * 2
 
 
-async def test_a_newcomer_arrives_when_all_streams_run(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """After so many pieces of text of each, which go on meanwhile; it is the last of the answer."""
+async def test_new_client_arrives_once_all_streams_run(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """After the given number of pieces; it is the last of the result."""
     job = arrival(daemon.spec, stream=TurnSize(20, 800), after_tokens=16)
     *streams, newcomer = [turn for (turn,) in (await generator.do(job, Turns)).clients]
 
@@ -170,10 +170,8 @@ async def test_a_newcomer_arrives_when_all_streams_run(daemon: RunningDaemon, ge
     assert all(turn.token_times_s[15] <= newcomer.started_s < turn.ended_s for turn in streams)
 
 
-async def test_a_newcomer_does_not_wait_for_streams_that_are_over(
-    daemon: RunningDaemon, generator: LoadGenerator
-) -> None:
-    """The job fails and says why."""
+async def test_new_client_requires_running_streams(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """The job fails with the reason."""
     job = arrival(daemon.spec, stream=TurnSize(20, 8), after_tokens=16)
     with pytest.raises(InferenceCenterError, match="a stream of 8 tokens ended after 8 pieces") as failed:
         await generator.do(job, Turns)
@@ -181,8 +179,8 @@ async def test_a_newcomer_does_not_wait_for_streams_that_are_over(
     assert failed.value.code is ErrorCode.INVALID_REQUEST
 
 
-async def test_what_a_job_says_of_slots_and_openings_reaches_the_server() -> None:
-    """Each client has its slot and its words; an opening is that of its round; a warm-up has neither."""
+async def test_slots_and_prefixes_reach_the_server() -> None:
+    """Each client has its slot and its prompt; a prefix is that of its round; a warm-up has neither."""
     rounds = (Round(30, 1, opening_tokens=20), Round(25, 1, opening_tokens=20))
     async with serving(FakeServer(), speaks_llama=True) as server:
         job = Rounds(
@@ -209,8 +207,8 @@ async def test_what_a_job_says_of_slots_and_openings_reaches_the_server() -> Non
     assert all(1_000_001 <= body["seed"] < 2_000_001 for body in server.bodies)
 
 
-async def test_prompts_of_different_seeds_share_nothing(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """What one job read does not make the next one faster."""
+async def test_prompts_of_different_seeds_share_no_prefix(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """One job does not warm the cache for the next."""
     jobs = [
         Rounds(target=daemon.spec, clients=2, rounds=(Round(200, 1),), continues=False, first_seed=seed)
         for seed in (1_000_000, 2_000_000)
@@ -221,7 +219,7 @@ async def test_prompts_of_different_seeds_share_nothing(daemon: RunningDaemon, g
 
 
 async def test_aborted_turns_end(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """Each client aborts as often as asked, after so much text, and leaves nothing running."""
+    """Each client aborts the given number of turns, and none is left running."""
     job = Aborts(
         target=daemon.spec, clients=2, count=3, prompt_tokens=40, max_tokens=1900, after_tokens=5, first_seed=1
     )
@@ -235,7 +233,7 @@ async def test_aborted_turns_end(daemon: RunningDaemon, generator: LoadGenerator
 
 
 async def test_held_sessions_stay_open_until_released(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """What is held adds up; other jobs can be done meanwhile."""
+    """They add up, and other jobs can run meanwhile."""
     hold = Hold(target=daemon.spec, connections=40, sessions_each=1)
     assert (await generator.do(hold, Holding)).connections == 40
     assert (await generator.do(Hold(target=daemon.spec, connections=2, sessions_each=0), Holding)).connections == 42
@@ -248,8 +246,8 @@ async def test_held_sessions_stay_open_until_released(daemon: RunningDaemon, gen
     assert await reading(daemon, "sessions", "connections") == 1
 
 
-async def test_a_failed_turn_fails_the_job(daemon: RunningDaemon, generator: LoadGenerator) -> None:
-    """Numbers that left it out would flatter; the generator can do the next job."""
+async def test_failed_turn_fails_the_job(daemon: RunningDaemon, generator: LoadGenerator) -> None:
+    """Omitting it would distort the figures; the generator can run the next job."""
     job = Rounds(target=daemon.spec, clients=2, rounds=(Round(5000, 4),), continues=False, first_seed=1)
     with pytest.raises(InferenceCenterError, match="a turn failed") as failed:
         await generator.do(job, Turns)
@@ -261,17 +259,17 @@ async def test_a_failed_turn_fails_the_job(daemon: RunningDaemon, generator: Loa
     assert len(found.clients) == 1
 
 
-async def test_a_closed_port_is_reported(generator: LoadGenerator) -> None:
-    """The generator's error arrives as it is."""
-    nobody = TargetSpec("nobody", "inferencecenter", f"ws://127.0.0.1:{free_port()}/", token="t")
+async def test_closed_port_is_reported(generator: LoadGenerator) -> None:
+    """The generator's error arrives unchanged."""
+    unreachable = TargetSpec("unreachable", "inferencecenter", f"ws://127.0.0.1:{free_port()}/", token="t")
     with pytest.raises(InferenceCenterError) as failed:
-        await generator.do(Hold(target=nobody, connections=2, sessions_each=0), Holding)
+        await generator.do(Hold(target=unreachable, connections=2, sessions_each=0), Holding)
 
     assert failed.value.code is ErrorCode.DAEMON_UNREACHABLE
 
 
-async def test_the_daemon_is_measured_by_process(daemon: RunningDaemon) -> None:
-    """Front and engine are two processes, and both hold memory."""
+async def test_daemon_is_measured_by_process(daemon: RunningDaemon) -> None:
+    """Front and engine are two processes, and both use memory."""
     usage = daemon.usage()
 
     assert usage.front.rss_bytes > 10**7
@@ -282,8 +280,8 @@ async def test_the_daemon_is_measured_by_process(daemon: RunningDaemon) -> None:
     assert daemon.readiness.engine_pid != os.getpid()
 
 
-async def test_a_daemon_that_cannot_start_says_why(tmp_path: Path, daemon: RunningDaemon) -> None:
-    """Its last words are in the error."""
+async def test_daemon_start_failure_is_reported(tmp_path: Path, daemon: RunningDaemon) -> None:
+    """The error has its last output."""
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF")
     settings = replace(daemon.settings, backend="llama", model=broken)

@@ -1,4 +1,4 @@
-"""Tests of ``bench.model``."""
+"""Tests of ``benchmarks.model``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TINY = SHAPES["tiny"]
 
 
 def _logits(path: Path, text: str, *, n_tokens: int) -> tuple[list[int], NDArray[np.float32]]:
-    """Read a text and generate greedily; return the text's tokens and the logits of every step."""
+    """Prefill a text and generate greedily; return the text's tokens and the logits of every step."""
     options = EngineOptions(
         backend="llama", parent_pid=1, model_path=str(path), slots=1, n_ctx=256, n_threads=1, n_batch=64, n_ubatch=64
     )
@@ -58,8 +58,8 @@ def _logits(path: Path, text: str, *, n_tokens: int) -> tuple[list[int], NDArray
         ),
     ],
 )
-def test_llama_cpp_generates_with_it(tmp_path: Path, shape: Shape) -> None:
-    """llama.cpp loads every architecture and type; logits are finite, spread out and differ from step to step."""
+def test_llama_cpp_runs_the_model(tmp_path: Path, shape: Shape) -> None:
+    """It loads every architecture and type; logits are finite, spread out and different at each step."""
     path = tmp_path / "model.gguf"
     write_model(path, shape, name="tiny")
 
@@ -80,8 +80,8 @@ def test_words_and_bytes_have_known_token_counts(tmp_path: Path) -> None:
     assert len(_logits(path, "no é\n", n_tokens=1)[0]) == 6
 
 
-def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:
-    """Equal seeds give equal files, others do not."""
+def test_seed_determines_the_file(tmp_path: Path) -> None:
+    """Equal seeds give equal bytes."""
     files = [tmp_path / name for name in ("a", "b", "c")]
     for path, seed in zip(files, (1, 1, 2), strict=True):
         write_model(path, TINY, name="tiny", seed=seed)
@@ -94,8 +94,8 @@ def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "layers"), [([], 2), (["--layers", "5"], 5)])
-def test_the_command_writes_as_many_layers_as_asked(tmp_path: Path, arguments: list[str], layers: int) -> None:
-    """The command writes the named shape, and says size, layers and type."""
+def test_command_writes_the_requested_layers(tmp_path: Path, arguments: list[str], layers: int) -> None:
+    """It writes the named shape and prints size, layers and type."""
     app = Typer()
     app.command()(main)
     path = tmp_path / "model.gguf"
@@ -109,8 +109,8 @@ def test_the_command_writes_as_many_layers_as_asked(tmp_path: Path, arguments: l
     assert f"blk.{layers}.ffn_down.weight" not in names
 
 
-def test_shapes_have_the_size_of_the_models_they_are_named_after() -> None:
-    """Parameters, embeddings counted once where they are tied, as the models' cards state them."""
+def test_shapes_have_their_models_parameter_counts() -> None:
+    """As the models' cards state them, with tied embeddings counted once."""
 
     def parameters(shape: Shape) -> float:
         layer = 2 * shape.width * (shape.width + shape.kv_width) + 3 * shape.width * shape.ffn
@@ -122,8 +122,8 @@ def test_shapes_have_the_size_of_the_models_they_are_named_after() -> None:
     assert parameters(SHAPES["llama3.1-8b"]) == pytest.approx(8.03e9, rel=0.01)
 
 
-def test_a_vocabulary_is_taken_from_another_file(tmp_path: Path) -> None:
-    """With its special tokens and its template; the weights are its own."""
+def test_vocabulary_of_another_file_is_copied(tmp_path: Path) -> None:
+    """With its special tokens and template; the weights are random."""
     source, path = tmp_path / "source.gguf", tmp_path / "model.gguf"
     write_model(source, replace(TINY, layers=1, width=32), name="source")
 
@@ -136,8 +136,8 @@ def test_a_vocabulary_is_taken_from_another_file(tmp_path: Path) -> None:
     assert len(_logits(path, " a b z", n_tokens=1)[0]) == 3
 
 
-def test_a_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
-    """As is what has none."""
+def test_vocabulary_of_another_size_is_refused(tmp_path: Path) -> None:
+    """So is a file without one."""
     source = tmp_path / "source.gguf"
     write_model(source, replace(TINY, layers=1, vocabulary=600), name="source")
     app = Typer()

@@ -1,4 +1,4 @@
-"""Tests of ``bench.options``: obeyed or refused."""
+"""Options are applied or refused."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DEFAULTS = Options(clients=(1, 4), repeat=5)
 TAKES = {"clients", "repeat", "slots", "connections", "assume_same", "url", "token", "model"}
 
 
-def test_what_is_given_wins() -> None:
-    """The rest has the scenario's defaults."""
+def test_given_options_override_defaults() -> None:
+    """The others have the scenario's defaults."""
     options = resolve("throughput", Options(clients=(2,), slots=3), defaults=DEFAULTS, takes=TAKES)
 
     assert options == Options(clients=(2,), slots=3, repeat=5)
@@ -43,8 +43,8 @@ def test_what_is_given_wins() -> None:
         (Options(connections=resource.getrlimit(resource.RLIMIT_NOFILE)[1]), "connections"),
     ],
 )
-def test_what_cannot_be_obeyed_is_refused(given: Options, field: str) -> None:
-    """The error names the option: one the scenario does not take, out of range, unknown, or at odds with another."""
+def test_invalid_options_are_refused(given: Options, field: str) -> None:
+    """The error names the option: unsupported, out of range, unknown, or conflicting."""
     with pytest.raises(InferenceCenterError) as refused:
         resolve("throughput", given, defaults=DEFAULTS, takes=TAKES)
 
@@ -53,20 +53,20 @@ def test_what_cannot_be_obeyed_is_refused(given: Options, field: str) -> None:
     assert refused.value.message.startswith(f"--{field.replace('_', '-')}: ")
 
 
-def test_lists_of_numbers() -> None:
-    """Written with commas."""
+def test_number_lists() -> None:
+    """Separated by commas."""
     assert parse_numbers("clients", "1,4,8") == (1, 4, 8)
     assert parse_numbers("clients", None) is None
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "x", "1.5", "4,4"])
-def test_what_is_no_list_of_numbers_is_refused(text: str) -> None:
-    """Also a number that is named twice."""
+def test_invalid_number_lists_are_refused(text: str) -> None:
+    """Also repeated numbers."""
     with pytest.raises(InferenceCenterError, match="--clients"):
         parse_numbers("clients", text)
 
 
-def test_peers() -> None:
+def test_peers_are_parsed() -> None:
     """Tokens and commands belong to the peer of their name."""
     found = parse_peers(["a=http://h:1", "b=https://h:2"], tokens=["b=secret"], commands=["a=server -m x=y"])
 
@@ -88,8 +88,8 @@ def test_peers() -> None:
         (["a=http://h:1"], [], ["b=server"]),
     ],
 )
-def test_what_is_no_peer_is_refused(peers: list[str], tokens: list[str], commands: list[str]) -> None:
-    """No pair, no address, named twice, or a token or command for an unknown peer."""
+def test_invalid_peers_are_refused(peers: list[str], tokens: list[str], commands: list[str]) -> None:
+    """No pair, no address, repeated, or a token or command of an unknown peer."""
     with pytest.raises(InferenceCenterError, match="--peer"):
         parse_peers(peers, tokens=tokens, commands=commands)
 
@@ -101,7 +101,7 @@ def test_backends() -> None:
         parse_backend("other")
 
 
-def test_ways_to_restart() -> None:
+def test_restart_methods() -> None:
     """There are two."""
     assert [parse_restart_by(name) for name in (None, "term", "kill")] == [None, "term", "kill"]
     with pytest.raises(InferenceCenterError, match="--restart-by"):

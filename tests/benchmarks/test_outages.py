@@ -1,15 +1,15 @@
-"""Tests of ``bench.outages``, against times worked out by hand."""
+"""Outages of engine kills, compared with hand-computed times."""
 
 from __future__ import annotations
 
 import pytest
 
+from benchmarks.observed_turn import Difference
 from benchmarks.outages import Outage, Stream
-from benchmarks.shown import Difference
 
 
 def stream(*times_s: float, prompt_tokens: int = 100, tokens: int | None = None) -> Stream:
-    """A turn whose texts are as they should be."""
+    """Return a turn with the expected texts."""
     return Stream(
         times_s=times_s,
         prompt_tokens=prompt_tokens,
@@ -22,22 +22,22 @@ def stream(*times_s: float, prompt_tokens: int = 100, tokens: int | None = None)
 
 
 def outage(*streams: Stream) -> Outage:
-    """Killed at 10; the next engine began to load at 11 and was ready at 13."""
+    """Return an outage: killed at 10, loading from 11, ready at 13."""
     return Outage(killed_s=10, started_s=11, ready_s=13, streams=streams)
 
 
-def test_the_gap_is_the_pause_that_the_kill_made() -> None:
-    """What was on its way at the kill still arrives; longer pauses before and after are not the kill's."""
+def test_gap_is_the_pause_after_the_kill() -> None:
+    """Text in flight still arrives; longer pauses before and after belong to other causes."""
     assert outage(stream(1, 9, 10.1, 14.1, 20)).gaps_s() == (4.0,)
 
 
-def test_streams_that_had_ended_have_no_gap() -> None:
-    """Nor have those whose last piece arrived after the kill and was all."""
+def test_ended_streams_have_no_gap() -> None:
+    """Nor have those whose last piece arrived after the kill."""
     assert outage(stream(1, 2, 9), stream()).gaps_s() == ()
     assert outage(stream(1, 9), stream(8, 14)).gaps_s() == (6,)
 
 
-def test_streams_without_text_wait() -> None:
+def test_streams_without_text_are_waiting() -> None:
     """From the kill to their first text."""
     found = outage(stream(14.5, 15), stream(9, 14))
 
@@ -45,14 +45,14 @@ def test_streams_without_text_wait() -> None:
     assert found.gaps_s() == (5,)
 
 
-def test_all_that_was_in_the_contexts_has_to_be_read() -> None:
-    """Prompts of those that ran, and their tokens so far: half of 8, and none of 4."""
+def test_context_of_running_turns_is_prefilled_again() -> None:
+    """Prompts and generated tokens of running turns only."""
     found = outage(stream(8, 9, 14, 15, tokens=8), stream(14, 15, tokens=4), stream(1, 2))
 
     assert found.tokens_to_read() == pytest.approx(100 + 4 + 100)
 
 
-def test_what_is_beyond_loading_and_reading() -> None:
+def test_overhead_excludes_loading_and_prefill() -> None:
     """A pause of 6 seconds, 2 of loading, 102 tokens at 51 a second."""
     found = outage(stream(8, 9, 15, 16))
 

@@ -1,4 +1,4 @@
-"""Tests of ``bench.peer_process``."""
+"""Processes of peer servers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-async def test_a_server_is_ready_when_its_health_answers(tmp_path: Path) -> None:
-    """It is stopped afterwards, and refused while it still answers."""
+async def test_server_is_ready_with_its_health_endpoint(tmp_path: Path) -> None:
+    """It is stopped afterwards, and refused while another one answers."""
     (tmp_path / "health").write_text("ok")
     port = free_port()
     url = f"http://127.0.0.1:{port}/v1"
@@ -37,8 +37,8 @@ async def test_a_server_is_ready_when_its_health_answers(tmp_path: Path) -> None
         ("'unclosed", ErrorCode.INVALID_REQUEST),
     ],
 )
-async def test_a_server_that_cannot_be_started_is_reported(command: str, code: ErrorCode) -> None:
-    """It ends at once, is no program, or is no command line."""
+async def test_server_start_failure_is_reported(command: str, code: ErrorCode) -> None:
+    """It exits at once, is no program, or is no command line."""
     with pytest.raises(InferenceCenterError) as failed:
         async with start_peer(command, url=f"http://127.0.0.1:{free_port()}"):
             pass
@@ -46,7 +46,7 @@ async def test_a_server_that_cannot_be_started_is_reported(command: str, code: E
     assert failed.value.code is code
 
 
-def test_a_command_gets_our_slots_and_context() -> None:
+def test_command_receives_our_slots_and_context() -> None:
     """The context is that of a slot, or of all slots together; other braces stay."""
     command = filled("server -np {slots} -c {context} --per-slot {n_ctx} --form '{x}'", slots=4, n_ctx=512)
 

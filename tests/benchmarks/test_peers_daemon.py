@@ -1,4 +1,4 @@
-"""Tests of ``bench.peers.daemon``, against daemons in processes of their own."""
+"""The daemon as a benchmark target, against daemons in separate processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A daemon without a model, slow enough for an abort to come in time, that reads prompts in short steps."""
+    """A daemon without a model, slow enough to be aborted, which prefills in short steps."""
     state = tmp_path_factory.mktemp("echo") / "state"
     settings = {
         "INFERENCECENTER_ENGINE__BACKEND": "echo",
@@ -47,8 +47,8 @@ def _target(daemon: Daemon) -> Target:
 
 
 @pytest.mark.parametrize("kind", ["echo", "random_weights"])
-async def test_a_turn_has_exactly_the_tokens_asked_for(kind: str, request: pytest.FixtureRequest) -> None:
-    """Prompt and answer have the sizes of the work, and times rise from the start to the end."""
+async def test_turn_has_the_requested_tokens(kind: str, request: pytest.FixtureRequest) -> None:
+    """Prompt and answer have the requested sizes, and times increase."""
     async with _target(request.getfixturevalue(kind)).session() as session:
         trace = await session.turn(Work(prompt_tokens=40, max_tokens=24, seed=1))
 
@@ -59,17 +59,17 @@ async def test_a_turn_has_exactly_the_tokens_asked_for(kind: str, request: pytes
     assert times == sorted(times)
 
 
-async def test_a_piece_is_noted_for_each_token_that_is_text(echo: Daemon) -> None:
-    """A client that keeps up sees as many pieces as there are tokens."""
-    heard: list[None] = []
+async def test_each_visible_token_is_recorded(echo: Daemon) -> None:
+    """A fast reader receives one piece for each token."""
+    pieces: list[None] = []
     async with _target(echo).session() as session:
-        trace = await session.turn(Work(prompt_tokens=10, max_tokens=30, seed=1), on_text=lambda: heard.append(None))
+        trace = await session.turn(Work(prompt_tokens=10, max_tokens=30, seed=1), on_text=lambda: pieces.append(None))
 
-    assert len(trace.token_times_s) == trace.tokens == len(heard) == 30
+    assert len(trace.token_times_s) == trace.tokens == len(pieces) == 30
 
 
-async def test_turns_of_one_history_continue_it(random_weights: Daemon) -> None:
-    """The next turn's prompt holds the turns before, whose KV is reused; other conversations know nothing of it."""
+async def test_turns_of_a_conversation_reuse_its_context(random_weights: Daemon) -> None:
+    """The next prompt includes the earlier turns, whose KV is reused; conversations are separate."""
     work = Work(prompt_tokens=40, max_tokens=8, seed=1, history_id="h")
     async with _target(random_weights).session() as session:
         await session.turn(work)
@@ -82,13 +82,13 @@ async def test_turns_of_one_history_continue_it(random_weights: Daemon) -> None:
     assert other.prompt_tokens == 20
 
 
-async def test_many_turns_leave_no_sessions_behind(echo: Daemon) -> None:
-    """The session of a conversation of one turn is closed after it."""
+async def test_sessions_are_closed(echo: Daemon) -> None:
+    """A conversation of one turn closes its session."""
     async with _target(echo).session() as session:
         for seed in range(5):
             assert (await session.turn(Work(prompt_tokens=5, max_tokens=2, seed=seed))).error is None
-        # Frames are answered in order, so the last session was closed before these figures were taken.
-        await session.turn(Work(prompt_tokens=5, max_tokens=2, seed=9, history_id="kept"))
+        # Frames are answered in order, so the last session was closed before this reading.
+        await session.turn(Work(prompt_tokens=5, max_tokens=2, seed=9, history_id="open"))
         status, body = echo.get("/metrics")
 
     assert status == 200
@@ -97,8 +97,8 @@ async def test_many_turns_leave_no_sessions_behind(echo: Daemon) -> None:
 
 
 @pytest.mark.parametrize(("after_tokens", "prompt_tokens"), [(3, 20), (None, 7000)])
-async def test_an_abort_ends_the_turn(echo: Daemon, after_tokens: int | None, prompt_tokens: int) -> None:
-    """The turn ends after it was aborted: while it generates, and while its prompt is read."""
+async def test_abort_ends_the_turn(echo: Daemon, after_tokens: int | None, prompt_tokens: int) -> None:
+    """During decode and during prefill."""
     async with _target(echo).session() as session:
         work = Work(prompt_tokens=prompt_tokens, max_tokens=1000, seed=1)
         trace = await session.turn_then_abort(work, after_tokens=after_tokens)
@@ -109,7 +109,7 @@ async def test_an_abort_ends_the_turn(echo: Daemon, after_tokens: int | None, pr
         assert (await session.turn(Work(prompt_tokens=5, max_tokens=2, seed=2))).error is None
 
 
-async def test_a_turn_that_ends_first_was_not_aborted(echo: Daemon) -> None:
+async def test_turn_that_ends_first_was_not_aborted(echo: Daemon) -> None:
     """The trace says so, since its times measure nothing."""
     async with _target(echo).session() as session:
         trace = await session.turn_then_abort(Work(prompt_tokens=5, max_tokens=2, seed=1), after_tokens=99)
@@ -117,8 +117,8 @@ async def test_a_turn_that_ends_first_was_not_aborted(echo: Daemon) -> None:
     assert trace.error == "the turn ended by itself"
 
 
-async def test_a_refused_turn_is_reported(echo: Daemon) -> None:
-    """What the daemon says against a turn is its error."""
+async def test_refused_turn_is_reported(echo: Daemon) -> None:
+    """The trace has the daemon's error."""
     async with _target(echo).session() as session:
         trace = await session.turn(Work(prompt_tokens=9000, max_tokens=2, seed=1))
 
@@ -128,7 +128,7 @@ async def test_a_refused_turn_is_reported(echo: Daemon) -> None:
 
 
 async def test_facts(random_weights: Daemon) -> None:
-    """What must be equal for a fair comparison is told."""
+    """Everything that must be equal for a comparison."""
     facts = await _target(random_weights).facts()
 
     assert (facts.kind, facts.model, facts.n_ctx) == ("inferencecenter", "tiny, random weights", 1024)
@@ -139,8 +139,8 @@ async def test_facts(random_weights: Daemon) -> None:
     assert facts.library.startswith("llama.cpp")
 
 
-async def test_a_wrong_token_is_refused(echo: Daemon) -> None:
-    """The failure is the daemon's own."""
+async def test_wrong_token_is_refused(echo: Daemon) -> None:
+    """With the daemon's error."""
     target = make_target(TargetSpec("ours", "inferencecenter", echo.url, "ic_no_such"))
 
     with pytest.raises(InferenceCenterError) as refused:
@@ -149,8 +149,8 @@ async def test_a_wrong_token_is_refused(echo: Daemon) -> None:
     assert refused.value.code is ErrorCode.NOT_AUTHENTICATED
 
 
-async def test_an_address_without_a_daemon_is_unreachable() -> None:
-    """Nothing listens there."""
+async def test_closed_port_is_unreachable() -> None:
+    """The error names the address."""
     target = make_target(TargetSpec("ours", "inferencecenter", f"ws://127.0.0.1:{free_port()}/", None))
 
     with pytest.raises(InferenceCenterError) as refused:
@@ -159,8 +159,8 @@ async def test_an_address_without_a_daemon_is_unreachable() -> None:
     assert refused.value.code is ErrorCode.DAEMON_UNREACHABLE
 
 
-async def test_it_is_recognised_behind_its_http_address(echo: Daemon) -> None:
-    """A web address of the daemon becomes its WebSocket address."""
+async def test_daemon_is_recognised_at_its_http_address(echo: Daemon) -> None:
+    """It becomes the WebSocket address."""
     spec = await detect("ours", f"http://127.0.0.1:{echo.port}", token="t")
 
     assert spec == TargetSpec("ours", "inferencecenter", echo.url, "t")

@@ -1,4 +1,4 @@
-"""Tests of ``peers.openai`` and ``peers.responses``, against a daemon in a process of its own."""
+"""The OpenAI and Responses targets of the benchmarks, against a daemon in a separate process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks import ways
+from benchmarks import protocols
 from benchmarks.model import SHAPES, write_model
 from benchmarks.peers import make_target
 from benchmarks.target import TargetSpec, Work
@@ -17,10 +17,10 @@ from tests.e2e.harness import Daemon, free_port, run_daemon
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from benchmarks.stage import Way
+    from benchmarks.stage import SpecTransform
 
-DIALECTS = [pytest.param(ways.chat_completions, id="chat"), pytest.param(ways.responses, id="responses")]
-WAYS = [*DIALECTS, pytest.param(ways.websocket, id="websocket")]
+DIALECTS = [pytest.param(protocols.chat_completions, id="chat"), pytest.param(protocols.responses, id="responses")]
+PROTOCOLS = [*DIALECTS, pytest.param(protocols.websocket, id="websocket")]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +37,11 @@ def spec(daemon: Daemon) -> TargetSpec:
     return TargetSpec("ours", "inferencecenter", daemon.url, daemon.admin_token)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_a_turn_has_exactly_the_tokens_asked_for(daemon: Daemon, way: Way) -> None:
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_turn_has_the_requested_tokens(daemon: Daemon, protocol: SpecTransform) -> None:
     """Those of the prompt, the template's among them, and those of the answer; each piece of text is noted."""
     heard: list[None] = []
-    async with make_target(way(spec(daemon))).session() as session:
+    async with make_target(protocol(spec(daemon))).session() as session:
         trace = await session.turn(Work(prompt_tokens=60, max_tokens=24, seed=1), on_text=lambda: heard.append(None))
 
     assert trace.error is None
@@ -51,10 +51,10 @@ async def test_a_turn_has_exactly_the_tokens_asked_for(daemon: Daemon, way: Way)
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_turns_of_one_history_continue_it(daemon: Daemon, way: Way) -> None:
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_turns_of_a_conversation_reuse_its_context(daemon: Daemon, protocol: SpecTransform) -> None:
     """The later prompt holds the turns before, which are not read again; other conversations know nothing of it."""
-    async with make_target(way(spec(daemon))).session() as session:
+    async with make_target(protocol(spec(daemon))).session() as session:
         first = await session.turn(Work(prompt_tokens=100, max_tokens=8, seed=1, history_id="h"))
         later = await session.turn(Work(prompt_tokens=20, max_tokens=8, seed=2, history_id="h"))
         other = await session.turn(Work(prompt_tokens=60, max_tokens=8, seed=3))
@@ -66,10 +66,10 @@ async def test_turns_of_one_history_continue_it(daemon: Daemon, way: Way) -> Non
     assert other.prompt_tokens == 60
 
 
-@pytest.mark.parametrize("way", WAYS)
-async def test_answers_follow_a_schema(daemon: Daemon, way: Way) -> None:
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_answers_follow_a_schema(daemon: Daemon, protocol: SpecTransform) -> None:
     """However random the weights: one of two words, then the end."""
-    wanted = replace(way(spec(daemon)), json_schema='{"enum": ["a", "b"]}')
+    wanted = replace(protocol(spec(daemon)), json_schema='{"enum": ["a", "b"]}')
     async with make_target(wanted).session() as session:
         trace = await session.turn(Work(prompt_tokens=60, max_tokens=100, seed=1))
 
@@ -77,10 +77,10 @@ async def test_answers_follow_a_schema(daemon: Daemon, way: Way) -> None:
     assert 3 <= trace.tokens < 10
 
 
-@pytest.mark.parametrize("way", DIALECTS)
-async def test_a_refused_turn_is_reported(daemon: Daemon, way: Way) -> None:
+@pytest.mark.parametrize("protocol", DIALECTS)
+async def test_refused_turn_is_reported(daemon: Daemon, protocol: SpecTransform) -> None:
     """What the daemon says against a turn is its error."""
-    async with make_target(way(spec(daemon))).session() as session:
+    async with make_target(protocol(spec(daemon))).session() as session:
         trace = await session.turn(Work(prompt_tokens=2000, max_tokens=2, seed=1))
         aborted = await session.turn_then_abort(Work(prompt_tokens=60, max_tokens=2, seed=1), after_tokens=1)
 
@@ -89,20 +89,20 @@ async def test_a_refused_turn_is_reported(daemon: Daemon, way: Way) -> None:
     assert aborted.error is not None
 
 
-@pytest.mark.parametrize("way", DIALECTS)
-async def test_facts(daemon: Daemon, way: Way) -> None:
+@pytest.mark.parametrize("protocol", DIALECTS)
+async def test_facts(daemon: Daemon, protocol: SpecTransform) -> None:
     """The API tells nothing but that it is there."""
-    facts = await make_target(way(spec(daemon))).facts()
+    facts = await make_target(protocol(spec(daemon))).facts()
 
-    assert (facts.kind, facts.slots) == (way(spec(daemon)).kind, None)
+    assert (facts.kind, facts.slots) == (protocol(spec(daemon)).kind, None)
 
 
-@pytest.mark.parametrize("way", DIALECTS)
-async def test_an_address_without_a_daemon_is_unreachable(way: Way) -> None:
+@pytest.mark.parametrize("protocol", DIALECTS)
+async def test_closed_port_is_unreachable(protocol: SpecTransform) -> None:
     """Nothing listens there."""
-    nobody = TargetSpec("ours", "inferencecenter", f"ws://127.0.0.1:{free_port()}/", "t")
+    unreachable = TargetSpec("ours", "inferencecenter", f"ws://127.0.0.1:{free_port()}/", "t")
     with pytest.raises(InferenceCenterError) as refused:
-        async with make_target(way(nobody)).session():
+        async with make_target(protocol(unreachable)).session():
             pass
 
     assert refused.value.code is ErrorCode.DAEMON_UNREACHABLE

@@ -1,4 +1,4 @@
-"""Tests of ``bench.peers.llama_server`` and ``bench.peers.openai``, against servers with their answers' real shapes."""
+"""llama-server and OpenAI servers as benchmark targets, against servers with answers of the real shapes."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ async def llama() -> AsyncIterator[FakeServer]:
 
 @pytest.fixture
 async def openai() -> AsyncIterator[FakeServer]:
-    """A server with OpenAI's API alone."""
+    """A server with the OpenAI API only."""
     async with serving(FakeServer(), speaks_llama=False) as server:
         yield server
 
 
-async def test_servers_are_told_apart(llama: FakeServer, openai: FakeServer) -> None:
-    """What a server answers decides what it is; the end of an API address does not matter."""
+async def test_server_kinds_are_detected(llama: FakeServer, openai: FakeServer) -> None:
+    """By their answers; the end of an API address does not matter."""
     assert await detect("a", llama.url) == TargetSpec("a", "llama-server", llama.url)
     assert await detect("b", f"{openai.url}/v1/", token="t") == TargetSpec(
         "b", "openai", openai.url, "t", model="tiny.gguf"
@@ -43,16 +43,16 @@ async def test_servers_are_told_apart(llama: FakeServer, openai: FakeServer) -> 
 
 
 @pytest.mark.parametrize("url", ["localhost:8080", "ftp://host/", "http://"])
-async def test_what_is_no_address_is_refused(url: str) -> None:
-    """Only web and WebSocket addresses can be driven."""
+async def test_invalid_addresses_are_refused(url: str) -> None:
+    """Only HTTP and WebSocket URLs are supported."""
     with pytest.raises(InferenceCenterError) as refused:
         await detect("a", url)
 
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
-async def test_a_closed_port_is_unreachable() -> None:
-    """The probe and the target report it alike."""
+async def test_closed_port_is_unreachable() -> None:
+    """For the probe and the target alike."""
     url = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(InferenceCenterError) as probed:
         await detect("a", url)
@@ -62,8 +62,8 @@ async def test_a_closed_port_is_unreachable() -> None:
     assert probed.value.code is asked.value.code is ErrorCode.DAEMON_UNREACHABLE
 
 
-async def test_another_kind_of_server_is_not_driven() -> None:
-    """A web server that knows none of the three protocols is named as such."""
+async def test_unknown_server_kind_is_refused() -> None:
+    """The error says that it has none of the three protocols."""
     runner = web.AppRunner(web.Application())
     await runner.setup()
     port = free_port()
@@ -73,8 +73,8 @@ async def test_another_kind_of_server_is_not_driven() -> None:
     await runner.cleanup()
 
 
-async def test_a_key_is_sent_and_its_refusal_reported() -> None:
-    """The token of the target is its bearer token."""
+async def test_token_is_sent_and_its_refusal_reported() -> None:
+    """The target's token is the bearer token."""
     async with serving(FakeServer(token="right"), speaks_llama=True) as server:
         assert (await make_target(TargetSpec("a", "llama-server", server.url, "right")).facts()).n_params == 494
         with pytest.raises(InferenceCenterError, match="Invalid API Key") as refused:
@@ -84,7 +84,7 @@ async def test_a_key_is_sent_and_its_refusal_reported() -> None:
 
 
 async def test_llama_server_facts(llama: FakeServer) -> None:
-    """What llama-server tells of itself."""
+    """Those that llama-server reports."""
     facts = await make_target(TargetSpec("peer", "llama-server", llama.url)).facts()
 
     assert (facts.model, facts.model_bytes, facts.n_params) == ("tiny.gguf", 530, 494)
@@ -92,7 +92,7 @@ async def test_llama_server_facts(llama: FakeServer) -> None:
 
 
 async def test_llama_server_turn(llama: FakeServer) -> None:
-    """A turn sends exact ids and equal sampling, and notes what had text; the connection is not used again."""
+    """It sends exact ids and equal sampling, records visible pieces, and uses a new connection each time."""
     async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
         trace = await session.turn(WORK)
         again = await session.turn(WORK)
@@ -123,7 +123,7 @@ async def test_llama_server_turn(llama: FakeServer) -> None:
 
 
 async def test_llama_server_keeps_a_named_slot(llama: FakeServer) -> None:
-    """Who pins a conversation says so in each request; each piece with text is told at once."""
+    """Each request names it, and each visible piece is recorded at once."""
     heard: list[None] = []
     async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
         await session.turn(Work(30, 4, seed=1, slot=0), on_text=lambda: heard.append(None))
@@ -132,8 +132,8 @@ async def test_llama_server_keeps_a_named_slot(llama: FakeServer) -> None:
     assert len(heard) == 3
 
 
-async def test_llama_server_prompts_share_an_opening(llama: FakeServer) -> None:
-    """As ids, the same ones up to its end."""
+async def test_llama_server_prompts_share_a_prefix(llama: FakeServer) -> None:
+    """Their ids are equal up to its end."""
     opening = Opening(tokens=20, seed=7)
     async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
         for seed in (1, 2):
@@ -145,8 +145,8 @@ async def test_llama_server_prompts_share_an_opening(llama: FakeServer) -> None:
     assert len(one) == len(other) == 30
 
 
-async def test_llama_server_is_told_the_conversation_again(llama: FakeServer) -> None:
-    """The ids of a later turn begin with those of the turns before, answers included."""
+async def test_llama_server_receives_the_whole_conversation(llama: FakeServer) -> None:
+    """The ids of a later turn begin with those of the earlier turns and answers."""
     async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
         await session.turn(Work(prompt_tokens=30, max_tokens=2, seed=1, history_id="h"))
         later = await session.turn(Work(prompt_tokens=10, max_tokens=2, seed=2, history_id="h"))
@@ -157,15 +157,15 @@ async def test_llama_server_is_told_the_conversation_again(llama: FakeServer) ->
     assert later.prompt_tokens == len(second) == 42
 
 
-async def test_llama_server_failing_in_a_turn(llama: FakeServer) -> None:
-    """What the server says in the middle of a stream is the turn's error."""
+async def test_llama_server_failure_during_a_turn(llama: FakeServer) -> None:
+    """The stream's error is the turn's error."""
     llama.failure = "context shift is disabled"
     async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
         assert (await session.turn(WORK)).error == "context shift is disabled"
 
 
-async def test_llama_server_abort_while_generating(llama: FakeServer) -> None:
-    """The connection is closed after the pieces asked for, and the trace ends when the slot is free."""
+async def test_llama_server_abort_during_decode(llama: FakeServer) -> None:
+    """The connection closes after the requested pieces, and the trace ends when the slot is free."""
     llama.endless = True
     llama.busy_polls = 3
     async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
@@ -179,8 +179,8 @@ async def test_llama_server_abort_while_generating(llama: FakeServer) -> None:
         assert llama.polls[-1] is False
 
 
-async def test_llama_server_abort_while_it_reads(llama: FakeServer) -> None:
-    """The connection is closed when part of the prompt has been read."""
+async def test_llama_server_abort_during_prefill(llama: FakeServer) -> None:
+    """The connection closes when part of the prompt was read."""
     llama.slow_prompt = True
     async with make_target(TargetSpec("peer", "llama-server", llama.url)).session() as session:
         trace = await session.turn_then_abort(WORK, after_tokens=None)
@@ -200,7 +200,7 @@ async def test_llama_server_turn_that_ends_first_was_not_aborted(llama: FakeServ
 
 
 async def test_openai_turn(openai: FakeServer) -> None:
-    """A turn counts by the server's usage; the events' bytes may come in any portions."""
+    """Tokens are counted by the server's usage; events may arrive in arbitrary portions."""
     heard: list[None] = []
     async with make_target(TargetSpec("peer", "openai", openai.url, model="m")).session() as session:
         trace = await session.turn(WORK, on_text=lambda: heard.append(None))
@@ -213,8 +213,8 @@ async def test_openai_turn(openai: FakeServer) -> None:
     assert (body["model"], body["max_tokens"], body["ignore_eos"], body["seed"]) == ("m", 4, True, 5)
 
 
-async def test_openai_server_is_told_the_conversation_again(openai: FakeServer) -> None:
-    """The text of a later turn begins with that of the turns before, answers included."""
+async def test_openai_server_receives_the_whole_conversation(openai: FakeServer) -> None:
+    """The text of a later turn begins with the earlier turns and answers."""
     async with make_target(TargetSpec("peer", "openai", openai.url)).session() as session:
         await session.turn(Work(prompt_tokens=30, max_tokens=2, seed=1, history_id="h"))
         await session.turn(Work(prompt_tokens=10, max_tokens=2, seed=2, history_id="h"))
@@ -224,15 +224,15 @@ async def test_openai_server_is_told_the_conversation_again(openai: FakeServer) 
     assert len(second.split()) == 29 + 2 + 10
 
 
-async def test_openai_server_failing_in_a_turn(openai: FakeServer) -> None:
-    """What the server says in the middle of a stream is the turn's error."""
+async def test_openai_server_failure_during_a_turn(openai: FakeServer) -> None:
+    """The stream's error is the turn's error."""
     async with make_target(TargetSpec("peer", "openai", openai.url)).session() as session:
         openai.failure = "out of memory"
         assert (await session.turn(WORK)).error == "out of memory"
 
 
 async def test_openai_aborts_are_not_measured(openai: FakeServer) -> None:
-    """There is no way to see that such a server has stopped, so nothing is claimed."""
+    """The end of the server's work is not observable."""
     async with make_target(TargetSpec("peer", "openai", openai.url)).session() as session:
         trace = await session.turn_then_abort(WORK, after_tokens=1)
 

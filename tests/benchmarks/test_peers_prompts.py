@@ -1,4 +1,4 @@
-"""Tests of ``bench.peers.prompts``."""
+"""Generated prompts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Tokenizer:
         self._overhead_tokens = overhead_tokens
 
     async def count(self, text: str) -> int:
-        """Tokens of a text, overhead included."""
+        """Return the tokens of a text, overhead included."""
         tokens = sum(1 for char in text if char != " ")
         tokens += sum(1 for space, letter in itertools.pairwise(text) if space == " " and letter in self._costly)
         return tokens + self._overhead_tokens
@@ -35,8 +35,8 @@ class _Tokenizer:
         pytest.param(_Tokenizer(costly=string.ascii_lowercase), id="bytes"),
     ],
 )
-async def test_prompts_have_the_tokens_asked_for(tokenizer: _Tokenizer) -> None:
-    """The first text of a conversation makes room for what the server adds; later ones need none."""
+async def test_prompts_have_the_requested_tokens(tokenizer: _Tokenizer) -> None:
+    """The first text of a conversation allows for the server's overhead; later ones have none."""
     prompts = await calibrate(tokenizer.count)
     overhead = await tokenizer.count("")
 
@@ -46,8 +46,8 @@ async def test_prompts_have_the_tokens_asked_for(tokenizer: _Tokenizer) -> None:
         assert await tokenizer.count(prompts.text(work, first=False)) - overhead == 50
 
 
-async def test_the_seed_decides_the_words() -> None:
-    """Equal seeds give equal prompts; others differ within their first words."""
+async def test_seed_determines_the_words() -> None:
+    """Different seeds differ within the first words."""
     prompts = await calibrate(_Tokenizer().count)
 
     texts = [prompts.text(Work(prompt_tokens=64, max_tokens=1, seed=seed), first=True) for seed in (*range(30), 7)]
@@ -56,8 +56,8 @@ async def test_the_seed_decides_the_words() -> None:
     assert len({text[:20] for text in texts}) == 30
 
 
-async def test_prompts_with_one_opening_begin_alike() -> None:
-    """The opening's tokens are the first of the prompt's, what the server adds among them; the rest is their own."""
+async def test_shared_prefix_is_exact() -> None:
+    """Its tokens, with the server's overhead, are the first of the prompt; the rest differs."""
     tokenizer = _Tokenizer(overhead_tokens=2)
     prompts = await calibrate(tokenizer.count)
     opening = Opening(tokens=30, seed=99)
@@ -73,8 +73,8 @@ async def test_prompts_with_one_opening_begin_alike() -> None:
     assert changed[28:] == words[28:]
 
 
-async def test_a_vocabulary_without_letters_is_refused() -> None:
-    """Where no text costs a token a word, there is no exact prompt."""
+async def test_vocabulary_without_letters_is_refused() -> None:
+    """No text has one token a word, so exact prompts are impossible."""
 
     async def count(text: str) -> int:
         return 3 * len(text)
@@ -83,8 +83,8 @@ async def test_a_vocabulary_without_letters_is_refused() -> None:
         await calibrate(count)
 
 
-async def test_a_prompt_without_room_for_a_word_is_refused() -> None:
-    """A server that adds a token cannot be given a prompt of one."""
+async def test_prompt_without_room_for_a_word_is_refused() -> None:
+    """A server with an overhead of one token cannot be given a prompt of one."""
     prompts = await calibrate(_Tokenizer(overhead_tokens=1).count)
 
     with pytest.raises(InferenceCenterError, match="no room for a word"):

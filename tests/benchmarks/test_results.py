@@ -1,4 +1,4 @@
-"""Tests of ``bench.results``, ``table``, ``record`` and ``plot``: from repetitions to what is read."""
+"""From repetitions to the table, the record and the plot."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ UNFAIR = Comparison(refusals=("the slots differs: 8 here, 4 at peer",), assumed=
 
 
 def rates(*values: float) -> tuple[tuple[Metric, ...], ...]:
-    """Repetitions of a rate, and of a count that has no better or worse."""
+    """Return repetitions of a rate, and of a count without a better direction."""
     return tuple((Metric("generation", "tok/s", value, "higher"), Metric("turns", "", 3)) for value in values)
 
 
 def report(comparison: Comparison) -> Report:
-    """Two sides at 1 and 8 clients."""
+    """Return a report of two sides at 1 and 8 clients."""
     points = (
         Point((Parameter("clients", 1),), (rates(50, 52, 54), rates(50, 50, 50))),
         Point((Parameter("clients", 8),), (rates(90, 100, 120), rates(100, 100, 100))),
@@ -34,15 +34,15 @@ def report(comparison: Comparison) -> Report:
     return Report("throughput", (Side(OURS, None), Side(EQUAL, comparison)), points)
 
 
-def shown(found: Report) -> str:
-    """What a terminal shows."""
+def rendered(found: Report) -> str:
+    """Return a terminal's output."""
     console = Console(width=160)
     with console.capture() as captured:
         console.print(table.render(found))
     return captured.get()
 
 
-def test_rows_hold_spreads_and_ratios() -> None:
+def test_rows_have_spreads_and_ratios() -> None:
     """A metric without a better direction has no ratio."""
     one, turns, eight, _ = rows(report(FAIR))
 
@@ -52,10 +52,10 @@ def test_rows_hold_spreads_and_ratios() -> None:
     assert eight.ratios == (Ratio(1.0, 0.9, 1.2, 0.75),)
 
 
-def test_no_ratio_between_unequal_sides() -> None:
-    """Neither in the rows nor on the terminal; what is printed instead is why."""
+def test_unequal_sides_have_no_ratio() -> None:
+    """Neither in the rows nor on the terminal, which prints the reason."""
     assert all(row.ratios == (None,) for row in rows(report(UNFAIR)))
-    text = shown(report(UNFAIR))
+    text = rendered(report(UNFAIR))
     assert "ours / peer" not in text
     assert "No ratio to peer, because" in text
     assert UNFAIR.refusals[0] in text
@@ -71,15 +71,15 @@ def test_each_point_is_compared_by_its_own_servers() -> None:
     one, _, eight, _ = rows(found)
     assert one.ratios == (None,)
     assert eight.ratios == (Ratio(1.0, 0.9, 1.2, 0.75),)
-    text = shown(found)
+    text = rendered(found)
     assert "ours / peer" in text
     assert UNFAIR.refusals[0] in text
     assert f"1, {OURS.slots}" in text
 
 
 def test_ratios_and_assumptions_are_shown() -> None:
-    """With their interval and how sure it is."""
-    text = shown(report(Comparison((), ("threads",))))
+    """With interval and confidence."""
+    text = rendered(report(Comparison((), ("threads",))))
 
     assert "ours / peer" in text
     assert "1.040 [1.000, 1.080]" in text
@@ -87,19 +87,19 @@ def test_ratios_and_assumptions_are_shown() -> None:
     assert "Assumed, not known, to be the same at peer: threads" in text
 
 
-def test_a_metric_that_the_peer_lacks_is_left_empty() -> None:
-    """Our own processes' CPU has no counterpart."""
+def test_missing_metric_of_the_peer_is_empty() -> None:
+    """Our processes' CPU time has no counterpart."""
     ours = ((Metric("CPU front", "s", 1.0, "lower"),),)
     found = replace(report(FAIR), points=(Point((), (ours, ((),))),))
 
     (row,) = rows(found)
     assert row.spreads == (Spread(1, 1, 1), None)
     assert row.ratios == (None,)
-    assert "CPU front" in shown(found)
+    assert "CPU front" in rendered(found)
 
 
-def test_what_only_a_later_repetition_has_is_shown() -> None:
-    """As an error that the first one did not meet."""
+def test_metric_of_a_later_repetition_is_shown() -> None:
+    """For example an error that the first one did not have."""
     first, second = rates(50, 60)
     found = replace(report(FAIR), points=(Point((), ((first, (*second, Metric("errors", "", 2))), ())),))
 
@@ -107,8 +107,8 @@ def test_what_only_a_later_repetition_has_is_shown() -> None:
     assert rows(found)[2].spreads == (Spread(2, 2, 2), None)
 
 
-def test_percentiles_of_nothing_are_no_metrics() -> None:
-    """A turn of one token has no distances between tokens."""
+def test_percentiles_of_no_values_are_absent() -> None:
+    """A turn of one token has no gaps."""
     assert percentile_metrics("ITL", "ms", ()) == ()
     assert [metric.name for metric in percentile_metrics("ITL", "ms", (1.0,))] == [
         "ITL p50",
@@ -118,7 +118,7 @@ def test_percentiles_of_nothing_are_no_metrics() -> None:
     ]
 
 
-def test_a_record_can_be_read_back_and_holds_no_token() -> None:
+def test_record_round_trips_without_tokens() -> None:
     """Options, machine, versions, both sides and every repetition."""
     options = Options(repeat=3, token="SECRET", peers=(Peer(name="peer", url="http://h", token="SECRET"),))
     found = record.record(report(FAIR), options, machine=record.this_machine(None), date="2000-01-01T00:00:00+00:00")
@@ -134,8 +134,8 @@ def test_a_record_can_be_read_back_and_holds_no_token() -> None:
     assert read["rows"][0]["ratios"][0]["median"] == pytest.approx(1.04)
 
 
-def test_a_plot_draws_each_side() -> None:
-    """One line a side in each panel that has values, and a circle for each number of clients."""
+def test_plot_draws_each_side() -> None:
+    """One line a side in each panel with values, and a circle for each number of clients."""
     drawn = ET.fromstring(plot.svg(report(FAIR)))
     tag = "{http://www.w3.org/2000/svg}"
 

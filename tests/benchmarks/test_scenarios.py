@@ -1,4 +1,4 @@
-"""Tests of ``bench.scenarios``: from traces to results, by hand."""
+"""From traces to results, compared with hand-computed values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.daemon_process import DaemonUsage
 from benchmarks.jobs import Aborted, Round, Turns
+from benchmarks.observed_turn import Difference, ObservedTurn
 from benchmarks.peers.line import TurnUsage
 from benchmarks.scenarios import (
     SCENARIOS,
@@ -32,7 +33,6 @@ from benchmarks.scenarios import (
     store,
     throughput,
 )
-from benchmarks.shown import Difference, Shown
 from benchmarks.soak.acts import Kind
 from benchmarks.soak.memory import Growth
 from benchmarks.soak.tally import Tally, Timed
@@ -55,17 +55,17 @@ AFTER = DaemonUsage(
 
 
 def measured(*clients: list[TurnTrace]) -> Measured[Turns]:
-    """What the generator saw, between two readings of the daemon."""
+    """Return the generator's traces between two readings of the daemon."""
     return Measured(Turns(tuple(tuple(turns) for turns in clients), cpu_s=0.25), BEFORE, AFTER, vram_bytes=None)
 
 
 def values(result: Result) -> dict[str, float]:
-    """A result's numbers by name."""
+    """Return a result's numbers by name."""
     return {metric.name: metric.value for metric in result.metrics()}
 
 
-def test_throughput_counts_the_busy_time() -> None:
-    """Window from 4 to 8 seconds: 5 pieces of 10 tokens; delays before it, and turns begun before it, are left out."""
+def test_throughput_counts_the_busy_window() -> None:
+    """From 4 to 8 seconds: 5 pieces of 10 tokens; earlier delays and turns are excluded."""
     early = [turn(0, 1), turn(1, 3, 6, 8, tokens=6)]
     late = [turn(0, 4), turn(4, 6, 7, 8, tokens=6)]
     found = throughput.read(measured(early, late))
@@ -90,7 +90,7 @@ def test_throughput_counts_the_busy_time() -> None:
     }
 
 
-def test_a_burst_has_two_rates() -> None:
+def test_burst_has_two_rates() -> None:
     """Six tokens in five seconds; three of them in the two seconds in which both decode."""
     found = burst.read(measured([turn(10, 11, 13, 14)], [turn(10, 12, 13, 15)]))
 
@@ -99,16 +99,16 @@ def test_a_burst_has_two_rates() -> None:
     assert found.ttft_ms == (1000, 2000)
 
 
-def test_a_burst_whose_turns_never_all_decode_has_no_decode_rate() -> None:
-    """One had ended before the other began to answer."""
+def test_burst_without_common_decode_has_no_decode_rate() -> None:
+    """One ended before the other began to answer."""
     found = burst.read(measured([turn(0, 1, 2)], [turn(0, 3, 4)]))
 
     assert found.decode_tok_s is None
     assert "decode only" not in values(found)
 
 
-def test_overload_has_waits_pauses_and_distances() -> None:
-    """Six tokens in eight seconds; the first user's pause while the second has its slot is the worst gap."""
+def test_overload_has_waits_pauses_and_gaps() -> None:
+    """Six tokens in eight seconds; the first user's pause during the second's quantum is the worst gap."""
     found = overload.read(measured([turn(0, 1, 2, 6)], [turn(0, 4, 5, 8)]))
 
     assert found.total_tok_s == pytest.approx(6 / 8)
@@ -118,8 +118,8 @@ def test_overload_has_waits_pauses_and_distances() -> None:
     assert values(found)["CPU engine"] == 4.0
 
 
-def test_interference_parts_the_streams_delays_at_the_newcomer() -> None:
-    """It comes at 4 and has text at 9; a pause from 3.5 to 9.5 is meanwhile, what was over by 4 is before."""
+def test_interference_groups_delays_by_the_arrival() -> None:
+    """It arrives at 4 and has text at 9; the pause from 3.5 to 9.5 overlaps, what ended by 4 is before."""
     streams = [turn(0, 1, 2, 3.5, 9.5, 10), turn(0, 2, 3, 4, 8, 12)]
     found = interference.read(measured(*([stream] for stream in streams), [turn(4, 9, 11)]))
 
@@ -130,14 +130,14 @@ def test_interference_parts_the_streams_delays_at_the_newcomer() -> None:
     assert values(found)["ITL before p50"] == 1000
 
 
-def test_interference_wants_streams_that_outlast_the_newcomers_wait() -> None:
+def test_interference_requires_streams_longer_than_the_wait() -> None:
     """A pause without an observed end would be omitted."""
     with pytest.raises(InferenceCenterError, match="--max-tokens: a stream ended"):
         interference.read(measured([turn(0, 1, 2, 9)], [turn(0, 1, 2, 12)], [turn(4, 9, 11)]))
 
 
-def test_a_shared_prefix_is_there_when_all_have_text() -> None:
-    """From the first request at 10 to the last first text at 14; 130 of 200 tokens were read."""
+def test_shared_prefix_ends_with_the_last_first_text() -> None:
+    """From the first request at 10 to the last first text at 14; 130 of 200 tokens were prefilled."""
     found = shared_prefix.read(measured([turn(10, 12, 20, cached=0)], [turn(10.5, 14, 15, cached=70)]))
 
     assert values(found)["until all have text"] == 4
@@ -147,8 +147,8 @@ def test_a_shared_prefix_is_there_when_all_have_text() -> None:
     assert "prompt tokens read" not in values(unknown)
 
 
-def test_returning_parts_the_first_turns_from_the_later_ones() -> None:
-    """Two conversations of three turns, of which the later ones read 30, 100, 30 and 100 tokens."""
+def test_returning_separates_first_and_later_turns() -> None:
+    """Two conversations of three turns, whose later ones prefill 30, 100, 30 and 100 tokens."""
     one = [turn(0, 2, cached=0), turn(10, 10.5, cached=70), turn(20, 20.25, cached=0)]
     other = [turn(2, 5, cached=0), turn(12, 12.75, cached=70), turn(22, 23, cached=0)]
     found = returning.read(measured(one, other))
@@ -159,22 +159,22 @@ def test_returning_parts_the_first_turns_from_the_later_ones() -> None:
     assert values(found)["TTFT later turns p50"] == 500
 
 
-def test_sparse_counts_the_time_in_which_all_speakers_decode() -> None:
-    """Two rounds of two of three sessions: 4 tokens in the 2 seconds of one, 4 in the 5 seconds of the other."""
+def test_sparse_counts_common_decode_time() -> None:
+    """Two rounds of two of three sessions: 4 tokens in 2 seconds, 4 in 5 seconds."""
     rounds = (Round(100, 1), Round(16, 4, clients=(0, 2)), Round(16, 4, clients=(1, 2)))
     first = [turn(0, 1, cached=0), turn(10, 11, 12, 13, 14, cached=90)]
     second = [turn(0, 1, cached=0), turn(20, 21, 25, 26, cached=70)]
     third = [turn(0, 1, cached=0), turn(10, 10.5, 12, 13, cached=80), turn(20, 20.5, 23, 24.5, 27, cached=80)]
     found = sparse.read(measured(first, second, third), rounds=rounds)
 
-    # From 11 to 13 two tokens of each; from 21 to 26 two of each again.
+    # From 11 to 13 each has two tokens, from 21 to 26 two more.
     assert found.decode_tok_s == pytest.approx((4 + 4) / (2 + 5))
     assert found.read_each_tokens == 20
     assert len(found.itl_ms) == 3 + 2 + 2 + 3
 
 
-def test_sparse_without_a_common_time_has_no_rate() -> None:
-    """One had ended before the other began to answer."""
+def test_sparse_without_common_decode_has_no_rate() -> None:
+    """One ended before the other began to answer."""
     rounds = (Round(100, 1), Round(16, 2))
     found = sparse.read(measured([turn(0, 1), turn(2, 3, 4)], [turn(0, 1), turn(2, 5, 6)]), rounds=rounds)
 
@@ -182,18 +182,18 @@ def test_sparse_without_a_common_time_has_no_rate() -> None:
     assert "decode only" not in values(found)
 
 
-def test_speakers_are_drawn_by_a_seed() -> None:
-    """The same for the same seed, other ones in other rounds, in ascending order."""
+def test_active_sessions_are_drawn_by_seed() -> None:
+    """Equal for equal seeds, different in other rounds, in ascending order."""
     found = sparse.drawn(16, 8, rounds=6, seed=8)
 
     assert found == sparse.drawn(16, 8, rounds=6, seed=8) != sparse.drawn(16, 8, rounds=6, seed=9)
     assert len(set(found)) == 6
     assert all(list(each) == sorted(set(each)) and len(each) == 8 for each in found)
-    assert all(0 <= speaker < 16 for each in found for speaker in each)
+    assert all(0 <= active < 16 for each in found for active in each)
 
 
-def test_parking_compares_both_ways_of_the_same_work() -> None:
-    """In groups 8 tokens in 4 and 6 seconds, at once in 5 and 7; the reading before counts for neither."""
+def test_parking_compares_both_orders_of_the_same_work() -> None:
+    """In groups 8 tokens in 4 and 6 seconds, at once in 5 and 7; the prefill before counts for neither."""
     first = [turn(0, 3), turn(10, 11, 12), turn(20, 21, 24), turn(30, 31, 37), turn(40, 41, 43, cached=80)]
     second = [turn(3, 6), turn(12, 13, 14), turn(20, 22, 25), turn(30, 33, 34), turn(43, 44, 46, cached=80)]
     found = parking.read(measured(first, second))
@@ -205,7 +205,7 @@ def test_parking_compares_both_ways_of_the_same_work() -> None:
     assert "tokens read, in groups" not in values(found)
 
 
-def test_context_reads_first_and_decodes_then() -> None:
+def test_context_separates_prefill_and_decode() -> None:
     """200 tokens in four seconds, then two tokens in the one second in which both decode."""
     found = context.read(measured([turn(0, 2), turn(10, 11, 12)], [turn(0, 4), turn(10, 11, 12)]))
 
@@ -216,7 +216,7 @@ def test_context_reads_first_and_decodes_then() -> None:
 
 
 def test_abort_delays_and_steps() -> None:
-    """From the request to the end; steps are the distances of what came before the request."""
+    """From the request to the end; steps are the gaps before the request."""
     traces = (
         AbortTrace(started_s=0, token_times_s=(1.0, 1.5, 2.0, 9.0), aborted_s=2.0, ended_s=2.25),
         AbortTrace(started_s=0, token_times_s=(), aborted_s=1.0, ended_s=1.5),
@@ -230,7 +230,7 @@ def test_abort_delays_and_steps() -> None:
     assert "step" not in values(reading)
 
 
-def test_gateway_divides_the_fronts_cpu_by_all_frames() -> None:
+def test_gateway_divides_front_cpu_by_frames() -> None:
     """0.5 seconds for ten frames, warm-up included; four of them in the busy two seconds, with two tokens each."""
     early = [turn(0, 1, tokens=2), turn(1, 2.5, 3, 3.5, 4, tokens=8)]
     late = [turn(0, 2, tokens=2), turn(2, 3.5, 4.5, 5, 6, tokens=8)]
@@ -250,8 +250,8 @@ def test_idle_is_scaled_to_a_minute() -> None:
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_scenario_takes_what_it_has_defaults_for(name: str) -> None:
-    """A default that cannot be changed is a hidden setting; the gateway is about the echo backend alone."""
+def test_every_default_is_an_option(name: str) -> None:
+    """A default that cannot be changed is a hidden setting; the gateway scenario requires the echo backend."""
     scenario = SCENARIOS[name]
 
     fixed = {"backend"} if name == "gateway" else set()
@@ -260,8 +260,8 @@ def test_every_scenario_takes_what_it_has_defaults_for(name: str) -> None:
     assert scenario.defaults.repeat is not None
 
 
-def test_an_unknown_scenario_is_refused() -> None:
-    """The hint names those that exist."""
+def test_unknown_scenario_is_refused() -> None:
+    """The hint names the existing ones."""
     with pytest.raises(InferenceCenterError) as refused:
         find("speed")
 
@@ -269,8 +269,8 @@ def test_an_unknown_scenario_is_refused() -> None:
     assert all(name in refused.value.hint for name in SCENARIOS)
 
 
-def test_a_crash_has_pauses_and_clean_texts() -> None:
-    """A pause of 6 seconds, of which loading took 2 and reading 102 tokens at 51 a second another 2."""
+def test_crash_has_gaps_and_intact_texts() -> None:
+    """A pause of 6 seconds: loading took 2, prefill of 102 tokens at 51 a second another 2."""
     reference = crash.Reference(duration_s=8, prefill_tok_s=51)
     found = values(crash.Crash((outage(stream(8, 9, 15, 16)),), reference, max_tokens=4))
 
@@ -283,7 +283,7 @@ def test_a_crash_has_pauses_and_clean_texts() -> None:
     assert "first text after the kill, worst" not in found
 
 
-def test_a_crash_that_damages_texts_says_how() -> None:
+def test_crash_counts_damaged_texts() -> None:
     """Each kind of damage has its own count."""
     broken = replace(
         stream(8, 9, 15, tokens=3),
@@ -303,7 +303,7 @@ def test_a_crash_that_damages_texts_says_how() -> None:
     assert found["first text after the kill, worst"] == 4000
 
 
-def test_moments_are_drawn_by_a_seed() -> None:
+def test_kill_times_are_drawn_by_seed() -> None:
     """Within the part of a round in which most turns run."""
     drawn = crash.moments(50, seed=4)
 
@@ -313,14 +313,14 @@ def test_moments_are_drawn_by_a_seed() -> None:
     assert max(drawn) > 0.8
 
 
-def shown(started_s: float, *times_s: float, prompt: int = 100, cached: int = 0) -> Shown:
-    """A turn that ran to its end."""
+def observed_turn(started_s: float, *times_s: float, prompt: int = 100, cached: int = 0) -> ObservedTurn:
+    """Return a turn that ran to its end."""
     usage = TurnUsage(prompt_tokens=prompt, cached_tokens=cached, completion_tokens=len(times_s))
-    return Shown(started_s, times_s=list(times_s), finishes=["length"], usage=usage, ended_s=times_s[-1])
+    return ObservedTurn(started_s, times_s=list(times_s), finishes=["length"], usage=usage, ended_s=times_s[-1])
 
 
-def test_a_restart_holds_the_resumed_turn_against_a_cold_one() -> None:
-    """First texts after 0.5 and 4 seconds; the one read 17 tokens, the other all."""
+def test_restart_compares_resumed_and_cold_turns() -> None:
+    """First texts after 0.5 and 4 seconds; one prefilled 17 tokens, the other all."""
     found = values(
         restart.Restart(
             stop_s=0.5,
@@ -328,9 +328,9 @@ def test_a_restart_holds_the_resumed_turn_against_a_cold_one() -> None:
             to_ready_s=2.0,
             is_in_place=True,
             transcript=Difference(),
-            resumed=shown(10, 10.5, 11, prompt=1032, cached=1015),
-            after=shown(12, 12.25),
-            cold=shown(20, 24, 25, prompt=1032),
+            resumed=observed_turn(10, 10.5, 11, prompt=1032, cached=1015),
+            after=observed_turn(12, 12.25),
+            cold=observed_turn(20, 24, 25, prompt=1032),
         )
     )
 
@@ -340,17 +340,17 @@ def test_a_restart_holds_the_resumed_turn_against_a_cold_one() -> None:
     assert (found["resumed in place"], found["characters lost"]) == (1, 0)
 
 
-def test_a_turn_that_failed_has_no_time_to_first_text() -> None:
-    """Nothing is measured of it."""
-    failed = shown(10, 11)
+def test_failed_turn_has_no_time_to_first_text() -> None:
+    """It is not measured."""
+    failed = observed_turn(10, 11)
     failed.finishes = ["engine_crashed"]
 
     with pytest.raises(InferenceCenterError, match="engine_crashed"):
         restart.ttft_ms(failed)
 
 
-def test_a_store_counts_the_turns_that_end_while_all_are_busy() -> None:
-    """Window from 2 to 6 seconds, in which four turns end; the front used half a second for seven."""
+def test_store_counts_turns_of_the_busy_window() -> None:
+    """From 2 to 6 seconds, in which four turns end; the front used half a second for seven."""
     one = [turn(0, 1), turn(1, 3), turn(3, 5), turn(5, 7)]
     other = [turn(0, 2), turn(2, 4), turn(4, 6)]
     found = store.read(measured(one, other))
@@ -360,8 +360,8 @@ def test_a_store_counts_the_turns_that_end_while_all_are_busy() -> None:
     assert values(found)["front CPU a turn"] == pytest.approx(500 / 7)
 
 
-def test_abuse_is_compared_with_the_quiet_before_it() -> None:
-    """Delays of counted turns only, as ratios; what the act was answered, and how much memory it left behind."""
+def test_abuse_is_compared_with_the_baseline() -> None:
+    """Delays of counted turns as ratios, with the answers of the act and the memory that remains."""
     quiet = abuse.read([[turn(0, 50), turn(50, 51, 52, 53)]])
     noisy = abuse.read([[turn(0, 50), turn(50, 53, 54, 57)], [turn(0, 1), turn(1, 3, 4)]])
     assert (quiet.itl_p99_ms, quiet.ttft_p50_ms) == (1000, 1000)
@@ -375,8 +375,8 @@ def test_abuse_is_compared_with_the_quiet_before_it() -> None:
     assert found["forks: RSS growth, both processes"] == 3
 
 
-def test_a_soak_names_its_errors_and_its_drift() -> None:
-    """Expected ones apart from the others; delays of the last third over those of the first."""
+def test_soak_reports_errors_and_drift() -> None:
+    """Expected errors separately; delays of the last third over those of the first."""
     tally = Tally()
     tally.acts.update({Kind.TALK: 4, Kind.ABORT: 2})
     tally.error(Kind.ABORT, "nothing_to_abort")

@@ -1,4 +1,4 @@
-"""Tests of ``bench.stats``, against numbers worked out by hand."""
+"""Statistics, compared with hand-computed values."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from benchmarks.stats import Percentiles, Ratio, Spread, paired_ratio, percentil
         ([float(n) for n in range(1, 11)], 100, 10.0),
     ],
 )
-def test_a_percentile_is_a_value_of_the_sample(values: list[float], percent: float, expected: float) -> None:
-    """The least value that at least so many percent do not exceed."""
+def test_percentile_is_a_sample_value(values: list[float], percent: float, expected: float) -> None:
+    """The least value that is not exceeded by that share."""
     assert percentile(values, percent) == expected
 
 
 @pytest.mark.parametrize(("values", "percent"), [([], 50), ([1.0], 0), ([1.0], 101)])
-def test_what_has_no_percentile_is_refused(values: list[float], percent: float) -> None:
-    """An empty sample, or a percentage that is none."""
+def test_invalid_percentiles_are_refused(values: list[float], percent: float) -> None:
+    """Of an empty sample, or out of range."""
     with pytest.raises(ValueError, match="no percentile"):
         percentile(values, percent)
 
 
-def test_the_usual_percentiles() -> None:
-    """The order in which values came does not matter."""
+def test_usual_percentiles() -> None:
+    """Independent of the order of the values."""
     assert percentiles([float(n) for n in range(200, 0, -1)]) == Percentiles(p50=100, p95=190, p99=198, worst=200)
 
 
-def test_the_spread_of_repetitions() -> None:
-    """Median with least and greatest; of an even number the median lies between the middle ones."""
+def test_spread_of_repetitions() -> None:
+    """Median, minimum and maximum; an even number has the middle of two."""
     assert spread([3.0, 1.0, 2.0, 10.0]) == Spread(median=2.5, least=1.0, greatest=10.0)
     with pytest.raises(ValueError, match="no values"):
         spread([])
 
 
-def test_ratios_are_taken_of_neighbours() -> None:
-    """A machine that becomes slower by half between repetitions does not change the ratio."""
+def test_ratios_use_neighbouring_repetitions() -> None:
+    """A machine that slows down between repetitions does not change the ratio."""
     assert paired_ratio([10.0, 5.0, 8.0], [5.0, 2.5, 4.0]) == Ratio(median=2.0, low=2.0, high=2.0, coverage=0.75)
 
 
 def test_five_pairs_give_their_whole_range() -> None:
-    """The true median is outside five pairs' range when all fall on one side: 2/32."""
+    """The true median is outside it only if all fall on one side: 2/32."""
     found = paired_ratio([5.0, 1.0, 4.0, 2.0, 3.0], [1.0] * 5)
 
     assert found == Ratio(median=3.0, low=1.0, high=5.0, coverage=1 - 2 / 32)
 
 
-def test_more_pairs_leave_the_extremes_out() -> None:
+def test_more_pairs_exclude_the_extremes() -> None:
     """Of eight, second least to second greatest: 1 - 2·(1 + 8)/256 is above 90 %, the third's 1 - 2·37/256 is not."""
     found = paired_ratio([float(n) for n in range(1, 9)], [1.0] * 8)
 
@@ -64,7 +64,7 @@ def test_more_pairs_leave_the_extremes_out() -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([], []), ([1.0], [1.0, 2.0]), ([1.0], [0.0])])
-def test_what_has_no_ratio_is_refused(ours: list[float], theirs: list[float]) -> None:
-    """No pairs, pairs without a neighbour, division by zero."""
+def test_invalid_ratios_are_refused(ours: list[float], theirs: list[float]) -> None:
+    """No pairs, unequal numbers of values, division by zero."""
     with pytest.raises(ValueError, match="paired ratios"):
         paired_ratio(ours, theirs)

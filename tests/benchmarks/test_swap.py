@@ -1,4 +1,4 @@
-"""Tests of ``bench.scenarios.swap``: from what streams were shown to results, by hand, and once with a daemon."""
+"""The swap scenario: from shown streams to results by hand, and once with a daemon."""
 
 from __future__ import annotations
 
@@ -10,37 +10,39 @@ from typing import TYPE_CHECKING
 import pytest
 
 from benchmarks.daemon_process import MODEL_NAMES, DaemonSettings
+from benchmarks.observed_turn import Difference
 from benchmarks.options import Options, resolve
 from benchmarks.runner import run_scenario
 from benchmarks.scenarios import swap
-from benchmarks.shown import Difference
 from inferencecenter.core.errors import InferenceCenterError
-from tests.benchmarks.test_cli import Heard
-from tests.benchmarks.test_scenarios import shown, values
+from tests.benchmarks.test_cli import RecordingProgress
+from tests.benchmarks.test_scenarios import observed_turn, values
 
 if TYPE_CHECKING:
-    from benchmarks.shown import Shown
+    from benchmarks.observed_turn import ObservedTurn
 
 SAME = Difference()
 
 
-def change(*streams: Shown, different: Difference = SAME) -> swap.Change:
-    """A swap asked for at 10 and done at 13, of which the engine took 2."""
+def change(*streams: ObservedTurn, different: Difference = SAME) -> swap.Change:
+    """Return a swap requested at 10 and done at 13, of which the engine took 2."""
     differences = (different, *[SAME] * (len(streams) - 1))
     return swap.Change(asked_s=10, done_s=13, load_s=2, streams=streams, against_transcripts=differences)
 
 
-def test_pauses_belong_to_the_swap_if_some_part_lies_in_it() -> None:
-    """What was over when it was asked for is before; what began when it was done is neither."""
-    found = change(shown(0, 8, 9, 10, 11.5, 12, 16, 17), shown(0, 7, 9.5, 13.5))
+def test_pauses_that_overlap_the_swap_belong_to_it() -> None:
+    """Those ended at the request are before; those begun at the end are neither."""
+    found = change(observed_turn(0, 8, 9, 10, 11.5, 12, 16, 17), observed_turn(0, 7, 9.5, 13.5))
 
     assert found.before_ms() == [1000, 1000, 2500]
     assert found.meanwhile_ms() == [1500, 500, 4000, 4000]
 
 
-def test_a_swap_without_visible_effect() -> None:
-    """All turns are whole; the times are those of the swap and of its engine."""
-    found = values(swap.Swaps((change(shown(0, 8, 9, 11, 14)), change(shown(0, 8, 9, 11, 14))), max_tokens=4))
+def test_swap_without_visible_effect() -> None:
+    """All turns are whole; the times are those of the swap and its engine."""
+    found = values(
+        swap.Swaps((change(observed_turn(0, 8, 9, 11, 14)), change(observed_turn(0, 8, 9, 11, 14))), max_tokens=4)
+    )
 
     assert (found["turns"], found["asked to done p50"], found["engine load p50"]) == (2, 3000, 2000)
     assert (found["ITL before worst"], found["ITL meanwhile worst"]) == (1000, 3000)
@@ -48,17 +50,17 @@ def test_a_swap_without_visible_effect() -> None:
         assert found[name] == 0
 
 
-def test_a_swap_that_cuts_turns_off_says_how() -> None:
-    """Each kind of damage has its own count; a turn that ends twice has failed, too."""
-    failed = replace(shown(0, 8, 9, 11), finishes=["engine_crashed"], usage=None)
-    twice = replace(shown(0, 8, 9, 11, 12), finishes=["length", "length"])
+def test_swap_counts_damaged_turns() -> None:
+    """Each kind of damage has its own count; a turn that ends twice has failed too."""
+    failed = replace(observed_turn(0, 8, 9, 11), finishes=["engine_crashed"], usage=None)
+    twice = replace(observed_turn(0, 8, 9, 11, 12), finishes=["length", "length"])
     found = values(swap.Swaps((change(failed, twice, different=Difference(1, 0, 3)),), max_tokens=4))
 
     assert (found["turns failed"], found["tokens missing"], found["texts unlike the transcript"]) == (2, 4, 1)
 
 
-def test_a_daemon_of_two_models_has_the_file_twice() -> None:
-    """Under two names, of which the first is the default."""
+def test_two_model_daemon_has_the_file_twice() -> None:
+    """Under two names, the first of which is the default."""
     settings = DaemonSettings(backend="llama", model=Path("a.gguf"), slots=1, n_ctx=256, threads=1, two_models=True)
     environment = settings.environment(Path("state"))
 
@@ -69,23 +71,23 @@ def test_a_daemon_of_two_models_has_the_file_twice() -> None:
 
 
 @pytest.mark.slow
-async def test_it_runs() -> None:
+async def test_scenario_runs() -> None:
     """To the other model and back, each loaded anew."""
     given = Options(backend="echo", clients=(2,), count=2, prompt_tokens=(20,), max_tokens=400)
     options = resolve("swap", given, defaults=swap.SCENARIO.defaults, takes=swap.SCENARIO.takes)
-    heard = Heard()
-    report = await run_scenario(swap.SCENARIO, options, heard)
+    progress = RecordingProgress()
+    report = await run_scenario(swap.SCENARIO, options, progress)
 
     found = {each.name: each.value for each in report.points[0].repetitions[0][0]}
     assert (found["turns"], found["turns failed"], found["tokens missing"]) == (4, 0, 0)
     assert found["engine load p50"] <= found["asked to done, worst"]
-    assert heard.finished == heard.expected == 2
+    assert progress.finished == progress.expected == 2
 
 
 @pytest.mark.slow
-async def test_streams_that_are_too_short() -> None:
-    """Are no streams to swap under, and the run says so."""
+async def test_short_streams_are_reported() -> None:
+    """The run says that no stream overlapped the swap."""
     given = Options(backend="echo", clients=(1,), count=1, prompt_tokens=(20,), max_tokens=4)
     options = resolve("swap", given, defaults=swap.SCENARIO.defaults, takes=swap.SCENARIO.takes)
     with pytest.raises(InferenceCenterError, match="all streams ended before the other model was loaded"):
-        await run_scenario(swap.SCENARIO, options, Heard())
+        await run_scenario(swap.SCENARIO, options, RecordingProgress())

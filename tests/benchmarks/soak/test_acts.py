@@ -14,8 +14,8 @@ from benchmarks.soak.acts import Bounds, Kind, acts
 BOUNDS = Bounds(least_prompt_tokens=2, prompt_tokens=256, max_tokens=128, pause_s=3.0)
 
 
-def test_the_same_seed_draws_the_same_acts() -> None:
-    """And another one others."""
+def test_seed_determines_the_acts() -> None:
+    """Another seed gives other acts."""
     first, again, other = (list(islice(acts(random.Random(seed), BOUNDS), 50)) for seed in (1, 1, 2))
 
     assert first == again != other
@@ -34,7 +34,7 @@ def test_the_same_seed_draws_the_same_acts() -> None:
     ),
 )
 def test_acts_stay_within_their_bounds(seed: int, bounds: Bounds) -> None:
-    """Lengths and pauses; what happens in a turn could happen before its end."""
+    """Lengths and pauses, and events of a turn lie before its end."""
     for act in islice(acts(random.Random(seed), bounds), 30):
         assert bounds.least_prompt_tokens <= act.prompt_tokens <= bounds.prompt_tokens
         assert 1 <= act.after_pieces <= act.max_tokens <= bounds.max_tokens
@@ -42,8 +42,8 @@ def test_acts_stay_within_their_bounds(seed: int, bounds: Bounds) -> None:
         assert 0 <= act.choice < 1
 
 
-def test_everything_happens_and_short_turns_are_as_likely_as_long_ones() -> None:
-    """Every kind is drawn, talk most often; half of the answers are shorter than the middle order of magnitude."""
+def test_all_acts_occur_and_lengths_are_log_uniform() -> None:
+    """Conversations are the most frequent, and half of the answers are below the middle order of magnitude."""
     drawn = list(islice(acts(random.Random(3), BOUNDS), 4000))
     kinds = Counter(act.kind for act in drawn)
 

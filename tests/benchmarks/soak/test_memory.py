@@ -1,4 +1,4 @@
-"""Tests of ``bench.soak.memory``, against trends worked out by hand."""
+"""Memory trends of the soak test, compared with hand-computed values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ MIB = 2**20
 
 
 def life(pid: int, start_s: float, *mib: float) -> list[Sample]:
-    """A process whose memory was read once a second."""
+    """Return a process with a memory sample each second."""
     return [Sample(start_s + second, pid, round(held * MIB)) for second, held in enumerate(mib)]
 
 
-def test_a_trend_is_the_line_through_the_samples() -> None:
-    """One MiB a second is 60 a minute; the most above the first counts from after the warm-up."""
+def test_trend_is_the_fitted_line() -> None:
+    """One MiB a second is 60 a minute; the peak above the first sample counts after the warm-up."""
     found = growth(life(1, 100, 50, 80, 10, 11, 12, 13), warm_up_s=2)
 
     assert found is not None
@@ -26,8 +26,8 @@ def test_a_trend_is_the_line_through_the_samples() -> None:
 
 
 @given(st.lists(st.floats(1, 1000), min_size=2, max_size=20))
-def test_memory_that_stays_has_no_trend(mib: list[float]) -> None:
-    """Whatever it did before the warm-up was over."""
+def test_constant_memory_has_no_trend(mib: list[float]) -> None:
+    """Whatever happened during the warm-up."""
     found = growth(life(1, 0, *mib, *[200.0] * 10), warm_up_s=len(mib))
 
     assert found is not None
@@ -35,8 +35,8 @@ def test_memory_that_stays_has_no_trend(mib: list[float]) -> None:
     assert found.most_mib == 0
 
 
-def test_a_peak_that_is_given_back_is_seen() -> None:
-    """The trend does not show it, the most above the first does."""
+def test_released_peak_is_reported() -> None:
+    """The trend does not show it, the peak does."""
     found = growth(life(1, 0, 10, 10, 40, 10, 10), warm_up_s=0)
 
     assert found is not None
@@ -44,8 +44,8 @@ def test_a_peak_that_is_given_back_is_seen() -> None:
     assert found.most_mib == pytest.approx(30)
 
 
-def test_each_process_warms_up_and_the_worst_counts() -> None:
-    """The second engine begins with less memory than the first had, and that is no fall."""
+def test_warm_up_applies_to_each_process_and_the_worst_counts() -> None:
+    """A second engine that starts with less memory is no decrease."""
     first, second = life(1, 0, 90, 100, 101), life(2, 60, 30, 50, 54, 58)
 
     found = growth([*first, *second], warm_up_s=1)
@@ -54,7 +54,7 @@ def test_each_process_warms_up_and_the_worst_counts() -> None:
     assert found.most_mib == pytest.approx(8)
 
 
-def test_what_was_not_seen_twice_after_the_warm_up_has_no_growth() -> None:
-    """No samples, or too few."""
+def test_growth_requires_two_samples_after_the_warm_up() -> None:
+    """Otherwise it is unknown."""
     assert growth([], warm_up_s=0) is None
     assert growth(life(1, 0, 1, 2, 3), warm_up_s=2) is None

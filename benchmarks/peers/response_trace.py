@@ -22,7 +22,7 @@ class Counted:
 
 
 @dataclass(slots=True)
-class Heard:
+class ResponseTrace:
     """One turn as it comes in.
 
     Attributes:

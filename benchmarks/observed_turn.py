@@ -38,7 +38,7 @@ def difference(said: str, shown: str) -> Difference:
 
 
 @dataclass(slots=True)
-class Shown:
+class ObservedTurn:
     """One turn as it grew before a client's eyes, on one connection after the other.
 
     Attributes:

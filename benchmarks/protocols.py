@@ -1,4 +1,4 @@
-"""The ways in which our daemon can be spoken to, for scenarios whose sides are these and not servers."""
+"""The protocols of our daemon, for scenarios that compare these instead of servers."""
 
 from __future__ import annotations
 

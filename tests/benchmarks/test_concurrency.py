@@ -1,4 +1,4 @@
-"""Tests of ``bench.together``."""
+"""Concurrent coroutines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.together import together
+from benchmarks.concurrency import together
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 
@@ -22,13 +22,13 @@ async def _forget() -> int:
     raise KeyError("seed")
 
 
-async def test_results_are_in_the_order_of_the_coroutines() -> None:
+async def test_results_keep_the_order_of_the_coroutines() -> None:
     """Whichever ends first."""
     assert await together(_answer(value) for value in range(5)) == [0, 1, 2, 3, 4]
 
 
-async def test_one_failure_ends_the_others() -> None:
-    """What waits forever is cancelled, and the error is the failure itself, not a group."""
+async def test_failure_cancels_the_others() -> None:
+    """The error is the failure itself, not a group."""
     cancelled = False
 
     async def wait() -> int:
@@ -47,8 +47,8 @@ async def test_one_failure_ends_the_others() -> None:
     assert cancelled
 
 
-async def test_a_defect_stays_a_group() -> None:
-    """It matches no request."""
+async def test_internal_error_stays_a_group() -> None:
+    """It belongs to no request."""
     with pytest.raises(BaseExceptionGroup) as failed:
         await together([_forget()])
 

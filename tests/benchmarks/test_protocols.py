@@ -1,4 +1,4 @@
-"""Tests of ``bench.ways`` and of the scenarios whose sides are ways to speak to one daemon."""
+"""The protocols of one daemon as sides of a comparison, and the scenarios that use them."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 
-from benchmarks import ways
+from benchmarks import protocols
 from benchmarks.compare import Comparison
 from benchmarks.jobs import ClosedLoop, Turns
 from benchmarks.options import Options, resolve
 from benchmarks.results import Metric, Side
 from benchmarks.runner import run_scenario
 from benchmarks.scenarios import dialects, find, resend, structured
-from benchmarks.stage import Bench, Server, Stage, spoken_to
+from benchmarks.stage import Bench, Server, Stage, protocol_sides
 from benchmarks.target import TargetFacts, TargetSpec
 from inferencecenter.core.errors import InferenceCenterError
-from tests.benchmarks.test_cli import Heard
+from tests.benchmarks.test_cli import RecordingProgress
 from tests.benchmarks.test_scenarios import measured, values
 from tests.benchmarks.test_timeline import turn
 
@@ -41,10 +41,10 @@ FACTS = TargetFacts(
 )
 
 
-def test_each_way_is_a_side_of_the_same_server() -> None:
-    """Named after the way; what is the same process need not be compared, whatever it does not tell."""
-    first, second = spoken_to(
-        Server(SPEC, Side(FACTS, None)), {"HTTP": ways.chat_completions, "WebSocket": ways.websocket}
+def test_each_protocol_is_a_side_of_the_same_server() -> None:
+    """Named after the protocol; one process needs no comparison of facts."""
+    first, second = protocol_sides(
+        Server(SPEC, Side(FACTS, None)), {"HTTP": protocols.chat_completions, "WebSocket": protocols.websocket}
     )
 
     assert first.spec == TargetSpec("HTTP", "chat-completions", "http://127.0.0.1:3000", "t")
@@ -55,8 +55,8 @@ def test_each_way_is_a_side_of_the_same_server() -> None:
 
 
 @dataclass
-class Seeds:
-    """Answers what a load generator answers, and keeps the seeds that it was given."""
+class RecordingGenerator:
+    """Answers like a load generator, and records the seeds."""
 
     used: list[int] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class Seeds:
 
 
 @dataclass(frozen=True)
-class Nothing:
+class EmptyResult:
     """A result without numbers."""
 
     def metrics(self) -> tuple[Metric, ...]:
@@ -76,25 +76,25 @@ class Nothing:
 
 
 @pytest.mark.parametrize(("is_one_server", "n_seeds"), [(True, 4), (False, 2)])
-async def test_one_server_is_never_sent_the_same_twice(*, is_one_server: bool, n_seeds: int) -> None:
-    """What it has read for one side would be found for the other; different servers are sent the same."""
-    generator = Seeds()
-    bench = Bench(Options(repeat=2), cast("LoadGenerator", generator), Heard())
-    sides = spoken_to(Server(SPEC, Side(FACTS, None)), {"one": ways.as_usual, "other": ways.websocket})
+async def test_one_server_never_receives_a_prompt_twice(*, is_one_server: bool, n_seeds: int) -> None:
+    """A prompt cached for one side would speed up the other; different servers get the same prompts."""
+    generator = RecordingGenerator()
+    bench = Bench(Options(repeat=2), cast("LoadGenerator", generator), RecordingProgress())
+    sides = protocol_sides(Server(SPEC, Side(FACTS, None)), {"one": protocols.as_usual, "other": protocols.websocket})
     job = partial(ClosedLoop, clients=1, prompt_tokens=1, max_tokens=1, duration_s=1)
     stage = Stage(bench, tuple(sides), is_one_server=is_one_server)
-    await stage.measure(job=job, answer=Turns, read=lambda _: Nothing())
+    await stage.measure(job=job, answer=Turns, read=lambda _: EmptyResult())
 
     assert len(generator.used) == 4
     assert len(set(generator.used)) == n_seeds
 
 
-def test_responses_are_reached_at_the_http_address() -> None:
-    """Their path is the target's affair."""
-    assert ways.responses(SPEC).url == ways.chat_completions(SPEC).url == "http://127.0.0.1:3000"
+def test_responses_use_the_http_address() -> None:
+    """The target adds the path."""
+    assert protocols.responses(SPEC).url == protocols.chat_completions(SPEC).url == "http://127.0.0.1:3000"
 
 
-def test_dialects_divides_the_fronts_cpu_by_all_tokens() -> None:
+def test_dialects_divides_front_cpu_by_tokens() -> None:
     """Half a second for ten tokens, warm-up included."""
     found = dialects.read(measured([turn(0, 1), turn(1, 3, 6, 8, tokens=4)], [turn(0, 4), turn(4, 6, 7, 8, tokens=4)]))
 
@@ -102,8 +102,8 @@ def test_dialects_divides_the_fronts_cpu_by_all_tokens() -> None:
     assert values(found)["generation"] == pytest.approx(found.loop.tok_s)
 
 
-def test_resend_leaves_out_the_turns_of_the_history() -> None:
-    """Eight turns are told, however long; of two that follow, both wait half a second."""
+def test_resend_excludes_the_turns_of_the_history() -> None:
+    """Eight turns build the history; the two measured ones wait half a second each."""
     history = [turn(number, number + 0.9, cached=0) for number in range(8)]
     later = [turn(10, 10.5, cached=80), turn(11, 11.5, cached=90)]
     found = resend.read(measured([*history, *later]))
@@ -113,22 +113,22 @@ def test_resend_leaves_out_the_turns_of_the_history() -> None:
     assert found.read_tokens == 15
 
 
-async def test_resend_wants_a_history() -> None:
-    """One of eight turns has to hold them."""
+async def test_resend_requires_a_history() -> None:
+    """Too few prompt tokens for its eight turns are refused."""
     scenario = find("resend")
     options = resolve("resend", Options(prompt_tokens=(200,)), defaults=scenario.defaults, takes=scenario.takes)
     with pytest.raises(InferenceCenterError, match="--prompt-tokens: a history of 200 tokens"):
-        await run_scenario(scenario, options, Heard())
+        await run_scenario(scenario, options, RecordingProgress())
 
 
-def test_structured_says_how_long_answers_were() -> None:
-    """Warm-up turns have lengths of their own."""
+def test_structured_reports_answer_lengths() -> None:
+    """Warm-up turns have their own lengths."""
     found = structured.read(measured([turn(0, 1), turn(1, 3, 6, 8)], [turn(0, 4), turn(4, 6, 7, 8)]))
 
     assert values(found)["tokens a turn"] == 3
 
 
-def test_the_schema_wants_more_than_an_answer_holds() -> None:
+def test_schema_requires_more_than_an_answer() -> None:
     """A record for each token, where a record's fixed text alone is many."""
     wanted = json.loads(structured.schema(64))
 

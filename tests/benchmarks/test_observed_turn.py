@@ -1,51 +1,51 @@
-"""Tests of ``bench.shown``: what was lost, what was said twice."""
+"""Comparison of the shown text with the answer: lost and repeated characters."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.observed_turn import Difference, ObservedTurn, difference
 from benchmarks.peers.line import Frame, TurnUsage
-from benchmarks.shown import Difference, Shown, difference
 
 TEXTS = st.text("abc ", max_size=40)
 
 
 @given(TEXTS)
-def test_equal_texts_do_not_differ(text: str) -> None:
-    """Nothing lost, nothing extra, no place."""
+def test_equal_texts_have_no_difference(text: str) -> None:
+    """Nothing lost, nothing extra, no position."""
     assert difference(text, text) == Difference(0, 0, None)
 
 
 @given(TEXTS, TEXTS)
-def test_differences_account_for_the_lengths(said: str, shown: str) -> None:
-    """What is lost and what is extra make up the difference in length; texts part where their beginnings end."""
-    found = difference(said, shown)
+def test_differences_account_for_the_lengths(expected: str, shown: str) -> None:
+    """Lost and extra characters make up the difference in length; the position is the end of the common prefix."""
+    found = difference(expected, shown)
 
-    assert len(said) - found.lost_chars + found.extra_chars == len(shown)
-    assert (found.first is None) == (said == shown)
+    assert len(expected) - found.lost_chars + found.extra_chars == len(shown)
+    assert (found.first is None) == (expected == shown)
     if found.first is not None:
-        assert said[: found.first] == shown[: found.first]
-        assert said[found.first : found.first + 1] != shown[found.first : found.first + 1]
+        assert expected[: found.first] == shown[: found.first]
+        assert expected[found.first : found.first + 1] != shown[found.first : found.first + 1]
 
 
 @given(TEXTS, st.data())
-def test_what_is_cut_out_is_lost(said: str, data: st.DataObject) -> None:
+def test_removed_text_is_lost(expected: str, data: st.DataObject) -> None:
     """And nothing is extra."""
-    start = data.draw(st.integers(0, len(said)))
-    end = data.draw(st.integers(start, len(said)))
+    start = data.draw(st.integers(0, len(expected)))
+    end = data.draw(st.integers(start, len(expected)))
 
-    found = difference(said, said[:start] + said[end:])
+    found = difference(expected, expected[:start] + expected[end:])
     assert found.lost_chars - found.extra_chars == end - start
 
 
-def test_a_piece_that_came_twice_is_extra() -> None:
-    """Its characters are counted, and the place is where it came again."""
+def test_repeated_piece_is_extra() -> None:
+    """Its characters are counted, at the position of the repetition."""
     assert difference("one two three", "one two two three") == Difference(0, 4, 9)
 
 
-def test_a_piece_that_did_not_come_is_lost() -> None:
-    """As the middle of a sentence."""
+def test_missing_piece_is_lost() -> None:
+    """Within a sentence."""
     assert difference("one two three", "one three") == Difference(4, 0, 5)
 
 
@@ -57,9 +57,9 @@ def _end(seq: int) -> Frame:
     return Frame("end", session_id="s", turn_id="t", seq=seq, finish_reason="length", usage=TurnUsage(10, 4, 2))
 
 
-def test_a_turn_grows_to_its_end() -> None:
-    """Text, times, usage and the one end."""
-    shown = Shown(1.0)
+def test_turn_accumulates_to_its_end() -> None:
+    """Text, times, usage and one end."""
+    shown = ObservedTurn(1.0)
     for now_s, frame in (
         (1.5, Frame("queued", seq=7)),
         (2.0, _token(8, "a")),
@@ -73,9 +73,9 @@ def test_a_turn_grows_to_its_end() -> None:
     assert (shown.misnumbered, shown.unsaid) == (0, 0)
 
 
-def test_a_second_end_is_seen() -> None:
-    """It does not move the time of the first."""
-    shown = Shown(1.0)
+def test_second_end_is_recorded() -> None:
+    """The time of the first stays."""
+    shown = ObservedTurn(1.0)
     shown.take(_end(1), now_s=2.0)
     shown.take(Frame("error", turn_id="t", seq=2, code="engine_crashed"), now_s=3.0)
 
@@ -83,9 +83,9 @@ def test_a_second_end_is_seen() -> None:
     assert shown.ended_s == 2.0
 
 
-def test_numbers_that_do_not_rise_are_counted() -> None:
-    """An event that came before comes again, also one of the events known from an earlier connection."""
-    shown = Shown(1.0)
+def test_non_increasing_numbers_are_counted() -> None:
+    """An event repeated on the same or an earlier connection."""
+    shown = ObservedTurn(1.0)
     shown.begin_at(4)
     for seq in (4, 5, 5, 7):
         shown.take(_token(seq, "x"), now_s=2.0)
@@ -93,9 +93,9 @@ def test_numbers_that_do_not_rise_are_counted() -> None:
     assert shown.misnumbered == 2
 
 
-def test_starting_over_must_contain_what_was_shown() -> None:
-    """Text that was shown and is not part of the answer any more is noted."""
-    shown = Shown(1.0)
+def test_restarted_text_must_contain_the_shown_text() -> None:
+    """ObservedTurn text missing in the answer is recorded."""
+    shown = ObservedTurn(1.0)
     shown.take(_token(3, "one "), now_s=2.0)
     shown.start_over("one two ", seq=5)
     assert (shown.text, shown.seq, shown.unsaid) == ("one two ", 5, 0)
