@@ -80,5 +80,5 @@ def test_watchdog_must_be_of_this_process(watchdog: dict[str, str], expected_s: 
 def test_missing_manager_is_logged(tmp_path: Path) -> None:
     """With the names of the variables."""
     with structlog.testing.capture_logs() as logs:
-        Notifier(str(tmp_path / "nobody")).send(STOPPING=1)
+        Notifier(str(tmp_path / "absent")).send(STOPPING=1)
     assert [(line["event"], line["words"]) for line in logs] == [("service_manager_not_told", ["STOPPING"])]

@@ -154,7 +154,7 @@ def test_resumed_turn_counts_as_running() -> None:
 
 
 @given(st.integers(1, 50), st.lists(st.tuples(st.integers(0, 40_000_000), st.integers(1, 20)), max_size=40))
-def test_a_day_is_overdrawn_by_one_turn_at_most(limit: int, turns: list[tuple[int, int]]) -> None:
+def test_daily_quota_is_overdrawn_by_one_turn_at_most(limit: int, turns: list[tuple[int, int]]) -> None:
     """Sequential turns are refused once the limit is reached."""
     time, by_day = Time(), dict[int, list[int]]()
     limited = quota(time, tokens_per_day=limit)

@@ -131,5 +131,5 @@ def test_clock_set_back_over_midnight_keeps_usage(moves: list[tuple[int, int]]) 
 
 
 def test_day_end_is_formatted() -> None:
-    """As an ISO time."""
+    """In UTC, to the minute."""
     assert DailyUsage().at(1_763_900_000_000).end == "2025-11-24 00:00 UTC"

@@ -77,7 +77,7 @@ CONNECTION = ("websockets", "http.client")
         ("serve", (*SERVER, *MESSAGES, *CONNECTION, "inferencecenter.client", "inferencecenter.sessions")),
     ],
 )
-def test_a_command_imports_what_it_needs(command: str, unneeded: tuple[str, ...]) -> None:
+def test_command_imports_only_its_dependencies(command: str, unneeded: tuple[str, ...]) -> None:
     """The list of commands needs no command, and a light command nothing of the daemon."""
     code = f"""
 import sys
@@ -90,7 +90,7 @@ print([name for name in {unneeded!r} if name in sys.modules])
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_the_list_of_commands_is_not_cut(cli: Cli) -> None:
+def test_command_list_is_not_truncated(cli: Cli) -> None:
     """Each summary fits its line, and is a sentence."""
     listed = cli.run("--help").out.partition("Commands:\n")[2].splitlines()
     assert len(listed) > 15

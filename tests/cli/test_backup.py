@@ -61,8 +61,8 @@ async def test_backup_contains_both_files(cli: Cli, running: SessionStore, tmp_p
     assert running.fault is None
 
 
-async def test_daemon_on_a_backup_starts_a_new_epoch(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
-    """Clients may have received more since, even after a clean stop."""
+async def test_backup_is_marked_unclean(cli: Cli, state_dir: Path, tmp_path: Path) -> None:
+    """Its daemon must assume that clients have received more since, even after a clean stop."""
     store = SessionStore.open(state_dir / DATABASE_NAME)
     store.write(opened(), flush=True)
     await store.close()

@@ -49,7 +49,7 @@ def printed(code: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_import_loads_nothing_heavy() -> None:
+def test_import_is_lightweight() -> None:
     """The socket library, and what only the daemon or a failure needs, are loaded when they are used."""
     code = (
         "import sys; import inferencecenter.client; names = sorted(sys.modules); import json; print(json.dumps(names))"
@@ -57,7 +57,7 @@ def test_the_import_loads_nothing_heavy() -> None:
     assert not set(HEAVY) & set(printed(code))
 
 
-def test_a_frame_builds_the_validator_of_its_own_event() -> None:
+def test_frame_builds_the_validator_of_its_event_only() -> None:
     """The first frame does not wait for the validators of all events."""
     code = f"""{_INCOMPLETE}
 import json
@@ -71,7 +71,7 @@ print(json.dumps(list(incomplete(Event))))
     assert {"Token", "SessionResumed", "Status"} <= set(left)
 
 
-def test_the_daemon_builds_every_validator_before_it_serves() -> None:
+def test_daemon_builds_every_validator_before_it_serves() -> None:
     """None is built for the first client that needs it."""
     code = f"""{_INCOMPLETE}
 import inferencecenter.protocol.requests, inferencecenter.protocol.events, json

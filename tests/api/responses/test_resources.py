@@ -231,8 +231,8 @@ async def test_failed_response_is_deleted(server: Running) -> None:
     assert (await get(server, first)).json["status"] == "completed"
 
 
-async def test_failed_response_with_a_running_successor_keeps_its_session(server: Running) -> None:
-    """Also if it is the only one that has ended."""
+async def test_response_with_a_running_successor_is_not_deleted(server: Running) -> None:
+    """Also if it is the only ended one of its session."""
     first = (await create_response(server, {"input": "Hello"})).json["id"]
     more = {"input": "More", "previous_response_id": first, "background": True}
     await post(server, PATH, more)

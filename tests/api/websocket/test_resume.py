@@ -96,7 +96,7 @@ async def test_resuming_foreign_and_unknown_sessions_is_indistinguishable(server
 
 
 async def test_sessions_of_legacy_sockets_end_with_them(server: Running) -> None:
-    """Unless they were created with ``store``."""
+    """Unless they were created with ``on_disconnect`` detach."""
     async with server.connect() as old:
         await receive(old)
         await ask(old, op="auth", client_id="desk", api_key="desk-key")
@@ -173,8 +173,8 @@ async def test_store_failure_is_broadcast(serve: Serve) -> None:
         assert (await ask(old, op="hello"))["op"] == "hello"
 
 
-async def test_hello_reports_whether_sessions_are_stored(serve: Serve) -> None:
-    """Sessions survive a restart where they are stored."""
+async def test_shutdown_notice_reports_resumability(serve: Serve) -> None:
+    """Sessions can be resumed after the restart if they are stored."""
     for journal, resumable in ((StubJournal(), True), (None, False)):
         async with serve(journal=journal) as server, server.v1() as socket:
             await receive(socket)
