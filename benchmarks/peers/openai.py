@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import msgspec
 
-from benchmarks.peers.response_trace import Counted, ResponseTrace
 from benchmarks.peers.http import Http
 from benchmarks.peers.prompts import calibrate
+from benchmarks.peers.response_trace import Counted, ResponseTrace
 from benchmarks.peers.sampling import sampling
 from benchmarks.target import AbortTrace, TargetFacts, Work
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError

@@ -14,8 +14,8 @@ import msgspec
 import websockets
 from websockets.asyncio.client import connect
 
-from benchmarks.peers.response_trace import Counted, ResponseTrace
 from benchmarks.peers.openai import COUNTING, Problem, unmeasured_abort
+from benchmarks.peers.response_trace import Counted, ResponseTrace
 from benchmarks.peers.sampling import sampling
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
