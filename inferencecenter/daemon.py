@@ -156,7 +156,7 @@ def usage_reader(settings: Settings) -> UsageReader:
     return read
 
 
-def other_accounts(settings: Settings) -> ExternalAuthProvider | None:
+def external_auth(settings: Settings) -> ExternalAuthProvider | None:
     """Return the external auth provider, if one is configured; call it on the event loop.
 
     Raises:
@@ -233,7 +233,7 @@ def serve(
     _allow_many_sockets()
     build_messages(Request, Event, Value)
     with ExitStack() as held:
-        held.enter_context(_only_daemon(settings.state_dir))
+        held.enter_context(_exclusive_state_dir(settings.state_dir))
         server = settings.server
         sockets = inherited_sockets(os.environ, pid=os.getpid()) or bind(server.host, server.port)
         for listening in sockets:
@@ -314,7 +314,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         pressure=lambda: memory.pressure,
         stop=lambda: listener.stop(),  # noqa: PLW0108 - it is made further down
         read_usage=usage_reader(settings),
-        others=other_accounts(settings),
+        others=external_auth(settings),
     )
     guard = ThermalThrottler(
         settings.gpu, engines=models, limit=models.limit, notify=context.hub.broadcast, metrics=metrics
@@ -471,7 +471,7 @@ def _allow_many_sockets() -> None:
 
 
 @contextlib.contextmanager
-def _only_daemon(state_dir: Path) -> Iterator[None]:
+def _exclusive_state_dir(state_dir: Path) -> Iterator[None]:
     """Create the state directory, readable by its owner only, and lock it for this daemon.
 
     Raises:

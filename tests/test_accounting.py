@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from inferencecenter.config.settings import Settings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.daemon import other_accounts, usage_reader, used_today
+from inferencecenter.daemon import external_auth, usage_reader, used_today
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 
@@ -64,7 +64,7 @@ def test_unreadable_file_does_not_prevent_the_start(settings: Settings) -> None:
 
 async def test_external_auth_requires_an_address(settings: Settings) -> None:
     """Without one there is no provider."""
-    assert other_accounts(settings) is None
-    asked = other_accounts(Settings.model_validate({"external_auth": {"url": "https://localhost/"}}))
+    assert external_auth(settings) is None
+    asked = external_auth(Settings.model_validate({"external_auth": {"url": "https://localhost/"}}))
     assert asked is not None
     await asked.close()

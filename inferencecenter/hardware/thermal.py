@@ -47,7 +47,7 @@ _ORDER: Final = tuple(ThermalState)
 # NVML's reasons for throttling by heat. hw_thermal: so hot that clocks are halved or worse. sw_thermal: the driver
 # lowers them to keep a temperature. hw_slowdown without hw_thermal and power_brake: too much power is drawn, or the
 # power supply reports so. power_cap is not among them: a busy GPU normally runs at it.
-_MEANS: Final = {
+_SLOWDOWN_STATES: Final = {
     "hw_thermal": ThermalState.HOT,
     "sw_thermal": ThermalState.WARM,
     "hw_slowdown": ThermalState.WARM,
@@ -73,17 +73,17 @@ class Heat:
     """A state, the time in seconds at which it was last required, the highest temperature, and the reason as text."""
 
     state: ThermalState = ThermalState.COOL
-    called_for_s: float = -math.inf
+    required_at_s: float = -math.inf
     temperature_c: float | None = None
     reason: str = ""
 
 
-def watched(readings: Iterable[GpuReading], wanted: Sequence[str]) -> tuple[GpuReading, ...]:
-    """Return the readings of GPUs selected by index, UUID or PCI address; all if ``wanted`` is empty."""
+def select_gpus(readings: Iterable[GpuReading], selected: Sequence[str]) -> tuple[GpuReading, ...]:
+    """Return the readings of GPUs selected by index, UUID or PCI address; all if ``selected`` is empty."""
     return tuple(
         reading
         for reading in readings
-        if not wanted or not {str(reading.index), reading.uuid, reading.pci_id}.isdisjoint(wanted)
+        if not selected or not {str(reading.index), reading.uuid, reading.pci_id}.isdisjoint(selected)
     )
 
 
@@ -94,27 +94,31 @@ def next_heat(heat: Heat, readings: Sequence[GpuReading], thresholds: Thresholds
     required the state above it.
     """
     temperature_c = max((each.temperature_c for each in readings if each.temperature_c is not None), default=None)
-    calls = [call for reading in readings for call in _calls(reading, heat.state, thresholds)]
-    state, reason = max(calls, key=lambda call: _ORDER.index(call[0]), default=(ThermalState.COOL, ""))
+    required = [each for reading in readings for each in _required(reading, heat.state, thresholds)]
+    state, reason = max(required, key=lambda each: _ORDER.index(each[0]), default=(ThermalState.COOL, ""))
     if _ORDER.index(state) >= _ORDER.index(heat.state):
         if state is not heat.state:
             hot = state is ThermalState.HOT
             state = THERMAL.next(heat.state, ThermalChange.OVERHEATED if hot else ThermalChange.WARMED)
-        return Heat(state=state, called_for_s=now, temperature_c=temperature_c, reason=reason)
-    if now - heat.called_for_s < thresholds.dwell_s:
-        return Heat(state=heat.state, called_for_s=heat.called_for_s, temperature_c=temperature_c, reason=heat.reason)
+        return Heat(state=state, required_at_s=now, temperature_c=temperature_c, reason=reason)
+    if now - heat.required_at_s < thresholds.dwell_s:
+        return Heat(state=heat.state, required_at_s=heat.required_at_s, temperature_c=temperature_c, reason=heat.reason)
     cooler = THERMAL.next(heat.state, ThermalChange.COOLED)
     why = "no reading any more" if temperature_c is None else f"{temperature_c:g} °C"
-    return Heat(state=cooler, called_for_s=now, temperature_c=temperature_c, reason=reason or why)
+    return Heat(state=cooler, required_at_s=now, temperature_c=temperature_c, reason=reason or why)
 
 
-def _calls(reading: GpuReading, state: ThermalState, thresholds: Thresholds) -> list[tuple[ThermalState, str]]:
+def _required(reading: GpuReading, state: ThermalState, thresholds: Thresholds) -> list[tuple[ThermalState, str]]:
     """Return the states that a GPU requires, and why, given the current ``state``."""
-    calls = [(_MEANS[name], f"the GPU slows down: {name}") for name in reading.slowdowns or () if name in _MEANS]
+    required = [
+        (_SLOWDOWN_STATES[name], f"the GPU slows down: {name}")
+        for name in reading.slowdowns or ()
+        if name in _SLOWDOWN_STATES
+    ]
     if reading.temperature_c is not None:
         limits_c = {ThermalState.WARM: thresholds.warm_c, ThermalState.HOT: thresholds.hot_c}
         for each, limit_c in limits_c.items():
             kept = _ORDER.index(each) <= _ORDER.index(state)
             if reading.temperature_c >= limit_c - (thresholds.hysteresis_c if kept else 0.0):
-                calls.append((each, f"{reading.temperature_c:g} °C, {each.value} from {limit_c:g} °C on"))
-    return calls
+                required.append((each, f"{reading.temperature_c:g} °C, {each.value} from {limit_c:g} °C on"))
+    return required

@@ -16,7 +16,7 @@ from inferencecenter.hardware.memory import cgroup_memory, machine_memory, resid
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.placement import MIB
 from inferencecenter.hardware.pressure import MAIN_MEMORY, MemoryUsage, Pressure, PressureState, next_pressure
-from inferencecenter.hardware.thermal import watched
+from inferencecenter.hardware.thermal import select_gpus
 from inferencecenter.ipc.messages import KvRamLimit
 from inferencecenter.ipc.port import EngineState
 
@@ -187,7 +187,7 @@ def _read(memory: MemorySettings, gpu: GpuSettings, engines: Sequence[EngineStat
     usages = [] if main is None else [main]
     if memory.vram_floor_mib is not None:
         floor_bytes = memory.vram_floor_mib * MIB
-        readings = watched(read_gpus().readings, gpu.devices)
+        readings = select_gpus(read_gpus().readings, gpu.devices)
         usages += gpu_memory(readings, floor_bytes=floor_bytes, hysteresis=memory.hysteresis_percent / 100)
     return usages
 

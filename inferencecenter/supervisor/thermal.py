@@ -11,7 +11,7 @@ import structlog
 
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import read_gpus
-from inferencecenter.hardware.thermal import Heat, ThermalState, Thresholds, next_heat, watched
+from inferencecenter.hardware.thermal import Heat, ThermalState, Thresholds, next_heat, select_gpus
 from inferencecenter.ipc.messages import EngineLimits
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.events import Thermal
@@ -111,7 +111,7 @@ class ThermalThrottler:
 
     async def _watch(self) -> None:
         while True:
-            readings = watched((await asyncio.to_thread(self._read)).readings, self._gpu.devices)
+            readings = select_gpus((await asyncio.to_thread(self._read)).readings, self._gpu.devices)
             self._look(readings)
             if not readings and self._heat.state is ThermalState.COOL:
                 self._watching = None

@@ -17,7 +17,7 @@ from inferencecenter.hardware.thermal import (
     ThermalState,
     Thresholds,
     next_heat,
-    watched,
+    select_gpus,
 )
 
 COOL, WARM, HOT = ThermalState
@@ -38,7 +38,7 @@ def at(temperature_c: float | None, *slowdowns: str) -> GpuReading:
 
 def states(*moments: tuple[float, float | None], start: ThermalState = COOL) -> list[ThermalState]:
     """Return the states after these seconds and temperatures."""
-    heat, seen = Heat(state=start, called_for_s=0.0), []
+    heat, seen = Heat(state=start, required_at_s=0.0), []
     for now, temperature_c in moments:
         heat = next_heat(heat, [at(temperature_c)], THRESHOLDS, now=now)
         seen.append(heat.state)
@@ -108,7 +108,7 @@ def test_thermal_throttling_counts_at_any_temperature(
 def test_reason_has_the_figures() -> None:
     """The reading and its threshold."""
     heat = next_heat(Heat(), [at(88.0)], THRESHOLDS, now=0.0)
-    assert heat == Heat(state=HOT, called_for_s=0.0, temperature_c=88.0, reason="88 °C, hot from 87 °C on")
+    assert heat == Heat(state=HOT, required_at_s=0.0, temperature_c=88.0, reason="88 °C, hot from 87 °C on")
     cooler = next_heat(heat, [at(60.0)], THRESHOLDS, now=10.0)
     assert (cooler.state, cooler.reason) == (WARM, "60 °C")
 
@@ -122,7 +122,7 @@ def test_the_hottest_gpu_counts() -> None:
 @pytest.mark.parametrize("gone", [[], [NO_GPU], [at(None)]])
 def test_missing_gpu_cools_down(gone: list[GpuReading]) -> None:
     """It steps down after the dwell times."""
-    heat = next_heat(Heat(state=HOT, called_for_s=0.0), gone, THRESHOLDS, now=10.0)
+    heat = next_heat(Heat(state=HOT, required_at_s=0.0), gone, THRESHOLDS, now=10.0)
     assert (heat.state, heat.temperature_c, heat.reason) == (WARM, None, "no reading any more")
     assert next_heat(heat, gone, THRESHOLDS, now=20.0).state is COOL
 
@@ -141,7 +141,7 @@ def test_thermal_state_sequences_are_valid(moments: list[tuple[float, float | No
         if temperature_c is not None and temperature_c >= THRESHOLDS.warm_c:
             assert heat.state is not COOL
         if temperature_c is None:
-            assert heat.state is COOL or now - heat.called_for_s < THRESHOLDS.dwell_s
+            assert heat.state is COOL or now - heat.required_at_s < THRESHOLDS.dwell_s
     for before, after in pairwise(history):
         assert order.index(before.state) - order.index(after.state) <= 1
 
@@ -150,7 +150,7 @@ def test_only_gpus_in_use_are_monitored() -> None:
     """By any form of name; all where none is chosen."""
     first = GpuReading(index=0, uuid="GPU-a", pci_id="0000:01:00.0")
     second = GpuReading(index=1, uuid="GPU-b", pci_id="0000:02:00.0")
-    assert watched([first, second], ()) == (first, second)
+    assert select_gpus([first, second], ()) == (first, second)
     for name in ("1", "GPU-b", "0000:02:00.0"):
-        assert watched([first, second], (name,)) == (second,)
-    assert watched([first], ("1",)) == ()
+        assert select_gpus([first, second], (name,)) == (second,)
+    assert select_gpus([first], ("1",)) == ()
