@@ -128,7 +128,7 @@ def test_edited_early_message_forks_the_history(openai_client: OpenAI) -> None:
     later = [*first, {"role": "assistant", "content": said}, user_message("Name a fruit.")]
     ask_with_usage(openai_client, later)
     edited = [user_message("Remember the number nine. What is two plus two? " + "Think of it. " * 30), *later[1:]]
-    fresh, prompt, _ = ask_with_usage(openai_client, edited, user="somebody")
+    fresh, prompt, _ = ask_with_usage(openai_client, edited, user="another")
     again, prompt_again, cached = ask_with_usage(openai_client, edited)
     assert (again, prompt_again) == (fresh, prompt)
     assert cached > prompt - 70

@@ -139,7 +139,7 @@ UNSUPPORTED = (
     {"$ref": "https://example.invalid/schema.json"},
     {"oneOf": [{"type": "object"}, {"type": "object", "properties": {"a": {"type": "integer"}}}]},
 )
-"""What llguidance does not do: it must be refused, since nobody would hear of it otherwise."""
+"""Keywords that llguidance ignores: they must be refused, since they would have no effect otherwise."""
 
 
 def random_schema(random: Random, *, depth: int = 3) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def restore(key: str) -> RestoreSlot:
 
 def test_an_empty_plan_is_no_work() -> None:
     """Nothing is told of a step in which nothing was done."""
-    assert work_of(StepPlan(reasons=("nobody is there",)), StepOutcome(), step_s=1.0) is None
+    assert work_of(StepPlan(reasons=("no turn",)), StepOutcome(), step_s=1.0) is None
 
 
 def test_a_fetch_alone_is_work() -> None:

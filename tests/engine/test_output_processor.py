@@ -435,7 +435,7 @@ def test_abort_in_the_queue_publishes_held_text(shown_chars: int, told: str) -> 
 
 
 def test_an_abort_does_not_change_how_an_answer_ended() -> None:
-    """A turn whose answer was complete ended before anybody could abort it."""
+    """A turn whose answer was complete ended before it could be aborted."""
     output = going_on(b"a", answer=(1, END), shown_chars=1, n_ctx=100)
     assert finished(list(output.end("aborted", now=1.0))).reason == "stop"
 

@@ -51,9 +51,9 @@ COMMITS = [
     pytest.param("before-TurnQueued", 0, "nothing", id="before it is written down", marks=SLOW),
     pytest.param("after-TurnQueued", 0, "nothing", id="before the first word"),
     pytest.param("before-TokensAppended", 0, "nothing queued", id="before any text", marks=SLOW),
-    pytest.param("after-TokensAppended", 0, "nothing queued", id="with text that nobody has seen", marks=SLOW),
+    pytest.param("after-TokensAppended", 0, "nothing queued", id="with unpublished text", marks=SLOW),
     pytest.param("before-TokensAppended", 100, "some", id="in the middle", marks=SLOW),
-    pytest.param("after-TokensAppended", 100, "some", id="in the middle, with text that nobody has seen"),
+    pytest.param("after-TokensAppended", 100, "some", id="in the middle, with unpublished text"),
     pytest.param("before-TurnEnded", 0, "queued some all", id="before the end is written down", marks=SLOW),
     pytest.param("after-TurnEnded", 0, "queued some all", id="before the end is told"),
 ]
@@ -249,7 +249,7 @@ async def test_idle_session_is_restored_after_a_kill(echo: DaemonHarness, lost: 
 @pytest.mark.slow
 async def test_unstored_session_leaves_no_files(echo: DaemonHarness) -> None:
     """Neither its text nor its KV is in any file."""
-    secret = "Nobody shall ever know."
+    secret = "This must not be stored."
     async with connect_client(echo.daemon) as client:
         private = await RecordingClient.open(client, store=False)
         assert await private.turn(secret) == secret

@@ -382,7 +382,7 @@ class FakeQuota(UnlimitedQuota):
 
 
 @dataclass
-class World:
+class SessionHarness:
     """Sessions with one client, engines and a clock that a test controls."""
 
     engines: FakeEngines = field(default_factory=FakeEngines)
@@ -551,9 +551,9 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
+def world() -> SessionHarness:
     """Sessions with one client and an engine that is ready."""
-    return World()
+    return SessionHarness()
 
 
 @pytest.fixture

@@ -6,14 +6,14 @@ import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from tests.sessions.conftest import World, make_model
+from tests.sessions.conftest import SessionHarness, make_model
 from tests.sessions.oracle import kept
 
 N_CTX = 400
 
 
 @pytest.fixture
-def full(world: World) -> World:
+def full(world: SessionHarness) -> SessionHarness:
     """Sessions on a small context with a running turn; no other turn is admitted."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=N_CTX))
     session_id = world.create()
@@ -24,7 +24,7 @@ def full(world: World) -> World:
     return world
 
 
-def test_a_new_turn_is_refused(full: World) -> None:
+def test_a_new_turn_is_refused(full: SessionHarness) -> None:
     """The refused turn leaves no trace and may be retried."""
     session_id = full.create()
     submitted = len(full.engine.submitted)
@@ -38,7 +38,7 @@ def test_a_new_turn_is_refused(full: World) -> None:
     assert full.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
 
 
-def test_a_running_turn_ends(full: World) -> None:
+def test_a_running_turn_ends(full: SessionHarness) -> None:
     """A repeated request attaches to the running turn."""
     session_id = full.sink.last.session_id
     full.infer(session_id, "And now?", turn_key="k")
@@ -50,7 +50,7 @@ def test_a_running_turn_ends(full: World) -> None:
 
 
 @pytest.mark.parametrize("said", [None, "Now "])
-def test_a_running_turn_is_shifted(full: World, said: str | None) -> None:
+def test_a_running_turn_is_shifted(full: SessionHarness, said: str | None) -> None:
     """A full context is shifted, with or without a partial answer."""
     turn_id = full.engine.last.turn_id
     if said is not None:
@@ -60,7 +60,7 @@ def test_a_running_turn_is_shifted(full: World, said: str | None) -> None:
     assert (full.engine.last.turn_id, full.sink.last.op) == (turn_id, "context_shifted")
 
 
-def test_an_interrupted_turn_resumes(full: World) -> None:
+def test_an_interrupted_turn_resumes(full: SessionHarness) -> None:
     """The turn continues on the next engine, even without tokens."""
     turn_id, submitted = full.engine.last.turn_id, len(full.engine.submitted)
     full.engine.lose()
@@ -68,7 +68,7 @@ def test_an_interrupted_turn_resumes(full: World) -> None:
     assert (full.engine.last.turn_id, len(full.engine.submitted)) == (turn_id, submitted + 1)
 
 
-def test_a_pending_turn_of_an_earlier_daemon_resumes(full: World) -> None:
+def test_a_pending_turn_of_an_earlier_daemon_resumes(full: SessionHarness) -> None:
     """The pending turn was acknowledged and is not refused."""
     turn_id, submitted = full.engine.last.turn_id, len(full.engine.submitted)
     assert full.journal is not None

@@ -29,7 +29,7 @@ from inferencecenter.sessions.journal import (
     TurnQueued,
     UsageRecorded,
 )
-from tests.sessions.conftest import FakeJournal, FakeSink, World, packed
+from tests.sessions.conftest import FakeJournal, FakeSink, SessionHarness, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
 FAULT = StorageFault("the disk is full")
 
 
-def journal(world: World) -> FakeJournal:
+def journal(world: SessionHarness) -> FakeJournal:
     """The journal of ``world``."""
     assert world.journal is not None
     return world.journal
 
 
-def kinds(world: World) -> list[str]:
+def kinds(world: SessionHarness) -> list[str]:
     """The types of the records."""
     return [type(record).__name__ for record in journal(world).records]
 
 
-def test_a_turn_is_recorded_step_by_step(world: World) -> None:
+def test_a_turn_is_recorded_step_by_step(world: SessionHarness) -> None:
     """Its spec, each token, its end; only what must survive a power loss is flushed."""
     session_id = world.create(system="Be kind.", metadata={"a": "b"})
     world.infer(session_id, turn_key="k")
@@ -81,7 +81,7 @@ def test_a_turn_is_recorded_step_by_step(world: World) -> None:
     assert [message.content for message in ended.history.messages] == ["Be kind.", "Hi", "Helo"]
 
 
-def test_each_number_is_recorded_with_its_event(world: World) -> None:
+def test_each_number_is_recorded_with_its_event(world: SessionHarness) -> None:
     """Also for an event without any other record."""
     world.engine.position = 2
     session_id = world.create()
@@ -104,7 +104,7 @@ def test_each_number_is_recorded_with_its_event(world: World) -> None:
     assert kinds(world)[-3:] == ["TurnFailed", "HistoryChanged", "HistoryChanged"]
 
 
-def test_a_shift_records_a_new_spec(world: World) -> None:
+def test_a_shift_records_a_new_spec(world: SessionHarness) -> None:
     """It contains the new view and the time of rendering."""
     session_id = world.create(system="Be kind.")
     for number in range(4):
@@ -121,7 +121,7 @@ def test_a_shift_records_a_new_spec(world: World) -> None:
     assert second.seq == first.seq + 1 == world.sink.last.seq
 
 
-def test_logprobs_without_text_are_recorded(world: World) -> None:
+def test_logprobs_without_text_are_recorded(world: SessionHarness) -> None:
     """Their number is recorded without text."""
     session_id = world.create()
     world.infer(session_id, n_probs=1)
@@ -132,7 +132,7 @@ def test_logprobs_without_text_are_recorded(world: World) -> None:
     assert (said.seq, said.text, world.sink.last.seq) == (2, "", 2)
 
 
-def test_ended_sessions_are_recorded(world: World) -> None:
+def test_ended_sessions_are_recorded(world: SessionHarness) -> None:
     """Closed, expired or evicted."""
     world.evicts_stored = True
     world.reopen()
@@ -151,7 +151,7 @@ def test_ended_sessions_are_recorded(world: World) -> None:
     assert kinds(world)[-2:] == ["SessionDeleted", "SessionOpened"]
 
 
-def test_a_fork_records_what_it_copies(world: World) -> None:
+def test_a_fork_records_what_it_copies(world: SessionHarness) -> None:
     """Its history and its turns."""
     session_id = world.create()
     world.turn(session_id, "a", "one")
@@ -163,7 +163,7 @@ def test_a_fork_records_what_it_copies(world: World) -> None:
     assert len(opened.history.messages) == 4
 
 
-def test_nothing_is_published_before_the_commit(world: World) -> None:
+def test_nothing_is_published_before_the_commit(world: SessionHarness) -> None:
     """Events and replies wait for the store, in order."""
     session_id = world.create()
     journal(world).holding = True
@@ -178,7 +178,7 @@ def test_nothing_is_published_before_the_commit(world: World) -> None:
     assert world.sink.ops == ["session_resumed"]
 
 
-def test_replies_wait_for_their_session(world: World) -> None:
+def test_replies_wait_for_their_session(world: SessionHarness) -> None:
     """Replies about sessions that are not stored or do not exist wait for nothing."""
     stored, not_stored = world.create(), world.create(store=False)
     waits: list[tuple[Any, bool]] = [
@@ -198,7 +198,7 @@ def test_replies_wait_for_their_session(world: World) -> None:
         assert (world.sessions.journal_for(request, world.client.client_id) is world.journal) is waiting, request.op
 
 
-def test_a_session_that_is_not_stored_leaves_no_record(world: World) -> None:
+def test_a_session_that_is_not_stored_leaves_no_record(world: SessionHarness) -> None:
     """It never waits for the store."""
     journal(world).holding = True
     journal(world).fault = FAULT
@@ -214,7 +214,7 @@ def test_a_session_that_is_not_stored_leaves_no_record(world: World) -> None:
     assert not world.engine.last.durable
 
 
-def test_a_daemon_without_a_store_stores_no_session(world: World) -> None:
+def test_a_daemon_without_a_store_stores_no_session(world: SessionHarness) -> None:
     """Whatever is requested, and the engine must not write KV either."""
     world.journal = None
     world.reopen()
@@ -224,7 +224,7 @@ def test_a_daemon_without_a_store_stores_no_session(world: World) -> None:
     assert not world.engine.last.durable
 
 
-def test_changes_are_refused_while_the_store_is_faulty(world: World) -> None:
+def test_changes_are_refused_while_the_store_is_faulty(world: SessionHarness) -> None:
     """Running turns continue; reading and closing work."""
     running, idle = world.create(), world.create()
     world.turn(idle, "Hi", "Hello", turn_key="k")
@@ -254,7 +254,7 @@ def test_changes_are_refused_while_the_store_is_faulty(world: World) -> None:
     world.infer(running)
 
 
-def test_a_failed_turn_is_dropped(world: World) -> None:
+def test_a_failed_turn_is_dropped(world: SessionHarness) -> None:
     """Only the number of its last event stays."""
     session_id = world.create()
     world.infer(session_id)
@@ -264,7 +264,7 @@ def test_a_failed_turn_is_dropped(world: World) -> None:
 
 
 def test_all_turns_are_recorded_though_only_the_latest_are_listed(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: SessionHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change of a long session keeps its older turns."""
     monkeypatch.setattr("inferencecenter.sessions.history.MAX_TURNS", 3)
@@ -279,7 +279,7 @@ def test_all_turns_are_recorded_though_only_the_latest_are_listed(
 @given(lengths=st.lists(st.integers(0, 3), max_size=12))
 def test_events_arrive_in_the_order_of_their_numbers(lengths: list[int]) -> None:
     """However slow and partial the commits are."""
-    world = World()
+    world = SessionHarness()
     session_id = world.create()
     journal(world).holding = True
     world.infer(session_id)
@@ -303,7 +303,7 @@ def test_the_null_journal_waits_for_nothing() -> None:
     assert (told, unwritten.fault) == ([1], None)
 
 
-def test_a_skipped_record_is_warned_of(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_record_is_warned_of(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of each turn, because a restart would show it."""
     names = [world.create() for _ in range(2)]
     monkeypatch.setattr(journal(world), "is_incomplete", lambda session_id: session_id == names[0])
@@ -316,7 +316,7 @@ def test_a_skipped_record_is_warned_of(world: World, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("fault", [None, StorageFault("the disk is full")])
-def test_pending_resumes_are_bounded(world: World, fault: StorageFault | None) -> None:
+def test_pending_resumes_are_bounded(world: SessionHarness, fault: StorageFault | None) -> None:
     """Per client over all sockets; sessions that are not stored are not affected."""
     session_id, unstored = world.create(), world.create(store=False)
     journal(world).holding = True
@@ -335,7 +335,7 @@ def test_pending_resumes_are_bounded(world: World, fault: StorageFault | None) -
     assert world.sink.ops == ["session_resumed"]
 
 
-def test_a_client_with_too_many_pending_writes_is_refused(world: World) -> None:
+def test_a_client_with_too_many_pending_writes_is_refused(world: SessionHarness) -> None:
     """Sessions that are not stored are not affected."""
     session_id, unstored = world.create(), world.create(store=False)
     journal(world).n_pending = MAX_PENDING + 1

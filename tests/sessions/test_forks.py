@@ -13,7 +13,7 @@ from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import decode
 from inferencecenter.protocol.requests import START
 from inferencecenter.sessions.client import Principal
-from tests.sessions.conftest import World, packed
+from tests.sessions.conftest import SessionHarness, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,14 +29,14 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
-def talk(world: World, **fields: Any) -> tuple[str, list[str]]:
+def talk(world: SessionHarness, **fields: Any) -> tuple[str, list[str]]:
     """A session with three turns, and their ids."""
     session_id = world.create(**fields)
     turns = [world.turn(session_id, prompt, answer) for prompt, answer in (("a", "one"), ("b", "two"), ("c", "three"))]
     return session_id, turns
 
 
-def test_a_rewound_session_reuses_its_tokens(world: World) -> None:
+def test_a_rewound_session_reuses_its_tokens(world: SessionHarness) -> None:
     """Generated tokens are not tokenized again: the next turn submits them with the new question."""
     session_id, turns = talk(world, system="Be kind.")
     world.infer(session_id, "b again")
@@ -49,7 +49,7 @@ def test_a_rewound_session_reuses_its_tokens(world: World) -> None:
     assert world.engine.last_text == "\n<|im_start|>user\nd<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_editing_the_last_question_submits_only_the_new_text(world: World) -> None:
+def test_editing_the_last_question_submits_only_the_new_text(world: SessionHarness) -> None:
     """After a rewind the prompt contains nothing of the old question."""
     session_id, turns = talk(world)
     world.rewind(session_id, turns[1])
@@ -61,7 +61,7 @@ def test_editing_the_last_question_submits_only_the_new_text(world: World) -> No
     assert [content for _, content in world.transcript(session_id)] == ["a", "one", "b", "two", "C", "drei"]
 
 
-def test_a_rewind_drops_turns_usage_and_keys(world: World) -> None:
+def test_a_rewind_drops_turns_usage_and_keys(world: SessionHarness) -> None:
     """Turns, usage and turn keys end with the named turn."""
     session_id = world.create()
     first = world.turn(session_id, "a", "one", turn_key="k1")
@@ -77,7 +77,7 @@ def test_a_rewind_drops_turns_usage_and_keys(world: World) -> None:
     assert len(world.engine.submitted) == submitted + 1
 
 
-def test_event_numbers_continue_after_a_rewind(world: World) -> None:
+def test_event_numbers_continue_after_a_rewind(world: SessionHarness) -> None:
     """The reply to the rewind and the events after it take the next numbers."""
     session_id, turns = talk(world)
     last = world.sink.last.seq
@@ -86,7 +86,7 @@ def test_event_numbers_continue_after_a_rewind(world: World) -> None:
     assert world.sink.last.seq == last + 2
 
 
-def test_start_is_before_the_first_turn(world: World) -> None:
+def test_start_is_before_the_first_turn(world: SessionHarness) -> None:
     """The system prompt and messages appended before the first turn stay; later ones are removed."""
     session_id = world.create(system="Be kind.")
     world.append(session_id, ("user", "1+1?"), ("assistant", "2"))
@@ -100,14 +100,14 @@ def test_start_is_before_the_first_turn(world: World) -> None:
     assert [content for _, content in world.transcript(session_id)] == ["Be kind.", "1+1?", "2", "3+3?", "6"]
 
 
-def test_a_rewind_removes_messages_appended_after_the_turn(world: World) -> None:
+def test_a_rewind_removes_messages_appended_after_the_turn(world: SessionHarness) -> None:
     """A rewind to the last turn removes them."""
     session_id, turns = talk(world)
     world.append(session_id, ("user", "x"), ("assistant", "y"))
     assert world.rewind(session_id, turns[2]).messages == 6
 
 
-def test_a_fork_is_independent_of_its_parent(world: World) -> None:
+def test_a_fork_is_independent_of_its_parent(world: SessionHarness) -> None:
     """Both begin with the same tokens; neither receives the other's changes."""
     parent, turns = talk(world)
     child = world.fork(parent, turns[1])
@@ -123,7 +123,7 @@ def test_a_fork_is_independent_of_its_parent(world: World) -> None:
     assert [content for _, content in world.transcript(parent)][-2:] == ["d", "four"]
 
 
-def test_a_fork_keeps_the_configuration(world: World) -> None:
+def test_a_fork_keeps_the_configuration(world: SessionHarness) -> None:
     """Parameters, priority, metadata, ttl and policies are copied."""
     parent = world.create(
         params={"top_k": 7}, priority="batch", metadata={"a": "b"}, ttl_s=9, on_full="stop", store=False, mode="raw"
@@ -141,7 +141,7 @@ def test_a_fork_keeps_the_configuration(world: World) -> None:
     assert [(piece.text, piece.special) for piece in turn.pieces] == [("b", False)]
 
 
-def test_a_fork_of_everything_or_of_the_start(world: World) -> None:
+def test_a_fork_of_everything_or_of_the_start(world: SessionHarness) -> None:
     """Without a turn appended messages are copied too; ``START`` copies only the opening."""
     parent, turns = talk(world, system="Be kind.")
     world.append(parent, ("user", "x"), ("assistant", "y"))
@@ -152,7 +152,7 @@ def test_a_fork_of_everything_or_of_the_start(world: World) -> None:
     assert ([message.content for message in opening.transcript], opening.turns) == (["Be kind."], ())
 
 
-def test_a_fork_can_be_rewound_to_its_parents_turns(world: World) -> None:
+def test_a_fork_can_be_rewound_to_its_parents_turns(world: SessionHarness) -> None:
     """Turns keep their ids; their keys stay with the parent."""
     parent = world.create()
     first = world.turn(parent, "a", "one", turn_key="k")
@@ -165,7 +165,7 @@ def test_a_fork_can_be_rewound_to_its_parents_turns(world: World) -> None:
     assert len(world.engine.submitted) == submitted + 1
 
 
-def test_a_busy_session_is_neither_forked_nor_rewound(world: World) -> None:
+def test_a_busy_session_is_neither_forked_nor_rewound(world: SessionHarness) -> None:
     """The fork and the rewind work after the turn has ended."""
     session_id, turns = talk(world)
     world.infer(session_id, "d")
@@ -180,7 +180,7 @@ def test_a_busy_session_is_neither_forked_nor_rewound(world: World) -> None:
 
 
 @pytest.mark.parametrize("turn", ["t_unknown", "START", "s_1"])
-def test_an_unknown_turn_changes_nothing(world: World, turn: str) -> None:
+def test_an_unknown_turn_changes_nothing(world: SessionHarness, turn: str) -> None:
     """The error names the turn, and the session is unchanged."""
     session_id, _ = talk(world)
     before = world.get(session_id)
@@ -190,7 +190,7 @@ def test_an_unknown_turn_changes_nothing(world: World, turn: str) -> None:
     assert world.sessions.totals().total_sessions == 1
 
 
-def test_turns_outside_the_history_are_unknown(world: World) -> None:
+def test_turns_outside_the_history_are_unknown(world: SessionHarness) -> None:
     """Failed, discarded and rewound turns cannot be named."""
     session_id = world.create()
     first = world.turn(session_id, "a", "one")
@@ -208,7 +208,7 @@ def test_turns_outside_the_history_are_unknown(world: World) -> None:
         refused(ErrorCode.TURN_NOT_FOUND, world.rewind, session_id, turn)
 
 
-def test_a_rewind_to_an_aborted_turn_works(world: World) -> None:
+def test_a_rewind_to_an_aborted_turn_works(world: SessionHarness) -> None:
     """Its partial answer is part of the history."""
     session_id = world.create()
     world.infer(session_id, "a")
@@ -224,7 +224,7 @@ def test_a_rewind_to_an_aborted_turn_works(world: World) -> None:
     assert world.engine.last_text.startswith("<|im_end|>\n<|im_start|>user\nc")
 
 
-def test_a_rewind_to_a_turn_aborted_in_the_queue_works(world: World) -> None:
+def test_a_rewind_to_a_turn_aborted_in_the_queue_works(world: SessionHarness) -> None:
     """It has no tokens of its own; those before it stay."""
     session_id = world.create()
     world.turn(session_id, "a", "one")
@@ -239,7 +239,7 @@ def test_a_rewind_to_a_turn_aborted_in_the_queue_works(world: World) -> None:
     assert "b<|im_end|>" in world.engine.last_text
 
 
-def test_forks_count_as_sessions(world: World) -> None:
+def test_forks_count_as_sessions(world: SessionHarness) -> None:
     """At the client's limit a fork is refused and its parent stays."""
     parent, _ = talk(world)
     for _ in range(3):
@@ -248,7 +248,7 @@ def test_forks_count_as_sessions(world: World) -> None:
     assert world.sessions.totals().total_sessions == 4
 
 
-def test_a_fork_never_evicts_its_parent(world: World) -> None:
+def test_a_fork_never_evicts_its_parent(world: SessionHarness) -> None:
     """Another detached session makes room for it."""
     world.evicts_stored = True
     world.reopen()
@@ -267,7 +267,7 @@ def test_a_fork_never_evicts_its_parent(world: World) -> None:
     assert world.engine.released == [made[1]]
 
 
-def test_a_session_of_another_client_is_not_found(world: World) -> None:
+def test_a_session_of_another_client_is_not_found(world: SessionHarness) -> None:
     """The answer is the same as for a random id, in every state."""
     session_id, turns = talk(world)
     answers = set()
@@ -292,7 +292,7 @@ STEPS = st.lists(
 @given(steps=STEPS)
 def test_rewinding_restores_the_earlier_history(steps: list[Any]) -> None:
     """After any mix of turns, forks and rewinds the session equals a plain model of its turns."""
-    world = World(max_sessions=1000, client=Principal("ada", 1000, "normal", frozenset({"user"})))
+    world = SessionHarness(max_sessions=1000, client=Principal("ada", 1000, "normal", frozenset({"user"})))
     session_id = world.create(system="s")
     model = [(START, ["s"])]
     now = ["s"]

@@ -17,7 +17,7 @@ from tests.sessions.conftest import packed
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.sessions.conftest import World
+    from tests.sessions.conftest import SessionHarness
 
 
 def grown(
@@ -150,7 +150,7 @@ def test_a_history_has_bounds(new: list[ChatMessage], says: str) -> None:
     assert caught.value.code is ErrorCode.CONTEXT_FULL
 
 
-def test_a_session_has_a_message_limit(world: World) -> None:
+def test_a_session_has_a_message_limit(world: SessionHarness) -> None:
     """One message too many is refused by ``append`` and ``infer`` and changes nothing."""
     world.max_messages = 3
     world.reopen()

@@ -16,7 +16,7 @@ from inferencecenter.sessions.history import TurnLog
 from inferencecenter.sessions.journal import StoredSession, TurnEnded
 from inferencecenter.sessions.session import LiveSession
 from inferencecenter.sessions.turn import Turn
-from tests.sessions.conftest import FakeJournal, FakeSink, World
+from tests.sessions.conftest import FakeJournal, FakeSink, SessionHarness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +78,7 @@ def test_an_internal_error_ends_only_its_turn(
 ) -> None:
     """The client receives one end, the session is idle, and the next turn runs."""
     quota = Running()
-    world = World(quota_of=lambda _client, _token: quota)
+    world = SessionHarness(quota_of=lambda _client, _token: quota)
     session_id = world.create()
     raised = broken_once(monkeypatch, owner, name, after=after)
     with capture_logs() as logs:
@@ -99,7 +99,7 @@ def test_an_internal_error_ends_only_its_turn(
     assert world.sink.last.op == "end"
 
 
-def test_an_error_at_submission_leaves_the_session_idle(world: World) -> None:
+def test_an_error_at_submission_leaves_the_session_idle(world: SessionHarness) -> None:
     """A turn that cannot be submitted leaves the session unchanged."""
     session_id = world.create()
     world.engine.refusal = RuntimeError("a defect")
@@ -110,7 +110,7 @@ def test_an_error_at_submission_leaves_the_session_idle(world: World) -> None:
     world.turn(session_id, "Hi", "Hello")
 
 
-def test_resume_after_an_internal_error_sends_the_state(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_after_an_internal_error_sends_the_state(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The unpublished number leaves a gap, so earlier positions cannot be replayed."""
     session_id = world.create()
     epoch = world.get(session_id).epoch
@@ -125,7 +125,7 @@ def test_resume_after_an_internal_error_sends_the_state(world: World, monkeypatc
     assert [message.content for message in told.transcript or ()] == ["Hi", "Hello"]
 
 
-def test_a_failing_observer_does_not_affect_the_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_observer_does_not_affect_the_end(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The observer is called after the end was published."""
     monkeypatch.setattr(world, "turn_ended", _fail)
     session_id = world.create()
@@ -138,7 +138,9 @@ def _fail(*_args: Any) -> None:
     raise RuntimeError("a defect")
 
 
-def test_an_unbuildable_session_does_not_prevent_the_start(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unbuildable_session_does_not_prevent_the_start(
+    world: SessionHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is logged and left in the file; the others are restored."""
     journal = FakeJournal()
     world.journal = journal
@@ -163,7 +165,7 @@ def test_an_unbuildable_session_does_not_prevent_the_start(world: World, monkeyp
     assert world.sessions.totals().total_sessions == 1
 
 
-def _kept(world: World, journal: FakeJournal, session_id: str) -> Any:
+def _kept(world: SessionHarness, journal: FakeJournal, session_id: str) -> Any:
     session = world.sessions._table.get(session_id)
     assert session is not None
     ended = next(record for record in journal.of(TurnEnded) if record.session_id == session_id)

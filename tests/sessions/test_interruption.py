@@ -16,7 +16,7 @@ from inferencecenter.protocol.params import Params, decode
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.journal import TurnQueued
 from inferencecenter.sessions.manager import SessionManager
-from tests.sessions.conftest import FakeSink, InlineTemplates, World, make_model, one_model, packed
+from tests.sessions.conftest import FakeSink, InlineTemplates, SessionHarness, make_model, one_model, packed
 from tests.sessions.oracle import Oracle, script
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
-def test_a_running_turn_resumes_on_the_next_engine(world: World) -> None:
+def test_a_running_turn_resumes_on_the_next_engine(world: SessionHarness) -> None:
     """It is submitted with the same prompt, all its tokens, and the number of emitted characters."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -59,7 +59,7 @@ def replace_submit(submit: Any, **changes: Any) -> Any:
     return type(submit)(**{name: getattr(submit, name) for name in submit.__struct_fields__} | changes)
 
 
-def test_an_interrupted_turn_counts_its_prompt_once(world: World) -> None:
+def test_an_interrupted_turn_counts_its_prompt_once(world: SessionHarness) -> None:
     """Times cover the whole turn; the second prefill is not usage."""
     session_id = world.create()
     world.infer(session_id)
@@ -82,7 +82,7 @@ def test_an_interrupted_turn_counts_its_prompt_once(world: World) -> None:
     assert end.stats.preempted == 1
 
 
-def test_a_queued_turn_is_resubmitted_unchanged(world: World) -> None:
+def test_a_queued_turn_is_resubmitted_unchanged(world: SessionHarness) -> None:
     """An interruption before the start leaves no trace."""
     session_id = world.create()
     world.infer(session_id)
@@ -95,7 +95,7 @@ def test_a_queued_turn_is_resubmitted_unchanged(world: World) -> None:
     assert world.sink.ops == ["queued", "token", "end"]
 
 
-def test_max_time_continues_without_an_engine(world: World) -> None:
+def test_max_time_continues_without_an_engine(world: SessionHarness) -> None:
     """The elapsed part of ``max_time_ms`` is not granted again."""
     session_id = world.create()
     world.infer(session_id, params={"max_time_ms": 10_000})
@@ -107,7 +107,7 @@ def test_max_time_continues_without_an_engine(world: World) -> None:
     assert decode(world.engine.last.params_json).max_time_ms == 3000
 
 
-def test_a_turn_is_accepted_while_the_engine_restarts(world: World) -> None:
+def test_a_turn_is_accepted_while_the_engine_restarts(world: SessionHarness) -> None:
     """It waits; before the first load there is no template to render it."""
     session_id = world.create()
     world.engine.lose()
@@ -121,7 +121,7 @@ def test_a_turn_is_accepted_while_the_engine_restarts(world: World) -> None:
     assert world.get(session_id).state == "idle"
 
 
-def test_a_turn_without_an_engine_can_be_aborted(world: World) -> None:
+def test_a_turn_without_an_engine_can_be_aborted(world: SessionHarness) -> None:
     """The partial answer stays, its end answers the abort, and the session is usable."""
     session_id = world.create()
     world.infer(session_id)
@@ -139,7 +139,7 @@ def test_a_turn_without_an_engine_can_be_aborted(world: World) -> None:
     assert "assistant\nHel<|im_end|>" in world.engine.last_text
 
 
-def test_an_abort_applies_when_the_turn_fails(world: World) -> None:
+def test_an_abort_applies_when_the_turn_fails(world: SessionHarness) -> None:
     """The partial answer of a turn that was being aborted is kept."""
     session_id = world.create()
     world.infer(session_id)
@@ -151,7 +151,7 @@ def test_an_abort_applies_when_the_turn_fails(world: World) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", "Hel")
 
 
-def test_closing_without_an_engine_ends_the_turn_once(world: World) -> None:
+def test_closing_without_an_engine_ends_the_turn_once(world: SessionHarness) -> None:
     """Late calls of the engine change nothing."""
     session_id = world.create()
     world.infer(session_id)
@@ -166,7 +166,7 @@ def test_closing_without_an_engine_ends_the_turn_once(world: World) -> None:
     assert world.sink.ops == ["queued", "end"]
 
 
-def test_another_model_does_not_continue_an_answer(world: World) -> None:
+def test_another_model_does_not_continue_an_answer(world: SessionHarness) -> None:
     """The partial answer is kept, a warning gives the reason, and the next turn uses the new model."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -185,7 +185,7 @@ def test_another_model_does_not_continue_an_answer(world: World) -> None:
     assert (world.get(session_id).model, world.get(session_id).n_ctx) == ("toy", 77)
 
 
-def test_a_turn_without_tokens_moves_to_the_serving_model(world: World) -> None:
+def test_a_turn_without_tokens_moves_to_the_serving_model(world: SessionHarness) -> None:
     """It is rendered again and recorded with the new model."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -206,7 +206,7 @@ def test_a_turn_without_tokens_moves_to_the_serving_model(world: World) -> None:
     assert world.engine.last_text == "[user]And?[assistant]"
 
 
-def test_a_reloaded_model_resumes_its_tokens(world: World) -> None:
+def test_a_reloaded_model_resumes_its_tokens(world: SessionHarness) -> None:
     """A different path or slot count does not change the model's fingerprint."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -217,7 +217,7 @@ def test_a_reloaded_model_resumes_its_tokens(world: World) -> None:
     assert world.get(session_id).n_ctx == 77
 
 
-def fill(world: World) -> str:
+def fill(world: SessionHarness) -> str:
     """A session whose three turns fill most of a small context."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=N_CTX))
     session_id = world.create(system="Be kind.")
@@ -229,7 +229,7 @@ def fill(world: World) -> str:
     return session_id
 
 
-def test_a_shifted_turn_is_resubmitted_with_its_shorter_prompt(world: World) -> None:
+def test_a_shifted_turn_is_resubmitted_with_its_shorter_prompt(world: SessionHarness) -> None:
     """Held-back text is held back again; both prompts are counted once each."""
     session_id = fill(world)
     longer = len(world.engine.last.tokens) // 4 + len(world.engine.last_text)
@@ -249,7 +249,7 @@ def test_a_shifted_turn_is_resubmitted_with_its_shorter_prompt(world: World) -> 
 
 
 @pytest.mark.parametrize("said_again", [True, False])
-def test_held_back_text_is_published_by_an_abort_in_the_queue(world: World, said_again: bool) -> None:
+def test_held_back_text_is_published_by_an_abort_in_the_queue(world: SessionHarness, said_again: bool) -> None:
     """The session publishes it if no engine repeats it."""
     session_id = fill(world)
     world.engine.overflow(N_CTX, said="ab", text="c")
@@ -262,7 +262,7 @@ def test_held_back_text_is_published_by_an_abort_in_the_queue(world: World, said
     assert world.transcript(session_id)[-1] == ("assistant", "abc")
 
 
-def test_held_back_text_is_published_when_the_turn_is_withdrawn(world: World) -> None:
+def test_held_back_text_is_published_when_the_turn_is_withdrawn(world: SessionHarness) -> None:
     """No engine has the turn, but the session has the text."""
     session_id = fill(world)
     world.engine.overflow(N_CTX, said="ab", text="c")

@@ -17,7 +17,7 @@ from inferencecenter.protocol.params import decode, parse_params
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.session import LiveSession
-from tests.sessions.conftest import FakeSink, World, make_model
+from tests.sessions.conftest import FakeSink, SessionHarness, make_model
 from tests.sessions.oracle import kept
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
-def answers(world: World, client: Principal, session_id: str) -> list[tuple[object, ...]]:
+def answers(world: SessionHarness, client: Principal, session_id: str) -> list[tuple[object, ...]]:
     """The replies to ``client`` of every op that names a session."""
     sessions, message = world.sessions, ChatMessage(role="user", content="x")
     calls: list[Callable[[], object]] = [
@@ -63,14 +63,14 @@ def answers(world: World, client: Principal, session_id: str) -> list[tuple[obje
     ]
 
 
-def test_a_foreign_session_looks_nonexistent(world: World) -> None:
+def test_a_foreign_session_looks_nonexistent(world: SessionHarness) -> None:
     """No op reveals whether another client's session exists."""
     session_id = world.create()
     assert answers(world, EVE, session_id) == answers(world, EVE, "s_AAAAAAAAAAAAAAAAAAAAAA")
     assert world.get(session_id).state == "idle"
 
 
-def test_ids_are_chosen_by_the_server(world: World) -> None:
+def test_ids_are_chosen_by_the_server(world: SessionHarness) -> None:
     """Session id and epoch differ for every session."""
     made = [
         world.sessions.create(world.client, requests.CreateSession(op="create_session"), world.sink) for _ in range(2)
@@ -80,7 +80,7 @@ def test_ids_are_chosen_by_the_server(world: World) -> None:
     assert all(created.session_id.startswith("s_") and len(created.session_id) == 24 for created in made)
 
 
-def test_parameter_levels_override_in_order(world: World) -> None:
+def test_parameter_levels_override_in_order(world: SessionHarness) -> None:
     """Model, configuration, session, turn."""
     world.engine.status = EngineStatus(
         state=EngineState.READY,
@@ -96,7 +96,7 @@ def test_parameter_levels_override_in_order(world: World) -> None:
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.1, 12, 0.3, 0.04)
 
 
-def test_an_invalid_model_recommendation_is_ignored(world: World) -> None:
+def test_an_invalid_model_recommendation_is_ignored(world: SessionHarness) -> None:
     """The session works and the log has a warning."""
     world.engine.status = EngineStatus(
         state=EngineState.READY, model=make_model(sampling_defaults_json=b'{"temp": "hot"}')
@@ -106,7 +106,7 @@ def test_an_invalid_model_recommendation_is_ignored(world: World) -> None:
     assert "model_recommendation_ignored" in [line["event"] for line in logs]
 
 
-def test_parameter_errors_name_the_field(world: World) -> None:
+def test_parameter_errors_name_the_field(world: SessionHarness) -> None:
     """Invalid and duplicate values are errors of the request; the session is usable."""
     session_id = world.create()
     error = refused(ErrorCode.INVALID_REQUEST, world.infer, session_id, params={"temp": 99})
@@ -118,14 +118,14 @@ def test_parameter_errors_name_the_field(world: World) -> None:
     world.turn(session_id, "Hi", "Hello")
 
 
-def test_a_refused_session_is_not_opened(world: World) -> None:
+def test_a_refused_session_is_not_opened(world: SessionHarness) -> None:
     """Conflicting parameters leave no session behind."""
     error = refused(ErrorCode.INVALID_REQUEST, world.create, params={"mirostat": 2, "adaptive_target": 0.5})
     assert error.field == "params.adaptive_target"
     assert world.sessions.totals().total_sessions == 0
 
 
-def test_priority_comes_from_turn_session_or_client(world: World) -> None:
+def test_priority_comes_from_turn_session_or_client(world: SessionHarness) -> None:
     """Lowering is free for session and turn; raising needs the scope."""
     session_id = world.create(priority="batch")
     world.infer(session_id)
@@ -138,7 +138,7 @@ def test_priority_comes_from_turn_session_or_client(world: World) -> None:
     refused(ErrorCode.FORBIDDEN, world.create, priority="interactive")
 
 
-def test_an_unknown_model_is_refused(world: World) -> None:
+def test_an_unknown_model_is_refused(world: SessionHarness) -> None:
     """The error lists the available models."""
     world.create(model="toy")
     error = refused(ErrorCode.MODEL_NOT_FOUND, world.create, model="gpt")
@@ -153,13 +153,13 @@ def test_an_unknown_model_is_refused(world: World) -> None:
         (EngineState.FAILED, ErrorCode.ENGINE_UNAVAILABLE),
     ],
 )
-def test_no_session_before_the_first_load(world: World, state: EngineState, code: ErrorCode) -> None:
+def test_no_session_before_the_first_load(world: SessionHarness, state: EngineState, code: ErrorCode) -> None:
     """Without a model no session can be opened."""
     world.engine.status = EngineStatus(state=state)
     refused(code, world.create)
 
 
-def test_limits_are_per_client_and_global(world: World) -> None:
+def test_limits_are_per_client_and_global(world: SessionHarness) -> None:
     """An attached session is never evicted; a closed one makes room."""
     own = [world.create() for _ in range(4)]
     assert "4 sessions of 4" in refused(ErrorCode.SESSION_LIMIT, world.create).message
@@ -170,7 +170,7 @@ def test_limits_are_per_client_and_global(world: World) -> None:
     world.create(EVE)
 
 
-def test_a_closed_socket_closes_only_its_sessions(world: World) -> None:
+def test_a_closed_socket_closes_only_its_sessions(world: SessionHarness) -> None:
     """Their turns are aborted, other sessions continue, and nothing is sent to the closed socket."""
     mine = world.create(on_disconnect="close")
     world.infer(mine)
@@ -183,7 +183,7 @@ def test_a_closed_socket_closes_only_its_sessions(world: World) -> None:
     assert world.sessions.totals().total_sessions == 1
 
 
-def test_the_oldest_detached_session_is_evicted_if_configured(world: World) -> None:
+def test_the_oldest_detached_session_is_evicted_if_configured(world: SessionHarness) -> None:
     """A detached session is closed when its owner opens another at the limit."""
     world.evicts_stored = True
     world.reopen()
@@ -196,7 +196,7 @@ def test_the_oldest_detached_session_is_evicted_if_configured(world: World) -> N
 
 
 @pytest.mark.parametrize("max_sessions", [3, 6], ids=["of the daemon", "of the client"])
-def test_stored_sessions_are_not_evicted_by_default(world: World, max_sessions: int) -> None:
+def test_stored_sessions_are_not_evicted_by_default(world: SessionHarness, max_sessions: int) -> None:
     """A new session is refused with a hint until the client closes one."""
     world.max_sessions = max_sessions
     world.reopen()
@@ -211,7 +211,7 @@ def test_stored_sessions_are_not_evicted_by_default(world: World, max_sessions: 
     world.create()
 
 
-def test_sessions_that_are_not_stored_are_evicted(world: World) -> None:
+def test_sessions_that_are_not_stored_are_evicted(world: SessionHarness) -> None:
     """The oldest of them is closed, though stored sessions are older."""
     made = [world.create(store=store) for store in (True, False, False, True)]
     world.sessions.detach(world.sink)
@@ -219,7 +219,7 @@ def test_sessions_that_are_not_stored_are_evicted(world: World) -> None:
     assert world.engine.released == [made[1]]
 
 
-def test_an_idle_session_expires(world: World) -> None:
+def test_an_idle_session_expires(world: SessionHarness) -> None:
     """Use postpones the expiry without moving the timer; a running turn keeps the session."""
     session_id = world.create(ttl_s=10)
     assert world.timers[-1].delay_s == 10
@@ -236,7 +236,7 @@ def test_an_idle_session_expires(world: World) -> None:
     refused(ErrorCode.SESSION_NOT_FOUND, world.get, session_id)
 
 
-def test_a_closed_session_leaves_no_timer(world: World) -> None:
+def test_a_closed_session_leaves_no_timer(world: SessionHarness) -> None:
     """Closing cancels the timer."""
     world.default_ttl_s = 60
     world.reopen()
@@ -245,7 +245,7 @@ def test_a_closed_session_leaves_no_timer(world: World) -> None:
     assert world.timers[-1].cancelled
 
 
-def test_a_tiny_ttl_is_raised_to_a_second(world: World) -> None:
+def test_a_tiny_ttl_is_raised_to_a_second(world: SessionHarness) -> None:
     """A session with a ttl of a nanosecond is checked once a second while it is busy."""
     request = requests.CreateSession(op="create_session", ttl_s=1e-9)
     created = world.sessions.create(world.client, request, world.sink)
@@ -262,7 +262,7 @@ def test_a_tiny_ttl_is_raised_to_a_second(world: World) -> None:
     refused(ErrorCode.SESSION_NOT_FOUND, world.get, created.session_id)
 
 
-def test_many_sessions_expire_with_one_timer_in_batches(world: World) -> None:
+def test_many_sessions_expire_with_one_timer_in_batches(world: SessionHarness) -> None:
     """A thousand expiries at one time take one timer and batches of one hundred."""
     crowd = Principal("crowd", 1000, "normal", frozenset({"user"}))
     world.max_sessions = 1000
@@ -279,7 +279,7 @@ def test_many_sessions_expire_with_one_timer_in_batches(world: World) -> None:
     assert [timer.delay_s for timer in world.timers] == [10.0] + [0.0] * 9
 
 
-def test_a_closed_socket_costs_only_its_sessions(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_socket_costs_only_its_sessions(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Detaching, counting and totals read no session of another socket."""
     crowd, other = Principal("crowd", 300, "normal", frozenset({"user"})), FakeSink()
     world.max_sessions = 400
@@ -296,7 +296,7 @@ def test_a_closed_socket_costs_only_its_sessions(world: World, monkeypatch: pyte
     assert looked <= set(mine)
 
 
-def test_a_stateless_session_is_evicted_without_a_scan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stateless_session_is_evicted_without_a_scan(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least recently used one is closed, and no other is read."""
     others = [Principal(f"other-{n}", 1, "normal", frozenset({"user"})) for n in range(200)]
     world.max_sessions = 200
@@ -337,7 +337,7 @@ _STEPS = st.lists(
 @given(steps=_STEPS)
 def test_the_indices_match_a_full_scan(steps: list[tuple[str, int]]) -> None:
     """After any operations the indices equal the result of a scan."""
-    world = World()
+    world = SessionHarness()
     sinks = [FakeSink() for _ in range(3)]
     names: list[str] = []
     for step, n in steps:
@@ -349,7 +349,7 @@ def test_the_indices_match_a_full_scan(steps: list[tuple[str, int]]) -> None:
         assert world.sessions.totals().active_generations == sum(session.state == "busy" for session in found)
 
 
-def _one_step(world: World, step: str, names: list[str], *, n: int, sink: FakeSink) -> None:
+def _one_step(world: SessionHarness, step: str, names: list[str], *, n: int, sink: FakeSink) -> None:
     name = names[n % len(names)] if names else "s_none"
     with contextlib.suppress(InferenceCenterError, IndexError, KeyError):
         match step:
@@ -371,7 +371,7 @@ def _one_step(world: World, step: str, names: list[str], *, n: int, sink: FakeSi
 MI = 1024 * 1024
 
 
-def test_the_text_of_a_client_is_bounded(world: World) -> None:
+def test_the_text_of_a_client_is_bounded(world: SessionHarness) -> None:
     """More text, also by a fork, is refused until a session is closed or rewound."""
     world.max_client_mib, world.max_transcript_chars = 1, 4 * MI
     world.reopen()
@@ -397,7 +397,7 @@ def test_the_text_of_a_client_is_bounded(world: World) -> None:
 @given(st.lists(st.tuples(st.sampled_from(["create", "append", "turn", "fork", "rewind", "close"]), st.integers(0, 3))))
 def test_the_text_quota_equals_the_histories(steps: list[tuple[str, int]]) -> None:
     """However sessions change, a client's sum equals the size of its histories."""
-    world = World()
+    world = SessionHarness()
     for step, n in steps:
         names = world.sessions.session_ids()
         name = names[n % len(names)] if names else "s_none"
@@ -419,7 +419,7 @@ def test_the_text_quota_equals_the_histories(steps: list[tuple[str, int]]) -> No
         assert world.sessions._text_quota.of("ada") == sum(sizes)
 
 
-def test_restored_text_counts(world: World) -> None:
+def test_restored_text_counts(world: SessionHarness) -> None:
     """The quota is the same after a restart."""
     session_id = world.create(system="x" * 100)
     world.turn(session_id, "Hi", "Hello")
@@ -430,7 +430,7 @@ def test_restored_text_counts(world: World) -> None:
     assert world.sessions._text_quota.of("ada") == held == 107
 
 
-def test_lists_are_paged_oldest_first(world: World) -> None:
+def test_lists_are_paged_oldest_first(world: SessionHarness) -> None:
     """Pages have no gaps and contain only the client's own sessions."""
     world.create(EVE)
     own = [world.create(metadata={"n": str(n)}) for n in range(3)]
@@ -441,7 +441,7 @@ def test_lists_are_paged_oldest_first(world: World) -> None:
     assert second.sessions[0].metadata == {"n": "2"}
 
 
-def test_totals_cover_all_sessions(world: World) -> None:
+def test_totals_cover_all_sessions(world: SessionHarness) -> None:
     """Running turns, sessions, the last turn's speed and all tokens."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -452,7 +452,7 @@ def test_totals_cover_all_sessions(world: World) -> None:
     assert (totals.total_tokens_generated, totals.tokens_per_s) == (6, 0.6)
 
 
-def test_a_raw_session_continues_plain_text(world: World) -> None:
+def test_a_raw_session_continues_plain_text(world: SessionHarness) -> None:
     """No template is applied and no special token is parsed."""
     session_id = world.create(mode="raw", system="Once <|im_end|>")
     world.infer(session_id, "upon")
@@ -461,7 +461,7 @@ def test_a_raw_session_continues_plain_text(world: World) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", " a time")
 
 
-def test_a_broken_template_allows_raw_sessions(world: World) -> None:
+def test_a_broken_template_allows_raw_sessions(world: SessionHarness) -> None:
     """The error names the template and suggests raw mode."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(chat_template="{% for %}"))
     error = refused(ErrorCode.INTERNAL, world.create)

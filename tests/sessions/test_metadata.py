@@ -10,7 +10,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.codec import read_frame
 from inferencecenter.sessions.journal import MetadataChanged, StorageFault
-from tests.sessions.conftest import FakeJournal, World
+from tests.sessions.conftest import FakeJournal, SessionHarness
 from tests.sessions.oracle import kept
 
 if TYPE_CHECKING:
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.values import SessionSummary
 
 
-def describe(world: World, session_id: str, **metadata: str) -> MetadataSet:
+def describe(world: SessionHarness, session_id: str, **metadata: str) -> MetadataSet:
     """Replace the metadata of a session."""
     request = requests.SetMetadata(op="set_metadata", session_id=session_id, metadata=metadata)
     return world.sessions.set_metadata(world.client, request)
 
 
-def listed(world: World) -> SessionSummary:
+def listed(world: SessionHarness) -> SessionSummary:
     """The client's only session in the list."""
     (session,) = world.sessions.list(world.client, requests.ListSessions(op="list_sessions")).sessions
     return session
 
 
-def test_metadata_is_replaced(world: World) -> None:
+def test_metadata_is_replaced(world: SessionHarness) -> None:
     """The new metadata appears in the reply and everywhere else."""
     session_id = world.create(metadata={"title": "old", "color": "red"})
     told = describe(world, session_id, title="new")
@@ -40,7 +40,7 @@ def test_metadata_is_replaced(world: World) -> None:
     assert describe(world, session_id).metadata == {}
 
 
-def test_metadata_is_neither_an_event_nor_a_use(world: World) -> None:
+def test_metadata_is_neither_an_event_nor_a_use(world: SessionHarness) -> None:
     """Event numbers, last use and the subscriber are unchanged."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -51,7 +51,7 @@ def test_metadata_is_neither_an_event_nor_a_use(world: World) -> None:
     assert (world.get(session_id).seq, world.sink.events) == (seq, heard)
 
 
-def test_metadata_can_change_during_a_turn(world: World) -> None:
+def test_metadata_can_change_during_a_turn(world: SessionHarness) -> None:
     """A session can get its title while the first answer is generated."""
     session_id = world.create()
     world.infer(session_id)
@@ -61,7 +61,7 @@ def test_metadata_can_change_during_a_turn(world: World) -> None:
     assert world.get(session_id).metadata == {"title": "new"}
 
 
-def test_metadata_survives_a_restart(world: World) -> None:
+def test_metadata_survives_a_restart(world: SessionHarness) -> None:
     """The stored metadata is restored."""
     session_id = world.create(metadata={"title": "old"})
     describe(world, session_id, title="new")
@@ -72,7 +72,7 @@ def test_metadata_survives_a_restart(world: World) -> None:
     assert world.get(session_id).metadata == {"title": "new"}
 
 
-def test_metadata_that_cannot_be_stored_is_refused(world: World) -> None:
+def test_metadata_that_cannot_be_stored_is_refused(world: SessionHarness) -> None:
     """While the store cannot write, only sessions that are not stored accept it."""
     stored, not_stored = world.create(metadata={"title": "old"}), world.create(store=False)
     assert isinstance(world.journal, FakeJournal)

@@ -12,7 +12,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.sessions.model_router import ModelRouter
-from tests.sessions.conftest import BRACKETS, FakeEngines, InlineTemplates, World, make_model, one_model
+from tests.sessions.conftest import BRACKETS, FakeEngines, InlineTemplates, SessionHarness, make_model, one_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,12 +29,12 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
 
 
 @pytest.fixture
-def large(world: World) -> FakeEngine:
+def large(world: SessionHarness) -> FakeEngine:
     """A second model with another template and a larger context."""
     return world.add_model("large", chat_template=BRACKETS, n_ctx=4096, n_vocab=512)
 
 
-def listed(world: World) -> dict[str, str]:
+def listed(world: SessionHarness) -> dict[str, str]:
     """The models of all sessions in the list."""
     page = world.sessions.list(world.client, requests.ListSessions(op="list_sessions"))
     return {session.session_id: session.model for session in page.sessions}
@@ -48,7 +48,7 @@ def sampling(engine: FakeEngine) -> dict[str, Any]:
 # The model of a session.
 
 
-def test_a_session_uses_the_model_it_names(world: World, large: FakeEngine) -> None:
+def test_a_session_uses_the_model_it_names(world: SessionHarness, large: FakeEngine) -> None:
     """Its turns go to that model; without a name it uses the default."""
     named, other = world.create(model="large"), world.create()
     world.infer(named)
@@ -60,7 +60,7 @@ def test_a_session_uses_the_model_it_names(world: World, large: FakeEngine) -> N
     assert listed(world) == {named: "large", other: "toy"}
 
 
-def test_a_session_without_a_model_follows_the_default(world: World, large: FakeEngine) -> None:
+def test_a_session_without_a_model_follows_the_default(world: SessionHarness, large: FakeEngine) -> None:
     """A session that named a model keeps it when the default changes."""
     going, staying = world.create(), world.create(model="toy")
     toy, world.engines.default = world.engine, "large"
@@ -72,7 +72,7 @@ def test_a_session_without_a_model_follows_the_default(world: World, large: Fake
     assert [record.model for record in world.records] == ["large"]
 
 
-def test_an_unknown_model_name_is_refused(world: World, large: FakeEngine) -> None:
+def test_an_unknown_model_name_is_refused(world: SessionHarness, large: FakeEngine) -> None:
     """The error lists the available names."""
     error = refused(ErrorCode.MODEL_NOT_FOUND, world.create, model="gpt")
     assert (error.field, error.hint) == ("model", "There are large, toy.")
@@ -80,7 +80,7 @@ def test_an_unknown_model_name_is_refused(world: World, large: FakeEngine) -> No
     assert large.submitted == []
 
 
-def test_sessions_of_a_removed_model_stay_readable(world: World, large: FakeEngine) -> None:
+def test_sessions_of_a_removed_model_stay_readable(world: SessionHarness, large: FakeEngine) -> None:
     """They can be read and closed; a turn or a fork is refused with the name."""
     session_id = world.create(model="large")
     world.turn_on(large, session_id, "Hi", "Hello")
@@ -92,14 +92,14 @@ def test_sessions_of_a_removed_model_stay_readable(world: World, large: FakeEngi
     world.close(session_id)
 
 
-def test_all_engines_release_a_session(world: World, large: FakeEngine) -> None:
+def test_all_engines_release_a_session(world: SessionHarness, large: FakeEngine) -> None:
     """Each engine that served it may hold KV."""
     session_id = world.create()
     world.close(session_id)
     assert world.engines.released == world.engine.released == large.released == [session_id]
 
 
-def test_waits_are_estimated_per_model(world: World, large: FakeEngine) -> None:
+def test_waits_are_estimated_per_model(world: SessionHarness, large: FakeEngine) -> None:
     """Turns of one model do not affect the estimate of another."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -113,7 +113,7 @@ def test_waits_are_estimated_per_model(world: World, large: FakeEngine) -> None:
 # Its parameters.
 
 
-def test_parameter_levels_of_a_model(world: World) -> None:
+def test_parameter_levels_of_a_model(world: SessionHarness) -> None:
     """Model file, the model's configuration, the common configuration, the client."""
     recommended = b'{"temperature": 0.1, "top_k": 1, "top_p": 0.1, "min_p": 0.1}'
     large = world.add_model("large", sampling_defaults_json=recommended)
@@ -125,7 +125,7 @@ def test_parameter_levels_of_a_model(world: World) -> None:
     assert sampling(large) == {"temperature": 0.1, "top_k": 2, "top_p": 0.3, "min_p": 0.4}
 
 
-def test_another_default_applies_its_own_parameters(world: World) -> None:
+def test_another_default_applies_its_own_parameters(world: SessionHarness) -> None:
     """Only the client's own parameters are kept; switching back restores all."""
     world.engine.status = EngineStatus(
         EngineState.READY, model=make_model(sampling_defaults_json=b'{"temperature": 0.1, "top_k": 1}')
@@ -149,7 +149,7 @@ def test_another_default_applies_its_own_parameters(world: World) -> None:
     assert world.get(session_id).params == before
 
 
-def test_a_conflict_with_another_models_parameters_is_reported(world: World) -> None:
+def test_a_conflict_with_another_models_parameters_is_reported(world: SessionHarness) -> None:
     """The turn is refused, and the session stays open."""
     world.add_model("large", sampling_defaults_json=b'{"mirostat": 2}')
     session_id = world.create(params={"adaptive_target": 0.5})
@@ -163,7 +163,7 @@ def test_a_conflict_with_another_models_parameters_is_reported(world: World) -> 
 
 
 @pytest.mark.parametrize("state", [EngineState.STOPPED, EngineState.STARTING, EngineState.ASLEEP])
-def test_the_first_use_loads_a_model(world: World, state: EngineState) -> None:
+def test_the_first_use_loads_a_model(world: SessionHarness, state: EngineState) -> None:
     """Until then no session can be opened, forked or used; the error contains a retry delay."""
     large = world.add_model("large")
     session_id = world.create(model="large")
@@ -179,7 +179,7 @@ def test_the_first_use_loads_a_model(world: World, state: EngineState) -> None:
     assert world.engines.wanted == ["large"] * 3
 
 
-def test_an_offloaded_model_is_known(world: World) -> None:
+def test_an_offloaded_model_is_known(world: SessionHarness) -> None:
     """A turn loads it without an earlier request."""
     large = world.add_model("large")
     large.status = EngineStatus(EngineState.ASLEEP, model=make_model(name="large"))
@@ -188,14 +188,14 @@ def test_an_offloaded_model_is_known(world: World) -> None:
     assert len(large.turns) == 1
 
 
-def test_a_failed_load_gives_its_reason(world: World) -> None:
+def test_a_failed_load_gives_its_reason(world: SessionHarness) -> None:
     """The error of the request contains the reason."""
     world.add_model("large", loaded=False)
     world.engines.unloadable["large"] = InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "no tensors in it")
     assert refused(ErrorCode.ENGINE_UNAVAILABLE, world.create, model="large").message == "no tensors in it"
 
 
-def test_a_file_error_is_reported_as_engine_unavailable(world: World) -> None:
+def test_a_file_error_is_reported_as_engine_unavailable(world: SessionHarness) -> None:
     """Its code is internal; clients receive the message."""
     world.add_model("large", loaded=False)
     reason = InferenceCenterError(ErrorCode.INVALID_MODEL_FILE, "no GGUF file", hint="Pull it again.")
@@ -204,14 +204,14 @@ def test_a_file_error_is_reported_as_engine_unavailable(world: World) -> None:
     assert (error.message, error.hint) == ("large cannot be loaded: no GGUF file", "Pull it again.")
 
 
-def test_a_lost_engine_of_an_unknown_model_is_unavailable(world: World) -> None:
+def test_a_lost_engine_of_an_unknown_model_is_unavailable(world: SessionHarness) -> None:
     """The error says that it failed and may be retried."""
     large = world.add_model("large", loaded=False)
     large.status = EngineStatus(EngineState.BACKOFF, detail="it died")
     assert refused(ErrorCode.ENGINE_UNAVAILABLE, world.create, model="large").message == "it died"
 
 
-def test_a_forbidden_model_is_not_loaded(world: World) -> None:
+def test_a_forbidden_model_is_not_loaded(world: SessionHarness) -> None:
     """Opening, forking and using a session on it are refused first."""
     large = world.add_model("large")
     session_id = world.create(model="large")
@@ -233,6 +233,6 @@ def test_one_served_model_per_engine() -> None:
     first = models.resolve(None)
     assert models.resolve("toy") is first
     assert first.loaded().renderer("chat") is first.loaded().renderer("chat")
-    engines.engines = one_model(World().engine).engines
+    engines.engines = one_model(SessionHarness().engine).engines
     assert models.resolve(None) is not first
     assert repr(first) == "ServedModel('toy', ready)"

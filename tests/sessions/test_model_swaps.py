@@ -15,22 +15,22 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params, decode
 from inferencecenter.protocol.requests import START
 from inferencecenter.sessions.journal import TurnFailed, TurnQueued
-from tests.sessions.conftest import BRACKETS, FakeEngine, FakeSink, World, make_model, packed
+from tests.sessions.conftest import BRACKETS, FakeEngine, FakeSink, SessionHarness, make_model, packed
 
 
 @pytest.fixture
-def toy(world: World) -> FakeEngine:
+def toy(world: SessionHarness) -> FakeEngine:
     """The engine of the first default."""
     return world.engine
 
 
 @pytest.fixture
-def large(world: World) -> FakeEngine:
+def large(world: SessionHarness) -> FakeEngine:
     """A second model with another template and a larger context."""
     return world.add_model("large", chat_template=BRACKETS, n_ctx=4096, n_vocab=512)
 
 
-def swap(world: World, name: str = "large") -> None:
+def swap(world: SessionHarness, name: str = "large") -> None:
     """Change the default and recall the turns without tokens."""
     before, world.engines.default = world.engine, name
     before.recall()
@@ -41,7 +41,7 @@ def spelled(tokens: bytes) -> str:
     return "".join(map(chr, unpack_tokens(tokens)))
 
 
-def orders(world: World) -> list[tuple[str, int]]:
+def orders(world: SessionHarness) -> list[tuple[str, int]]:
     """The models and numbers of all recorded turn specs."""
     assert world.journal is not None
     return [(record.spec.model, record.seq) for record in world.journal.of(TurnQueued)]
@@ -50,7 +50,7 @@ def orders(world: World) -> list[tuple[str, int]]:
 # Between turns.
 
 
-def test_a_session_continues_from_its_messages(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_a_session_continues_from_its_messages(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """The new model renders all of them and continues from its tokens; the same on the way back."""
     session_id = world.create(system="Be kind.")
     world.turn(session_id, "I am Ada.", "Hello Ada.")
@@ -75,7 +75,7 @@ def test_a_session_continues_from_its_messages(world: World, toy: FakeEngine, la
         assert said in toy.last_text
 
 
-def test_dropped_messages_stay_dropped(world: World, large: FakeEngine) -> None:
+def test_dropped_messages_stay_dropped(world: SessionHarness, large: FakeEngine) -> None:
     """A larger context does not restore them; the transcript has everything."""
     world.engine.status = EngineStatus(EngineState.READY, model=make_model(n_ctx=400))
     session_id = world.create(system="Be kind.")
@@ -93,7 +93,7 @@ def test_dropped_messages_stay_dropped(world: World, large: FakeEngine) -> None:
     assert (world.get(session_id).dropped_messages, len(world.transcript(session_id))) == (dropped, 9)
 
 
-def test_forks_and_rewinds_across_a_swap(world: World, large: FakeEngine) -> None:
+def test_forks_and_rewinds_across_a_swap(world: SessionHarness, large: FakeEngine) -> None:
     """A fork uses the current model and its parameters; turns of the old one can be rewound to."""
     large.status = EngineStatus(
         EngineState.READY,
@@ -121,7 +121,7 @@ def test_forks_and_rewinds_across_a_swap(world: World, large: FakeEngine) -> Non
     assert world.get(created.session_id).params["temperature"] == Params().temperature
 
 
-def test_a_fork_keeps_the_chosen_model(world: World, large: FakeEngine) -> None:
+def test_a_fork_keeps_the_chosen_model(world: SessionHarness, large: FakeEngine) -> None:
     """Without a choice it follows the default."""
     pinned, going = world.create(model="toy"), world.create()
     children = world.fork(pinned), world.fork(going)
@@ -130,7 +130,7 @@ def test_a_fork_keeps_the_chosen_model(world: World, large: FakeEngine) -> None:
     assert large.submitted == []
 
 
-def test_a_resume_after_a_swap_misses_nothing(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_a_resume_after_a_swap_misses_nothing(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """Numbers continue across answers of both models."""
     session_id = world.create()
     world.infer(session_id, "one")
@@ -150,7 +150,7 @@ def test_a_resume_after_a_swap_misses_nothing(world: World, toy: FakeEngine, lar
 # During a turn.
 
 
-def test_a_begun_turn_ends_on_its_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_a_begun_turn_ends_on_its_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """Its answer enters the history, and the next turn renders it for the new model."""
     session_id = world.create()
     world.infer(session_id, "Hi")
@@ -166,7 +166,7 @@ def test_a_begun_turn_ends_on_its_model(world: World, toy: FakeEngine, large: Fa
     assert large.last_text == "[user]Hi[assistant]Hello[user]And?[assistant]"
 
 
-def test_an_abort_goes_to_the_engine_of_the_turn(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_an_abort_goes_to_the_engine_of_the_turn(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """Closing the session too."""
     aborted, closed = world.create(), world.create()
     for session_id in (aborted, closed):
@@ -180,7 +180,7 @@ def test_an_abort_goes_to_the_engine_of_the_turn(world: World, toy: FakeEngine, 
     assert (toy.aborted, large.aborted) == (turns, [])
 
 
-def test_a_full_context_is_shifted_on_its_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_a_full_context_is_shifted_on_its_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """The turn's own context size applies."""
     toy.status = EngineStatus(EngineState.READY, model=make_model(n_ctx=400))
     session_id = world.create()
@@ -197,7 +197,9 @@ def test_a_full_context_is_shifted_on_its_model(world: World, toy: FakeEngine, l
     assert world.transcript(session_id)[-1] == ("assistant", "abcd")
 
 
-def test_a_begun_turn_resumes_on_its_model_after_a_loss(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_a_begun_turn_resumes_on_its_model_after_a_loss(
+    world: SessionHarness, toy: FakeEngine, large: FakeEngine
+) -> None:
     """Whatever the default is."""
     session_id = world.create()
     world.infer(session_id)
@@ -212,7 +214,7 @@ def test_a_begun_turn_resumes_on_its_model_after_a_loss(world: World, toy: FakeE
     assert world.sink.last.finish_reason == "stop"
 
 
-def test_a_reassigned_name_does_not_move_begun_turns(world: World) -> None:
+def test_a_reassigned_name_does_not_move_begun_turns(world: SessionHarness) -> None:
     """They end on their engine; the next turn uses the new one."""
     session_id = world.create()
     world.infer(session_id, "Hi")
@@ -229,7 +231,7 @@ def test_a_reassigned_name_does_not_move_begun_turns(world: World) -> None:
     assert new.last_text == "[user]Hi[assistant]Hel[user]And?[assistant]"
 
 
-def taken_back(world: World) -> tuple[str, FakeEngine, FakeEngine]:
+def taken_back(world: SessionHarness) -> tuple[str, FakeEngine, FakeEngine]:
     """A session whose turn began on a lost engine, and the engine that replaces it."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -241,7 +243,7 @@ def taken_back(world: World) -> tuple[str, FakeEngine, FakeEngine]:
     return session_id, old, world.engine
 
 
-def test_a_begun_turn_resumes_on_a_replacement_engine(world: World) -> None:
+def test_a_begun_turn_resumes_on_a_replacement_engine(world: SessionHarness) -> None:
     """The model is the same; only its options differ."""
     session_id, old, new = taken_back(world)
     new.status = EngineStatus(EngineState.READY, model=make_model(slots=9))
@@ -252,7 +254,7 @@ def test_a_begun_turn_resumes_on_a_replacement_engine(world: World) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", "abcd")
 
 
-def test_a_begun_turn_ends_if_another_model_replaces_its_own(world: World) -> None:
+def test_a_begun_turn_ends_if_another_model_replaces_its_own(world: SessionHarness) -> None:
     """The partial answer is kept with the reason."""
     session_id, old, new = taken_back(world)
     new.status = EngineStatus(EngineState.READY, model=make_model(chat_template=BRACKETS))
@@ -265,7 +267,7 @@ def test_a_begun_turn_ends_if_another_model_replaces_its_own(world: World) -> No
 # Before the first token.
 
 
-def test_a_delayed_load_is_published(world: World) -> None:
+def test_a_delayed_load_is_published(world: SessionHarness) -> None:
     """The position is sent again with the delay; a running turn sends none."""
     waiting(world)
     n_events = len(world.sink.events)
@@ -281,7 +283,7 @@ def test_a_delayed_load_is_published(world: World) -> None:
     assert world.sink.events[n_events:] == []
 
 
-def waiting(world: World, **fields: Any) -> str:
+def waiting(world: SessionHarness, **fields: Any) -> str:
     """A session with an ended turn and a turn that waits for an engine."""
     session_id = world.create(**{"params": {"top_k": 7}, **fields})
     world.turn(session_id, "Hi", "Hello")
@@ -290,7 +292,7 @@ def waiting(world: World, **fields: Any) -> str:
     return session_id
 
 
-def test_a_queued_turn_moves_to_the_new_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_a_queued_turn_moves_to_the_new_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """It is rendered and recorded again before its new position is published."""
     session_id = waiting(world)
     n_events = len(world.sink.events)
@@ -309,7 +311,7 @@ def test_a_queued_turn_moves_to_the_new_model(world: World, toy: FakeEngine, lar
     assert world.transcript(session_id)[-1] == ("assistant", "There.")
 
 
-def test_a_recalled_turn_gets_the_new_models_parameters(world: World, toy: FakeEngine) -> None:
+def test_a_recalled_turn_gets_the_new_models_parameters(world: SessionHarness, toy: FakeEngine) -> None:
     """Parameters of the session and the turn stay, and so does the seed."""
     recommended = b'{"temperature": 0.5, "min_p": 0.1, "top_p": 0.8}'
     toy.status = EngineStatus(EngineState.READY, model=make_model(sampling_defaults_json=recommended))
@@ -322,7 +324,7 @@ def test_a_recalled_turn_gets_the_new_models_parameters(world: World, toy: FakeE
     assert params == {"temperature": 0.5, "typical_p": 0.6, "top_k": 7, "seed": seed}
 
 
-def test_a_turn_in_prefill_is_recalled(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_a_turn_in_prefill_is_recalled(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """Times count from the request, and its prompt counts once."""
     session_id = world.create()
     world.infer(session_id, "Hi")
@@ -339,7 +341,7 @@ def test_a_turn_in_prefill_is_recalled(world: World, toy: FakeEngine, large: Fak
     assert world.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
 
 
-def test_a_turn_with_a_chosen_model_stays(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_a_turn_with_a_chosen_model_stays(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """There it waits again."""
     waiting(world, model="toy")
     swap(world)
@@ -348,7 +350,7 @@ def test_a_turn_with_a_chosen_model_stays(world: World, toy: FakeEngine, large: 
     assert "Go on" in toy.last_text
 
 
-def test_a_refused_recalled_turn_fails(world: World, large: FakeEngine) -> None:
+def test_a_refused_recalled_turn_fails(world: SessionHarness, large: FakeEngine) -> None:
     """The error has the reason, and the session is unchanged."""
     session_id = waiting(world)
     large.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL, "too many")
@@ -360,7 +362,7 @@ def test_a_refused_recalled_turn_fails(world: World, large: FakeEngine) -> None:
     assert len(world.journal.of(TurnFailed)) == 1
 
 
-def test_a_turn_is_not_recalled_to_a_forbidden_model(world: World, large: FakeEngine) -> None:
+def test_a_turn_is_not_recalled_to_a_forbidden_model(world: SessionHarness, large: FakeEngine) -> None:
     """The turn fails and the model is not loaded."""
     world.limits = AccessLimits(models=("toy",))
     session_id = waiting(world)
@@ -371,7 +373,7 @@ def test_a_turn_is_not_recalled_to_a_forbidden_model(world: World, large: FakeEn
     assert world.get(session_id).state == "idle"
 
 
-def test_a_turn_is_recalled_to_a_loading_model(world: World, large: FakeEngine) -> None:
+def test_a_turn_is_recalled_to_a_loading_model(world: SessionHarness, large: FakeEngine) -> None:
     """It waits there and is rendered when the model is loaded."""
     waiting(world)
     large.status = EngineStatus(EngineState.STARTING)
@@ -383,7 +385,7 @@ def test_a_turn_is_recalled_to_a_loading_model(world: World, large: FakeEngine) 
     assert [model for model, _ in orders(world)][-2:] == ["toy", "large"]
 
 
-def test_an_ended_turn_is_not_recalled(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_an_ended_turn_is_not_recalled(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """A late recall changes nothing."""
     session_id = world.create()
     world.infer(session_id)
@@ -394,7 +396,7 @@ def test_an_ended_turn_is_not_recalled(world: World, toy: FakeEngine, large: Fak
     assert (world.sink.last.op, large.submitted) == ("end", [])
 
 
-def test_an_engine_receives_prompts_of_its_own_model(world: World, toy: FakeEngine, large: FakeEngine) -> None:
+def test_an_engine_receives_prompts_of_its_own_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """Until its recall a turn is rendered for the model that has it."""
     waiting(world)
     world.engines.default = "large"

@@ -9,7 +9,7 @@ import pytest
 
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import MetadataSet, SessionClosed
-from tests.sessions.conftest import FakeJournal, FakeSink, World
+from tests.sessions.conftest import FakeJournal, FakeSink, SessionHarness
 
 if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event
@@ -33,19 +33,19 @@ class Reader:
 
 
 @pytest.fixture
-def reader(world: World) -> Reader:
+def reader(world: SessionHarness) -> Reader:
     """A subscriber to all notifications."""
     reader = Reader()
     world.sessions.subscribe(reader)
     return reader
 
 
-def close(world: World, session_id: str, by: FakeSink | None = None) -> None:
+def close(world: SessionHarness, session_id: str, by: FakeSink | None = None) -> None:
     """Close a session from a socket."""
     world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id), by)
 
 
-def test_a_session_closed_elsewhere_is_announced(world: World, reader: Reader) -> None:
+def test_a_session_closed_elsewhere_is_announced(world: SessionHarness, reader: Reader) -> None:
     """The subscriber is notified after the end of its turn; the requester receives only the reply."""
     session_id, elsewhere = world.create(), FakeSink()
     world.infer(session_id)
@@ -58,14 +58,14 @@ def test_a_session_closed_elsewhere_is_announced(world: World, reader: Reader) -
     assert any(each is elsewhere for each in knowing)
 
 
-def test_closing_ones_own_session_is_announced_once(world: World) -> None:
+def test_closing_ones_own_session_is_announced_once(world: SessionHarness) -> None:
     """The requester receives the reply only."""
     session_id = world.create()
     close(world, session_id, world.sink)
     assert "session_closed" not in world.sink.ops
 
 
-def test_every_end_of_a_session_is_announced(world: World, reader: Reader) -> None:
+def test_every_end_of_a_session_is_announced(world: SessionHarness, reader: Reader) -> None:
     """Purge, a closed socket, eviction and expiry."""
     purged = world.create()
     world.sessions.purge("session", purged)
@@ -82,7 +82,7 @@ def test_every_end_of_a_session_is_announced(world: World, reader: Reader) -> No
     assert world.sink.ops.count("session_expired") == 1
 
 
-def test_a_new_session_with_metadata_is_announced(world: World, reader: Reader) -> None:
+def test_a_new_session_with_metadata_is_announced(world: SessionHarness, reader: Reader) -> None:
     """Forks too; a session without metadata is not announced."""
     world.create()
     first = world.create(metadata={"title": "Ada"})
@@ -90,7 +90,7 @@ def test_a_new_session_with_metadata_is_announced(world: World, reader: Reader) 
     assert reader.events == [MetadataSet(session_id=each, metadata={"title": "Ada"}) for each in (first, fork)]
 
 
-def test_nothing_is_announced_before_the_commit(world: World, reader: Reader) -> None:
+def test_nothing_is_announced_before_the_commit(world: SessionHarness, reader: Reader) -> None:
     """A record that is not committed may be lost."""
     session_id = world.create()
     assert isinstance(world.journal, FakeJournal)
@@ -102,7 +102,7 @@ def test_nothing_is_announced_before_the_commit(world: World, reader: Reader) ->
     assert world.sink.ops[-1] == "session_closed"
 
 
-def test_stateless_sessions_are_not_announced(world: World, reader: Reader) -> None:
+def test_stateless_sessions_are_not_announced(world: SessionHarness, reader: Reader) -> None:
     """They are not listed."""
     request = requests.CreateSession(op="create_session", metadata={"title": "x"})
     session_id = world.sessions.create(world.client, request, world.sink, stateless=True).session_id

@@ -15,7 +15,7 @@ from inferencecenter.sessions import prefix_match
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.history import History, HistoryView, TurnCheckpoint
 from inferencecenter.sessions.prefix_match import PrefixMatch, find_longest_prefix, same_message
-from tests.sessions.conftest import World
+from tests.sessions.conftest import SessionHarness
 from tests.sessions.oracle import kept
 from tests.sessions.test_manager import EVE, refused
 
@@ -27,19 +27,21 @@ def said(*contents: str) -> tuple[ChatMessage, ...]:
     )
 
 
-def stateless(world: World, client: Principal | None = None, **fields: Any) -> str:
+def stateless(world: SessionHarness, client: Principal | None = None, **fields: Any) -> str:
     """Open a stateless session and return its id."""
     request = requests.CreateSession(op="create_session", on_full="stop", **fields)
     return world.sessions.create(client or world.client, request, world.sink, stateless=True).session_id
 
 
-def find(world: World, *messages: ChatMessage, client: Principal | None = None, **fields: Any) -> PrefixMatch | None:
+def find(
+    world: SessionHarness, *messages: ChatMessage, client: Principal | None = None, **fields: Any
+) -> PrefixMatch | None:
     """Find the client's session with the longest prefix of ``messages``."""
     kind: dict[str, Any] = {"stateless": True, "model": None, "mode": "chat", "on_full": "stop"}
     return world.sessions.find(client or world.client, messages, **(kind | fields))
 
 
-def test_a_conversation_continues_its_session(world: World) -> None:
+def test_a_conversation_continues_its_session(world: SessionHarness) -> None:
     """Only the messages after the session's history are new."""
     session_id = stateless(world)
     world.turn(session_id, "a", "b")
@@ -48,7 +50,7 @@ def test_a_conversation_continues_its_session(world: World) -> None:
     assert find(world, *said("a", "b", "c", "d", "e")) == PrefixMatch(session_id, None, 4)
 
 
-def test_a_diverging_session_matches_up_to_a_turn(world: World) -> None:
+def test_a_diverging_session_matches_up_to_a_turn(world: SessionHarness) -> None:
     """At least one message must remain, even if all are in the session."""
     session_id = stateless(world)
     turn = world.turn(session_id, "a", "b")
@@ -59,7 +61,7 @@ def test_a_diverging_session_matches_up_to_a_turn(world: World) -> None:
     assert find(world, *said("z")) is None
 
 
-def test_the_longest_match_wins_then_the_latest(world: World) -> None:
+def test_the_longest_match_wins_then_the_latest(world: SessionHarness) -> None:
     """A session that ends at the match is better than one to rewind."""
     short, long, other = (stateless(world) for _ in range(3))
     for session_id in (short, long, other):
@@ -107,7 +109,7 @@ def test_similar_sessions_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(compared) <= 1000 + 50
 
 
-def test_only_compatible_sessions_match(world: World) -> None:
+def test_only_compatible_sessions_match(world: SessionHarness) -> None:
     """Idle, owned by the client, of the same kind, model, mode and policy."""
     session_id = stateless(world)
     world.turn(session_id, "a", "b")
@@ -119,7 +121,7 @@ def test_only_compatible_sessions_match(world: World) -> None:
     assert find(world, *question) is None
 
 
-def test_ordinary_sessions_can_be_found(world: World) -> None:
+def test_ordinary_sessions_can_be_found(world: SessionHarness) -> None:
     """The search covers them if it is not for stateless ones."""
     session_id = world.create()
     world.turn(session_id, "a", "b")
@@ -127,7 +129,7 @@ def test_ordinary_sessions_can_be_found(world: World) -> None:
     assert find(world, *said("a", "b", "c")) is None
 
 
-def test_appended_messages_match(world: World) -> None:
+def test_appended_messages_match(world: SessionHarness) -> None:
     """A conversation appended before the first turn matches if it is complete."""
     session_id = stateless(world, system="Be brief.")
     world.append(session_id, ("user", "a"), ("assistant", "b"))
@@ -164,13 +166,13 @@ def test_messages_match_without_reasoning(changes: dict[str, Any], same: bool) -
 # A single turn.
 
 
-def noted(world: World, session_id: str, prompt: str, note: str) -> None:
+def noted(world: SessionHarness, session_id: str, prompt: str, note: str) -> None:
     """Start a turn with a note."""
     request = requests.Infer(op="infer", session_id=session_id, prompt=prompt)
     world.sessions.infer(world.client, request, world.sink, note=note)
 
 
-def test_a_turn_is_readable_while_running_and_after(world: World) -> None:
+def test_a_turn_is_readable_while_running_and_after(world: SessionHarness) -> None:
     """Its earlier messages, input, answer and note."""
     session_id = world.create(system="s")
     noted(world, session_id, "a", "first")
@@ -191,7 +193,7 @@ def test_a_turn_is_readable_while_running_and_after(world: World) -> None:
     assert after.note == ""
 
 
-def test_foreign_and_rewound_turns_are_unknown(world: World) -> None:
+def test_foreign_and_rewound_turns_are_unknown(world: SessionHarness) -> None:
     """A discarded turn has no messages."""
     session_id = world.create()
     turn_id = world.turn(session_id, "a", "b")
@@ -207,7 +209,7 @@ def test_foreign_and_rewound_turns_are_unknown(world: World) -> None:
     assert (discarded.finish_reason, discarded.input_messages, discarded.answer) == ("aborted", (), None)
 
 
-def test_notes_survive_forks_and_restarts(world: World) -> None:
+def test_notes_survive_forks_and_restarts(world: SessionHarness) -> None:
     """For running and ended turns."""
     session_id = world.create()
     noted(world, session_id, "a", "first")
@@ -224,7 +226,7 @@ def test_notes_survive_forks_and_restarts(world: World) -> None:
     refused(ErrorCode.TURN_NOT_FOUND, world.sessions.get_turn, world.client, forked, first)
 
 
-def test_notes_are_limited(world: World) -> None:
+def test_notes_are_limited(world: SessionHarness) -> None:
     """A note has its own limit, and all notes count with the history."""
     session_id = world.create()
     refused(ErrorCode.INVALID_REQUEST, noted, world, session_id, "a", "n" * (256 * 1024 + 1))
@@ -233,7 +235,7 @@ def test_notes_are_limited(world: World) -> None:
     refused(ErrorCode.CONTEXT_FULL, noted, world, session_id, "c", "n" * 20)
 
 
-def test_notes_are_not_sent_to_clients(world: World) -> None:
+def test_notes_are_not_sent_to_clients(world: SessionHarness) -> None:
     """Only the requester's API reads them."""
     session_id = world.create()
     noted(world, session_id, "a", "secret")

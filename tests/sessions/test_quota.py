@@ -17,7 +17,7 @@ from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.client import Principal, bound_max_tokens, check_model
 from inferencecenter.sessions.journal import StorageFault, TurnEnded, TurnFailed, TurnQueued, UsageRecorded
 from inferencecenter.sessions.turn_runner import COUNTED_TOKENS
-from tests.sessions.conftest import World
+from tests.sessions.conftest import SessionHarness
 from tests.sessions.oracle import kept
 
 PHONE = Principal("ada", 4, "normal", frozenset({"user"}), token_id="aabb")
@@ -58,14 +58,14 @@ class Counter:
         self.ended += 1
 
 
-def counted(**config: Any) -> tuple[World, Counter]:
+def counted(**config: Any) -> tuple[SessionHarness, Counter]:
     """Sessions of a client with a quota for its phone; other tokens are unlimited."""
     counter, other = Counter(**config), Counter()
-    world = World(client=PHONE, quota_of=lambda _client, token: counter if token == "aabb" else other)
+    world = SessionHarness(client=PHONE, quota_of=lambda _client, token: counter if token == "aabb" else other)
     return world, counter
 
 
-def end_of(world: World) -> End:
+def end_of(world: SessionHarness) -> End:
     """The end of the last turn."""
     assert isinstance(world.sink.last, End), world.sink.ops
     return world.sink.last
@@ -302,7 +302,7 @@ def test_long_answers_that_are_not_stored_are_counted_in_steps(fate: str) -> Non
             assert counted_tokens(world) == counter.used == prompt + 2 * COUNTED_TOKENS
 
 
-def spent_of(world: World) -> list[UsageRecorded]:
+def spent_of(world: SessionHarness) -> list[UsageRecorded]:
     """All recorded usage."""
     assert world.journal is not None
     found: list[UsageRecorded] = []
@@ -317,7 +317,7 @@ def spent_of(world: World) -> list[UsageRecorded]:
     return found
 
 
-def counted_tokens(world: World) -> int:
+def counted_tokens(world: SessionHarness) -> int:
     """The tokens that the next daemon counts for today."""
     return sum(each.prompt_tokens - each.cached_tokens + each.completion_tokens for each in spent_of(world))
 

@@ -16,7 +16,15 @@ from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import decode
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.journal import EpochChanged, SessionDeleted, TurnEnded
-from tests.sessions.conftest import DETACHED_TURN_S, FakeEngine, FakeJournal, FakeSink, World, make_model, packed
+from tests.sessions.conftest import (
+    DETACHED_TURN_S,
+    FakeEngine,
+    FakeJournal,
+    FakeSink,
+    SessionHarness,
+    make_model,
+    packed,
+)
 from tests.sessions.oracle import kept
 
 if TYPE_CHECKING:
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
 DAY_S = 86_400.0
 
 
-def restart(world: World, *, clean: bool = True, loaded: bool = True, **changes: Any) -> None:
+def restart(world: SessionHarness, *, clean: bool = True, loaded: bool = True, **changes: Any) -> None:
     """Restart the daemon with its records; the engine has no model before ``loaded``."""
     assert world.journal is not None
     records = world.journal.records
@@ -40,7 +48,7 @@ def restart(world: World, *, clean: bool = True, loaded: bool = True, **changes:
         world.engine.ready(make_model())
 
 
-def interrupted(world: World, *said: str, **fields: Any) -> str:
+def interrupted(world: SessionHarness, *said: str, **fields: Any) -> str:
     """A session with an ended turn and a turn with a partial answer."""
     session_id = world.create(system="Be kind.", **fields)
     world.turn(session_id, "Hi", "Hello")
@@ -59,7 +67,7 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
-def test_a_pending_turn_resumes(world: World) -> None:
+def test_a_pending_turn_resumes(world: SessionHarness) -> None:
     """It is submitted with the same prompt, its tokens and the emitted characters once an engine is ready."""
     session_id = interrupted(world, "ab")
     world.engine.say(TokenDelta(world.engine.last.turn_id, packed("cd"), "c"))
@@ -82,7 +90,7 @@ def test_a_pending_turn_resumes(world: World) -> None:
     assert [turn.messages for turn in world.get(session_id).turns] == [3, 5]
 
 
-def test_failures_survive_a_restart(world: World) -> None:
+def test_failures_survive_a_restart(world: SessionHarness) -> None:
     """The failure of a turn with a note is known until the session is rewound."""
     session_id = world.create()
     turn_id = world.turn(session_id, "Hi", "Hello")
@@ -102,7 +110,7 @@ def test_failures_survive_a_restart(world: World) -> None:
         restart(world)
 
 
-def test_numbers_continue_after_a_clean_stop(world: World) -> None:
+def test_numbers_continue_after_a_clean_stop(world: SessionHarness) -> None:
     """A client at the last number misses nothing; an older position receives the state."""
     session_id = interrupted(world, "ab")
     seq, epoch = world.sink.last.seq, world.get(session_id).epoch
@@ -118,7 +126,7 @@ def test_numbers_continue_after_a_clean_stop(world: World) -> None:
     assert (behind.last.resumed, behind.last.reason, behind.last.content) == (False, "too_old", "abc")
 
 
-def test_an_unclean_stop_changes_the_epoch(world: World) -> None:
+def test_an_unclean_stop_changes_the_epoch(world: SessionHarness) -> None:
     """No old position is valid; the new epoch is recorded."""
     session_id = interrupted(world, "ab")
     idle = world.create()
@@ -135,7 +143,7 @@ def test_an_unclean_stop_changes_the_epoch(world: World) -> None:
     assert world.get(session_id).epoch == epoch
 
 
-def test_a_repeated_request_attaches_to_its_turn(world: World) -> None:
+def test_a_repeated_request_attaches_to_its_turn(world: SessionHarness) -> None:
     """To a resumed turn and to an ended one."""
     session_id = interrupted(world, "ab")
     restart(world)
@@ -150,7 +158,7 @@ def test_a_repeated_request_attaches_to_its_turn(world: World) -> None:
     assert world.engine.submitted == []
 
 
-def test_a_shifted_turn_resumes_with_its_shorter_prompt(world: World) -> None:
+def test_a_shifted_turn_resumes_with_its_shorter_prompt(world: SessionHarness) -> None:
     """Dropped turns stay dropped."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=400))
     session_id = world.create(system="Be kind.")
@@ -169,7 +177,7 @@ def test_a_shifted_turn_resumes_with_its_shorter_prompt(world: World) -> None:
     assert world.get(session_id).dropped_messages > 0
 
 
-def test_a_resumed_prompt_keeps_its_rendering_time(world: World) -> None:
+def test_a_resumed_prompt_keeps_its_rendering_time(world: SessionHarness) -> None:
     """A template with the time renders the same prompt."""
     template = "{{ strftime_now('%H:%M:%S') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     model = make_model(chat_template=template)
@@ -182,7 +190,7 @@ def test_a_resumed_prompt_keeps_its_rendering_time(world: World) -> None:
     assert world.engine.last_text == text
 
 
-def test_time_continues_while_the_daemon_is_down(world: World) -> None:
+def test_time_continues_while_the_daemon_is_down(world: SessionHarness) -> None:
     """``max_time_ms`` counts by the wall clock from the request."""
     session_id = world.create()
     world.infer(session_id, params={"max_time_ms": 60_000})
@@ -194,7 +202,7 @@ def test_time_continues_while_the_daemon_is_down(world: World) -> None:
     assert decode(world.engine.last.params_json).max_time_ms == 60_000
 
 
-def test_figures_of_a_resumed_turn_count_all_its_tokens(world: World) -> None:
+def test_figures_of_a_resumed_turn_count_all_its_tokens(world: SessionHarness) -> None:
     """Times count from the request; the speed is that of this daemon."""
     session_id = interrupted(world, "abcd")
     world.now += 10
@@ -211,7 +219,7 @@ def test_figures_of_a_resumed_turn_count_all_its_tokens(world: World) -> None:
     assert end.usage.prompt_tokens == len(world.engine.last.tokens) // 4 + len(world.engine.last_text)
 
 
-def test_turns_resume_in_the_order_of_submission(world: World) -> None:
+def test_turns_resume_in_the_order_of_submission(world: SessionHarness) -> None:
     """The order of their sessions does not matter."""
     names = [world.create() for _ in range(3)]
     for name in reversed(names):
@@ -223,7 +231,7 @@ def test_turns_resume_in_the_order_of_submission(world: World) -> None:
     assert [session.session_id for session in listed.sessions] == names
 
 
-def test_a_refused_turn_keeps_its_text(world: World) -> None:
+def test_a_refused_turn_keeps_its_text(world: SessionHarness) -> None:
     """A turn with a partial answer ends with it; a turn without one fails."""
     begun = interrupted(world, "ab")
     waiting = world.create()
@@ -240,7 +248,7 @@ def test_a_refused_turn_keeps_its_text(world: World) -> None:
     assert world.sessions.totals().active_generations == 0
 
 
-def test_another_model_keeps_the_partial_answer(world: World) -> None:
+def test_another_model_keeps_the_partial_answer(world: SessionHarness) -> None:
     """The turn ends as aborted, and the session is usable."""
     session_id = interrupted(world, "ab")
     restart(world, loaded=False)
@@ -250,7 +258,7 @@ def test_another_model_keeps_the_partial_answer(world: World) -> None:
     assert world.engine.last.tokens == b""
 
 
-def test_a_session_is_readable_before_its_model_is_loaded(world: World) -> None:
+def test_a_session_is_readable_before_its_model_is_loaded(world: SessionHarness) -> None:
     """A turn or a fork waits for the model; an abort does not."""
     session_id = interrupted(world, "ab")
     idle = world.create()
@@ -266,7 +274,7 @@ def test_a_session_is_readable_before_its_model_is_loaded(world: World) -> None:
     assert world.engine.aborted == [world.sink.last.turn_id]
 
 
-def test_sessions_above_the_limit_are_restored(world: World) -> None:
+def test_sessions_above_the_limit_are_restored(world: SessionHarness) -> None:
     """A lower limit deletes none, but no other can be opened."""
     names = [world.create() for _ in range(4)]
     restart(world, max_sessions=2, client=replace(world.client, max_sessions=1))
@@ -276,7 +284,7 @@ def test_sessions_above_the_limit_are_restored(world: World) -> None:
     refused(ErrorCode.SESSION_LIMIT, world.create)
 
 
-def test_sessions_of_a_socket_end_with_the_daemon(world: World) -> None:
+def test_sessions_of_a_socket_end_with_the_daemon(world: SessionHarness) -> None:
     """Their socket ended with the daemon."""
     closing, staying = world.create(on_disconnect="close"), world.create()
     restart(world, clean=False)
@@ -285,7 +293,7 @@ def test_sessions_of_a_socket_end_with_the_daemon(world: World) -> None:
     assert [record.session_id for record in world.journal.of(SessionDeleted)] == [closing]
 
 
-def test_idle_time_counts_across_a_restart(world: World) -> None:
+def test_idle_time_counts_across_a_restart(world: SessionHarness) -> None:
     """The wall clock measures the downtime; expired sessions end at once."""
     gone, left = world.create(ttl_s=100), world.create(ttl_s=300)
     world.now += 200
@@ -296,7 +304,7 @@ def test_idle_time_counts_across_a_restart(world: World) -> None:
     assert [record.session_id for record in world.journal.of(SessionDeleted)] == [gone]
 
 
-def test_a_pending_turn_keeps_its_session(world: World) -> None:
+def test_a_pending_turn_keeps_its_session(world: SessionHarness) -> None:
     """The downtime does not expire it."""
     session_id = world.create(ttl_s=10)
     world.infer(session_id)
@@ -306,7 +314,7 @@ def test_a_pending_turn_keeps_its_session(world: World) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", "Hello")
 
 
-def test_a_clock_change_expires_nothing(world: World) -> None:
+def test_a_clock_change_expires_nothing(world: SessionHarness) -> None:
     """Neither forwards while running nor backwards at the start."""
     wall = [1000.0]
     session_id = world.create(ttl_s=100)
@@ -324,7 +332,7 @@ def test_a_clock_change_expires_nothing(world: World) -> None:
     assert world.timers[-1].delay_s == 100.0
 
 
-def test_sessions_are_deleted_after_their_retention(world: World) -> None:
+def test_sessions_are_deleted_after_their_retention(world: SessionHarness) -> None:
     """The daemon's days, the client's own, or a shorter ``ttl_s``."""
     eve = Principal("eve", 4, "normal", frozenset({"user"}), retention_days=1)
     world.retention_days = 3
@@ -343,7 +351,7 @@ def test_sessions_are_deleted_after_their_retention(world: World) -> None:
     assert left == [["daemon", "ttl", "client"], both, *([["daemon"]] * 4), []]
 
 
-def test_a_restored_turn_keeps_its_events_for_a_while(world: World) -> None:
+def test_a_restored_turn_keeps_its_events_for_a_while(world: SessionHarness) -> None:
     """The time counts from the start of the daemon."""
     interrupted(world, "ab")
     restart(world)
@@ -359,7 +367,7 @@ def test_a_restored_turn_keeps_its_events_for_a_while(world: World) -> None:
 )
 def test_a_restored_session_equals_the_original(steps: list[str]) -> None:
     """Transcript, turns, usage, numbers and partial answer are equal after a clean stop."""
-    world = World()
+    world = SessionHarness()
     session_id = world.create(system="Be kind.")
 
     said: list[str] = []
@@ -401,7 +409,7 @@ def test_a_restored_session_equals_the_original(steps: list[str]) -> None:
     assert answer(world, session_id) == shown
 
 
-def answer(world: World, session_id: str) -> tuple[str | None, str | None]:
+def answer(world: SessionHarness, session_id: str) -> tuple[str | None, str | None]:
     """The running turn and its partial answer."""
     sink = FakeSink()
     world.resume(session_id, sink)

@@ -17,7 +17,7 @@ from tests.sessions.conftest import (
     FakeEngines,
     FakeJournal,
     FakeSink,
-    World,
+    SessionHarness,
     make_model,
     packed,
 )
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import ModelInfo
 
 
-def orders(world: World) -> list[str]:
+def orders(world: SessionHarness) -> list[str]:
     """The models of all recorded turn specs."""
     assert world.journal is not None
     return [record.spec.model for record in world.journal.of(TurnQueued)]
 
 
-def restart(world: World, *models: ModelInfo, default: str) -> None:
+def restart(world: SessionHarness, *models: ModelInfo, default: str) -> None:
     """Restart the daemon with these models, none loaded, and its records."""
     assert world.journal is not None
     records = tuple(world.journal.records)
@@ -45,7 +45,7 @@ def restart(world: World, *models: ModelInfo, default: str) -> None:
         engines[model.name].ready(model)
 
 
-def pending_turn(world: World, *, said: str, model: str | None = None) -> str:
+def pending_turn(world: SessionHarness, *, said: str, model: str | None = None) -> str:
     """A session whose pending turn on ``toy`` has generated ``said``."""
     session_id = world.create(model=model)
     world.turn(session_id, "Hi", "Hello")
@@ -56,7 +56,7 @@ def pending_turn(world: World, *, said: str, model: str | None = None) -> str:
     return session_id
 
 
-def test_a_partial_answer_resumes_on_its_model(world: World) -> None:
+def test_a_partial_answer_resumes_on_its_model(world: SessionHarness) -> None:
     """A changed default does not matter."""
     session_id = pending_turn(world, said="ab")
     tokens = world.engine.last.tokens
@@ -73,7 +73,7 @@ def test_a_partial_answer_resumes_on_its_model(world: World) -> None:
     [(LARGE,), (LARGE, make_model(chat_template=BRACKETS))],
     ids=["gone", "another file"],
 )
-def test_a_partial_answer_without_its_model_is_kept(world: World, models: tuple[ModelInfo, ...]) -> None:
+def test_a_partial_answer_without_its_model_is_kept(world: SessionHarness, models: tuple[ModelInfo, ...]) -> None:
     """The turn ends as aborted with a reason, and the session uses the default."""
     session_id = pending_turn(world, said="ab")
     restart(world, *models, default="large")
@@ -85,7 +85,7 @@ def test_a_partial_answer_without_its_model_is_kept(world: World, models: tuple[
     assert world.engine.last_text.endswith("[assistant]ab[user]Next[assistant]")
 
 
-def test_a_turn_without_tokens_uses_the_current_model(world: World) -> None:
+def test_a_turn_without_tokens_uses_the_current_model(world: SessionHarness) -> None:
     """The default or the session's own; its spec is recorded again."""
     going, staying = pending_turn(world, said=""), pending_turn(world, said="", model="toy")
     restart(world, TOY, LARGE, default="large")
@@ -96,7 +96,7 @@ def test_a_turn_without_tokens_uses_the_current_model(world: World) -> None:
     assert orders(world)[-1] == "large"
 
 
-def test_a_turn_without_tokens_fails_if_its_model_is_gone(world: World) -> None:
+def test_a_turn_without_tokens_fails_if_its_model_is_gone(world: SessionHarness) -> None:
     """Its session stays readable."""
     session_id = pending_turn(world, said="", model="toy")
     restart(world, LARGE, default="large")
@@ -108,7 +108,7 @@ def test_a_turn_without_tokens_fails_if_its_model_is_gone(world: World) -> None:
 
 
 @pytest.mark.parametrize("said", ["", "ab"])
-def test_an_old_record_without_a_model_uses_the_default(world: World, said: str) -> None:
+def test_an_old_record_without_a_model_uses_the_default(world: SessionHarness, said: str) -> None:
     """Old daemons had one model and did not record its name."""
     session_id = pending_turn(world, said=said)
     assert world.journal is not None
@@ -126,7 +126,7 @@ def test_an_old_record_without_a_model_uses_the_default(world: World, said: str)
     assert [record.model for record in world.records][-1] == "toy"
 
 
-def test_the_chosen_model_is_restored(world: World) -> None:
+def test_the_chosen_model_is_restored(world: SessionHarness) -> None:
     """With another default, only sessions without a choice change."""
     going, staying = world.create(), world.create(model="toy")
     restart(world, TOY, LARGE, default="large")

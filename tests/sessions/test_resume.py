@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -12,13 +12,10 @@ from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.table import MAX_BATCH
-from tests.sessions.conftest import DETACHED_TURN_S, FakeSink, World
-
-if TYPE_CHECKING:
-    from tests.sessions.conftest import World
+from tests.sessions.conftest import DETACHED_TURN_S, FakeSink, SessionHarness
 
 
-def epoch(world: World, session_id: str) -> str:
+def epoch(world: SessionHarness, session_id: str) -> str:
     """The session's epoch."""
     return world.get(session_id).epoch
 
@@ -28,7 +25,7 @@ def seqs(sink: FakeSink) -> list[int]:
     return [event.seq for event in sink.events if isinstance(event, SessionEvent)]
 
 
-def begin(world: World, *said: str, **fields: Any) -> str:
+def begin(world: SessionHarness, *said: str, **fields: Any) -> str:
     """A session whose turn has a partial answer."""
     session_id = world.create(**fields)
     world.infer(session_id, "Hi", turn_key="k")
@@ -38,7 +35,7 @@ def begin(world: World, *said: str, **fields: Any) -> str:
     return session_id
 
 
-def test_a_resume_replays_missed_events_before_new_ones(world: World) -> None:
+def test_a_resume_replays_missed_events_before_new_ones(world: SessionHarness) -> None:
     """Missed tokens arrive joined; nothing arrives twice."""
     session_id = begin(world, "a", "b", "c")
     world.sessions.detach(world.sink)
@@ -58,7 +55,7 @@ def test_a_resume_replays_missed_events_before_new_ones(world: World) -> None:
     assert world.sink.text == "abc"
 
 
-def test_a_resume_at_the_last_number_replays_nothing(world: World) -> None:
+def test_a_resume_at_the_last_number_replays_nothing(world: SessionHarness) -> None:
     """Also of an idle session and on the same socket."""
     session_id = begin(world, "a")
     world.engine.finish(kept="a")
@@ -77,7 +74,9 @@ def test_a_resume_at_the_last_number_replays_nothing(world: World) -> None:
         ({"epoch": "", "last_seq": 99}, "unknown_position"),
     ],
 )
-def test_a_resume_without_a_position_sends_the_state(world: World, position: dict[str, Any], reason: str) -> None:
+def test_a_resume_without_a_position_sends_the_state(
+    world: SessionHarness, position: dict[str, Any], reason: str
+) -> None:
     """Transcript with the current question, ended turns and the partial answer."""
     session_id = world.create(system="Be kind.")
     world.turn(session_id, "One?", "1")
@@ -101,7 +100,7 @@ def test_a_resume_without_a_position_sends_the_state(world: World, position: dic
     assert (other.last.content, other.last.seq) == ("!", resumed.seq + 1)
 
 
-def test_events_beyond_the_limit_are_too_old(world: World) -> None:
+def test_events_beyond_the_limit_are_too_old(world: SessionHarness) -> None:
     """The buffer is bounded by bytes and drops the oldest."""
     world.replay_kib = 1
     world.reopen()
@@ -113,7 +112,7 @@ def test_events_beyond_the_limit_are_too_old(world: World) -> None:
     assert world.sink.last.content == "x" * 200
 
 
-def test_resuming_moves_the_session_to_the_new_socket(world: World) -> None:
+def test_resuming_moves_the_session_to_the_new_socket(world: SessionHarness) -> None:
     """The old socket is notified after its last event and keeps its other sessions."""
     session_id = begin(world, "a")
     staying = world.create()
@@ -128,7 +127,7 @@ def test_resuming_moves_the_session_to_the_new_socket(world: World) -> None:
     assert world.sink.last.op == "queued"
 
 
-def test_infer_moves_the_session_to_its_socket(world: World) -> None:
+def test_infer_moves_the_session_to_its_socket(world: SessionHarness) -> None:
     """The old socket is notified; a repeated key moves it too."""
     session_id = world.create()
     sockets = [FakeSink(), FakeSink()]
@@ -144,7 +143,7 @@ def test_infer_moves_the_session_to_its_socket(world: World) -> None:
     assert world.sink.last.op == "end"
 
 
-def test_replies_to_another_socket_are_replayed(world: World) -> None:
+def test_replies_to_another_socket_are_replayed(world: SessionHarness) -> None:
     """The requester of an append or rewind gets the reply; the subscriber gets it by replay."""
     session_id = world.create()
     other = FakeSink()
@@ -160,7 +159,7 @@ def test_replies_to_another_socket_are_replayed(world: World) -> None:
     assert seqs(world.sink) == [1, 2]
 
 
-def test_held_back_events_are_delivered_once_after_a_resume(world: World) -> None:
+def test_held_back_events_are_delivered_once_after_a_resume(world: SessionHarness) -> None:
     """They go to the new socket in order and not to the old one."""
     session_id = begin(world, "a")
     assert world.journal is not None
@@ -178,7 +177,7 @@ def test_held_back_events_are_delivered_once_after_a_resume(world: World) -> Non
     assert world.sink.ops[-1] == "session_detached"
 
 
-def test_held_back_events_stay_with_the_old_socket_on_infer(world: World) -> None:
+def test_held_back_events_stay_with_the_old_socket_on_infer(world: SessionHarness) -> None:
     """The new socket has not asked for a replay; the old one gets the rest before it is detached."""
     session_id = begin(world, "a")
     assert world.journal is not None
@@ -191,7 +190,7 @@ def test_held_back_events_stay_with_the_old_socket_on_infer(world: World) -> Non
     assert other.ops == ["queued"]
 
 
-def test_a_detached_turn_keeps_its_events_for_a_while(world: World) -> None:
+def test_a_detached_turn_keeps_its_events_for_a_while(world: SessionHarness) -> None:
     """After that only its text is kept and sent on resume."""
     session_id = begin(world, "a")
     world.sessions.detach(world.sink)
@@ -206,7 +205,7 @@ def test_a_detached_turn_keeps_its_events_for_a_while(world: World) -> None:
     assert world.sink.last.content == "d"
 
 
-def test_a_resume_in_time_misses_nothing(world: World) -> None:
+def test_a_resume_in_time_misses_nothing(world: SessionHarness) -> None:
     """The timer is cancelled by the resume and by the end of the turn."""
     session_id = begin(world, "a")
     world.sessions.detach(world.sink)
@@ -219,7 +218,7 @@ def test_a_resume_in_time_misses_nothing(world: World) -> None:
     assert world.sink.ops[-3:] == ["session_resumed", "token", "end"]
 
 
-def test_a_detached_idle_session_keeps_its_events(world: World) -> None:
+def test_a_detached_idle_session_keeps_its_events(world: SessionHarness) -> None:
     """Only a running turn adds events."""
     session_id = world.create()
     world.sessions.detach(world.sink)
@@ -228,7 +227,7 @@ def test_a_detached_idle_session_keeps_its_events(world: World) -> None:
     assert world.sink.last.resumed
 
 
-def test_all_kinds_of_events_are_replayed(world: World) -> None:
+def test_all_kinds_of_events_are_replayed(world: SessionHarness) -> None:
     """Positions, progress, text and end are unchanged."""
     world.engine.position = 2
     session_id = world.create()
@@ -244,7 +243,7 @@ def test_all_kinds_of_events_are_replayed(world: World) -> None:
 
 def test_a_purge_of_many_sessions_is_taken_in_parts() -> None:
     """Each iteration of the event loop closes a bounded number, until none is left."""
-    world = World(client=Principal("ada", 1000, "normal", frozenset({"user"})), max_sessions=1000)
+    world = SessionHarness(client=Principal("ada", 1000, "normal", frozenset({"user"})), max_sessions=1000)
     for _ in range(2 * MAX_BATCH + 1):
         world.create()
     closed = [world.sessions.purge("client", "ada") for _ in range(4)]
@@ -252,7 +251,7 @@ def test_a_purge_of_many_sessions_is_taken_in_parts() -> None:
     assert world.sessions.session_ids() == ()
 
 
-def test_a_purged_session_ends_for_all_sockets(world: World) -> None:
+def test_a_purged_session_ends_for_all_sockets(world: SessionHarness) -> None:
     """Its turn ends, its subscriber is notified, and other clients are not affected."""
     session_id = begin(world, "a")
     kept = world.create()

@@ -27,7 +27,7 @@ from inferencecenter.sessions import turn
 from inferencecenter.sessions.client import UnlimitedQuota
 from inferencecenter.sessions.prompt.renderer import InlineRenderer
 from inferencecenter.sessions.turn_runner import TurnRunner
-from tests.sessions.conftest import World, make_model
+from tests.sessions.conftest import SessionHarness, make_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,7 +41,7 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
-def test_a_turn_is_acknowledged_streamed_and_ended(world: World) -> None:
+def test_a_turn_is_acknowledged_streamed_and_ended(world: SessionHarness) -> None:
     """Events arrive in order, numbered from 1, each with the turn's id."""
     session_id = world.create()
     world.infer(session_id, id="i1")
@@ -80,7 +80,7 @@ def test_what_a_turn_needs_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) ->
         calls["quota_of"] += 1
         return UnlimitedQuota()
 
-    world = World(quota_of=quota_of)
+    world = SessionHarness(quota_of=quota_of)
     session_id = world.create()
     for owner, name in (
         (world.engines, "engine"),
@@ -95,7 +95,7 @@ def test_what_a_turn_needs_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == {"engine": 1, "quota_of": 1, "parse_params": 1, "merge": 1, "render": 1, "submission": 1}
 
 
-def test_the_next_turn_submits_the_tokens_of_the_last(world: World) -> None:
+def test_the_next_turn_submits_the_tokens_of_the_last(world: SessionHarness) -> None:
     """Prompt and answer are submitted as tokens; only new text is text."""
     session_id = world.create(system="Be kind.")
     world.turn(session_id, "Hi", "Hello")
@@ -104,7 +104,7 @@ def test_the_next_turn_submits_the_tokens_of_the_last(world: World) -> None:
     assert world.engine.last_text == "\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_queue_positions_are_published_when_they_change(world: World) -> None:
+def test_queue_positions_are_published_when_they_change(world: SessionHarness) -> None:
     """An unchanged position is not repeated, and none follows the start."""
     world.engine.position = 3
     session_id = world.create()
@@ -115,7 +115,7 @@ def test_queue_positions_are_published_when_they_change(world: World) -> None:
     assert [event.position for event in world.sink.events if isinstance(event, events.Queued)] == [3, 2, 0]
 
 
-def test_logprobs_are_published_without_text(world: World) -> None:
+def test_logprobs_are_published_without_text(world: SessionHarness) -> None:
     """Each token's logprobs are reported, even if its text is held back."""
     session_id = world.create()
     world.infer(session_id, n_probs=1)
@@ -127,7 +127,7 @@ def test_logprobs_are_published_without_text(world: World) -> None:
     assert decode(world.engine.last.params_json).n_probs == 1
 
 
-def test_a_busy_session_refuses_another_turn(world: World) -> None:
+def test_a_busy_session_refuses_another_turn(world: SessionHarness) -> None:
     """The running turn is not affected."""
     session_id = world.create()
     world.infer(session_id)
@@ -139,7 +139,7 @@ def test_a_busy_session_refuses_another_turn(world: World) -> None:
     assert world.sink.ops == ["queued", "token", "end"]
 
 
-def test_an_abort_keeps_the_partial_answer(world: World) -> None:
+def test_an_abort_keeps_the_partial_answer(world: SessionHarness) -> None:
     """Its ``end`` answers the abort, and the next turn continues after it."""
     session_id = world.create()
     world.infer(session_id)
@@ -154,7 +154,7 @@ def test_an_abort_keeps_the_partial_answer(world: World) -> None:
     assert world.engine.last_text.startswith("<|im_end|>\n<|im_start|>user\nGo on")
 
 
-def test_an_abort_with_discard_removes_the_turn(world: World) -> None:
+def test_an_abort_with_discard_removes_the_turn(world: SessionHarness) -> None:
     """Question, partial answer and their tokens are removed."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -168,7 +168,7 @@ def test_an_abort_with_discard_removes_the_turn(world: World) -> None:
     assert world.get(session_id).n_tokens == before
 
 
-def test_an_invalid_abort_is_refused(world: World) -> None:
+def test_an_invalid_abort_is_refused(world: SessionHarness) -> None:
     """No turn, another turn and a second abort each have their error."""
     session_id = world.create()
     refused(ErrorCode.NOTHING_TO_ABORT, world.abort, session_id)
@@ -179,7 +179,7 @@ def test_an_invalid_abort_is_refused(world: World) -> None:
     assert len(world.engine.aborted) == 1
 
 
-def test_a_failed_turn_leaves_the_history_unchanged(world: World) -> None:
+def test_a_failed_turn_leaves_the_history_unchanged(world: SessionHarness) -> None:
     """The error names the frame, and the next turn runs."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -197,7 +197,7 @@ def test_a_failed_turn_leaves_the_history_unchanged(world: World) -> None:
     assert world.sink.last.op == "end"
 
 
-def test_a_refused_turn_leaves_the_session_idle(world: World) -> None:
+def test_a_refused_turn_leaves_the_session_idle(world: SessionHarness) -> None:
     """A turn refused by the engine does not exist."""
     session_id = world.create()
     world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
@@ -205,7 +205,7 @@ def test_a_refused_turn_leaves_the_session_idle(world: World) -> None:
     assert (world.get(session_id).state, world.sink.events) == ("idle", [])
 
 
-def test_a_turn_key_runs_once(world: World) -> None:
+def test_a_turn_key_runs_once(world: SessionHarness) -> None:
     """A running turn is acknowledged again; the end of an ended turn is repeated with its number."""
     session_id = world.create()
     world.infer(session_id, turn_key="k", id="i1")
@@ -219,7 +219,7 @@ def test_a_turn_key_runs_once(world: World) -> None:
     assert len(world.engine.submitted) == 1
 
 
-def test_the_key_of_a_failed_turn_runs_again(world: World) -> None:
+def test_the_key_of_a_failed_turn_runs_again(world: SessionHarness) -> None:
     """A retry after a failure is a new turn."""
     session_id = world.create()
     world.infer(session_id, turn_key="k")
@@ -228,7 +228,7 @@ def test_the_key_of_a_failed_turn_runs_again(world: World) -> None:
     assert len(world.engine.submitted) == 2
 
 
-def test_each_turn_has_its_own_seed(world: World) -> None:
+def test_each_turn_has_its_own_seed(world: SessionHarness) -> None:
     """Without a seed two turns differ; a given seed is used."""
     session_id = world.create()
     seeds = []
@@ -241,7 +241,7 @@ def test_each_turn_has_its_own_seed(world: World) -> None:
     assert seeds[2] == 7
 
 
-def test_parameters_without_effect_are_warned_of(world: World) -> None:
+def test_parameters_without_effect_are_warned_of(world: SessionHarness) -> None:
     """The turn runs, and its end contains the warnings."""
     session_id = world.create()
     world.infer(session_id, params={"mirostat": 2, "top_k": 5})
@@ -251,7 +251,7 @@ def test_parameters_without_effect_are_warned_of(world: World) -> None:
     assert world.sink.last.warnings[-1] == "from the engine"
 
 
-def test_the_history_is_bounded(world: World) -> None:
+def test_the_history_is_bounded(world: SessionHarness) -> None:
     """Text that exceeds the limit is refused before any change."""
     session_id = world.create()
     refused(ErrorCode.CONTEXT_FULL, world.infer, session_id, "x" * 10_001)
@@ -259,7 +259,7 @@ def test_the_history_is_bounded(world: World) -> None:
     world.turn(session_id, "Hi", "Hello")
 
 
-def test_appended_messages_are_in_the_next_prompt(world: World) -> None:
+def test_appended_messages_are_in_the_next_prompt(world: SessionHarness) -> None:
     """Appending generates nothing."""
     session_id = world.create()
     world.append(session_id, ("user", "1+1?"), ("assistant", "2"))
@@ -269,7 +269,7 @@ def test_appended_messages_are_in_the_next_prompt(world: World) -> None:
     assert "1+1?<|im_end|>\n<|im_start|>assistant\n2<|im_end|>" in world.engine.last_text
 
 
-def test_closing_ends_the_turn_first(world: World) -> None:
+def test_closing_ends_the_turn_first(world: SessionHarness) -> None:
     """The turn has one end, the engine releases the session, and late events are ignored."""
     session_id = world.create()
     world.infer(session_id)
@@ -286,7 +286,7 @@ def test_closing_ends_the_turn_first(world: World) -> None:
     assert (world.engine.aborted, world.engine.released) == ([world.engine.last.turn_id], [session_id])
 
 
-def test_each_turn_logs_one_line_without_its_text(world: World) -> None:
+def test_each_turn_logs_one_line_without_its_text(world: SessionHarness) -> None:
     """The line contains the figures and no text."""
     with capture_logs() as logs:
         session_id = world.create(system="secret-system")
@@ -309,7 +309,7 @@ STEPS = st.lists(
 @given(steps=STEPS)
 def test_every_turn_has_exactly_one_terminal_event(steps: list[str]) -> None:
     """In any order of engine events each turn ends once, and numbers rise by one."""
-    world = World()
+    world = SessionHarness()
     session_id = world.create()
     world.infer(session_id)
     actions: dict[str, Callable[[], object]] = {
@@ -344,7 +344,7 @@ def test_every_turn_has_exactly_one_terminal_event(steps: list[str]) -> None:
     assert world.sessions.totals().active_generations == 0
 
 
-def test_recommended_parameters_are_not_warned_of(world: World) -> None:
+def test_recommended_parameters_are_not_warned_of(world: SessionHarness) -> None:
     """Only parameters set by the client cause warnings."""
     model = make_model(sampling_defaults_json=b'{"top_k": 20}')
     world.engine.status = EngineStatus(state=EngineState.READY, model=model)
@@ -354,7 +354,7 @@ def test_recommended_parameters_are_not_warned_of(world: World) -> None:
         assert any("top_k" in warning for warning in world.sink.last.warnings) is named
 
 
-def test_a_queued_turn_has_an_expected_wait(world: World) -> None:
+def test_a_queued_turn_has_an_expected_wait(world: SessionHarness) -> None:
     """The estimate exists once a turn has ended; a running turn has none.
 
     A turn that waits for an engine has none either, because the start time is unknown.
@@ -374,7 +374,7 @@ def test_a_queued_turn_has_an_expected_wait(world: World) -> None:
     assert (waits.position, waits.eta_ms) == (2, None)
 
 
-def test_the_submission_states_what_may_be_shared_and_stored(world: World) -> None:
+def test_the_submission_states_what_may_be_shared_and_stored(world: SessionHarness) -> None:
     """A listed system prompt is public; ``store: false`` keeps the session off the disk."""
     world.shared_prompts = ("Be kind.",)
     world.reopen()
@@ -392,7 +392,7 @@ def test_the_submission_states_what_may_be_shared_and_stored(world: World) -> No
     assert not world.engine.last.public
 
 
-def test_a_queue_timeout_is_retryable(world: World) -> None:
+def test_a_queue_timeout_is_retryable(world: SessionHarness) -> None:
     """The error contains a retry delay."""
     session_id = world.create()
     world.infer(session_id, id="i")
@@ -402,7 +402,7 @@ def test_a_queue_timeout_is_retryable(world: World) -> None:
     world.turn(session_id, "Hi", "Hello")
 
 
-def test_preemptions_are_counted(world: World) -> None:
+def test_preemptions_are_counted(world: SessionHarness) -> None:
     """The end contains the number of preemptions."""
     world.infer(world.create())
     world.engine.start()

@@ -13,37 +13,37 @@ from inferencecenter.ipc.messages import SampledLogprobs, TokenDelta, TokenLogpr
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.journal import TokensAppended, TurnEnded
-from tests.sessions.conftest import FakeSink, World, packed
+from tests.sessions.conftest import FakeSink, SessionHarness, packed
 from tests.sessions.oracle import kept
 from tests.sessions.test_manager import refused
 from tests.sessions.tool_model import ANSWER, CALL, OTHER_CALL, THOUGHT, WEATHER, Heard, heard, tool_world
 
 
 @pytest.fixture
-def world() -> World:
+def world() -> SessionHarness:
     """Sessions with a model that emits reasoning and tool calls."""
     return tool_world()
 
 
-def ask(world: World, session_id: str, prompt: str = "Weather?", **fields: Any) -> None:
+def ask(world: SessionHarness, session_id: str, prompt: str = "Weather?", **fields: Any) -> None:
     """Send a turn with a tool."""
     world.infer(session_id, prompt, tools=[WEATHER], **fields)
 
 
-def say(world: World, text: str, *, pieces: int = 1) -> None:
+def say(world: SessionHarness, text: str, *, pieces: int = 1) -> None:
     """Generate a text in pieces of that many characters."""
     for start in range(0, len(text), pieces):
         world.engine.generate(text[start : start + pieces])
 
 
-def answered(world: World, session_id: str, text: str = ANSWER) -> ChatMessage:
+def answered(world: SessionHarness, session_id: str, text: str = ANSWER) -> ChatMessage:
     """Run a turn with the answer ``text`` and return its message."""
     ask(world, session_id)
     world.engine.answer(text)
     return world.get(session_id).transcript[-1]
 
 
-def test_reasoning_tokens_are_counted(world: World) -> None:
+def test_reasoning_tokens_are_counted(world: SessionHarness) -> None:
     """Including the closing marker; here each character is a token."""
     session_id = world.create()
     ask(world, session_id)
@@ -62,7 +62,7 @@ def results(message: ChatMessage) -> list[dict[str, str]]:
     return [{"role": "tool", "content": "5 °C", "tool_call_id": call.call_id} for call in message.tool_calls or ()]
 
 
-def test_an_answer_is_published_in_parts(world: World) -> None:
+def test_an_answer_is_published_in_parts(world: SessionHarness) -> None:
     """Reasoning, text and calls are numbered events; the end reports ``tool_calls``."""
     session_id = world.create()
     ask(world, session_id)
@@ -117,7 +117,7 @@ def _run(text: str, *, cuts: list[int], kills: set[int], ends: str) -> tuple[tup
     return world.get(session_id).transcript, heard(world.sink)
 
 
-def _restart(world: World, session_id: str) -> None:
+def _restart(world: SessionHarness, session_id: str) -> None:
     assert world.journal is not None
     epoch, last = world.get(session_id).epoch, world.sink.last
     engine = world.engine
@@ -129,7 +129,7 @@ def _restart(world: World, session_id: str) -> None:
     engine.start()
 
 
-def test_a_call_resumes_after_a_restart(world: World) -> None:
+def test_a_call_resumes_after_a_restart(world: SessionHarness) -> None:
     """The new daemon parses the stored text without publishing it again."""
     session_id = world.create()
     ask(world, session_id)
@@ -148,7 +148,7 @@ def test_a_call_resumes_after_a_restart(world: World) -> None:
     assert after.arguments == ['{"city": "Oslo"}', '{"city": "Rome"}']
 
 
-def test_published_parts_are_kept_without_the_model(world: World) -> None:
+def test_published_parts_are_kept_without_the_model(world: SessionHarness) -> None:
     """The rest cannot be parsed, and what was published stays."""
     session_id = world.create()
     ask(world, session_id)
@@ -165,7 +165,7 @@ def test_published_parts_are_kept_without_the_model(world: World) -> None:
     assert world.get(session_id).turns[-1].finish_reason == "aborted"
 
 
-def test_results_continue_the_calls(world: World) -> None:
+def test_results_continue_the_calls(world: SessionHarness) -> None:
     """The next prompt keeps the tokens of the answer and adds the results."""
     session_id = world.create()
     message = answered(world, session_id)
@@ -182,7 +182,7 @@ def test_results_continue_the_calls(world: World) -> None:
     ]
 
 
-def test_adding_tools_renders_the_conversation_again(world: World) -> None:
+def test_adding_tools_renders_the_conversation_again(world: SessionHarness) -> None:
     """Tools belong to the turn and precede the messages in the prompt."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -193,7 +193,7 @@ def test_adding_tools_renders_the_conversation_again(world: World) -> None:
 
 
 @pytest.mark.parametrize("reason", ["aborted", "length", "context_full"])
-def test_an_incomplete_call_is_dropped(world: World, reason: str) -> None:
+def test_an_incomplete_call_is_dropped(world: SessionHarness, reason: str) -> None:
     """It is not text either; complete calls before it stay."""
     session_id = world.create()
     ask(world, session_id)
@@ -206,7 +206,7 @@ def test_an_incomplete_call_is_dropped(world: World, reason: str) -> None:
     assert (message.content, len(message.tool_calls or ())) == ("", 1)
 
 
-def test_an_incomplete_call_ends_with_stop(world: World) -> None:
+def test_an_incomplete_call_ends_with_stop(world: SessionHarness) -> None:
     """Without a complete call the finish reason is ``stop``."""
     session_id = world.create()
     message = answered(world, session_id, CALL[:-20])
@@ -214,7 +214,7 @@ def test_an_incomplete_call_ends_with_stop(world: World) -> None:
     assert message.tool_calls is None
 
 
-def test_a_discarded_turn_leaves_nothing(world: World) -> None:
+def test_a_discarded_turn_leaves_nothing(world: SessionHarness) -> None:
     """The same as with plain text."""
     session_id = world.create()
     ask(world, session_id)
@@ -225,7 +225,7 @@ def test_a_discarded_turn_leaves_nothing(world: World) -> None:
     assert world.get(session_id).transcript == ()
 
 
-def test_forks_and_rewinds_keep_calls(world: World) -> None:
+def test_forks_and_rewinds_keep_calls(world: SessionHarness) -> None:
     """Results can be sent to a fork and to a rewound session."""
     session_id = world.create()
     message = answered(world, session_id)
@@ -240,7 +240,7 @@ def test_forks_and_rewinds_keep_calls(world: World) -> None:
     ask(world, session_id, messages=results(message))
 
 
-def test_another_model_renders_calls_in_its_own_format(world: World) -> None:
+def test_another_model_renders_calls_in_its_own_format(world: SessionHarness) -> None:
     """A change of the model loses nothing."""
     session_id = world.create()
     message = answered(world, session_id)
@@ -251,7 +251,7 @@ def test_another_model_renders_calls_in_its_own_format(world: World) -> None:
     assert '"city": "Oslo"' in world.engine.last_text
 
 
-def test_a_resume_joins_adjacent_parts(world: World) -> None:
+def test_a_resume_joins_adjacent_parts(world: SessionHarness) -> None:
     """Reasoning, text and the arguments of each call."""
     session_id = world.create()
     ask(world, session_id)
@@ -264,7 +264,7 @@ def test_a_resume_joins_adjacent_parts(world: World) -> None:
     assert heard(again).same_as(heard(world.sink))
 
 
-def test_a_resume_after_loss_sends_all_parts(world: World) -> None:
+def test_a_resume_after_loss_sends_all_parts(world: SessionHarness) -> None:
     """Text, reasoning and calls, the last call as far as generated."""
     session_id = world.create()
     ask(world, session_id)
@@ -278,7 +278,7 @@ def test_a_resume_after_loss_sends_all_parts(world: World) -> None:
     assert world.sink.last.arguments == "m"
 
 
-def test_logprobs_go_with_the_first_part(world: World) -> None:
+def test_logprobs_go_with_the_first_part(world: SessionHarness) -> None:
     """None is lost, even of tokens without visible text."""
     session_id = world.create()
     ask(world, session_id, n_probs=0)
@@ -296,7 +296,7 @@ def test_logprobs_go_with_the_first_part(world: World) -> None:
     assert "".join(told).startswith('<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n')
 
 
-def test_parts_are_recorded_before_their_events(world: World) -> None:
+def test_parts_are_recorded_before_their_events(world: SessionHarness) -> None:
     """One record per step, with the number of its last event."""
     session_id = world.create()
     ask(world, session_id)
@@ -316,9 +316,9 @@ def test_parts_are_recorded_before_their_events(world: World) -> None:
     assert ended.history.messages[-1].tool_calls is not None
 
 
-def test_a_plain_turn_is_not_parsed(world: World) -> None:
+def test_a_plain_turn_is_not_parsed(world: SessionHarness) -> None:
     """Without tools and reasoning the text is published as it arrives."""
-    world.engine.status = World().engine.status
+    world.engine.status = SessionHarness().engine.status
     session_id = world.create()
     world.turn(session_id, "Hi", "<tool_call>{}</tool_call>")
     assert world.sink.text == "<tool_call>{}</tool_call>"
@@ -327,7 +327,7 @@ def test_a_plain_turn_is_not_parsed(world: World) -> None:
     assert (world.engine.last.grammar, world.engine.last.markers) == (None, ())
 
 
-def test_reasoning_and_calls_count_as_text(world: World) -> None:
+def test_reasoning_and_calls_count_as_text(world: SessionHarness) -> None:
     """They count toward the limit of the history."""
     world.max_transcript_chars = len(ANSWER)
     world.reopen()
@@ -343,7 +343,7 @@ def test_reasoning_and_calls_count_as_text(world: World) -> None:
     ("fields", "field"),
     [({"tools": [WEATHER]}, "tools"), ({"thinking": True}, "thinking")],
 )
-def test_raw_sessions_refuse_tools(world: World, fields: dict[str, Any], field: str) -> None:
+def test_raw_sessions_refuse_tools(world: SessionHarness, fields: dict[str, Any], field: str) -> None:
     """Raw mode has no template for them; the session is usable."""
     session_id = world.create(mode="raw")
     assert refused(ErrorCode.INVALID_REQUEST, world.infer, session_id, **fields).field == field
@@ -361,7 +361,7 @@ def test_raw_sessions_refuse_tools(world: World, fields: dict[str, Any], field: 
 @pytest.mark.parametrize("mode", ["chat", "raw"])
 def test_an_output_format_applies_in_every_mode(mode: str, fields: dict[str, Any], kind: str) -> None:
     """The engine gets the grammar; the answer is text."""
-    world = World()
+    world = SessionHarness()
     session_id = world.create(mode=mode)
     world.infer(session_id, **fields)
     grammar = world.engine.last.grammar
@@ -371,7 +371,7 @@ def test_an_output_format_applies_in_every_mode(mode: str, fields: dict[str, Any
     assert world.sink.text == "1"
 
 
-def test_results_without_a_call_are_refused(world: World) -> None:
+def test_results_without_a_call_are_refused(world: SessionHarness) -> None:
     """The error names the field; calls may be in the same request."""
     session_id = world.create()
     message = answered(world, session_id)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ToolCall
-from tests.sessions.conftest import FakeSink, World, make_model
+from tests.sessions.conftest import FakeSink, SessionHarness, make_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -41,9 +41,9 @@ ANSWER: Final = f"{THOUGHT}Let me see.\n{CALL}{OTHER_CALL}"
 """An answer with all kinds of parts."""
 
 
-def tool_world() -> World:
+def tool_world() -> SessionHarness:
     """Sessions with such a model."""
-    world = World()
+    world = SessionHarness()
     world.engine.status = EngineStatus(EngineState.READY, model=make_model(chat_template=HERMES))
     return world
 

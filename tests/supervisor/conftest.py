@@ -1,4 +1,4 @@
-"""Time that passes when a test says so, and an end for every engine that a test leaves running."""
+"""A clock that a test advances, and cleanup of engines that a test leaves running."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.loop_clock import LoopClock
-from tests.supervisor.harness import Watched
+from tests.supervisor.harness import ObservedSupervisor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 async def clock(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
-    """The time of what is arranged in this test."""
+    """The fake clock of the test's timers."""
     return LoopClock(monkeypatch)
 
 
@@ -29,10 +29,10 @@ async def clock_with_timeouts(monkeypatch: pytest.MonkeyPatch) -> LoopClock:
 
 @pytest.fixture
 async def stopped() -> AsyncIterator[None]:
-    """Stop every engine, also where the test has failed before it could."""
+    """Stop every supervisor, also where the test failed."""
     yield
-    while Watched.left:
-        supervisor = Watched.left.pop().supervisor
-        with contextlib.suppress(Exception):  # what is wrong with it the test has said
+    while ObservedSupervisor.left:
+        supervisor = ObservedSupervisor.left.pop().supervisor
+        with contextlib.suppress(Exception):  # the test has reported the error
             async with asyncio.timeout(10):
                 await supervisor.stop(suspend_deadline_s=1.0, deadline_s=1.0)

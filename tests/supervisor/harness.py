@@ -1,4 +1,4 @@
-"""A supervisor with a real engine process, and what its turns are told."""
+"""A supervisor with a real engine process, and turns that record their events."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def order(turn_id: str, text: str = "hello", **fields: object) -> Submit:
 
 
 @dataclass
-class Heard:
-    """A turn that remembers what it was told, and goes on from there. Implements ``EngineTurn``."""
+class RecordingTurn:
+    """A turn that records its events, and can be resubmitted. Implements ``EngineTurn``."""
 
     order: Submit
     events: list[TurnEvent] = field(default_factory=list)
@@ -66,33 +66,33 @@ class Heard:
 
     @property
     def turn_id(self) -> str:
-        """Its name."""
+        """The turn's id."""
         return self.order.turn_id
 
     @property
     def client_id(self) -> str:
-        """Its client."""
+        """The client's id."""
         return self.order.client_id
 
     @property
     def tokens(self) -> bytes:
-        """What it generated, packed."""
+        """The generated tokens, packed."""
         return self.order.answer + b"".join(event.tokens for event in self.events if isinstance(event, TokenDelta))
 
     @property
     def n_tokens(self) -> int:
-        """How much that is."""
+        """The number of generated tokens."""
         return len(self.tokens) // 4
 
     def submission(self, then: Callable[[], None]) -> Submit | None:
-        """Return what is left of it; it can run at any time."""
+        """Return the rest of the turn."""
         self.submissions += 1
         return msgspec.structs.replace(
             self.order, answer=self.tokens, shown_chars=self.order.shown_chars + len(self.text)
         )
 
     def on_engine_event(self, event: TurnEvent) -> None:
-        """Keep the event."""
+        """Record the event."""
         self.events.append(event)
         if isinstance(event, TokenDelta):
             self.spoke.set()
@@ -100,34 +100,34 @@ class Heard:
             self.ended.set()
 
     def on_delay(self, seconds: float) -> None:
-        """Keep how long."""
+        """Record the delay."""
         self.delays_s.append(seconds)
         self.was_delayed.set()
 
     def on_engine_lost(self) -> None:
-        """Count it, and wait for the next word."""
+        """Count the loss."""
         self.interruptions += 1
         self.spoke.clear()
 
     def resubmit(self) -> None:
-        """Count it; who recalls a turn says what becomes of it."""
+        """Count the recall."""
         self.recalls += 1
 
     @property
     def text(self) -> str:
-        """What the turn said."""
+        """The generated text."""
         return "".join(event.text for event in self.events if isinstance(event, TokenDelta))
 
     @property
     def terminal(self) -> list[Terminal]:
-        """Its terminal events, of which there must be one."""
+        """The terminal events, of which there must be one."""
         return [event for event in self.events if isinstance(event, Terminal)]
 
 
-class Watched:
-    """A supervisor and the states it went through; the fixture ``stopped`` stops those that a test leaves running."""
+class ObservedSupervisor:
+    """A supervisor and its states; the fixture ``stopped`` stops it."""
 
-    left: ClassVar[list[Watched]] = []
+    left: ClassVar[list[ObservedSupervisor]] = []
 
     def __init__(
         self,
@@ -178,27 +178,27 @@ class Watched:
         self._changed.set()
 
     async def until(self, state: EngineState) -> None:
-        """Wait for a state that has not been seen yet, and forget what came before it."""
+        """Wait for a state that was not seen yet, and drop those before it."""
         async with asyncio.timeout(TIMEOUT_S):
             while state not in self.states:
                 self._changed.clear()
                 await self._changed.wait()
         del self.states[: self.states.index(state) + 1]
 
-    def submit(self, turn_id: str, text: str = "hello", **fields: object) -> Heard:
+    def submit(self, turn_id: str, text: str = "hello", **fields: object) -> RecordingTurn:
         """Submit a turn that is answered with ``text``."""
-        heard = Heard(order(turn_id, text, **fields))
+        heard = RecordingTurn(order(turn_id, text, **fields))
         self.supervisor.submit(heard)
         return heard
 
     def kill(self) -> None:
-        """End the engine as the kernel does when memory is short."""
+        """Kill the engine with SIGKILL."""
         pid = self.supervisor.status.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
 
 
-async def end_of(heard: Heard) -> Finished:
+async def end_of(heard: RecordingTurn) -> Finished:
     """Wait until a turn has finished and return how."""
     await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
     (end,) = heard.terminal

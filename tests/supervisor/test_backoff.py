@@ -1,4 +1,4 @@
-"""How long to wait before a restart."""
+"""The backoff before a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many deaths of engines count against a client, and when it is refused."""
+"""Which crashes of engines count against a client, and when it is refused."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from inferencecenter.ipc.messages import Failed
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.supervisor.crash_limit import CrashLimit
 from tests.supervisor import stub_engine
-from tests.supervisor.harness import TIMEOUT_S, Watched, end_of
+from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, end_of
 
 WINDOW_S = 600.0
 
 
 @dataclass
-class Hour:
-    """A limit of three deaths, and a clock that the test moves."""
+class CrashLimitHarness:
+    """A limit of three crashes, and a clock that the test advances."""
 
     max_deaths: int = 3
     now_s: float = 0.0
@@ -33,14 +33,14 @@ class Hour:
         self.limit = CrashLimit(max_deaths=self.max_deaths, window_s=WINDOW_S, monotonic=lambda: self.now_s)
 
     def refuses(self, client_id: str) -> bool:
-        """Tell whether a new turn of a client is refused."""
+        """Whether a new turn of a client is refused."""
         refusal = self.limit.refusal(client_id)
         return refusal is not None and refusal.code is ErrorCode.RATE_LIMITED
 
 
 def test_client_is_refused_until_its_crashes_expire() -> None:
     """It is told when to come back; others are not refused."""
-    hour = Hour()
+    hour = CrashLimitHarness()
     for number in range(3):
         assert not hour.refuses("eve")
         refused = hour.limit.engine_died({f"t{number}": "eve"})
@@ -57,7 +57,7 @@ def test_client_is_refused_until_its_crashes_expire() -> None:
 
 def test_bystander_turns_are_cleared() -> None:
     """A death counts against a client while one of its turns that may have caused it is not cleared."""
-    hour = Hour(max_deaths=1)
+    hour = CrashLimitHarness(max_deaths=1)
     assert hour.limit.engine_died({"a1": "ada", "a2": "ada", "e": "eve"}) == {"ada", "eve"}
     hour.limit.cleared("a1")
     assert hour.refuses("ada")
@@ -67,7 +67,7 @@ def test_bystander_turns_are_cleared() -> None:
 
 def test_without_a_limit_no_client_is_refused() -> None:
     """However often engines die."""
-    hour = Hour(max_deaths=0)
+    hour = CrashLimitHarness(max_deaths=0)
     for number in range(100):
         assert hour.limit.engine_died({f"t{number}": "eve"}) == frozenset()
     assert not hour.refuses("eve")
@@ -84,7 +84,7 @@ def test_without_a_limit_no_client_is_refused() -> None:
 )
 def test_crash_limit_equals_a_reference(steps: list[tuple[str, object]]) -> None:
     """Whatever comes in whatever order: compared with a list of all that happened."""
-    hour, deaths = Hour(), list[tuple[float, dict[str, str]]]()
+    hour, deaths = CrashLimitHarness(), list[tuple[float, dict[str, str]]]()
     owner: dict[str, str] = {}
     for what, detail in steps:
         if isinstance(detail, dict):
@@ -109,7 +109,7 @@ async def test_client_that_crashes_engines_is_refused(monkeypatch: pytest.Monkey
     """Whether its turns are convicted or withdrawn before that; the engine is not given up, and others go on."""
     monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
     limit = CrashLimit(max_deaths=4, window_s=WINDOW_S, monotonic=lambda: 0.0)
-    watched = Watched(slots=8, max_restarts=3, crash_limit=limit)
+    watched = ObservedSupervisor(slots=8, max_restarts=3, crash_limit=limit)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     refusal: InferenceCenterError | None = None
@@ -140,7 +140,7 @@ async def test_queued_turns_of_a_refused_client_fail(monkeypatch: pytest.MonkeyP
     """They would end engines too; each hears why, and those of others run."""
     monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
     limit = CrashLimit(max_deaths=2, window_s=WINDOW_S, monotonic=lambda: 0.0)
-    watched = Watched(slots=8, max_queue=100, crash_limit=limit)
+    watched = ObservedSupervisor(slots=8, max_queue=100, crash_limit=limit)
     fine = watched.submit("fine", "count 300", client_id="ada")
     poisons = [watched.submit(f"poison{number}", "die-reading 0", client_id="eve") for number in range(20)]
     watched.supervisor.start()
@@ -149,7 +149,7 @@ async def test_queued_turns_of_a_refused_client_fail(monkeypatch: pytest.MonkeyP
     ends = [end for poison in poisons for end in poison.terminal if isinstance(end, Failed)]
     assert [end.code for end in ends] == ["rate_limited"] * 20
     assert (await end_of(fine)).reason == "stop"
-    for _ in range(3):  # the third engine comes also where the second has answered all others
+    for _ in range(3):  # the third engine also starts where the second has answered all others
         await watched.until(EngineState.READY)
     assert watched.supervisor.status.restarts == 2
     await watched.supervisor.stop()

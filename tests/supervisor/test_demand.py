@@ -1,4 +1,4 @@
-"""Whether an engine is to be started, and when it may be."""
+"""When an engine is requested, and when it is admitted."""
 
 from __future__ import annotations
 
@@ -10,80 +10,80 @@ from inferencecenter.supervisor.demand import EngineDemand
 
 
 @dataclass
-class Bed:
-    """A wish, the turns that it looks at, and what it is answered when it asks to be let in."""
+class DemandHarness:
+    """A demand, its queued turns, and the answer to its request for admission."""
 
     has_turns: bool = False
     answers: list[bool] = field(default_factory=list)
-    asked: int = 0
+    n_requests: int = 0
 
     def __post_init__(self) -> None:
-        self.wish = EngineDemand(has_turns=lambda: self.has_turns, admit=self._admit)
-        self.waiting = TaskGroup("test").spawn(self.wish.wait_admitted(), name="granted")
+        self.demand = EngineDemand(has_turns=lambda: self.has_turns, admit=self._admit)
+        self.waiting = TaskGroup("test").spawn(self.demand.wait_admitted(), name="granted")
 
     async def _admit(self) -> bool:
-        self.asked += 1
+        self.n_requests += 1
         return self.answers.pop(0) if self.answers else True
 
     async def is_granted(self) -> bool:
-        """Let it think, and tell whether it has come to an end."""
+        """Run the event loop, and return whether admission was granted."""
         for _ in range(3):
             await asyncio.sleep(0)
         return self.waiting.done()
 
     def turn(self) -> None:
-        """Let a turn wait."""
+        """Queue a turn."""
         self.has_turns = True
-        self.wish.notify()
+        self.demand.notify()
 
 
 async def test_no_admission_without_demand() -> None:
-    """A look alone is no wish: the turn may be gone already."""
-    bed = Bed()
-    bed.wish.notify()
-    assert not await bed.is_granted()
-    assert (bed.asked, bool(bed.wish)) == (0, False)
-    bed.wish.end()
-    await bed.waiting
+    """A notification alone is no demand: the turn may have ended."""
+    harness = DemandHarness()
+    harness.demand.notify()
+    assert not await harness.is_granted()
+    assert (harness.n_requests, bool(harness.demand)) == (0, False)
+    harness.demand.end()
+    await harness.waiting
 
 
 async def test_turns_and_calls_are_demand() -> None:
-    """A call holds until the engine is there."""
-    by_turn, by_call = Bed(), Bed()
+    """A call holds until the engine is ready."""
+    by_turn, by_call = DemandHarness(), DemandHarness()
     by_turn.turn()
-    by_call.wish.request()
+    by_call.demand.request()
     assert await by_turn.is_granted()
     assert await by_call.is_granted()
-    by_call.wish.fulfil()
-    assert not by_call.wish
-    assert by_turn.wish
+    by_call.demand.fulfil()
+    assert not by_call.demand
+    assert by_turn.demand
 
 
 async def test_paused_demand_waits() -> None:
-    """Whatever comes meanwhile; it is granted afterwards."""
-    bed = Bed()
-    bed.wish.pause(paused=True)
-    bed.turn()
-    bed.wish.request()
-    assert not await bed.is_granted()
-    bed.wish.pause(paused=False)
-    assert await bed.is_granted()
-    assert bed.asked == 1
+    """It is granted after the pause."""
+    harness = DemandHarness()
+    harness.demand.pause(paused=True)
+    harness.turn()
+    harness.demand.request()
+    assert not await harness.is_granted()
+    harness.demand.pause(paused=False)
+    assert await harness.is_granted()
+    assert harness.n_requests == 1
 
 
 async def test_refused_demand_is_retried() -> None:
-    """As long as it is wanted."""
-    bed = Bed(answers=[False, False, True])
-    bed.turn()
-    assert await bed.is_granted()
-    assert bed.asked == 3
+    """As long as it lasts."""
+    harness = DemandHarness(answers=[False, False, True])
+    harness.turn()
+    assert await harness.is_granted()
+    assert harness.n_requests == 3
 
 
 async def test_close_releases_waiters() -> None:
-    """Waiters are released at once, and find that nothing is wanted."""
-    bed = Bed()
-    bed.wish.end()
-    bed.turn()
-    assert await bed.is_granted()
-    assert not bed.wish
-    assert bed.asked == 0
+    """At once, with no demand left."""
+    harness = DemandHarness()
+    harness.demand.end()
+    harness.turn()
+    assert await harness.is_granted()
+    assert not harness.demand
+    assert harness.n_requests == 0

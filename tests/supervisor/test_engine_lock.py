@@ -1,4 +1,4 @@
-"""An engine of a daemon that died is waited for."""
+"""The lock that an engine of a dead daemon still holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLEEPER = "import signal; print('up', flush=True); signal.pause()"
 
 
 async def orphan(path: Path) -> asyncio.subprocess.Process:
-    """A process that holds the lock, as an engine does whose daemon is gone."""
+    """A process that holds the lock, like an engine whose daemon died."""
     async with engine_lock(path) as fd:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", _SLEEPER, pass_fds=(fd,), stdout=asyncio.subprocess.PIPE
@@ -55,7 +55,7 @@ async def test_lock_is_acquired_when_the_orphan_exits(tmp_path: Path) -> None:
 
 
 async def test_error_names_a_remaining_orphan(tmp_path: Path) -> None:
-    """Waiting has an end, and the error says who holds the lock."""
+    """The wait has a timeout."""
     path = tmp_path / "engine.lock"
     process = await orphan(path)
     with pytest.raises(EngineLockError, match=str(process.pid)):
@@ -65,8 +65,8 @@ async def test_error_names_a_remaining_orphan(tmp_path: Path) -> None:
     await process.wait()
 
 
-async def test_the_lock_is_free_without_an_engine(tmp_path: Path) -> None:
-    """A lock that was given up can be taken again; the file is its owner's alone."""
+async def test_lock_is_free_without_an_engine(tmp_path: Path) -> None:
+    """A released lock can be acquired again; the file is private."""
     path = tmp_path / "engine.lock"
     for _ in range(2):
         async with engine_lock(path):

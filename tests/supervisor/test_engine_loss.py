@@ -1,4 +1,4 @@
-"""Engines that die, hang and talk nonsense, and the turns they had."""
+"""Engines that die, hang or send invalid frames, and their turns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from inferencecenter.supervisor.watchdog import POLLS
 from tests.supervisor import stub_engine
-from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
+from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTurn, end_of, order
 from tests.supervisor.stub_engine import HANGS, answer
 
 if TYPE_CHECKING:
@@ -38,16 +38,16 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
 
 
-async def ready(**options: object) -> Watched:
+async def ready(**options: object) -> ObservedSupervisor:
     """Return a supervisor whose engine is ready."""
-    watched = Watched(**options)  # type: ignore[arg-type]
+    watched = ObservedSupervisor(**options)  # type: ignore[arg-type]
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     return watched
 
 
-async def crashed(heard: Heard) -> Failed:
-    """Wait until a turn has failed and return how."""
+async def crashed(heard: RecordingTurn) -> Failed:
+    """Wait until a turn has failed and return its error."""
     await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
     (end,) = heard.terminal
     assert isinstance(end, Failed)
@@ -60,7 +60,7 @@ async def crashed(heard: Heard) -> Failed:
 @pytest.mark.usefixtures("stub")
 async def test_engine_kill_while_loading(tmp_path: Path) -> None:
     """Turns that wait for it wait for the next one."""
-    watched = Watched(model_name="wait", model_path=str(tmp_path / "steps"))
+    watched = ObservedSupervisor(model_name="wait", model_path=str(tmp_path / "steps"))
     turn = watched.submit("t", "count 3")
 
     def kill(status: EngineStatus) -> None:
@@ -104,7 +104,7 @@ async def test_repeated_engine_kills_lose_no_text() -> None:
 
 
 async def hang(clock: LoopClock) -> None:
-    """Let the time be over in which an engine may make no progress."""
+    """Advance past the hang timeout."""
     for _ in range(POLLS):
         await clock.go_on(HANG_TIMEOUT_S / POLLS)
 
@@ -145,7 +145,7 @@ async def test_idle_engine_has_no_watchdog() -> None:
     await watched.supervisor.stop()
 
 
-# An engine that misbehaves.
+# Engines that hang or send invalid frames.
 
 
 @pytest.mark.usefixtures("stub")
@@ -219,7 +219,7 @@ async def test_turn_that_hangs_engines_is_found(tmp_path: Path, clock: LoopClock
     poison, fine = watched.submit("poison", "hang 4"), watched.submit("fine", "count 40")
     for n_hangs in range(1, 4):
         async with asyncio.timeout(TIMEOUT_S):
-            while not log.exists() or log.read_text().count(HANGS) < n_hangs:  # noqa: ASYNC110 - nobody else tells
+            while not log.exists() or log.read_text().count(HANGS) < n_hangs:  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.01)
         await hang(clock)
         await hang(clock)
@@ -246,9 +246,11 @@ async def test_engine_that_floods_its_pipe_is_killed(monkeypatch: pytest.MonkeyP
 
 async def test_submissions_respect_the_send_window() -> None:
     """More than may be left unread waits for it, and it is given all of that, as it reads, without being lost."""
-    watched = Watched(max_queue=1000)
+    watched = ObservedSupervisor(max_queue=1000)
     large = bytes(2**20)
-    turns = [Heard(order(f"t{number}", tokens=large)) for number in range(5 * MAX_UNREAD_BYTES // 4 // len(large))]
+    turns = [
+        RecordingTurn(order(f"t{number}", tokens=large)) for number in range(5 * MAX_UNREAD_BYTES // 4 // len(large))
+    ]
     for turn in turns:
         watched.supervisor.submit(turn)
     watched.supervisor.start()
@@ -299,7 +301,7 @@ async def test_abort_lost_with_an_engine_holds() -> None:
 async def test_turn_that_cannot_be_resubmitted_fails_alone() -> None:
     """What it has to say against its next engine is its end, a defect in it is an internal error."""
 
-    class Refusing(Heard):
+    class Refusing(RecordingTurn):
         def submission(self, then: Callable[[], None]) -> Submit | None:
             if self.submissions:
                 raise self.error
@@ -333,7 +335,7 @@ async def test_turn_that_cannot_be_resubmitted_fails_alone() -> None:
 async def test_submission_error_is_raised() -> None:
     """The error is raised, and the turn is not kept."""
 
-    class Refusing(Heard):
+    class Refusing(RecordingTurn):
         def submission(self, then: Callable[[], None]) -> Submit:
             raise InferenceCenterError(ErrorCode.CONTEXT_FULL)
 
@@ -351,7 +353,7 @@ async def test_submission_error_is_raised() -> None:
 @pytest.mark.usefixtures("stub")
 async def test_engine_is_given_up_after_too_many_restarts() -> None:
     """The engine is given up: turns fail, new ones are refused, and the supervisor can still be stopped."""
-    watched = Watched(model_name="die", max_restarts=3)
+    watched = ObservedSupervisor(model_name="die", max_restarts=3)
     turn = watched.submit("t", "count 3")
     with capture_logs() as logs:
         watched.supervisor.start()
@@ -372,7 +374,7 @@ async def test_engine_is_given_up_after_too_many_restarts() -> None:
 @pytest.mark.usefixtures("stub")
 async def test_turns_stay_unfinished_when_the_daemon_exits() -> None:
     """They hear nothing, as at a stop: the next daemon goes on with them. New ones are refused."""
-    watched = Watched(model_name="die", max_restarts=2, ends_with_it=lambda: True)
+    watched = ObservedSupervisor(model_name="die", max_restarts=2, ends_with_it=lambda: True)
     turn = watched.submit("t", "count 3")
     watched.supervisor.start()
     await watched.until(EngineState.FAILED)
@@ -388,7 +390,7 @@ async def test_turns_stay_unfinished_when_the_daemon_exits() -> None:
 @pytest.mark.parametrize("how", ["layers", "refuse"])
 async def test_failed_gpu_load_is_retried_with_fewer_layers(how: str) -> None:
     """Half as many with each attempt, which are no restarts that count, until the model loads."""
-    watched = Watched(model_name=f"{how} 10", max_restarts=0)
+    watched = ObservedSupervisor(model_name=f"{how} 10", max_restarts=0)
     turn = watched.submit("t", "count 3")
     with capture_logs() as logs:
         watched.supervisor.start()
@@ -402,7 +404,7 @@ async def test_failed_gpu_load_is_retried_with_fewer_layers(how: str) -> None:
 @pytest.mark.usefixtures("stub")
 async def test_load_failure_on_the_cpu_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the processor alone cannot load it, that is why it is not tried again."""
-    watched = Watched(model_name="refuse -1", max_restarts=0, n_gpu_layers=1)
+    watched = ObservedSupervisor(model_name="refuse -1", max_restarts=0, n_gpu_layers=1)
     watched.supervisor.start()
     await watched.until(EngineState.FAILED)
     failure = watched.supervisor.load_failure

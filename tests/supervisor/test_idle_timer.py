@@ -1,4 +1,4 @@
-"""An engine without requests is ended, and the next turn starts another."""
+"""An idle engine is stopped, and the next turn starts another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from inferencecenter.supervisor.demand import IdleTimer
 from tests.supervisor import stub_engine
-from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
+from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTurn, end_of, order
 from tests.supervisor.timers import Timers
 
 if TYPE_CHECKING:
@@ -36,65 +36,65 @@ LONG = "a text that is long enough to be worth parking, which a few words would 
 
 
 @dataclass
-class Bed(Timers):
-    """A sleep whose timers fire when the test says so."""
+class IdleTimerHarness(Timers):
+    """An idle timer whose timers fire when the test says so."""
 
     after_s: float | None = 60.0
-    tired: int = 0
+    n_expired: int = 0
 
     def __post_init__(self) -> None:
         self.sleep = IdleTimer(self.after_s, on_idle=self._expire, call_later=self.call_later)
 
     def _expire(self) -> None:
-        self.tired += 1
+        self.n_expired += 1
 
 
 @given(st.lists(st.sampled_from(["idle", "busy", "fire"])))
 def test_idle_timer_runs_once_per_idle_period(steps: list[str]) -> None:
-    """It is begun once for each time of idleness, and only one that lasted to its end makes tired."""
-    bed, idle_since_timer = Bed(), False
+    """The engine sleeps only after a timer has run to its end."""
+    timers, idle_since_timer = IdleTimerHarness(), False
     for step in steps:
-        before, arranged = bed.tired, len(bed.calls)
+        before, arranged = timers.n_expired, len(timers.calls)
         if step == "fire":
-            if not bed.pending:
+            if not timers.pending:
                 continue
-            bed.fire()
-            assert (bed.tired, bed.pending) == (before + 1, [])
+            timers.fire()
+            assert (timers.n_expired, timers.pending) == (before + 1, [])
             idle_since_timer = False
             continue
-        bed.sleep.keep(idle=step == "idle")
-        assert len(bed.pending) == (step == "idle")
-        assert len(bed.calls) == arranged + (step == "idle" and not idle_since_timer)
-        assert bed.tired == before
+        timers.sleep.keep(idle=step == "idle")
+        assert len(timers.pending) == (step == "idle")
+        assert len(timers.calls) == arranged + (step == "idle" and not idle_since_timer)
+        assert timers.n_expired == before
         idle_since_timer = step == "idle"
-    assert {call.delay_s for call in bed.calls} <= {60.0}
+    assert {call.delay_s for call in timers.calls} <= {60.0}
 
 
 def test_without_sleep_there_is_no_timer() -> None:
     """Idle or not."""
-    bed = Bed(after_s=None)
-    bed.sleep.keep(idle=True)
-    assert bed.calls == []
+    timers = IdleTimerHarness(after_s=None)
+    timers.sleep.keep(idle=True)
+    assert timers.calls == []
 
 
-async def tired(clock: LoopClock, watched: Watched) -> None:
-    """Start a supervisor, and let the time of its first engine be over as soon as that is ready."""
+async def idle_supervisor(clock: LoopClock, watched: ObservedSupervisor) -> None:
+    """Start a supervisor, and let its first engine's idle timer expire once it is ready."""
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     await clock.go_on(SLEEP_AFTER_S)
 
 
-async def asleep(clock: LoopClock, **options: object) -> Watched:
-    """Return a supervisor whose engine has fallen asleep."""
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S, **options)  # type: ignore[arg-type]
-    await tired(clock, watched)
+async def asleep(clock: LoopClock, **options: object) -> ObservedSupervisor:
+    """Return a supervisor whose engine is asleep."""
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, **options)  # type: ignore[arg-type]
+    await idle_supervisor(clock, watched)
     await watched.until(EngineState.ASLEEP)
     return watched
 
 
 async def test_an_idle_engine_ends_and_a_turn_starts_the_next(clock: LoopClock) -> None:
     """Nothing of it is left but what is known of the model; each wake is a start, and no restart."""
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     for number in range(3):
@@ -110,7 +110,7 @@ async def test_an_idle_engine_ends_and_a_turn_starts_the_next(clock: LoopClock) 
         assert (status.pid, status.detail, status.restarts, status.rss_bytes) == (None, "", 0, 0)
         assert status.serves
         assert status.model is not None
-        heard = Heard(order(f"t{number}"))
+        heard = RecordingTurn(order(f"t{number}"))
         assert watched.supervisor.submit(heard) == 1
         await watched.until(EngineState.STARTING)
         assert watched.supervisor.status.detail == ""
@@ -122,7 +122,7 @@ async def test_an_idle_engine_ends_and_a_turn_starts_the_next(clock: LoopClock) 
 
 async def test_an_engine_with_turns_does_not_sleep(clock: LoopClock) -> None:
     """However long they take; the time is counted from the end of the last."""
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S, echo_delay_ms=20)
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, echo_delay_ms=20)
     early = watched.submit("t1", "a long answer " * 4)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
@@ -139,15 +139,15 @@ async def test_an_engine_with_turns_does_not_sleep(clock: LoopClock) -> None:
 
 async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine(clock: LoopClock) -> None:
     """It is started as soon as the one before it is gone, and none of them hears of that."""
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S)
-    late: list[Heard] = []
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S)
+    late: list[RecordingTurn] = []
 
     def submit_late(status: EngineStatus) -> None:
         if status.state is EngineState.SUSPENDING and not late:
             late.extend(watched.submit(f"t{number}") for number in range(3))
 
     watched.supervisor.subscribe(submit_late)
-    await tired(clock, watched)
+    await idle_supervisor(clock, watched)
     await watched.until(EngineState.SUSPENDING)
     await watched.until(EngineState.ASLEEP)
     for turn in late:
@@ -207,7 +207,7 @@ async def test_turn_withdrawn_while_asleep_wakes_no_engine(clock: LoopClock) -> 
 
 async def test_engine_death_while_suspending_is_no_loss(clock: LoopClock) -> None:
     """There was no turn with it: it is not started again before one comes."""
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
     kills = iter([watched.kill])
 
     def kill_once(status: EngineStatus) -> None:
@@ -216,7 +216,7 @@ async def test_engine_death_while_suspending_is_no_loss(clock: LoopClock) -> Non
 
     watched.supervisor.subscribe(kill_once)
     with capture_logs() as logs:
-        await tired(clock, watched)
+        await idle_supervisor(clock, watched)
         await watched.until(EngineState.ASLEEP)
     (line,) = [line for line in logs if line["event"] == "engine_asleep"]
     assert "SIGKILL" in line["detail"]
@@ -231,8 +231,8 @@ async def test_engine_that_hangs_while_suspending_is_killed(monkeypatch: pytest.
     assert deadlines is not None
     monkeypatch.setitem(deadlines, "suspend_deadline_s", 0.1)
     monkeypatch.setitem(deadlines, "deadline_s", 0.1)
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
-    late: list[Heard] = []
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
+    late: list[RecordingTurn] = []
 
     def stop_once(status: EngineStatus) -> None:
         if status.state is EngineState.SUSPENDING and not late:
@@ -242,7 +242,7 @@ async def test_engine_that_hangs_while_suspending_is_killed(monkeypatch: pytest.
 
     watched.supervisor.subscribe(stop_once)
     with capture_logs() as logs:
-        await tired(clock, watched)
+        await idle_supervisor(clock, watched)
         await watched.until(EngineState.ASLEEP)
     assert "engine_not_suspended" in {line["event"] for line in logs}
     assert (await end_of(late[0])).reason == "stop"
@@ -275,8 +275,8 @@ async def test_failed_wake_is_retried(monkeypatch: pytest.MonkeyPatch, clock: Lo
     def plan_again(engine: EngineOptions) -> EngineOptions:
         return engine.replace(**next(options, {}))
 
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S, max_restarts=1, plan_again=plan_again)
-    await tired(clock, watched)
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, max_restarts=1, plan_again=plan_again)
+    await idle_supervisor(clock, watched)
     await watched.until(EngineState.ASLEEP)
     turn = watched.submit("t1", "count 3")
     await watched.until(EngineState.BACKOFF)
@@ -292,8 +292,8 @@ async def test_failed_wake_is_retried(monkeypatch: pytest.MonkeyPatch, clock: Lo
 @pytest.mark.parametrize("state", [EngineState.SUSPENDING, EngineState.ASLEEP])
 async def test_stop_in_every_sleep_state(state: EngineState, clock: LoopClock) -> None:
     """No process and no task is left, and turns are refused from then on."""
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S)
-    await tired(clock, watched)
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S)
+    await idle_supervisor(clock, watched)
     await watched.until(state)
     async with asyncio.timeout(TIMEOUT_S):
         await watched.supervisor.stop()
@@ -314,8 +314,8 @@ async def test_engine_refused_admission_fails_until_admitted(clock: LoopClock) -
             raise faults.pop(0)
         return True
 
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S, admit=admit)
-    await tired(clock, watched)
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, admit=admit)
+    await idle_supervisor(clock, watched)
     await watched.until(EngineState.ASLEEP)
     with capture_logs() as logs:
         turn, begun = watched.submit("t1"), watched.submit("t2", answer=bytes(4))
@@ -350,8 +350,8 @@ async def test_stop_of_an_engine_refused_admission(clock: LoopClock) -> None:
     async def admit() -> bool:
         raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
 
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S, admit=admit, backoff_s=3600.0)
-    await tired(clock, watched)
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, admit=admit, backoff_s=3600.0)
+    await idle_supervisor(clock, watched)
     await watched.until(EngineState.ASLEEP)
     watched.submit("t1")
     await watched.until(EngineState.FAILED)
@@ -370,8 +370,8 @@ async def test_start_error_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch, 
             raise fault
         return engine
 
-    watched = Watched(sleep_after_s=SLEEP_AFTER_S, plan_again=plan_again, max_restarts=2)
-    await tired(clock, watched)
+    watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, plan_again=plan_again, max_restarts=2)
+    await idle_supervisor(clock, watched)
     await watched.until(EngineState.ASLEEP)
     turn = watched.submit("t1")
     for _ in range(2):

@@ -32,23 +32,23 @@ LIMIT, CALM = 100 * MIB, 90 * MIB
 
 @dataclass
 class FakeEngine:
-    """An engine that keeps what it is told."""
+    """An engine that records the messages it is sent."""
 
     status: EngineStatus = field(default_factory=lambda: EngineStatus(EngineState.READY))
     sent: list[KvRamLimit] = field(default_factory=list)
 
     def send(self, message: KvRamLimit) -> None:
-        """Keep it."""
+        """Record the message."""
         self.sent.append(message)
 
     def become(self, state: EngineState = EngineState.READY, *, parked_mib: int = 0, running: int = 0) -> None:
-        """Change."""
+        """Change the state."""
         self.status = replace(self.status, state=state, parked_ram_bytes=parked_mib * MIB, running=running)
 
 
 @dataclass
-class Bench:
-    """A guard with engines, memory and a clock that the test moves; it sleeps until the test lets it look."""
+class MonitorHarness:
+    """A monitor with engines, memory and a clock that the test sets; it samples on request."""
 
     engines: list[FakeEngine] = field(default_factory=lambda: [FakeEngine()])
     used_mib: int | None = 50
@@ -101,13 +101,13 @@ class Bench:
         self.wake.clear()
 
     async def looked(self) -> None:
-        """Wait until the guard has looked and sleeps again."""
+        """Wait until the monitor has sampled and sleeps again."""
         async with asyncio.timeout(60):
             await self.slept.wait()
         self.slept.clear()
 
     async def look(self, used_mib: int | None, *, now: float, gpu_used_mib: int = 0) -> PressureState:
-        """Have it look at so much memory in use, at this second, and return how short it finds that."""
+        """Sample with this memory use at this second, and return the state."""
         self.now, self.used_mib, self.gpu_used_mib = now, used_mib, gpu_used_mib
         self.wake.set()
         await self.looked()
@@ -118,22 +118,22 @@ class Bench:
         return self.metrics.registry.get_sample_value(f"inferencecenter_memory_{name}", labels)
 
     def tell(self) -> None:
-        """Have the guard hear that an engine has changed."""
+        """Notify the monitor that an engine has changed."""
         self.guard.engine_changed(self.engine.status)
 
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    """A guard that watches one ready engine, with 50 of 100 MiB in use."""
-    bench = Bench()
-    bench.tell()
-    await bench.looked()
-    yield bench
-    await bench.guard.close()
+async def monitor() -> AsyncIterator[MonitorHarness]:
+    """A monitor of one ready engine, with 50 of 100 MiB in use."""
+    monitor = MonitorHarness()
+    monitor.tell()
+    await monitor.looked()
+    yield monitor
+    await monitor.guard.close()
 
 
 def refused(guard: MemoryPressureMonitor) -> bool:
-    """Tell whether no turn may begin; a refusal says when to come back."""
+    """Whether new turns are refused, with a time to retry."""
     refusal = None
     try:
         guard.admit()
@@ -143,26 +143,26 @@ def refused(guard: MemoryPressureMonitor) -> bool:
     return refusal is not None
 
 
-async def test_normal_memory_is_silent(bench: Bench) -> None:
+async def test_normal_memory_is_silent(monitor: MonitorHarness) -> None:
     """The metrics say so, with the figures."""
-    assert await bench.look(100, now=2.0) is PressureState.EASY
-    assert (bench.engine.sent, refused(bench.guard)) == ([], False)
-    assert bench.shown("pressure", state="easy") == 1
-    assert bench.shown("pressure", state="full") == 0
-    assert (bench.shown("used_bytes"), bench.shown("limit_bytes")) == (LIMIT, LIMIT)
+    assert await monitor.look(100, now=2.0) is PressureState.EASY
+    assert (monitor.engine.sent, refused(monitor.guard)) == ([], False)
+    assert monitor.shown("pressure", state="easy") == 1
+    assert monitor.shown("pressure", state="full") == 0
+    assert (monitor.shown("used_bytes"), monitor.shown("limit_bytes")) == (LIMIT, LIMIT)
 
 
-async def test_offloaded_kv_is_evicted_before_turns_are_refused(bench: Bench) -> None:
+async def test_offloaded_kv_is_evicted_before_turns_are_refused(monitor: MonitorHarness) -> None:
     """Down to where it is calm, and more may be parked only when that has lasted. The log has the figures."""
-    bench.engine.become(parked_mib=40)
+    monitor.engine.become(parked_mib=40)
     with capture_logs() as logs:
-        assert await bench.look(105, now=2.0) is PressureState.SHEDDING
-        assert bench.engine.sent == [KvRamLimit(25 * MIB)]
-        bench.engine.become(parked_mib=25)
-        assert await bench.look(90, now=4.0) is PressureState.SHEDDING
-        assert await bench.look(50, now=2.0 + SETTLED_S) is PressureState.EASY
-    assert bench.engine.sent == [KvRamLimit(25 * MIB), KvRamLimit(None)]
-    assert not refused(bench.guard)
+        assert await monitor.look(105, now=2.0) is PressureState.SHEDDING
+        assert monitor.engine.sent == [KvRamLimit(25 * MIB)]
+        monitor.engine.become(parked_mib=25)
+        assert await monitor.look(90, now=4.0) is PressureState.SHEDDING
+        assert await monitor.look(50, now=2.0 + SETTLED_S) is PressureState.EASY
+    assert monitor.engine.sent == [KvRamLimit(25 * MIB), KvRamLimit(None)]
+    assert not refused(monitor.guard)
     lines = [(line["log_level"], line["state"], line["reason"], line["action"]) for line in logs]
     assert lines == [
         (
@@ -180,127 +180,131 @@ async def test_offloaded_kv_is_evicted_before_turns_are_refused(bench: Bench) ->
     ]
 
 
-async def test_turns_are_refused_if_eviction_does_not_help(bench: Bench) -> None:
+async def test_turns_are_refused_if_eviction_does_not_help(monitor: MonitorHarness) -> None:
     """At the next look; as soon as it is calm they do again."""
-    bench.engine.become(parked_mib=10)
-    assert await bench.look(120, now=2.0) is PressureState.SHEDDING
-    assert not refused(bench.guard)
-    bench.engine.become()
-    assert await bench.look(110, now=4.0) is PressureState.FULL
-    assert refused(bench.guard)
-    assert bench.shown("pressure", state="full") == 1
-    assert await bench.look(95, now=6.0) is PressureState.FULL
-    assert await bench.look(90, now=8.0) is PressureState.SHEDDING
-    assert not refused(bench.guard)
-    assert bench.engine.sent == [KvRamLimit(0), KvRamLimit(0)]
+    monitor.engine.become(parked_mib=10)
+    assert await monitor.look(120, now=2.0) is PressureState.SHEDDING
+    assert not refused(monitor.guard)
+    monitor.engine.become()
+    assert await monitor.look(110, now=4.0) is PressureState.FULL
+    assert refused(monitor.guard)
+    assert monitor.shown("pressure", state="full") == 1
+    assert await monitor.look(95, now=6.0) is PressureState.FULL
+    assert await monitor.look(90, now=8.0) is PressureState.SHEDDING
+    assert not refused(monitor.guard)
+    assert monitor.engine.sent == [KvRamLimit(0), KvRamLimit(0)]
 
 
-async def test_without_offloaded_kv_turns_are_refused_at_once(bench: Bench) -> None:
+async def test_without_offloaded_kv_turns_are_refused_at_once(monitor: MonitorHarness) -> None:
     """And nothing may be parked either."""
-    assert await bench.look(101, now=2.0) is PressureState.FULL
-    assert refused(bench.guard)
-    assert bench.engine.sent == [KvRamLimit(0)]
+    assert await monitor.look(101, now=2.0) is PressureState.FULL
+    assert refused(monitor.guard)
+    assert monitor.engine.sent == [KvRamLimit(0)]
 
 
-async def test_full_gpu_refuses_turns_without_eviction(bench: Bench) -> None:
+async def test_full_gpu_refuses_turns_without_eviction(monitor: MonitorHarness) -> None:
     """It would gain nothing from it."""
-    bench.engine.become(parked_mib=40)
-    assert await bench.look(50, now=2.0, gpu_used_mib=101) is PressureState.FULL
-    assert refused(bench.guard)
-    assert bench.engine.sent == []
-    assert await bench.look(50, now=4.0, gpu_used_mib=90) is PressureState.SHEDDING
-    assert not refused(bench.guard)
+    monitor.engine.become(parked_mib=40)
+    assert await monitor.look(50, now=2.0, gpu_used_mib=101) is PressureState.FULL
+    assert refused(monitor.guard)
+    assert monitor.engine.sent == []
+    assert await monitor.look(50, now=4.0, gpu_used_mib=90) is PressureState.SHEDDING
+    assert not refused(monitor.guard)
 
 
-async def test_failed_measurement_is_retried(bench: Bench) -> None:
+async def test_failed_measurement_is_retried(monitor: MonitorHarness) -> None:
     """It is measured again after a wait; until then nothing is known, and no turn is refused for what was."""
-    bench.engine.become(parked_mib=10)
-    await bench.look(120, now=2.0)
-    bench.fault = ValueError("a line of /proc that was not expected")
-    bench.wake.set()
+    monitor.engine.become(parked_mib=10)
+    await monitor.look(120, now=2.0)
+    monitor.fault = ValueError("a line of /proc that was not expected")
+    monitor.wake.set()
     with capture_logs() as logs:
-        await bench.looked()
+        await monitor.looked()
     assert [line["event"] for line in logs] == ["task_restarts"]
-    assert bench.sleeps_s[-1] == RESTART_MIN_S
-    bench.fault = None
-    assert await bench.look(120, now=6.0) is PressureState.SHEDDING
-    assert bench.engine.sent == [KvRamLimit(0), KvRamLimit(None), KvRamLimit(0)]
+    assert monitor.sleeps_s[-1] == RESTART_MIN_S
+    monitor.fault = None
+    assert await monitor.look(120, now=6.0) is PressureState.SHEDDING
+    assert monitor.engine.sent == [KvRamLimit(0), KvRamLimit(None), KvRamLimit(0)]
 
 
 async def test_engines_keep_equal_shares() -> None:
     """Its parked KV is released; an engine that is not ready is sent nothing."""
-    bench = Bench(engines=[FakeEngine(), FakeEngine(), FakeEngine()])
-    for engine, parked_mib in zip(bench.engines, (30, 10, 0), strict=True):
+    monitor = MonitorHarness(engines=[FakeEngine(), FakeEngine(), FakeEngine()])
+    for engine, parked_mib in zip(monitor.engines, (30, 10, 0), strict=True):
         engine.become(parked_mib=parked_mib)
-    bench.tell()
-    await bench.looked()
-    await bench.look(110, now=2.0)
-    assert [engine.sent for engine in bench.engines] == [[KvRamLimit(15 * MIB)], [KvRamLimit(5 * MIB)], [KvRamLimit(0)]]
-    await bench.guard.close()
+    monitor.tell()
+    await monitor.looked()
+    await monitor.look(110, now=2.0)
+    assert [engine.sent for engine in monitor.engines] == [
+        [KvRamLimit(15 * MIB)],
+        [KvRamLimit(5 * MIB)],
+        [KvRamLimit(0)],
+    ]
+    await monitor.guard.close()
 
 
-async def test_measurement_interval(bench: Bench) -> None:
+async def test_measurement_interval(monitor: MonitorHarness) -> None:
     """Else now and then."""
-    bench.engine.become(running=1)
-    await bench.look(50, now=2.0)
-    bench.engine.become(running=0)
-    await bench.look(50, now=4.0)
-    await bench.look(101, now=34.0)
-    assert bench.sleeps_s == [IDLE_EVERY_S, BUSY_EVERY_S, IDLE_EVERY_S, BUSY_EVERY_S]
+    monitor.engine.become(running=1)
+    await monitor.look(50, now=2.0)
+    monitor.engine.become(running=0)
+    await monitor.look(50, now=4.0)
+    await monitor.look(101, now=34.0)
+    assert monitor.sleeps_s == [IDLE_EVERY_S, BUSY_EVERY_S, IDLE_EVERY_S, BUSY_EVERY_S]
 
 
 @pytest.mark.parametrize("state", [state for state in EngineState if state is not EngineState.READY])
-async def test_without_a_ready_engine_nothing_is_measured(bench: Bench, state: EngineState) -> None:
+async def test_without_a_ready_engine_nothing_is_measured(monitor: MonitorHarness, state: EngineState) -> None:
     """What it used is free; a turn that would wake it must not be kept away. The next engine is looked at at once."""
-    await bench.look(101, now=2.0)
-    assert refused(bench.guard)
-    bench.engine.become(state)
-    bench.tell()
-    assert not refused(bench.guard)
-    assert bench.shown("pressure", state="easy") == 1
-    looks = bench.looks
-    bench.wake.set()
+    await monitor.look(101, now=2.0)
+    assert refused(monitor.guard)
+    monitor.engine.become(state)
+    monitor.tell()
+    assert not refused(monitor.guard)
+    assert monitor.shown("pressure", state="easy") == 1
+    looks = monitor.looks
+    monitor.wake.set()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert bench.looks == looks
-    assert "watching=False" in repr(bench.guard)
-    bench.wake.clear()
-    bench.engine.become()
-    bench.tell()
-    await bench.looked()
-    assert refused(bench.guard)
+    assert monitor.looks == looks
+    assert "watching=False" in repr(monitor.guard)
+    monitor.wake.clear()
+    monitor.engine.become()
+    monitor.tell()
+    await monitor.looked()
+    assert refused(monitor.guard)
 
 
 async def test_measures_while_any_engine_is_ready() -> None:
     """Whichever it is."""
-    bench = Bench(engines=[FakeEngine(), FakeEngine()])
-    bench.tell()
-    await bench.looked()
-    await bench.look(101, now=2.0)
-    bench.engine.become(EngineState.ASLEEP)
-    bench.tell()
-    assert refused(bench.guard)
-    bench.engines[1].become(EngineState.BACKOFF)
-    bench.tell()
-    assert not refused(bench.guard)
-    await bench.guard.close()
+    monitor = MonitorHarness(engines=[FakeEngine(), FakeEngine()])
+    monitor.tell()
+    await monitor.looked()
+    await monitor.look(101, now=2.0)
+    monitor.engine.become(EngineState.ASLEEP)
+    monitor.tell()
+    assert refused(monitor.guard)
+    monitor.engines[1].become(EngineState.BACKOFF)
+    monitor.tell()
+    assert not refused(monitor.guard)
+    await monitor.guard.close()
 
 
-async def test_vanished_engine_is_detected(bench: Bench) -> None:
+async def test_vanished_engine_is_detected(monitor: MonitorHarness) -> None:
     """At the next measurement; a replaced one notifies no engine."""
-    await bench.look(101, now=2.0)
-    bench.engine.become(EngineState.STOPPED)
-    bench.wake.set()
+    await monitor.look(101, now=2.0)
+    monitor.engine.become(EngineState.STOPPED)
+    monitor.wake.set()
     async with asyncio.timeout(60):
-        while "watching=True" in repr(bench.guard):  # noqa: ASYNC110 - it ends without an event
+        while "watching=True" in repr(monitor.guard):  # noqa: ASYNC110 - it ends without an event
             await asyncio.sleep(0)
-    assert (bench.looks, refused(bench.guard)) == (2, False)
+    assert (monitor.looks, refused(monitor.guard)) == (2, False)
 
 
-async def test_where_memory_cannot_be_read_nothing_is_refused(bench: Bench) -> None:
+async def test_where_memory_cannot_be_read_nothing_is_refused(monitor: MonitorHarness) -> None:
     """The metrics show no figures."""
-    assert await bench.look(None, now=2.0) is PressureState.EASY
-    used_bytes = bench.shown("used_bytes")
+    assert await monitor.look(None, now=2.0) is PressureState.EASY
+    used_bytes = monitor.shown("used_bytes")
     assert used_bytes is not None
     assert used_bytes != used_bytes  # noqa: PLR0124 - NaN
 

@@ -1,4 +1,4 @@
-"""What counts towards which ceiling, as the settings have it."""
+"""What counts towards which memory limit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PARKED = EngineStatus(EngineState.READY, pid=7, parked_bytes=90, parked_ram_byte
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Set what the kernel says; nothing is limited or known before."""
+    """Set the kernel's figures; by default none is known."""
 
     def say(
         *, group: MemoryLimit | None = None, machine: MemoryLimit | None = None, **processes: ResidentMemory

@@ -1,4 +1,4 @@
-"""Which models are in memory: who is let in, and who makes way."""
+"""Which models are resident: admission and eviction."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Engine:
-    """A model's engine without one; it makes way when the test says so, or at once."""
+class FakeResident:
+    """A model without an engine; it is evicted when the test says so, or at once."""
 
     name: str
     last_used_s: float = 0.0
@@ -38,11 +38,11 @@ class Engine:
     was_asked: asyncio.Event = field(default_factory=asyncio.Event)
 
     def delay(self, seconds: float) -> None:
-        """Keep how long."""
+        """Record the delay."""
         self.delays_s.append(seconds)
 
     async def evict(self) -> None:
-        """Give up memory."""
+        """Free the memory."""
         self.asked += 1
         self.was_asked.set()
         if not self.at_once:
@@ -51,7 +51,7 @@ class Engine:
 
 
 @dataclass
-class House:
+class CacheHarness:
     """A cache for so many models; an admitted model counts as loaded."""
 
     room: int = 1
@@ -62,7 +62,7 @@ class House:
     refusal: InferenceCenterError | None = None
 
     def __post_init__(self) -> None:
-        self.residency: ModelCache[Engine] = ModelCache(
+        self.residency: ModelCache[FakeResident] = ModelCache(
             max_resident=self.max_resident,
             min_residency_s=self.min_residency_s,
             fits=self.fits,
@@ -70,24 +70,24 @@ class House:
             monotonic=lambda: self.now_s,
         )
 
-    def engine(self, name: str, *, loaded: bool = False, **fields: object) -> Engine:
-        """Return an engine that the residency knows."""
-        engine = Engine(name, holds_memory=loaded, **fields)  # type: ignore[arg-type]
+    def engine(self, name: str, *, loaded: bool = False, **fields: object) -> FakeResident:
+        """Return an engine that the cache knows."""
+        engine = FakeResident(name, holds_memory=loaded, **fields)  # type: ignore[arg-type]
         self.residency.add(engine)
         return engine
 
-    async def fits(self, _engine: Engine, others: Sequence[Engine]) -> bool:
-        """Tell whether there is room beside others."""
+    async def fits(self, _engine: FakeResident, others: Sequence[FakeResident]) -> bool:
+        """Whether there is room beside others."""
         if self.refusal is not None:
             raise self.refusal
         return len(others) < self.room
 
     def changed(self) -> None:
-        """Count."""
+        """Count the change."""
         self.changes += 1
 
-    async def enter(self, engine: Engine) -> bool:
-        """Let an engine in, and load it."""
+    async def enter(self, engine: FakeResident) -> bool:
+        """Admit an engine, and load it."""
         admitted = await self.residency.admit(engine)
         if admitted:
             engine.holds_memory, engine.loaded_at_s, engine.users = True, self.now_s, engine.clients
@@ -96,7 +96,7 @@ class House:
 
 async def test_model_that_fits_is_admitted() -> None:
     """No model is evicted."""
-    house = House(room=2)
+    house = CacheHarness(room=2)
     first, second = house.engine("first", loaded=True), house.engine("second")
     assert await house.enter(second)
     assert (first.asked, first.holds_memory) == (0, True)
@@ -104,7 +104,7 @@ async def test_model_that_fits_is_admitted() -> None:
 
 async def test_least_recently_used_model_is_evicted() -> None:
     """Of the idle ones; what is not loaded is not asked."""
-    house = House(room=2)
+    house = CacheHarness(room=2)
     old = house.engine("old", loaded=True, last_used_s=1.0)
     house.engine("busy", loaded=True, last_used_s=0.5, busy=True)
     unloaded = house.engine("unloaded", last_used_s=0.0)
@@ -115,7 +115,7 @@ async def test_least_recently_used_model_is_evicted() -> None:
 
 async def test_busy_model_is_evicted_if_all_are_busy() -> None:
     """The one that was asked longest ago."""
-    house = House()
+    house = CacheHarness()
     busy = [house.engine(str(number), loaded=True, last_used_s=float(number), busy=True) for number in (2, 1)]
     assert await house.enter(house.engine("new"))
     assert [engine.asked for engine in busy] == [1, 1]
@@ -123,7 +123,7 @@ async def test_busy_model_is_evicted_if_all_are_busy() -> None:
 
 async def test_number_of_resident_models_is_limited() -> None:
     """It holds however much would fit."""
-    house = House(room=100, max_resident=2)
+    house = CacheHarness(room=100, max_resident=2)
     first, second = (house.engine(str(number), loaded=True, last_used_s=float(number)) for number in range(2))
     assert await house.enter(house.engine("third"))
     assert (first.holds_memory, second.holds_memory) == (False, True)
@@ -132,7 +132,7 @@ async def test_number_of_resident_models_is_limited() -> None:
 @pytest.mark.parametrize("max_resident", [0, 1])
 async def test_model_that_fits_nowhere_evicts_none(max_resident: int) -> None:
     """The caller gets the reason, with others loaded and alone; the next model is admitted as usual."""
-    house = House(max_resident=max_resident, refusal=InferenceCenterError(ErrorCode.INVALID_CONFIG, "too large"))
+    house = CacheHarness(max_resident=max_resident, refusal=InferenceCenterError(ErrorCode.INVALID_CONFIG, "too large"))
     other = house.engine("other", loaded=True)
     for is_loaded in (False, True):
         other.holds_memory = is_loaded
@@ -146,7 +146,7 @@ async def test_model_that_fits_nowhere_evicts_none(max_resident: int) -> None:
 
 async def test_oversized_model_is_admitted_alone() -> None:
     """Its plan does with what there is."""
-    house = House(room=0)
+    house = CacheHarness(room=0)
     other = house.engine("other", loaded=True)
     assert await house.enter(house.engine("huge"))
     assert not other.holds_memory
@@ -154,7 +154,7 @@ async def test_oversized_model_is_admitted_alone() -> None:
 
 async def test_withdrawn_demand_is_not_admitted() -> None:
     """No model is evicted for it; nor is it loaded when another was evicted meanwhile."""
-    house = House()
+    house = CacheHarness()
     other = house.engine("other", loaded=True, at_once=False)
     assert not await house.enter(house.engine("idle", wanted=False))
     assert other.asked == 0
@@ -176,46 +176,46 @@ async def test_withdrawn_demand_is_not_admitted() -> None:
 
 async def test_admission_is_first_in_first_out() -> None:
     """A later request does not overtake a waiting one."""
-    house = House()
+    house = CacheHarness()
     other = house.engine("other", loaded=True, at_once=False)
-    entered: list[str] = []
+    admitted: list[str] = []
 
-    async def enter(engine: Engine) -> None:
+    async def enter(engine: FakeResident) -> None:
         if await house.enter(engine):
-            entered.append(engine.name)
+            admitted.append(engine.name)
 
     tasks = TaskGroup("test")
     asking = [tasks.spawn(enter(house.engine(name)), name=name) for name in ("first", "second")]
     await other.was_asked.wait()
-    assert entered == []
+    assert admitted == []
     other.gone.set()
     await asyncio.gather(*asking)
-    assert entered == ["first", "second"]
+    assert admitted == ["first", "second"]
 
 
 async def test_removed_model_is_not_evicted() -> None:
     """A model whose entry went away makes no way."""
-    house = House()
+    house = CacheHarness()
     gone = house.engine("gone", loaded=True)
     house.residency.remove(gone)
     assert await house.enter(house.engine("new"))
     assert gone.asked == 0
 
 
-async def turn_loop() -> None:
-    """Let whatever can go on do so."""
+async def run_loop() -> None:
+    """Run the event loop until nothing is pending."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
 async def test_model_of_another_client_has_a_minimum_residency(clock_with_timeouts: LoopClock) -> None:
     """A model that wants its place waits until it has been loaded for so long, and hears how long that is."""
-    house, tasks = House(min_residency_s=30.0), TaskGroup("test")
+    house, tasks = CacheHarness(min_residency_s=30.0), TaskGroup("test")
     loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset({"ada", "eve"}))
     new = house.engine("new", clients=frozenset({"eve"}))
     house.now_s = 10.0
-    entering = tasks.spawn(entered(house, new), name="enter")
-    await turn_loop()
+    entering = tasks.spawn(admitted(house, new), name="enter")
+    await run_loop()
     assert (loaded.asked, new.delays_s) == (0, [20.0])
     house.now_s = 30.0
     await clock_with_timeouts.go_on(20.0)
@@ -223,8 +223,8 @@ async def test_model_of_another_client_has_a_minimum_residency(clock_with_timeou
     assert (loaded.asked, new.holds_memory) == (1, True)
 
 
-async def entered(house: House, engine: Engine) -> None:
-    """Let an engine in."""
+async def admitted(house: CacheHarness, engine: FakeResident) -> None:
+    """Admit an engine."""
     await house.enter(engine)
 
 
@@ -234,7 +234,7 @@ async def entered(house: House, engine: Engine) -> None:
 )
 async def test_model_of_the_same_client_is_evicted_at_once(users: set[str], clients: set[str], *, urgent: bool) -> None:
     """So does every model where an operator wants another."""
-    house = House(min_residency_s=30.0)
+    house = CacheHarness(min_residency_s=30.0)
     loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset(users))
     assert await house.enter(house.engine("new", clients=frozenset(clients), is_urgent=urgent))
     assert not loaded.holds_memory
@@ -242,7 +242,7 @@ async def test_model_of_the_same_client_is_evicted_at_once(users: set[str], clie
 
 async def test_model_past_its_minimum_residency_is_evicted_first() -> None:
     """Also if it is busy, and was used later."""
-    house = House(room=2, min_residency_s=30.0, now_s=40.0)
+    house = CacheHarness(room=2, min_residency_s=30.0, now_s=40.0)
     ada = frozenset({"ada"})
     old = house.engine("old", loaded=True, loaded_at_s=0.0, users=ada, busy=True, last_used_s=39.0)
     new = house.engine("new", loaded=True, loaded_at_s=39.0, users=ada)
@@ -252,10 +252,10 @@ async def test_model_past_its_minimum_residency_is_evicted_first() -> None:
 
 async def test_admission_is_fair_between_clients() -> None:
     """Of those that ask, the one whose client was served longest ago is next, however many another asked for before."""
-    house, tasks, order = House(), TaskGroup("test"), []
+    house, tasks, order = CacheHarness(), TaskGroup("test"), []
     gate = house.engine("gate", loaded=True, at_once=False)
 
-    async def enter(engine: Engine) -> None:
+    async def enter(engine: FakeResident) -> None:
         await house.enter(engine)
         order.append(engine.name)
 
@@ -264,7 +264,7 @@ async def test_admission_is_fair_between_clients() -> None:
         for name, client in (("e1", "eve"), ("e2", "eve"), ("e3", "eve"), ("a1", "ada"), ("b1", "bob"))
     ]
     await gate.was_asked.wait()
-    await turn_loop()
+    await run_loop()
     gate.gone.set()
     await asyncio.wait_for(asyncio.gather(*asking), 60)
     assert order == ["e1", "a1", "b1", "e2", "e3"]
@@ -272,14 +272,14 @@ async def test_admission_is_fair_between_clients() -> None:
 
 async def test_withdrawn_demand_unblocks_the_next() -> None:
     """It waited for its time, and one that waits behind it need not."""
-    house, tasks = House(min_residency_s=30.0), TaskGroup("test")
+    house, tasks = CacheHarness(min_residency_s=30.0), TaskGroup("test")
     ada = frozenset({"ada"})
     house.engine("loaded", loaded=True, loaded_at_s=0.0, users=ada)
     first, second = house.engine("first", clients=frozenset({"eve"})), house.engine("second", clients=ada)
-    tasks.spawn(entered(house, first), name="first")
-    await turn_loop()
-    entering = tasks.spawn(entered(house, second), name="second")
-    await turn_loop()
+    tasks.spawn(admitted(house, first), name="first")
+    await run_loop()
+    entering = tasks.spawn(admitted(house, second), name="second")
+    await run_loop()
     assert not second.holds_memory
     first.wanted = False
     house.residency.reevaluate()

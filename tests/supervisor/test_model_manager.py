@@ -1,4 +1,4 @@
-"""Several models: which are loaded, which is the default, and what happens to turns when that changes."""
+"""Several models: which are loaded, which is the default, and how turns follow changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from inferencecenter.models.registry import ModelSpec, Registry
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
 from inferencecenter.supervisor.supervisor import Supervisor
 from tests.supervisor import stub_engine
-from tests.supervisor.harness import TIMEOUT_S, Heard, order
+from tests.supervisor.harness import TIMEOUT_S, RecordingTurn, order
 from tests.supervisor.stub_engine import answer
 
 if TYPE_CHECKING:
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from inferencecenter.supervisor.planning import Planner
 
 
-class Room:
-    """A planner that knows of no memory; a house of so many models is full, and a huge one fits into none."""
+class FakePlanner:
+    """A planner with room for a number of models; a huge one never fits."""
 
     def __init__(self, limit: int, fault: Callable[[], Exception | None]) -> None:
         self._limit = limit
         self._fault = fault
 
     def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
-        """Tell whether there is room beside others."""
+        """Whether there is room beside others."""
         if (fault := self._fault()) is not None:
             raise fault
         if options.model_name == "huge":
@@ -52,21 +52,21 @@ class Room:
 
 
 @dataclass(eq=False)
-class Turn(Heard):
-    """A turn that is submitted again, to the default, when it is recalled."""
+class RecallableTurn(RecordingTurn):
+    """A turn that is resubmitted to the default model when it is recalled."""
 
     models: ModelManager | None = None
 
     def resubmit(self) -> None:
-        """Submit it to the model of now."""
+        """Submit it to the current default."""
         super().resubmit()
         assert self.models is not None
         self.models.engine(self.models.default).submit(self)
 
 
 @dataclass
-class Fleet:
-    """Models whose engines answer with letters; two fit beside each other unless the test says otherwise."""
+class ManagerHarness:
+    """Models whose engines answer with letters; two fit together unless the test says otherwise."""
 
     folder: Path
     room: int = 2
@@ -87,7 +87,7 @@ class Fleet:
         self.models.subscribe_swaps(self._swapped)
 
     def spec(self, name: str, **engine: object) -> ModelSpec:
-        """Return an entry; its name says how loading goes."""
+        """Return an entry; its name says how loading ends."""
         settings = EngineSettings.model_validate({"swap_patience_s": self.patience_s} | engine)
         return ModelSpec(name=name, path=Path(name), engine=settings, params={"temp": len(name)}, lora=())
 
@@ -97,7 +97,7 @@ class Fleet:
         return Registry(default, specs)
 
     def make(self, spec: ModelSpec, admit: Callable[[ManagedModel], Awaitable[bool]]) -> ManagedModel:
-        """Build a model with the engine that answers with letters."""
+        """Build a model with the stub engine."""
 
         async def may_load() -> bool:
             return await admit(model)
@@ -114,7 +114,7 @@ class Fleet:
             ),
             admit=may_load,
         )
-        model = ManagedModel(spec, cast("Planner", Room(self.room, lambda: self.fault)), supervisor)
+        model = ManagedModel(spec, cast("Planner", FakePlanner(self.room, lambda: self.fault)), supervisor)
         return model
 
     def _see(self, name: str, status: EngineStatus) -> None:
@@ -126,12 +126,12 @@ class Fleet:
         self.news.set()
 
     def tell(self, swap: Swap) -> None:
-        """Be the one who asked for a swap."""
+        """Record the progress of a swap."""
         self.swaps.append(swap)
         self.news.set()
 
     def watch(self, supervisor: Supervisor) -> Supervisor:
-        """Take note of what becomes of an engine whose model is another now."""
+        """Observe an engine whose entry has changed."""
         supervisor.subscribe(lambda _: self.news.set())
         return supervisor
 
@@ -141,7 +141,7 @@ class Fleet:
         return status.state if status else None
 
     async def until(self, holds: Callable[[], bool]) -> None:
-        """Wait for something to be so."""
+        """Wait for a condition."""
         async with asyncio.timeout(TIMEOUT_S):
             while not holds():
                 self.news.clear()
@@ -152,16 +152,16 @@ class Fleet:
         await self.until(lambda: self.state(name) is EngineState.READY)
 
     async def swap(self, name: str) -> Swap:
-        """Swap, and return how that ended."""
+        """Swap, and return the result."""
         self.models.swap(name, self.tell)
         await self.until(lambda: bool(self.swaps) and self.swaps[-1].phase in ("done", "failed"))
         return self.swaps[-1]
 
     def submit(
         self, turn_id: str, n: int, *, model: str | None = None, how: str = "count", client_id: str = "ada"
-    ) -> Turn:
-        """Ask for ``n`` letters."""
-        turn = Turn(order(turn_id, f"{how} {n}", client_id=client_id), models=self.models)
+    ) -> RecallableTurn:
+        """Submit a turn of ``n`` letters."""
+        turn = RecallableTurn(order(turn_id, f"{how} {n}", client_id=client_id), models=self.models)
         self.models.engine(model or self.models.default).submit(turn)
         return turn
 
@@ -172,8 +172,8 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
     made: list[Fleet] = []
 
-    def make(**fields: object) -> Fleet:
-        found = Fleet(tmp_path, **fields)  # type: ignore[arg-type]
+    def make(**fields: object) -> ManagerHarness:
+        found = ManagerHarness(tmp_path, **fields)  # type: ignore[arg-type]
         found.models.start()
         made.append(found)
         return found
@@ -183,16 +183,16 @@ async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
         await each.models.stop()
 
 
-async def ended(turn: Turn) -> str:
-    """Wait for a turn's end, and return what it said."""
+async def ended(turn: RecallableTurn) -> str:
+    """Wait for a turn's end, and return its text."""
     await asyncio.wait_for(turn.ended.wait(), TIMEOUT_S)
     assert len(turn.terminal) == 1
     return turn.text
 
 
-async def test_model_is_loaded_on_demand(fleet: Callable[..., Fleet]) -> None:
+async def test_model_is_loaded_on_demand(make_manager: Callable[..., ManagerHarness]) -> None:
     """The default at the start; of the other there is only its entry until then, and it stays beside the first."""
-    house = fleet()
+    house = make_manager()
     await house.ready("first")
     assert [(each.name, each.default, each.state) for each in house.models.describe()] == [
         ("first", True, "loaded"),
@@ -205,9 +205,9 @@ async def test_model_is_loaded_on_demand(fleet: Callable[..., Fleet]) -> None:
     assert house.models.default == "first"
 
 
-async def test_unknown_model_is_not_found(fleet: Callable[..., Fleet]) -> None:
+async def test_unknown_model_is_not_found(make_manager: Callable[..., ManagerHarness]) -> None:
     """Whatever is asked of it; the answer names those that there are."""
-    house = fleet()
+    house = make_manager()
     asked: list[Callable[[], object]] = [
         lambda: house.models.engine("third"),
         lambda: house.models.ensure_loaded("third"),
@@ -221,9 +221,9 @@ async def test_unknown_model_is_not_found(fleet: Callable[..., Fleet]) -> None:
         assert refusal.value.hint == "There are first, second."
 
 
-async def test_swap_does_not_interrupt_turns(fleet: Callable[..., Fleet]) -> None:
+async def test_swap_does_not_interrupt_turns(make_manager: Callable[..., ManagerHarness]) -> None:
     """Beside each other: running turns end where they began, what comes afterwards goes to the new default."""
-    house = fleet()
+    house = make_manager()
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
@@ -238,9 +238,9 @@ async def test_swap_does_not_interrupt_turns(fleet: Callable[..., Fleet]) -> Non
     assert (running.interruptions, running.recalls) == (0, 0)
 
 
-async def test_a_swap_without_room_waits_for_running_turns(fleet: Callable[..., Fleet]) -> None:
+async def test_a_swap_without_room_waits_for_running_turns(make_manager: Callable[..., ManagerHarness]) -> None:
     """Those end first; what comes meanwhile waits, and is answered by the new model."""
-    house = fleet(room=1)
+    house = make_manager(room=1)
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
@@ -255,9 +255,9 @@ async def test_a_swap_without_room_waits_for_running_turns(fleet: Callable[..., 
     assert house.state("first") is EngineState.ASLEEP
 
 
-async def test_swap_patience_interrupts_a_long_turn(fleet: Callable[..., Fleet]) -> None:
+async def test_swap_patience_interrupts_a_long_turn(make_manager: Callable[..., ManagerHarness]) -> None:
     """A turn that takes too long is interrupted; it goes on with its model, for which the next one makes way."""
-    house = fleet(room=1, patience_s=0.05)
+    house = make_manager(room=1, patience_s=0.05)
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
@@ -274,9 +274,9 @@ async def test_swap_patience_interrupts_a_long_turn(fleet: Callable[..., Fleet])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 2])
-async def test_failed_swap_keeps_the_old_model(fleet: Callable[..., Fleet], room: int) -> None:
+async def test_failed_swap_keeps_the_old_model(make_manager: Callable[..., ManagerHarness], room: int) -> None:
     """It is said why, the old one is loaded again if it had to go, and the next attempt starts from the beginning."""
-    house = fleet(room=room, names=("first", "refuse -1", "second"))
+    house = make_manager(room=room, names=("first", "refuse -1", "second"))
     await house.ready("first")
     failed = await house.swap("refuse -1")
     assert (failed.phase, failed.model) == ("failed", "refuse -1")
@@ -291,9 +291,9 @@ async def test_failed_swap_keeps_the_old_model(fleet: Callable[..., Fleet], room
 
 
 @pytest.mark.parametrize("room", [1, 2])
-async def test_oversized_model_evicts_none(fleet: Callable[..., Fleet], room: int) -> None:
+async def test_oversized_model_evicts_none(make_manager: Callable[..., ManagerHarness], room: int) -> None:
     """No model is evicted and none started for it; callers get the reason, and may retry."""
-    house = fleet(room=room, names=("first", "huge", "second"))
+    house = make_manager(room=room, names=("first", "huge", "second"))
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
@@ -314,9 +314,9 @@ async def test_oversized_model_evicts_none(fleet: Callable[..., Fleet], room: in
     assert (await house.swap("second")).phase == "done"
 
 
-async def test_a_swap_ends_whatever_planning_raises(fleet: Callable[..., Fleet]) -> None:
+async def test_a_swap_ends_whatever_planning_raises(make_manager: Callable[..., ManagerHarness]) -> None:
     """The asker is told why, the lock is free for the next swap, and the old default answers, also after sleeping."""
-    house = fleet(names=("first", "odd", "second"))
+    house = make_manager(names=("first", "odd", "second"))
     await house.ready("first")
     failed = await house.swap("odd")
     assert (failed.phase, failed.model) == ("failed", "odd")
@@ -330,10 +330,10 @@ async def test_a_swap_ends_whatever_planning_raises(fleet: Callable[..., Fleet])
 
 
 async def test_a_swap_ends_when_its_model_cannot_be_made(
-    fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch
+    make_manager: Callable[..., ManagerHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one whose first plan names a GPU that is gone: the asker is told, and the old default goes on."""
-    house = fleet()
+    house = make_manager()
     await house.ready("first")
 
     def fail(*_: object) -> ManagedModel:
@@ -345,9 +345,9 @@ async def test_a_swap_ends_when_its_model_cannot_be_made(
 
 
 @pytest.mark.slow
-async def test_request_for_an_unloadable_model_gets_the_reason(fleet: Callable[..., Fleet]) -> None:
+async def test_request_for_an_unloadable_model_gets_the_reason(make_manager: Callable[..., ManagerHarness]) -> None:
     """The call after that tries again."""
-    house = fleet(names=("first", "refuse -1"))
+    house = make_manager(names=("first", "refuse -1"))
     await house.ready("first")
     house.models.ensure_loaded("refuse -1")
     await house.until(lambda: house.state("refuse -1") is EngineState.FAILED)
@@ -358,8 +358,8 @@ async def test_request_for_an_unloadable_model_gets_the_reason(fleet: Callable[.
     await house.until(lambda: house.state("refuse -1") is EngineState.FAILED)
 
 
-async def give_up(house: Fleet, name: str) -> None:
-    """Kill a model's engines until it gets no other."""
+async def give_up(house: ManagerHarness, name: str) -> None:
+    """Kill a model's engines until it is given up."""
     for _ in range(2):
         await house.ready(name)
         pid = house.models.engine(name).status.pid
@@ -370,9 +370,9 @@ async def give_up(house: Fleet, name: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["reload", "reload of another entry", "swap"])
-async def test_given_up_engine_is_revived(fleet: Callable[..., Fleet], how: str) -> None:
+async def test_given_up_engine_is_revived(make_manager: Callable[..., ManagerHarness], how: str) -> None:
     """By a reload, also one that changes its entry, and by loading it: it is loaded at once, and turns run again."""
-    house = fleet()
+    house = make_manager()
     await give_up(house, "first")
     with pytest.raises(InferenceCenterError) as refusal:
         house.submit("t1", 3)
@@ -390,12 +390,12 @@ async def test_given_up_engine_is_revived(fleet: Callable[..., Fleet], how: str)
     assert not house.models.engine("first").given_up
 
 
-async def test_begun_answers_wait_for_their_model(fleet: Callable[..., Fleet]) -> None:
+async def test_begun_answers_wait_for_their_model(make_manager: Callable[..., ManagerHarness]) -> None:
     """One that could not be loaded keeps them until it is asked for again; those that said nothing hear why."""
-    house = fleet(names=("first", "huge"), room=2)
+    house = make_manager(names=("first", "huge"), room=2)
     await house.ready("first")
-    begun = Turn(order("t1", "count 3", answer=pack_tokens([0])), models=house.models)
-    silent = Turn(order("t2", "count 3"), models=house.models)
+    begun = RecallableTurn(order("t1", "count 3", answer=pack_tokens([0])), models=house.models)
+    silent = RecallableTurn(order("t2", "count 3"), models=house.models)
     for turn in (begun, silent):
         house.models.engine("huge").submit(turn)
     await house.until(lambda: house.state("huge") is EngineState.FAILED)
@@ -407,9 +407,9 @@ async def test_begun_answers_wait_for_their_model(fleet: Callable[..., Fleet]) -
     assert begun.recalls == 1
 
 
-async def test_model_recovers_when_its_device_returns(fleet: Callable[..., Fleet]) -> None:
+async def test_model_recovers_when_its_device_returns(make_manager: Callable[..., ManagerHarness]) -> None:
     """Its waking turn hears why, loading it fails with the reason, and it is ready again when the device is."""
-    house = fleet(names=("first", "second"))
+    house = make_manager(names=("first", "second"))
     await house.ready("first")
     await ended(house.submit("t1", 1, model="second"))
     house.models.unload("second")
@@ -427,9 +427,11 @@ async def test_model_recovers_when_its_device_returns(fleet: Callable[..., Fleet
     assert await ended(house.submit("t3", 1, model="second")) == answer(1)
 
 
-async def test_a_swap_that_meets_a_defect_ends(fleet: Callable[..., Fleet], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_swap_that_meets_a_defect_ends(
+    make_manager: Callable[..., ManagerHarness], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its client is told, the lock on changes is free, and the next swap is done."""
-    house = fleet()
+    house = make_manager()
     await house.ready("first")
 
     async def fail(*_: object) -> str | None:
@@ -443,9 +445,9 @@ async def test_a_swap_that_meets_a_defect_ends(fleet: Callable[..., Fleet], monk
     assert (await house.swap("second")).phase == "done"
 
 
-async def test_one_swap_at_a_time(fleet: Callable[..., Fleet]) -> None:
+async def test_one_swap_at_a_time(make_manager: Callable[..., ManagerHarness]) -> None:
     """Another is refused until it is over; one to the default itself is done at once."""
-    house = fleet()
+    house = make_manager()
     await house.ready("first")
     house.models.swap("second", house.tell)
     await asyncio.sleep(0)
@@ -458,9 +460,9 @@ async def test_one_swap_at_a_time(fleet: Callable[..., Fleet]) -> None:
     assert house.changed == ["second", "second"]
 
 
-async def test_least_recently_used_model_is_evicted(fleet: Callable[..., Fleet]) -> None:
+async def test_least_recently_used_model_is_evicted(make_manager: Callable[..., ManagerHarness]) -> None:
     """A third model comes in its place; it is loaded again when it is wanted."""
-    house = fleet(names=("first", "second", "third"))
+    house = make_manager(names=("first", "second", "third"))
     await house.ready("first")
     await ended(house.submit("t1", 1, model="second"))
     await ended(house.submit("t2", 1, model="first"))
@@ -474,9 +476,9 @@ async def test_least_recently_used_model_is_evicted(fleet: Callable[..., Fleet])
     assert house.state("first") is EngineState.ASLEEP
 
 
-async def test_one_client_does_not_evict_the_model_of_another(fleet: Callable[..., Fleet]) -> None:
+async def test_one_client_does_not_evict_the_model_of_another(make_manager: Callable[..., ManagerHarness]) -> None:
     """Its turn waits while the others' model is new, and hears so; an operator's load does not, and stays too."""
-    house = fleet(room=1, min_residency_s=3600.0, names=("first", "second", "third"))
+    house = make_manager(room=1, min_residency_s=3600.0, names=("first", "second", "third"))
     await house.ready("first")
     await ended(house.submit("t1", 1, client_id="ada"))
     waiting = house.submit("t2", 2, model="second", client_id="eve")
@@ -490,9 +492,9 @@ async def test_one_client_does_not_evict_the_model_of_another(fleet: Callable[..
     assert await ended(waiting) == answer(2)
 
 
-async def test_a_swap_ends_also_where_its_model_makes_way_at_once(fleet: Callable[..., Fleet]) -> None:
+async def test_a_swap_ends_also_where_its_model_makes_way_at_once(make_manager: Callable[..., ManagerHarness]) -> None:
     """It was ready, if only for a moment: the turn of another model that waited for its place runs."""
-    house = fleet(room=1, names=("first", "second", "third"))
+    house = make_manager(room=1, names=("first", "second", "third"))
     await house.ready("first")
     for number in range(3):
         waiting = house.submit(f"t{number}", 2, model="second", client_id="eve")
@@ -503,9 +505,9 @@ async def test_a_swap_ends_also_where_its_model_makes_way_at_once(fleet: Callabl
         assert (await house.swap("first")).phase == "done"
 
 
-async def test_only_user_of_a_model_can_evict_it_at_once(fleet: Callable[..., Fleet]) -> None:
+async def test_only_user_of_a_model_can_evict_it_at_once(make_manager: Callable[..., ManagerHarness]) -> None:
     """Naming models in turn costs the others nothing then."""
-    house = fleet(room=1, min_residency_s=3600.0)
+    house = make_manager(room=1, min_residency_s=3600.0)
     await house.ready("first")
     for number, name in enumerate(("first", "second", "first")):
         assert await ended(house.submit(f"t{number}", 2, model=name, client_id="eve")) == answer(2)
@@ -513,9 +515,9 @@ async def test_only_user_of_a_model_can_evict_it_at_once(fleet: Callable[..., Fl
     await house.ready("second")
 
 
-async def test_unloaded_model_is_loaded_on_demand(fleet: Callable[..., Fleet]) -> None:
+async def test_unloaded_model_is_loaded_on_demand(make_manager: Callable[..., ManagerHarness]) -> None:
     """Its running turn ends first; a model that was never requested has nothing to unload."""
-    house = fleet()
+    house = make_manager()
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
     await asyncio.wait_for(running.spoke.wait(), TIMEOUT_S)
@@ -527,9 +529,9 @@ async def test_unloaded_model_is_loaded_on_demand(fleet: Callable[..., Fleet]) -
     assert await ended(house.submit("t2", 2)) == answer(2)
 
 
-async def test_limits_reach_every_ready_engine(fleet: Callable[..., Fleet]) -> None:
+async def test_limits_reach_every_ready_engine(make_manager: Callable[..., ManagerHarness]) -> None:
     """Each by its slots."""
-    house = fleet()
+    house = make_manager()
     await house.ready("first")
     asked: list[int] = []
 
@@ -545,9 +547,9 @@ async def test_limits_reach_every_ready_engine(fleet: Callable[..., Fleet]) -> N
 # Other entries.
 
 
-async def test_changed_entry_is_reloaded(fleet: Callable[..., Fleet]) -> None:
+async def test_changed_entry_is_reloaded(make_manager: Callable[..., ManagerHarness]) -> None:
     """Its running turns end with the old engine; where KV would be kept in the same place, it ends first."""
-    house = fleet()
+    house = make_manager()
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
     running = house.submit("t1", 5, how="hold")
@@ -561,9 +563,9 @@ async def test_changed_entry_is_reloaded(fleet: Callable[..., Fleet]) -> None:
     await house.until(lambda: old.status.state is EngineState.STOPPED)
 
 
-async def test_changed_parameters_keep_the_engine(fleet: Callable[..., Fleet]) -> None:
+async def test_changed_parameters_keep_the_engine(make_manager: Callable[..., ManagerHarness]) -> None:
     """They hold from the next turn on."""
-    house = fleet()
+    house = make_manager()
     await house.ready("first")
     old = house.models.engine("first")
     house.models.apply(house.registry(first=replace(house.spec("first"), params={"temp": 0.5})))
@@ -574,9 +576,9 @@ async def test_changed_parameters_keep_the_engine(fleet: Callable[..., Fleet]) -
     assert old.status.state is EngineState.READY
 
 
-async def test_queued_turns_move_to_the_changed_entry(fleet: Callable[..., Fleet]) -> None:
+async def test_queued_turns_move_to_the_changed_entry(make_manager: Callable[..., ManagerHarness]) -> None:
     """The same place: begun or not, its turns go to the new engine."""
-    house = fleet(patience_s=0.05)
+    house = make_manager(patience_s=0.05)
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
     running = house.submit("t1", 5, how="hold")
@@ -589,9 +591,9 @@ async def test_queued_turns_move_to_the_changed_entry(fleet: Callable[..., Fleet
     assert answer(5).startswith(running.text)
 
 
-async def test_a_changed_entry_that_cannot_be_loaded(fleet: Callable[..., Fleet]) -> None:
+async def test_a_changed_entry_that_cannot_be_loaded(make_manager: Callable[..., ManagerHarness]) -> None:
     """Leaves the old one where it was."""
-    house = fleet(names=("first", "second"))
+    house = make_manager(names=("first", "second"))
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
     broken = replace(house.spec("first", kv_type_k="q8_0"), path=Path("broken"))
@@ -610,9 +612,9 @@ async def test_a_changed_entry_that_cannot_be_loaded(fleet: Callable[..., Fleet]
     assert await ended(house.submit("t1", 3)) == answer(3)
 
 
-async def test_entries_can_be_added_and_removed(fleet: Callable[..., Fleet]) -> None:
+async def test_entries_can_be_added_and_removed(make_manager: Callable[..., ManagerHarness]) -> None:
     """A new default is loaded before it is one; what is gone ends when its turns have, and is not found any more."""
-    house = fleet()
+    house = make_manager()
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
     running = house.submit("t1", 5, how="hold")
@@ -630,9 +632,9 @@ async def test_entries_can_be_added_and_removed(fleet: Callable[..., Fleet]) -> 
     assert await ended(house.submit("t2", 2)) == answer(2)
 
 
-async def test_stop_while_a_model_is_loading(fleet: Callable[..., Fleet]) -> None:
+async def test_stop_while_a_model_is_loading(make_manager: Callable[..., ManagerHarness]) -> None:
     """Its engine ends with the others."""
-    house = fleet(names=("first", "wait"))
+    house = make_manager(names=("first", "wait"))
     await house.ready("first")
     house.models.swap("wait", house.tell)
     house.models.apply(house.registry(first=house.spec("first", kv_type_k="q8_0")))
@@ -642,9 +644,9 @@ async def test_stop_while_a_model_is_loading(fleet: Callable[..., Fleet]) -> Non
     assert [each.status.state for each in supervisors] == [EngineState.STOPPED, EngineState.STOPPED]
 
 
-async def test_rescan_finds_new_models(fleet: Callable[..., Fleet]) -> None:
+async def test_rescan_finds_new_models(make_manager: Callable[..., ManagerHarness]) -> None:
     """A rescan finds them; existing ones stay as they are, also if nothing can be read."""
-    house = fleet()
+    house = make_manager()
     fresh = house.registry(first=house.spec("first", max_queue=5), third=house.spec("third"))
     house.models.apply(replace(house.registry(), reread=lambda: fresh))
     await house.ready("first")
@@ -662,5 +664,5 @@ async def test_rescan_finds_new_models(fleet: Callable[..., Fleet]) -> None:
 
 
 def unreadable() -> Registry:
-    """Be settings that exclude each other."""
+    """Raise for settings that exclude each other."""
     raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "no")

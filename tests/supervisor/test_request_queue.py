@@ -33,7 +33,7 @@ from inferencecenter.supervisor.poison_turn_store import PoisonTurnStore, Suspec
 from inferencecenter.supervisor.poison_turns import PROVEN_TOKENS
 from inferencecenter.supervisor.process import EngineExit
 from inferencecenter.supervisor.request_queue import RequestQueue
-from tests.supervisor.harness import Heard, order
+from tests.supervisor.harness import RecordingTurn, order
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -133,7 +133,7 @@ def make_turns(
     )
 
 
-def suspected_twice(*turns: Heard) -> tuple[RequestQueue, Engine]:
+def suspected_twice(*turns: RecordingTurn) -> tuple[RequestQueue, Engine]:
     """Return a table whose turns were all named by two dead engines, and its third engine."""
     table = make_turns()
     for turn in turns:
@@ -149,11 +149,11 @@ def suspected_twice(*turns: Heard) -> tuple[RequestQueue, Engine]:
 def test_a_turn_that_was_here_before_the_engine_is_accepted() -> None:
     """It may not be refused for lack of room, also by the next engine; what came since may, had it to wait or not."""
     table, first, second = make_turns(), Engine(), Engine()
-    table.add(Heard(order("waited")))
+    table.add(RecordingTurn(order("waited")))
     table.connect(first)
-    table.add(Heard(order("new")))
+    table.add(RecordingTurn(order("new")))
     first.has_room = False
-    table.add(Heard(order("late")))
+    table.add(RecordingTurn(order("late")))
     first.has_room = True
     table.schedule_step()
     assert (first.took, first.accepted) == (["waited", "new", "late"], ["waited"])
@@ -165,7 +165,7 @@ def test_a_turn_that_was_here_before_the_engine_is_accepted() -> None:
 def test_turns_are_submitted_again_in_their_order() -> None:
     """Those that ran and those that came while no engine was there, and each says where it is."""
     table, first, second = make_turns(), Engine(), Engine()
-    a, b, c = (Heard(order(name)) for name in "abc")
+    a, b, c = (RecordingTurn(order(name)) for name in "abc")
     table.connect(first)
     table.add(a)
     table.add(b)
@@ -182,7 +182,7 @@ def test_turns_are_handed_over_one_in_a_turn_of_the_loop() -> None:
     """Each is rendered in between what else the loop does, in their order; one that came late may be among them."""
     soon, engine = Soon(), Engine()
     table = make_turns(soon)
-    turns = [Heard(order(f"t{number}")) for number in range(50)]
+    turns = [RecordingTurn(order(f"t{number}")) for number in range(50)]
     for turn in turns:
         table.add(turn)
     table.connect(engine)
@@ -197,7 +197,7 @@ def test_turns_are_handed_over_one_in_a_turn_of_the_loop() -> None:
 def test_an_engine_that_is_behind_is_given_no_more() -> None:
     """Neither what waits nor what comes, until it has read what it was sent."""
     table, engine = make_turns(), Engine(has_room=False)
-    early, late = Heard(order("early")), Heard(order("late"))
+    early, late = RecordingTurn(order("early")), RecordingTurn(order("late"))
     table.add(early)
     table.connect(engine)
     assert not table.add(late)
@@ -211,7 +211,7 @@ def test_an_engine_lost_while_it_is_given_turns() -> None:
     """What it did not get was not submitted, and the next engine gets all of them."""
     soon, first, second = Soon(), Engine(), Engine()
     table = make_turns(soon)
-    turns = [Heard(order(name)) for name in "abc"]
+    turns = [RecordingTurn(order(name)) for name in "abc"]
     for turn in turns:
         table.add(turn)
     table.connect(first)
@@ -228,7 +228,7 @@ def test_an_engine_lost_while_it_is_given_turns() -> None:
 def test_any_number_of_turns_that_cannot_be_submitted_end() -> None:
     """Each hears of its own end once, whatever kept it from running, and those beside them run."""
 
-    class Refusing(Heard):
+    class Refusing(RecordingTurn):
         def submission(self, then: Callable[[], None]) -> Submit:
             raise self.error
 
@@ -239,7 +239,7 @@ def test_any_number_of_turns_that_cannot_be_submitted_end() -> None:
 
     table, engine = make_turns(), Engine()
     failing = [(Broken if number % 2 else Refusing)(order(f"bad{number}")) for number in range(5000)]
-    fine = [Heard(order(f"fine{number}")) for number in range(3)]
+    fine = [RecordingTurn(order(f"fine{number}")) for number in range(3)]
     for turn in (fine[0], *failing[:2500], fine[1], *failing[2500:], fine[2]):
         table.add(turn)
     with capture_logs():
@@ -253,7 +253,7 @@ def test_any_number_of_turns_that_cannot_be_submitted_end() -> None:
 def test_turns_that_no_engine_takes_fail(*, begun: bool) -> None:
     """All of them, or those that have said nothing: the others may go on with an engine that comes later."""
     table, engine = make_turns(), Engine()
-    said, silent = Heard(order("said")), Heard(order("silent"))
+    said, silent = RecordingTurn(order("said")), RecordingTurn(order("silent"))
     table.connect(engine)
     for turn in (said, silent):
         table.add(turn)
@@ -268,7 +268,7 @@ def test_turns_of_an_engine_that_is_gone_are_told_one_in_a_turn_of_the_loop(*, g
     """In their order, each of one thing: that it waits again, or that it has ended, whatever it waited to hear."""
     soon, engine, told = Soon(), Engine(), list[str]()
 
-    class Noting(Heard):
+    class Noting(RecordingTurn):
         def on_engine_event(self, event: TurnEvent) -> None:
             super().on_engine_event(event)
             told.append(self.turn_id)
@@ -300,7 +300,7 @@ def test_what_comes_before_a_turn_is_told_of_a_lost_engine() -> None:
     soon, first, second = Soon(), Engine(), Engine()
     table = make_turns(soon)
     table.connect(first)
-    aborted, recalled, stays = (Heard(order(name)) for name in ("aborted", "recalled", "stays"))
+    aborted, recalled, stays = (RecordingTurn(order(name)) for name in ("aborted", "recalled", "stays"))
     for turn in (aborted, stays, recalled):
         table.add(turn)
     table.on_engine_event(first.says("aborted"))
@@ -324,7 +324,7 @@ def test_recalled_and_delayed_turns_are_told_one_in_each_iteration(what: str) ->
     """However many wait, and none of them twice."""
     soon, told = Soon(), list[str]()
 
-    class Noting(Heard):
+    class Noting(RecordingTurn):
         def resubmit(self) -> None:
             told.append(self.turn_id)
 
@@ -352,7 +352,7 @@ def test_a_turn_that_leaves_the_queue_hears_of_no_delay() -> None:
     """It was aborted, or an engine came for all."""
     soon = Soon()
     table = make_turns(soon)
-    gone, stays = Heard(order("gone")), Heard(order("stays"))
+    gone, stays = RecordingTurn(order("gone")), RecordingTurn(order("stays"))
     table.add(gone)
     table.add(stays)
     table.delay(1.0)
@@ -369,7 +369,7 @@ def test_a_recalled_turn_may_be_aborted() -> None:
     """Until it is resubmitted; the daemon's end leaves it to the next."""
     soon = Soon()
     table = make_turns(soon)
-    aborted, left = Heard(order("aborted")), Heard(order("left"))
+    aborted, left = RecordingTurn(order("aborted")), RecordingTurn(order("left"))
     table.add(aborted)
     table.add(left)
     table.recall(begun=False)
@@ -387,7 +387,7 @@ def test_a_turn_that_is_to_hear_of_its_end_hears_no_other() -> None:
     """Neither an abort nor a new engine reaches it, and a turn that comes meanwhile runs."""
     soon, engine = Soon(), Engine()
     table = make_turns(soon)
-    failed, late = Heard(order("failed")), Heard(order("late"))
+    failed, late = RecordingTurn(order("failed")), RecordingTurn(order("late"))
     table.add(failed)
     table.fail(InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE), begun=True)
     assert (failed.terminal, len(table), table.notifying) == ([], 0, True)
@@ -400,7 +400,7 @@ def test_a_turn_that_is_to_hear_of_its_end_hears_no_other() -> None:
     assert engine.took == ["late"]
 
 
-class Slow(Heard):
+class Slow(RecordingTurn):
     """A turn whose prompt is there when a test says so."""
 
     ready = False
@@ -422,7 +422,7 @@ class Slow(Heard):
 def test_a_turn_that_has_no_prompt_yet_holds_up_no_other() -> None:
     """It is given to the engine when its prompt is there, whether it came before the engine or after."""
     table, engine = make_turns(), Engine()
-    before, after, quick = Slow(order("before")), Slow(order("after")), Heard(order("quick"))
+    before, after, quick = Slow(order("before")), Slow(order("after")), RecordingTurn(order("quick"))
     table.add(before)
     table.add(quick)
     table.connect(engine)
@@ -477,7 +477,7 @@ def test_a_turn_that_ended_is_not_given_when_its_prompt_comes() -> None:
 class Life:
     """One daemon after the other on one state directory, all with the turns that have not ended."""
 
-    def __init__(self, file: Path, turns: list[Heard]) -> None:
+    def __init__(self, file: Path, turns: list[RecordingTurn]) -> None:
         self.file = file
         self.turns = turns
 
@@ -495,7 +495,7 @@ class Life:
 
 def test_a_turn_that_ends_the_daemon_is_found_by_the_fifth(tmp_path: Path) -> None:
     """Daemon and engine die together each time: two deaths lead to a trial, two deaths in the trial to a verdict."""
-    poison, fine = Heard(order("poison")), Heard(order("fine"))
+    poison, fine = RecordingTurn(order("poison")), RecordingTurn(order("fine"))
     life = Life(tmp_path / "suspects.json", [poison, fine])
     assert life.begin(after_crash=False)[1].took == ["poison", "fine"]
     assert life.begin(after_crash=True)[1].took == ["poison", "fine"]
@@ -510,7 +510,7 @@ def test_a_turn_that_ends_the_daemon_is_found_by_the_fifth(tmp_path: Path) -> No
 
 def test_innocent_turns_outlive_any_number_of_daemons(tmp_path: Path) -> None:
     """Those that go on between two deaths are tried by none."""
-    turns = [Heard(order(name)) for name in "abc"]
+    turns = [RecordingTurn(order(name)) for name in "abc"]
     life = Life(tmp_path / "suspects.json", turns)
     for number in range(10):
         table, engine = life.begin(after_crash=number > 0)
@@ -523,7 +523,7 @@ def test_innocent_turns_outlive_any_number_of_daemons(tmp_path: Path) -> None:
 
 def test_a_turn_that_gets_further_in_each_daemon_is_not_suspected(tmp_path: Path) -> None:
     """A token between two deaths is enough: it would end by itself if it were let."""
-    slow = Heard(order("slow"))
+    slow = RecordingTurn(order("slow"))
     life = Life(tmp_path / "suspects.json", [slow])
     for number in range(10):
         table, engine = life.begin(after_crash=number > 0)
@@ -534,7 +534,7 @@ def test_a_turn_that_gets_further_in_each_daemon_is_not_suspected(tmp_path: Path
 
 def test_a_suspicion_outlives_a_daemon_that_ends_in_order(tmp_path: Path) -> None:
     """One that gives its engine up after a death or two leaves the search to the next; its end accuses no turn."""
-    poison, fine = Heard(order("poison")), Heard(order("fine"))
+    poison, fine = RecordingTurn(order("poison")), RecordingTurn(order("fine"))
     life = Life(tmp_path / "suspects.json", [poison, fine])
     for expected in (["poison", "fine"], ["poison", "fine"], ["poison"]):
         table, engine = life.begin(after_crash=False)
@@ -560,7 +560,7 @@ def test_a_damaged_file_of_suspects_costs_nothing_else(tmp_path: Path, content: 
 def test_what_a_lost_engine_still_says_is_nothing() -> None:
     """Nor are events of an unknown turn."""
     table, engine = make_turns(), Engine()
-    turn = Heard(order("a"))
+    turn = RecordingTurn(order("a"))
     table.connect(engine)
     table.add(turn)
     table.lost()
@@ -572,7 +572,7 @@ def test_what_a_lost_engine_still_says_is_nothing() -> None:
 
 def test_suspects_run_one_at_a_time_with_nobody_else() -> None:
     """A cleared one makes room for the next: it leaves without a word, and its words are made again."""
-    a, b, c = (Heard(order(name)) for name in "abc")
+    a, b, c = (RecordingTurn(order(name)) for name in "abc")
     table, engine = suspected_twice(a, b)
     assert not table.add(c)
     assert engine.took == ["a"]
@@ -593,7 +593,7 @@ def test_suspects_run_one_at_a_time_with_nobody_else() -> None:
 
 def test_the_one_that_dies_alone_is_quarantined() -> None:
     """It hears why; the others, suspects too, go on."""
-    a, b = Heard(order("a")), Heard(order("b"))
+    a, b = RecordingTurn(order("a")), RecordingTurn(order("b"))
     table, _ = suspected_twice(a, b)
     with capture_logs() as logs:
         assert table.lost(EngineExit("killed by SIGSEGV", ("a",)))
@@ -609,7 +609,7 @@ def test_the_one_that_dies_alone_is_quarantined() -> None:
 
 def test_a_trial_ends_with_its_turn() -> None:
     """Finished, overflowed for good or aborted: then the next one runs, or all do."""
-    a, b, c = (Heard(order(name)) for name in "abc")
+    a, b, c = (RecordingTurn(order(name)) for name in "abc")
     table, engine = suspected_twice(a, b, c)
     table.on_engine_event(engine.ends("a"))
     assert engine.took == ["a", "b"]
@@ -624,14 +624,14 @@ def test_a_turn_that_shifts_stays_a_suspect() -> None:
     """It is submitted again while it is told, and is still alone."""
     table = make_turns()
 
-    class Shifting(Heard):
+    class Shifting(RecordingTurn):
         def on_engine_event(self, event: TurnEvent) -> None:
             if isinstance(event, ContextFull):
                 assert table.add(self)
             else:
                 super().on_engine_event(event)
 
-    a, b = Shifting(order("a")), Heard(order("b"))
+    a, b = Shifting(order("a")), RecordingTurn(order("b"))
     table.add(a)
     table.add(b)
     for _ in range(2):
@@ -647,7 +647,7 @@ def test_a_turn_that_shifts_stays_a_suspect() -> None:
 
 def test_an_abort_while_it_leaves() -> None:
     """It is notified of its end at once, and later events of the engine are dropped."""
-    a, b = Heard(order("a")), Heard(order("b"))
+    a, b = RecordingTurn(order("a")), RecordingTurn(order("b"))
     table, engine = suspected_twice(a, b)
     for _ in range(PROVEN_TOKENS):
         table.on_engine_event(engine.says("a"))
@@ -661,7 +661,7 @@ def test_an_abort_while_it_leaves() -> None:
 
 def test_one_that_is_being_aborted_does_not_leave() -> None:
     """Its own end is on its way, and the next trial waits for it."""
-    a, b = Heard(order("a")), Heard(order("b"))
+    a, b = RecordingTurn(order("a")), RecordingTurn(order("b"))
     table, engine = suspected_twice(a, b)
     table.abort("a")
     for _ in range(PROVEN_TOKENS):
@@ -680,7 +680,7 @@ def test_a_submission_that_is_too_large() -> None:
             raise FramingError("too large")
 
     table = make_turns()
-    waiting, direct = Heard(order("waiting")), Heard(order("direct"))
+    waiting, direct = RecordingTurn(order("waiting")), RecordingTurn(order("direct"))
     table.add(waiting)
     table.connect(Narrow())
     assert [end.code for end in waiting.terminal if isinstance(end, Failed)] == [ErrorCode.PROMPT_TOO_LONG]
@@ -693,7 +693,7 @@ def test_a_submission_that_is_too_large() -> None:
 def test_a_turn_that_fails_to_take_note_harms_nobody() -> None:
     """Neither of an interruption nor of its end."""
 
-    class Broken(Heard):
+    class Broken(RecordingTurn):
         def on_engine_lost(self) -> None:
             raise RuntimeError
 
@@ -701,7 +701,7 @@ def test_a_turn_that_fails_to_take_note_harms_nobody() -> None:
             raise RuntimeError
 
     table, engine = make_turns(), Engine()
-    broken, fine = Broken(order("broken")), Heard(order("fine"))
+    broken, fine = Broken(order("broken")), RecordingTurn(order("fine"))
     table.connect(engine)
     table.add(broken)
     table.add(fine)
@@ -720,7 +720,7 @@ class TurnsMachine(RuleBasedStateMachine):
         super().__init__()
         self.table = make_turns()
         self.engine: Engine | None = None
-        self.turns: dict[str, Heard] = {}
+        self.turns: dict[str, RecordingTurn] = {}
         self.aborted: set[str] = set()
         self.accused: dict[str, int] = {}
         self.may_be_convicted: set[str] = set()
@@ -733,7 +733,7 @@ class TurnsMachine(RuleBasedStateMachine):
     @rule()
     def submit(self) -> None:
         """A turn comes."""
-        turn = Heard(order(f"t{len(self.turns)}"))
+        turn = RecordingTurn(order(f"t{len(self.turns)}"))
         self.turns[turn.turn_id] = turn
         given = self.table.add(turn)
         assert given == (self.engine is not None and turn.turn_id in self.engine.has)

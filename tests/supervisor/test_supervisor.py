@@ -16,7 +16,7 @@ from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import Cancelled, Failed, Finished, TurnEvent
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from tests.supervisor import stub_engine
-from tests.supervisor.harness import TIMEOUT_S, Heard, Watched, end_of, order
+from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTurn, end_of, order
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -29,16 +29,16 @@ ENDLESS = LONG * 30
 
 
 @pytest.fixture
-async def slow() -> AsyncIterator[Watched]:
+async def slow() -> AsyncIterator[ObservedSupervisor]:
     """An engine that is ready and takes its time for each token."""
-    watched = Watched(echo_delay_ms=20)
+    watched = ObservedSupervisor(echo_delay_ms=20)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     yield watched
     await watched.supervisor.stop()
 
 
-async def test_a_turn_runs_to_its_end(slow: Watched) -> None:
+async def test_a_turn_runs_to_its_end(slow: ObservedSupervisor) -> None:
     """Events come back to the turn's listener, the last is the end, and the gauges follow."""
     heard = slow.submit("t1", "hi")
     await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
@@ -61,12 +61,12 @@ async def test_a_killed_engine_costs_no_word() -> None:
     def faster(options: EngineOptions) -> EngineOptions:
         return options.replace(echo_delay_ms=1)
 
-    watched = Watched(echo_delay_ms=1000, plan_again=faster)
+    watched = ObservedSupervisor(echo_delay_ms=1000, plan_again=faster)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     turns = [watched.submit(f"t{n}", LONG) for n in range(4)]
     await asyncio.wait_for(turns[0].spoke.wait(), TIMEOUT_S)
-    early: list[Heard] = []
+    early: list[RecordingTurn] = []
 
     def submit_when_lost(status: EngineStatus) -> None:
         if status.state in (EngineState.BACKOFF, EngineState.STARTING):
@@ -101,7 +101,7 @@ async def test_an_engine_whose_device_is_gone_comes_back_by_itself() -> None:
             raise gone.pop()
         return options
 
-    watched = Watched(echo_delay_ms=20, plan_again=plan_again, max_restarts=1)
+    watched = ObservedSupervisor(echo_delay_ms=20, plan_again=plan_again, max_restarts=1)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     begun = watched.submit("begun", LONG)
@@ -134,8 +134,8 @@ async def test_turns_wait_for_the_first_engine() -> None:
 
     Its place is never 0 until then.
     """
-    watched = Watched()
-    before, during = Heard(order("t1")), Heard(order("t2"))
+    watched = ObservedSupervisor()
+    before, during = RecordingTurn(order("t1")), RecordingTurn(order("t2"))
     assert watched.supervisor.submit(before) == 1
     watched.supervisor.start()
     await watched.until(EngineState.STARTING)
@@ -147,7 +147,7 @@ async def test_turns_wait_for_the_first_engine() -> None:
     await watched.supervisor.stop()
 
 
-async def test_an_aborted_turn_ends_as_aborted(slow: Watched) -> None:
+async def test_an_aborted_turn_ends_as_aborted(slow: ObservedSupervisor) -> None:
     """The engine receives it and reports what was kept; unknown turns are ignored."""
     heard = slow.submit("t1", ENDLESS)
     await asyncio.wait_for(heard.spoke.wait(), TIMEOUT_S)
@@ -161,10 +161,10 @@ async def test_an_aborted_turn_ends_as_aborted(slow: Watched) -> None:
     assert heard.text != ENDLESS
 
 
-async def test_a_listener_that_fails_harms_nobody_else(slow: Watched) -> None:
+async def test_a_listener_that_fails_harms_nobody_else(slow: ObservedSupervisor) -> None:
     """Its fault is logged, and the turn beside it goes on."""
 
-    class Broken(Heard):
+    class Broken(RecordingTurn):
         def on_engine_event(self, event: TurnEvent) -> None:
             raise RuntimeError(type(event).__name__)
 
@@ -178,7 +178,7 @@ async def test_a_listener_that_fails_harms_nobody_else(slow: Watched) -> None:
 
 async def test_the_queue_is_bounded_and_places_are_told() -> None:
     """Beyond slots and queue a turn is refused; before that its place is the number of turns ahead in the queue."""
-    watched = Watched(max_queue=1, echo_delay_ms=50)
+    watched = ObservedSupervisor(max_queue=1, echo_delay_ms=50)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     turns = [watched.submit(f"t{n}", ENDLESS) for n in range(3)]
@@ -191,7 +191,7 @@ async def test_the_queue_is_bounded_and_places_are_told() -> None:
 
 async def test_stopping_interrupts_turns_and_ends_the_process() -> None:
     """Turns hear of no end and nothing more, the process is gone when stop returns, stopping twice does nothing."""
-    watched = Watched(echo_delay_ms=20)
+    watched = ObservedSupervisor(echo_delay_ms=20)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     pid = watched.supervisor.status.pid
@@ -214,7 +214,7 @@ async def test_stopping_interrupts_turns_and_ends_the_process() -> None:
     assert heard.terminal == [Cancelled("t1")]
 
 
-async def test_an_engine_that_hangs_is_killed_at_the_end(slow: Watched) -> None:
+async def test_an_engine_that_hangs_is_killed_at_the_end(slow: ObservedSupervisor) -> None:
     """One that is stopped by a signal, cannot suspend and cannot end by itself is gone after the deadlines."""
     pid = slow.supervisor.status.pid
     assert pid is not None
@@ -227,7 +227,7 @@ async def test_an_engine_that_hangs_is_killed_at_the_end(slow: Watched) -> None:
         os.kill(pid, 0)
 
 
-async def test_an_engine_that_dies_while_it_suspends_is_not_waited_for(slow: Watched) -> None:
+async def test_an_engine_that_dies_while_it_suspends_is_not_waited_for(slow: ObservedSupervisor) -> None:
     """Nothing is lost but time: stop goes on as soon as the process is gone."""
 
     def die(status: EngineStatus) -> None:
@@ -242,7 +242,7 @@ async def test_an_engine_that_dies_while_it_suspends_is_not_waited_for(slow: Wat
 
 async def test_stopping_while_it_starts_leaves_no_process() -> None:
     """A stop right after the start ends as any other."""
-    watched = Watched()
+    watched = ObservedSupervisor()
     watched.supervisor.start()
     await asyncio.sleep(0)
     await watched.supervisor.stop()
@@ -253,7 +253,9 @@ async def test_stopping_while_it_starts_leaves_no_process() -> None:
 @pytest.mark.parametrize("daemon_ends", [True, False])
 async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path, *, daemon_ends: bool) -> None:
     """The reason is kept for what decides about it; turns that wait hear it, unless they are the next daemon's."""
-    watched = Watched(backend="llama", model_path=str(tmp_path / "missing.gguf"), ends_with_it=lambda: daemon_ends)
+    watched = ObservedSupervisor(
+        backend="llama", model_path=str(tmp_path / "missing.gguf"), ends_with_it=lambda: daemon_ends
+    )
     turn, begun = watched.submit("t0"), watched.submit("t1", answer=bytes(4))
     watched.supervisor.start()
     await watched.until(EngineState.FAILED)
@@ -271,7 +273,7 @@ async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path, 
 
 async def test_loading_is_told_in_tenths_and_llama_cpp_is_logged(demo_model_path: Path) -> None:
     """Listeners hear of progress a few times, and what llama.cpp says is in the log under its name."""
-    watched = Watched(backend="llama", model_path=str(demo_model_path), n_ctx=256)
+    watched = ObservedSupervisor(backend="llama", model_path=str(demo_model_path), n_ctx=256)
     fractions: list[float] = []
     watched.supervisor.subscribe(lambda status: fractions.append(status.load_fraction))
     with capture_logs() as logs:
@@ -291,7 +293,7 @@ async def test_a_model_that_was_loaded_once_is_tried_again(demo_model_path: Path
     """Whatever keeps a known model from loading is taken to pass."""
     path = tmp_path / "model.gguf"
     _link(path, demo_model_path)
-    watched = Watched(backend="llama", model_path=str(path), n_ctx=256)
+    watched = ObservedSupervisor(backend="llama", model_path=str(path), n_ctx=256)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     path.unlink()
@@ -310,7 +312,7 @@ async def test_an_engine_that_takes_too_long_to_load_is_started_again(
 ) -> None:
     """Past its time it is killed, the status says why, and another one is started."""
     monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
-    watched = Watched(load_timeout_s=0.001, model_name="wait", model_path=str(tmp_path / "steps"))
+    watched = ObservedSupervisor(load_timeout_s=0.001, model_name="wait", model_path=str(tmp_path / "steps"))
     watched.supervisor.start()
     await watched.until(EngineState.BACKOFF)
     detail = watched.supervisor.status.detail
@@ -322,7 +324,7 @@ async def test_an_engine_that_takes_too_long_to_load_is_started_again(
 async def test_the_engine_holds_the_lock_as_long_as_it_lives(tmp_path: Path) -> None:
     """A restart takes the lock again, and the file names the engine that holds it."""
     path = tmp_path / "engine.lock"
-    watched = Watched(lock_path=path)
+    watched = ObservedSupervisor(lock_path=path)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     first = watched.supervisor.status.pid

@@ -23,7 +23,7 @@ from inferencecenter.ipc.messages import (
 )
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.supervisor.tokenizer_client import MAX_LOOKUP_BYTES, MAX_LOOKUPS, TokenizerClient
-from tests.supervisor.harness import TIMEOUT_S, Watched
+from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor
 from tests.supervisor.timers import Timers
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ async def test_what_the_engine_refuses_is_refused() -> None:
 
 async def test_a_question_wakes_an_engine_that_sleeps() -> None:
     """It is answered when the engine is ready; after the supervisor has stopped requests are refused."""
-    watched = Watched()
+    watched = ObservedSupervisor()
     watched.supervisor.start(asleep=True)
     try:
         asked = watched.supervisor.tokenize(

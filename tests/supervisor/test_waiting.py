@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from inferencecenter.ipc.engine_options import KvCachePaths
 from inferencecenter.ipc.messages import ContextFull, TokenDelta
 from inferencecenter.ipc.port import EngineState
-from tests.supervisor.harness import TIMEOUT_S, Watched, end_of
+from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, end_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.usefixtures("stopped")
 LONG = "a text that is long enough to be worth parking, which a few words would not be"
 
 
-async def ready(**options: object) -> Watched:
+async def ready(**options: object) -> ObservedSupervisor:
     """Return a supervisor whose engine is ready."""
-    watched = Watched(**options)  # type: ignore[arg-type]
+    watched = ObservedSupervisor(**options)  # type: ignore[arg-type]
     watched.supervisor.start()
     await watched.until(EngineState.READY)
     return watched
@@ -54,7 +54,7 @@ async def test_a_turn_that_overflowed_can_be_submitted_again() -> None:
     await watched.supervisor.stop()
 
 
-async def cached(watched: Watched, session: str, *, durable: bool = True) -> int:
+async def cached(watched: ObservedSupervisor, session: str, *, durable: bool = True) -> int:
     """Ask something in the session of a client of its own, and return how many tokens of it were still in KV."""
     return (await end_of(watched.submit(session, LONG, client_id=session, durable=durable))).cached_tokens
 

@@ -35,7 +35,7 @@ def common(a: list[int], b: list[int]) -> int:
 
 @given(
     entries=st.lists(st.tuples(st.sampled_from([PUBLIC, "a", "b"]), TOKENS | WIDE, st.booleans()), max_size=12),
-    scope=st.sampled_from([PUBLIC, "a", "b", "nobody"]),
+    scope=st.sampled_from([PUBLIC, "a", "b", "unknown"]),
     wanted=TOKENS | WIDE,
     can_truncate=st.booleans(),
 )

@@ -119,7 +119,7 @@ class Mask:
         self.taken: list[int] = []
 
     def allowed(self, _n_tokens: int) -> npt.NDArray[np.bool_]:
-        """Return the tokens; whoever asks may change the array."""
+        """Return the tokens; the caller may change the array."""
         return self.mask.copy()
 
     def accept(self, token: int) -> None:

@@ -113,7 +113,7 @@ def test_unreadable_file_says_whose_permission_is_missing(
     path = tmp_path / "model.gguf"
     path.write_bytes(_header(3))
 
-    # Tests may run as root, whom no permission stops.
+    # Tests may run as root, for which permissions do not apply.
     def denied(*_arguments: object, **_named: object) -> None:
         raise PermissionError(13, "Permission denied")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inferencecenter.engine.scheduler.policy import DECODE_UNITS
 from inferencecenter.engine.scheduler.state import EngineRequest
 from inferencecenter.engine.speculation import DraftPlanner
-from tests.engine.scheduler.world import N_CTX, Faults, World
+from tests.engine.scheduler.harness import N_CTX, Faults, SchedulerHarness
 
 REPEATED = [1, 2, 3, 4, 5, 6] * 3
 
@@ -62,7 +62,7 @@ def test_drafts_fit_one_batch() -> None:
 
 def test_accepted_drafts_are_tokens_served() -> None:
     """A turn takes fewer steps than it has tokens, and its client is charged for each of them."""
-    world = World(slots=1, answer_tokens=40, draft_tokens=4)
+    world = SchedulerHarness(slots=1, answer_tokens=40, draft_tokens=4)
     turn = world.add([1])
     other = world.add([2], client="d", answer_tokens=1)
     steps = world.run(100, until=lambda: turn.generated_tokens == 40)
@@ -76,7 +76,7 @@ def test_a_quantum_counts_accepted_drafts() -> None:
     """Who says more in a step has used up its quantum in fewer steps."""
 
     def steps_of_quantum(draft_tokens: int) -> int:
-        world = World(slots=1, answer_tokens=50, quantum_tokens=30, draft_tokens=draft_tokens)
+        world = SchedulerHarness(slots=1, answer_tokens=50, quantum_tokens=30, draft_tokens=draft_tokens)
         first = world.add([1])
         world.step()
         world.add([2], client="d", session="other")
@@ -89,7 +89,7 @@ def test_answers_are_the_same_with_drafts() -> None:
     """Also when their slots change hands, and when KV is lost as wrong drafts are cut off."""
 
     def answers(*, draft: bool, faults: Faults) -> list[list[int]]:
-        world = World(slots=2, answer_tokens=30, quantum_tokens=5, draft_tokens=4)
+        world = SchedulerHarness(slots=2, answer_tokens=30, quantum_tokens=5, draft_tokens=4)
         if not draft:
             world.scheduler._drafting = drafting(draft_tokens=0)
         requests = [world.add([n, n, n]) for n in range(4)]
@@ -107,7 +107,7 @@ def test_answers_are_the_same_with_drafts() -> None:
 
 def test_failed_truncation_costs_kv_but_no_token() -> None:
     """The turn reads again what it had, and goes on."""
-    world = World(slots=1, answer_tokens=N_CTX - 4, draft_tokens=4)
+    world = SchedulerHarness(slots=1, answer_tokens=N_CTX - 4, draft_tokens=4)
     turn = world.add([1])
     emptied = 0
     while world.scheduler.has_work:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from inferencecenter.engine.scheduler.plan import ParkSlot, RestoreSlot
 from inferencecenter.engine.scheduler.state import RequestState
 from inferencecenter.ipc.messages import EngineLimits
-from tests.engine.scheduler.world import GRID_TOKENS, N_CTX, FakeStore, World
+from tests.engine.scheduler.harness import GRID_TOKENS, N_CTX, FakeStore, SchedulerHarness
 
 QUANTUM = 4
 INTERACTIVE, NORMAL, BATCH = 0, 1, 2
@@ -32,7 +32,7 @@ def test_limits_that_stop_everything_are_refused(active_slots: int, prefill_shar
 
 def test_turns_above_the_limit_pause_after_their_quantum() -> None:
     """Their KV stays in their slots, and the limit is kept from then on."""
-    world = World(slots=4, quantum_tokens=QUANTUM, answer_tokens=40)
+    world = SchedulerHarness(slots=4, quantum_tokens=QUANTUM, answer_tokens=40)
     turns = [world.add(prompt(n)) for n in range(4)]
     world.step()
     assert world.scheduler.running == 4
@@ -49,7 +49,7 @@ def test_turns_above_the_limit_pause_after_their_quantum() -> None:
 
 def test_paused_turn_resumes() -> None:
     """Once limits are lifted it generates with the next step and reads nothing again."""
-    world = World(slots=2, quantum_tokens=QUANTUM, answer_tokens=30)
+    world = SchedulerHarness(slots=2, quantum_tokens=QUANTUM, answer_tokens=30)
     turns = [world.add(prompt(n)) for n in range(2)]
     world.run(5)
     world.limit(EngineLimits(active_slots=1))
@@ -65,7 +65,7 @@ def test_paused_turn_resumes() -> None:
 
 def test_new_turns_get_no_slot_above_the_limit() -> None:
     """Though slots are idle; they wait for one of those that run to end or to rest."""
-    world = World(slots=4, quantum_tokens=1000, answer_tokens=6)
+    world = SchedulerHarness(slots=4, quantum_tokens=1000, answer_tokens=6)
     world.limit(EngineLimits(active_slots=1))
     for n in range(3):
         world.add(prompt(n))
@@ -76,7 +76,7 @@ def test_new_turns_get_no_slot_above_the_limit() -> None:
 
 def test_a_session_that_holds_an_idle_slot_waits_as_well() -> None:
     """It then goes on in its own slot, while the turn that made room rests in its."""
-    world = World(slots=3, quantum_tokens=QUANTUM, answer_tokens=10)
+    world = SchedulerHarness(slots=3, quantum_tokens=QUANTUM, answer_tokens=10)
     first = world.add(prompt(1), session="s")
     world.run_to_end()
     world.limit(EngineLimits(active_slots=1))
@@ -92,7 +92,7 @@ def test_a_session_that_holds_an_idle_slot_waits_as_well() -> None:
 
 def test_lower_classes_are_paused() -> None:
     """However long they wait; the scheduler then has work, and nothing to do until the limit is lifted."""
-    world = World(slots=2, quantum_tokens=QUANTUM, answer_tokens=20, ageing_s=2.0)
+    world = SchedulerHarness(slots=2, quantum_tokens=QUANTUM, answer_tokens=20, ageing_s=2.0)
     batch = world.add(prompt(1), priority=BATCH)
     world.run(2)
     world.limit(EngineLimits(active_slots=2, lowest_class=INTERACTIVE))
@@ -115,7 +115,7 @@ def test_lower_classes_are_paused() -> None:
 
 def test_waiting_time_of_a_barred_turn_counts() -> None:
     """It has risen meanwhile and goes before a newer one of a higher class."""
-    world = World(slots=1, quantum_tokens=1000, ageing_s=2.0)
+    world = SchedulerHarness(slots=1, quantum_tokens=1000, ageing_s=2.0)
     world.limit(EngineLimits(active_slots=1, lowest_class=INTERACTIVE))
     old = world.add(prompt(1), priority=BATCH, client="a")
     world.run(10)
@@ -127,7 +127,7 @@ def test_waiting_time_of_a_barred_turn_counts() -> None:
 
 def test_a_barred_turn_can_be_aborted() -> None:
     """It leaves the line like any other, and does not come back with the others."""
-    world = World(slots=1)
+    world = SchedulerHarness(slots=1)
     world.limit(EngineLimits(active_slots=1, lowest_class=INTERACTIVE))
     turn = world.add(prompt(1), priority=NORMAL)
     world.step()
@@ -142,7 +142,7 @@ def test_prefill_share_is_limited(share: float) -> None:
     """Of what a step could read, but a cell of the grid at least."""
     budgets = []
     for limits in (EngineLimits(active_slots=1), EngineLimits(active_slots=1, prefill_share=share)):
-        world = World(slots=1, target_step_s=0.05, n_ctx=4000)
+        world = SchedulerHarness(slots=1, target_step_s=0.05, n_ctx=4000)
         world.add(prompt(1, length=3000))
         world.run(4)
         world.limit(limits)
@@ -152,7 +152,7 @@ def test_prefill_share_is_limited(share: float) -> None:
     assert part == max(GRID_TOKENS, int(whole * share))
 
 
-def prefill_budget_tokens(world: World) -> int:
+def prefill_budget_tokens(world: SchedulerHarness) -> int:
     """Return how much of a prompt the next step may read, as it says itself."""
     words = world.step().reasons[-1].split()
     assert words[1:3] == ["prompts", "share"]
@@ -170,7 +170,7 @@ def test_interactive_turns_end_under_any_limit(
     turns: list[tuple[int, int]], slots: int, active_slots: int, parks: bool, before: int
 ) -> None:
     """While only they get slots; when limits are lifted the others end too, each once."""
-    world = World(
+    world = SchedulerHarness(
         slots=slots, quantum_tokens=QUANTUM, store=FakeStore(limit_tokens=N_CTX if parks else 0), ageing_s=3.0
     )
     requests = [

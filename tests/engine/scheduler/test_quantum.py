@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.engine.scheduler.policy import Quantum
-from tests.engine.scheduler.world import World
+from tests.engine.scheduler.harness import SchedulerHarness
 
 
 def test_a_given_quantum_is_kept() -> None:
@@ -52,7 +52,7 @@ def test_one_slow_move_decays() -> None:
 
 def test_the_scheduler_learns_from_its_moves() -> None:
     """Turns that take turns teach it what that costs."""
-    world = World(slots=1, quantum_tokens=0, answer_tokens=60, n_ctx=200)
+    world = SchedulerHarness(slots=1, quantum_tokens=0, answer_tokens=60, n_ctx=200)
     world.store.limit_tokens = 200
     for n in range(2):
         world.add([100 * n, 1])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from inferencecenter.engine.scheduler.policy import ServiceCounters
 from inferencecenter.engine.scheduler.queue import HEAD_TURNS, WaitQueue
 from inferencecenter.engine.scheduler.state import EngineRequest
-from tests.engine.scheduler.world import World
+from tests.engine.scheduler.harness import SchedulerHarness
 
 
 def new_request(
@@ -126,7 +126,7 @@ def test_duplicate_queue_entry_is_refused() -> None:
 
 def test_preempted_turn_gets_no_position() -> None:
     """It has begun: only those that never had a slot hear where they are."""
-    world = World(slots=1, quantum_tokens=2, answer_tokens=30)
+    world = SchedulerHarness(slots=1, quantum_tokens=2, answer_tokens=30)
     first = world.add([1, 2])
     world.run(5)
     world.scheduler.positions()
@@ -142,7 +142,7 @@ def test_preempted_turn_gets_no_position() -> None:
 
 def test_positions_count_turns_waiting_for_kv() -> None:
     """A turn that waits for a reader is before those that wait for a slot."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     world.add([*range(20), 1])
     world.add([*range(20), 2], turn="follower")
     world.add([77, 78], turn="second")
@@ -153,7 +153,7 @@ def test_positions_count_turns_waiting_for_kv() -> None:
 
 def test_position_updates_are_rate_limited() -> None:
     """The head is told each change; those far back hear when an eighth has gone."""
-    world = World(slots=1, quantum_tokens=100, answer_tokens=1)
+    world = SchedulerHarness(slots=1, quantum_tokens=100, answer_tokens=1)
     told: Counter[str] = Counter()
     places: dict[str, int] = {}
     for number in range(400):
@@ -177,7 +177,7 @@ def test_position_updates_are_rate_limited() -> None:
 
 def test_a_session_with_many_turns_runs_them_in_order() -> None:
     """However they are classed: each builds on the one before."""
-    world = World(slots=3, answer_tokens=1)
+    world = SchedulerHarness(slots=3, answer_tokens=1)
     for number, priority in enumerate((2, 0, 1, 0)):
         world.add([number, 1], session="s", priority=priority)
     started: list[str] = []
@@ -188,7 +188,7 @@ def test_a_session_with_many_turns_runs_them_in_order() -> None:
 
 def test_releasing_a_session_with_thousands_of_turns() -> None:
     """All end once, and quickly."""
-    world = World(slots=1)
+    world = SchedulerHarness(slots=1)
     for number in range(2000):
         world.add([number, 1], session="s")
     world.step()

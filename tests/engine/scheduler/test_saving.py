@@ -5,19 +5,19 @@ from __future__ import annotations
 import pytest
 
 from inferencecenter.engine.scheduler.plan import ParkSlot
-from tests.engine.scheduler.world import GRID_TOKENS, Entry, FakeStore, Faults, World
+from tests.engine.scheduler.harness import GRID_TOKENS, Entry, FakeStore, Faults, SchedulerHarness
 
 
-def idle(*prompts: list[int], durable: bool = True, store: FakeStore | None = None) -> World:
+def idle(*prompts: list[int], durable: bool = True, store: FakeStore | None = None) -> SchedulerHarness:
     """Return a world in whose slots idle sessions ``s0``, ``s1`` … hold these prompts; nothing is parked."""
-    world = World(slots=max(2, len(prompts)), answer_tokens=1, store=store)
+    world = SchedulerHarness(slots=max(2, len(prompts)), answer_tokens=1, store=store)
     for prompt in prompts:
         world.add(prompt, durable=durable)
         world.run_to_end()
     return world
 
 
-def saved(world: World) -> list[str]:
+def saved(world: SchedulerHarness) -> list[str]:
     """Save all there is to save, and return whose."""
     keys: list[str] = []
     while (park := world.save()) is not None:
@@ -25,7 +25,7 @@ def saved(world: World) -> list[str]:
     return keys
 
 
-def parks(world: World) -> list[ParkSlot]:
+def parks(world: SchedulerHarness) -> list[ParkSlot]:
     """Run to the end, and return what was parked."""
     found: list[ParkSlot] = []
     while world.scheduler.has_work:

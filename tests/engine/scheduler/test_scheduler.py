@@ -8,7 +8,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.scheduler.plan import Admission, StepOutcome, StepPlan, SwapSlots, TruncateSlot
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.engine.scheduler.state import EngineRequest
-from tests.engine.scheduler.world import FakeStore
+from tests.engine.scheduler.harness import FakeStore
 
 
 def make_scheduler(*, slots: int = 2, n_ctx: int = 64) -> Scheduler:
@@ -50,7 +50,7 @@ class Driver:
         )
 
     def step(self, *, end: tuple[str, ...] = (), lost: tuple[str, ...] = (), emptied: tuple[str, ...] = ()) -> StepPlan:
-        """Run one step; everybody samples token 0, and the named turns end."""
+        """Run one step; every row samples token 0, and the named turns end."""
         plan = self.scheduler.step(0.0)
         decoded: dict[str, int] = {}
         sampled: dict[str, int] = {}

@@ -7,12 +7,12 @@ import pytest
 from inferencecenter.engine.scheduler.placement import prefix_key
 from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, RestoreSlot, StepPlan, TruncateSlot
 from inferencecenter.engine.scheduler.state import RequestState
-from tests.engine.scheduler.world import GRID_TOKENS, Entry, FakeStore, Faults, World, restore
+from tests.engine.scheduler.harness import GRID_TOKENS, Entry, FakeStore, Faults, SchedulerHarness, restore
 
 SYSTEM = list(range(500, 514))
 
 
-def park(world: World, key: str, tokens: list[int], *, scope: str = "c", ready: bool = True) -> None:
+def park(world: SchedulerHarness, key: str, tokens: list[int], *, scope: str = "c", ready: bool = True) -> None:
     """Put a sequence into the store."""
     world.store.entries[key] = Entry(scope, [(token, scope) for token in tokens], durable=True, ready=ready)
 
@@ -22,9 +22,9 @@ def moves_of(plan: StepPlan, turn_id: str) -> list[object]:
     return [move for move in plan.moves if getattr(move, "turn_id", None) == turn_id]
 
 
-def used_slots(*prompts: list[int], slots: int = 2, client: str = "c", can_truncate: bool = True) -> World:
+def used_slots(*prompts: list[int], slots: int = 2, client: str = "c", can_truncate: bool = True) -> SchedulerHarness:
     """Return a world in whose slots idle sessions ``s0``, ``s1`` … hold these prompts."""
-    world = World(slots=slots, answer_tokens=1, can_truncate=can_truncate)
+    world = SchedulerHarness(slots=slots, answer_tokens=1, can_truncate=can_truncate)
     for prompt in prompts:
         world.add(prompt, client=client)
         world.run_to_end()
@@ -33,7 +33,7 @@ def used_slots(*prompts: list[int], slots: int = 2, client: str = "c", can_trunc
 
 def test_offloaded_session_is_restored() -> None:
     """What was parked is restored into whichever slot is free, and only what is new is read."""
-    world = World()
+    world = SchedulerHarness()
     park(world, "s", list(range(20)))
     world.add(list(range(24)), turn="t", session="s")
     plan = world.step()
@@ -44,7 +44,7 @@ def test_offloaded_session_is_restored() -> None:
 
 def test_restored_kv_is_truncated_to_the_common_prefix() -> None:
     """An edited question keeps what came before it."""
-    world = World()
+    world = SchedulerHarness()
     park(world, "s", list(range(20)))
     world.add([*range(12), 99, 98], turn="t", session="s")
     assert moves_of(world.step(), "t") == [restore(0, "s", range(20), "t"), TruncateSlot(0, 12, "t")]
@@ -52,7 +52,7 @@ def test_restored_kv_is_truncated_to_the_common_prefix() -> None:
 
 def test_last_token_is_never_restored() -> None:
     """A prompt that is parked whole decodes its last token, whose logits the answer starts from."""
-    world = World()
+    world = SchedulerHarness()
     park(world, "s", list(range(20)))
     world.add(list(range(20)), turn="t", session="s")
     plan = world.step()
@@ -62,7 +62,7 @@ def test_last_token_is_never_restored() -> None:
 
 def test_a_fork_copies_its_siblings_kv() -> None:
     """A new session of the same client takes the common beginning out of the other's slot, busy or not."""
-    world = World(answer_tokens=40)
+    world = SchedulerHarness(answer_tokens=40)
     world.add(list(range(16)), session="parent")
     world.run(6)
     world.add([*range(14), 99], turn="fork")
@@ -90,8 +90,8 @@ def test_another_clients_slot_is_never_copied() -> None:
 
 
 def test_another_clients_parked_kv_is_never_restored() -> None:
-    """Nor is it when it is parked; what is public is everybody's."""
-    world = World(slots=2)
+    """Nor is it when it is parked; public KV is shared by all clients."""
+    world = SchedulerHarness(slots=2)
     park(world, "s", list(range(16)))
     park(world, "prefix-x", list(range(8)), scope="")
     world.add(list(range(16)), turn="t", client="other")
@@ -123,7 +123,7 @@ def test_order_of_kv_sources() -> None:
 
 def test_failed_restore_is_recomputed() -> None:
     """The turn reads its prompt from the first token, and is not read on in the step that failed."""
-    world = World()
+    world = SchedulerHarness()
     park(world, "s", list(range(20)))
     turn = world.add(list(range(22)), session="s")
     world.step(Faults(restore=True))
@@ -133,7 +133,7 @@ def test_failed_restore_is_recomputed() -> None:
 
 def test_turn_without_kv_is_prefilled_again() -> None:
     """It was about to generate; now it reads its prompt and its answer so far, and goes on."""
-    world = World(slots=1, quantum_tokens=2, answer_tokens=10)
+    world = SchedulerHarness(slots=1, quantum_tokens=2, answer_tokens=10)
     first = world.add([1, 2, 3], turn="a")
     world.run(4)
     world.add([4, 5, 6], answer_tokens=1)
@@ -170,7 +170,7 @@ def test_replaced_kv_is_not_restored() -> None:
 
 def test_disk_fetch_overlaps_with_other_turns() -> None:
     """The turn waits without a slot, the key is named once, and when it is there it is restored."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     park(world, "s", list(range(20)), ready=False)
     turn = world.add(list(range(24)), turn="t", session="s")
     other = world.add([1, 2, 3])
@@ -185,7 +185,7 @@ def test_disk_fetch_overlaps_with_other_turns() -> None:
 
 def test_loop_sleeps_while_all_turns_wait_for_disk() -> None:
     """There is work, but nothing to plan until the fetch ends."""
-    world = World(slots=1)
+    world = SchedulerHarness(slots=1)
     assert not world.scheduler.blocked
     park(world, "s", list(range(20)), ready=False)
     world.add(list(range(24)), session="s")
@@ -202,7 +202,7 @@ def test_loop_sleeps_while_all_turns_wait_for_disk() -> None:
 
 def test_fetch_is_shared() -> None:
     """Two turns that share a parked prefix name its key once, and both go on."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     park(world, "prefix-p", SYSTEM, ready=False)
     turns = [world.add([*SYSTEM, n], prefix_tokens=len(SYSTEM)) for n in range(2)]
     assert world.step().fetches == ("prefix-p",)
@@ -213,7 +213,7 @@ def test_fetch_is_shared() -> None:
 
 def test_unneeded_entries_are_not_fetched() -> None:
     """A fetch is named as unwanted once, when the last turn that waits for it is aborted; not if another comes."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     park(world, "prefix-p", SYSTEM, ready=False)
     for n in range(2):
         world.add([*SYSTEM, n], prefix_tokens=len(SYSTEM), turn=f"t{n}")
@@ -236,7 +236,7 @@ def test_unneeded_entries_are_not_fetched() -> None:
 @pytest.mark.parametrize("vanishes", [True, False])
 def test_failed_fetch_is_recomputed(vanishes: bool) -> None:
     """When the sequence is gone, or the disk does not answer, the tokens are read."""
-    world = World(slots=1)
+    world = SchedulerHarness(slots=1)
     park(world, "s", list(range(20)), ready=False)
     turn = world.add(list(range(24)), session="s")
     world.step()
@@ -249,7 +249,7 @@ def test_failed_fetch_is_recomputed(vanishes: bool) -> None:
 
 def test_repeatedly_evicted_kv_is_recomputed() -> None:
     """A turn does not wait for the disk more than twice."""
-    world = World(slots=1)
+    world = SchedulerHarness(slots=1)
     park(world, "s", list(range(20)), ready=False)
     turn = world.add(list(range(24)), session="s")
     fetches = 0
@@ -267,7 +267,7 @@ def test_repeatedly_evicted_kv_is_recomputed() -> None:
 @pytest.mark.parametrize("finds_room", [True, False])
 def test_fetch_without_room_is_repeated(finds_room: bool) -> None:
     """As soon as there may be room; a turn that finds none again reads its tokens, and waits for no clock."""
-    world = World(slots=1)
+    world = SchedulerHarness(slots=1)
     park(world, "s", list(range(20)), ready=False)
     turn = world.add(list(range(24)), session="s")
     assert world.step().fetches == ("s",)
@@ -284,7 +284,7 @@ def test_fetch_without_room_is_repeated(finds_room: bool) -> None:
 
 def test_concurrent_fetches_are_limited() -> None:
     """No more than there are slots: what comes from disk needs room in RAM until it is used."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     for n in range(5):
         park(world, f"s{n}", [100 * n + i for i in range(20)], ready=False)
         world.add([100 * n + i for i in range(22)], session=f"s{n}")
@@ -301,7 +301,7 @@ def test_concurrent_fetches_are_limited() -> None:
 @pytest.mark.parametrize("end", ["abort", "release"])
 def test_turn_waiting_for_disk_can_end(end: str) -> None:
     """It leaves nothing behind."""
-    world = World(slots=1)
+    world = SchedulerHarness(slots=1)
     park(world, "s", list(range(20)), ready=False)
     world.add(list(range(24)), turn="t", session="s")
     world.step()
@@ -315,7 +315,7 @@ def test_turn_waiting_for_disk_can_end(end: str) -> None:
 
 def test_shared_prefix_is_prefilled_once() -> None:
     """Of four turns with one long system prompt one reads it, and the others copy it then."""
-    world = World(slots=4)
+    world = SchedulerHarness(slots=4)
     turns = [world.add([*SYSTEM, 1000 + n, n], prefix_tokens=len(SYSTEM)) for n in range(4)]
     read = 0
     while any(turn.generated_tokens == 0 for turn in turns):
@@ -327,7 +327,7 @@ def test_shared_prefix_is_prefilled_once() -> None:
 
 def test_prefix_waiters_do_not_block_other_turns() -> None:
     """A turn with another prompt starts meanwhile."""
-    world = World(slots=4)
+    world = SchedulerHarness(slots=4)
     reader, follower = (world.add([*SYSTEM, n]) for n in range(2))
     other = world.add([1, 2])
     plan = world.step()
@@ -337,7 +337,7 @@ def test_prefix_waiters_do_not_block_other_turns() -> None:
 
 def test_short_prefixes_are_not_waited_for() -> None:
     """A short common beginning is read by each."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     turns = [world.add([*SYSTEM[: 2 * GRID_TOKENS - 1], 10 * n, *range(20)]) for n in range(1, 3)]
     world.step()
     assert all(turn.slot is not None for turn in turns)
@@ -345,7 +345,7 @@ def test_short_prefixes_are_not_waited_for() -> None:
 
 def test_prefix_waiter_prefills_when_its_leader_ends() -> None:
     """It waits only while there is a reader to wait for."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     world.add([*SYSTEM, 1], turn="reader")
     follower = world.add([*SYSTEM, 2])
     world.step()
@@ -357,7 +357,7 @@ def test_prefix_waiter_prefills_when_its_leader_ends() -> None:
 
 def test_prefix_waiter_can_end() -> None:
     """A turn that waits for a reader is aborted like any other."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     world.add([*SYSTEM, 1])
     world.add([*SYSTEM, 2], turn="follower")
     world.step()
@@ -368,7 +368,7 @@ def test_prefix_waiter_can_end() -> None:
 
 def test_higher_class_does_not_wait_for_a_lower_prefill() -> None:
     """A batch prompt may be read late."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     world.add([*SYSTEM, 1], priority=2)
     urgent = world.add([*SYSTEM, 2], priority=0)
     world.step()
@@ -377,7 +377,7 @@ def test_higher_class_does_not_wait_for_a_lower_prefill() -> None:
 
 def test_a_public_system_prompt_is_shared_between_clients() -> None:
     """One reads it, a snapshot is parked where it ends, and the other, who waited, starts from that."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     reader = world.add([*SYSTEM, 1, 2], client="a", prefix_tokens=len(SYSTEM), public=True)
     follower = world.add([*SYSTEM, 3, 4], turn="f", client="b", prefix_tokens=len(SYSTEM), public=True)
     plans = [world.step() for _ in range(5)]
@@ -392,7 +392,7 @@ def test_a_public_system_prompt_is_shared_between_clients() -> None:
 
 def test_a_private_system_prompt_is_not() -> None:
     """Two clients that happen to say the same read it each, at once."""
-    world = World(slots=2)
+    world = SchedulerHarness(slots=2)
     turns = [world.add([*SYSTEM, 1], client=client, prefix_tokens=len(SYSTEM)) for client in ("a", "b")]
     world.step()
     assert all(turn.slot is not None for turn in turns)
@@ -402,7 +402,7 @@ def test_a_private_system_prompt_is_not() -> None:
 
 def test_snapshot_is_offloaded_once() -> None:
     """The next turn finds it and parks none."""
-    world = World(slots=1)
+    world = SchedulerHarness(slots=1)
     for n in range(3):
         world.add([*SYSTEM, n], client=f"c{n}", prefix_tokens=len(SYSTEM), public=True)
         world.run_to_end()
@@ -411,7 +411,7 @@ def test_snapshot_is_offloaded_once() -> None:
 
 def test_a_model_that_cannot_rewind_starts_from_a_snapshot() -> None:
     """Its sequences cannot be cut, so that what another session holds is of no use, but a snapshot is."""
-    world = World(slots=2, can_truncate=False)
+    world = SchedulerHarness(slots=2, can_truncate=False)
     world.add([*SYSTEM, 1, 2], prefix_tokens=len(SYSTEM))
     world.run_to_end()
     assert prefix_key("c", SYSTEM) in world.store.entries
@@ -421,7 +421,7 @@ def test_a_model_that_cannot_rewind_starts_from_a_snapshot() -> None:
 
 def test_a_model_that_cannot_rewind_finds_the_snapshot_behind_a_longer_match() -> None:
     """A parked session that shares more would have to be cut."""
-    world = World(slots=2, can_truncate=False)
+    world = SchedulerHarness(slots=2, can_truncate=False)
     park(world, "s", [*SYSTEM, 7, 8, 9])
     park(world, "prefix-p", SYSTEM)
     world.add([*SYSTEM, 7, 5], turn="t", prefix_tokens=len(SYSTEM))
@@ -431,7 +431,7 @@ def test_a_model_that_cannot_rewind_finds_the_snapshot_behind_a_longer_match() -
 def test_a_model_that_cannot_rewind_prefers_a_snapshot_to_a_cut_that_may_be_refused() -> None:
     """Unless half of what the cut would redundant is about as much."""
     for kept, source in ((4, RestoreSlot), (40, TruncateSlot)):
-        world = World(slots=1, can_truncate=False, answer_tokens=1)
+        world = SchedulerHarness(slots=1, can_truncate=False, answer_tokens=1)
         held = [*SYSTEM, *range(kept)]
         world.add(held, session="s", prefix_tokens=len(SYSTEM))
         world.run_to_end()
@@ -440,10 +440,10 @@ def test_a_model_that_cannot_rewind_prefers_a_snapshot_to_a_cut_that_may_be_refu
 
 
 def test_chunk_boundaries_do_not_depend_on_offloaded_kv() -> None:
-    """A public prompt is cut where its prefix ends, whether or not anybody needs a snapshot of it."""
+    """A public prompt is cut where its prefix ends, whether or not a snapshot of it is needed."""
     cells = []
     for is_parked in (False, True):
-        world = World(slots=1, store=FakeStore(limit_tokens=0 if is_parked else 64), answer_tokens=1)
+        world = SchedulerHarness(slots=1, store=FakeStore(limit_tokens=0 if is_parked else 64), answer_tokens=1)
         world.add([*SYSTEM, *range(8)], prefix_tokens=len(SYSTEM), public=True)
         chunks = []
         while world.scheduler.has_work:
@@ -463,4 +463,4 @@ def test_prefix_keys_differ_by_scope_and_tokens() -> None:
 def test_a_turn_without_a_client_is_refused() -> None:
     """Its KV would be shared with all clients."""
     with pytest.raises(ValueError, match="needs a client id"):
-        World().add([1, 2], client="")
+        SchedulerHarness().add([1, 2], client="")

@@ -8,15 +8,17 @@ import pytest
 
 from inferencecenter.engine.scheduler.plan import ParkSlot, StepPlan, SwapSlots
 from inferencecenter.engine.scheduler.state import EngineRequest, RequestState
-from tests.engine.scheduler.world import STEP_S, FakeStore, World, restore
+from tests.engine.scheduler.harness import STEP_S, FakeStore, SchedulerHarness, restore
 
 QUANTUM = 8
 ROOMY = 4000
 
 
-def crowd(*, slots: int, quantum_tokens: int = QUANTUM, answer_tokens: int = 200, ageing_s: float = 1e6) -> World:
+def crowd(
+    *, slots: int, quantum_tokens: int = QUANTUM, answer_tokens: int = 200, ageing_s: float = 1e6
+) -> SchedulerHarness:
     """Return a world of long contexts in which everything can be parked and prompts are read at once."""
-    return World(
+    return SchedulerHarness(
         slots=slots,
         quantum_tokens=quantum_tokens,
         answer_tokens=answer_tokens,
@@ -60,7 +62,7 @@ def test_a_turn_that_used_its_quantum_yields_to_an_equal_one() -> None:
 
 
 def test_a_new_turn_takes_over_after_a_quarter_of_a_quantum() -> None:
-    """So that it gets its first token soon; then it waits for a whole one like everybody else."""
+    """So that it gets its first token soon; then it waits for a whole one like all others."""
     world = crowd(slots=1, quantum_tokens=40)
     old = world.add(prompt(1))
     world.run(20)
@@ -150,7 +152,7 @@ def test_lower_class_does_not_preempt_a_higher_one() -> None:
 
 def test_a_prompt_being_read_yields_only_to_a_shorter_one() -> None:
     """Two long prompts that take turns would both be late; a short one need not wait for a long one."""
-    world = World(slots=1, quantum_tokens=1, n_ctx=ROOMY, store=FakeStore(limit_tokens=ROOMY), ageing_s=1e6)
+    world = SchedulerHarness(slots=1, quantum_tokens=1, n_ctx=ROOMY, store=FakeStore(limit_tokens=ROOMY), ageing_s=1e6)
     reader = world.add(prompt(1, length=400))
     world.run(5)
     equal = world.add(prompt(2, length=400))
@@ -161,7 +163,7 @@ def test_a_prompt_being_read_yields_only_to_a_shorter_one() -> None:
     assert (reader.preempted, short.slot) == (1, 0)
 
 
-def waits(world: World, request: EngineRequest, *, steps: int) -> list[float]:
+def waits(world: SchedulerHarness, request: EngineRequest, *, steps: int) -> list[float]:
     """Run, and return how long the turn waited each time until it had generated another token."""
     seen, times = request.generated_tokens, [world.now]
     for _ in range(steps):
@@ -173,7 +175,7 @@ def waits(world: World, request: EngineRequest, *, steps: int) -> list[float]:
     return [after - before for before, after in pairwise([*times, world.now])]
 
 
-def newcomer(world: World) -> None:
+def newcomer(world: SchedulerHarness) -> None:
     """Add a short turn of the client ``crowd``."""
     world.add(prompt(len(world.requests)), client="crowd", priority=0, answer_tokens=2)
 
@@ -208,7 +210,7 @@ def test_aged_turn_is_prefilled_before_higher_classes() -> None:
 
 def test_no_preemption_without_offload() -> None:
     """Where a sequence cannot be parked, a turn keeps its slot until it ends."""
-    world = World(slots=1, quantum_tokens=1, store=FakeStore(limit_tokens=0), answer_tokens=20)
+    world = SchedulerHarness(slots=1, quantum_tokens=1, store=FakeStore(limit_tokens=0), answer_tokens=20)
     first, second = world.add(prompt(1)), world.add(prompt(2))
     world.run(15)
     assert (first.preempted, second.slot) == (0, None)
@@ -217,7 +219,7 @@ def test_no_preemption_without_offload() -> None:
 
 def test_only_what_fits_is_preempted() -> None:
     """Of two turns the one that is too long to be parked stays, although it used more."""
-    world = World(slots=2, quantum_tokens=2, store=FakeStore(limit_tokens=12), answer_tokens=40)
+    world = SchedulerHarness(slots=2, quantum_tokens=2, store=FakeStore(limit_tokens=12), answer_tokens=40)
     long, short = world.add(prompt(1, length=12), turn="long"), world.add(prompt(2, length=2), turn="short")
     world.run(6)
     world.add(prompt(3))
@@ -227,7 +229,7 @@ def test_only_what_fits_is_preempted() -> None:
 
 def test_preempted_turn_with_lost_kv_is_recomputed() -> None:
     """A store that forgets everything at once costs time and nothing else, even at the smallest quantum."""
-    world = World(slots=1, quantum_tokens=1, answer_tokens=10)
+    world = SchedulerHarness(slots=1, quantum_tokens=1, answer_tokens=10)
     turns = [world.add(prompt(n, length=9)) for n in range(3)]
     while world.scheduler.has_work:
         world.step()
@@ -239,7 +241,7 @@ def test_preempted_turn_with_lost_kv_is_recomputed() -> None:
 
 def test_recomputation_is_not_reported_as_progress() -> None:
     """The client has heard of its prompt; that it is read again is nothing to it."""
-    world = World(slots=1, quantum_tokens=2, answer_tokens=12)
+    world = SchedulerHarness(slots=1, quantum_tokens=2, answer_tokens=12)
     first = world.add(prompt(1, length=20))
     world.run(9)
     world.add(prompt(2), answer_tokens=2)

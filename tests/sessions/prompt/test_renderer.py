@@ -13,7 +13,7 @@ from inferencecenter.protocol.events import Queued
 from inferencecenter.sessions.journal import TurnFailed, TurnQueued
 from inferencecenter.sessions.prompt.renderer import render_prompt
 from inferencecenter.sessions.prompt.template import ChatTemplate
-from tests.sessions.conftest import BRACKETS, FakeEngine, World, make_model
+from tests.sessions.conftest import BRACKETS, FakeEngine, SessionHarness, make_model
 from tests.sessions.oracle import kept
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class HeldTemplates:
         return HeldRenderer(ChatTemplate(model), self.requests)
 
     @staticmethod
-    def turn_of(world: World) -> str:
+    def turn_of(world: SessionHarness) -> str:
         """The oldest acknowledged turn."""
         return next(event.turn_id for event in world.sink.events if isinstance(event, Queued))
 
@@ -91,12 +91,12 @@ def held() -> HeldTemplates:
 
 
 @pytest.fixture
-def world(held: HeldTemplates) -> World:
+def world(held: HeldTemplates) -> SessionHarness:
     """Sessions whose renderings a test completes."""
-    return World(renderers=held)
+    return SessionHarness(renderers=held)
 
 
-def test_a_turn_is_acknowledged_and_written_before_it_is_rendered(world: World, held: HeldTemplates) -> None:
+def test_a_turn_is_acknowledged_and_written_before_it_is_rendered(world: SessionHarness, held: HeldTemplates) -> None:
     """A turn waits for its prompt as for a slot and is submitted once the prompt is ready."""
     session_id = world.create()
     world.infer(session_id)
@@ -109,7 +109,7 @@ def test_a_turn_is_acknowledged_and_written_before_it_is_rendered(world: World, 
     assert len(held.requests) == 1
 
 
-def test_turns_that_are_rendered_first_are_submitted_first(world: World, held: HeldTemplates) -> None:
+def test_turns_that_are_rendered_first_are_submitted_first(world: SessionHarness, held: HeldTemplates) -> None:
     """A slow rendering blocks no other session."""
     first, second = world.create(), world.create()
     world.infer(first)
@@ -120,7 +120,7 @@ def test_turns_that_are_rendered_first_are_submitted_first(world: World, held: H
     assert [submit.session_id for submit in world.engine.submitted] == [second, first]
 
 
-def test_a_template_that_fails_ends_the_turn_with_an_error(world: World, held: HeldTemplates) -> None:
+def test_a_template_that_fails_ends_the_turn_with_an_error(world: SessionHarness, held: HeldTemplates) -> None:
     """The turn fails with the error and leaves nothing behind, and the session continues."""
     session_id = world.create()
     world.infer(session_id, id="r1")
@@ -134,7 +134,7 @@ def test_a_template_that_fails_ends_the_turn_with_an_error(world: World, held: H
     assert world.sink.last.op == "end"
 
 
-def test_an_aborted_turn_is_not_rendered(world: World, held: HeldTemplates) -> None:
+def test_an_aborted_turn_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
     """It ends as a queued turn does, and its rendering is cancelled."""
     session_id = world.create()
     world.infer(session_id)
@@ -144,7 +144,7 @@ def test_an_aborted_turn_is_not_rendered(world: World, held: HeldTemplates) -> N
     assert (world.sink.last.op, world.sink.last.finish_reason) == ("end", "aborted")
 
 
-def test_a_closed_session_is_not_rendered(world: World, held: HeldTemplates) -> None:
+def test_a_closed_session_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
     """Closing cancels the rendering."""
     session_id = world.create()
     world.infer(session_id)
@@ -152,7 +152,7 @@ def test_a_closed_session_is_not_rendered(world: World, held: HeldTemplates) -> 
     assert held.last.done is None
 
 
-def test_a_turn_that_is_refused_is_not_rendered(world: World, held: HeldTemplates) -> None:
+def test_a_turn_that_is_refused_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
     """If the engine accepts no more turns, the early rendering is cancelled."""
     session_id = world.create()
     world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
@@ -161,7 +161,7 @@ def test_a_turn_that_is_refused_is_not_rendered(world: World, held: HeldTemplate
     assert held.last.done is None
 
 
-def test_a_turn_is_rendered_while_there_is_no_engine(world: World, held: HeldTemplates) -> None:
+def test_a_turn_is_rendered_while_there_is_no_engine(world: SessionHarness, held: HeldTemplates) -> None:
     """The prompt is ready when the engine is, and is not rendered again for the same model."""
     session_id = world.create()
     world.engine.lose()
@@ -171,7 +171,7 @@ def test_a_turn_is_rendered_while_there_is_no_engine(world: World, held: HeldTem
     assert (len(world.engine.submitted), len(held.requests)) == (1, 1)
 
 
-def test_another_model_has_the_turn_rendered_again(world: World, held: HeldTemplates) -> None:
+def test_another_model_has_the_turn_rendered_again(world: SessionHarness, held: HeldTemplates) -> None:
     """The earlier rendering is cancelled."""
     session_id = world.create()
     world.engine.lose()
@@ -182,7 +182,7 @@ def test_another_model_has_the_turn_rendered_again(world: World, held: HeldTempl
     assert world.engine.last_text == "[user]Hi[assistant]"
 
 
-def test_a_stored_turn_whose_template_fails_is_set_aside(world: World, held: HeldTemplates) -> None:
+def test_a_stored_turn_whose_template_fails_is_set_aside(world: SessionHarness, held: HeldTemplates) -> None:
     """The next daemon ends it with an error, once, and continues the other turns."""
     bad, good = world.create(), world.create()
     world.infer(bad)
@@ -201,7 +201,7 @@ def test_a_stored_turn_whose_template_fails_is_set_aside(world: World, held: Hel
 
 
 @pytest.mark.parametrize("said", [None, "So far"])
-def test_a_shorter_prompt_is_rendered_too(world: World, held: HeldTemplates, said: str | None) -> None:
+def test_a_shorter_prompt_is_rendered_too(world: SessionHarness, held: HeldTemplates, said: str | None) -> None:
     """A context shift waits for its new prompt; if that fails, the output so far is kept."""
     session_id = world.create(system="s")
     world.append(session_id, *(("user", "long ago"), ("assistant", "yes")) * 5)
@@ -223,7 +223,7 @@ def test_a_shorter_prompt_is_rendered_too(world: World, held: HeldTemplates, sai
         assert world.transcript(session_id)[-1] == ("assistant", said)
 
 
-def test_a_turn_that_was_interrupted_needs_no_new_prompt(world: World, held: HeldTemplates) -> None:
+def test_a_turn_that_was_interrupted_needs_no_new_prompt(world: SessionHarness, held: HeldTemplates) -> None:
     """The next engine of the same model gets the existing prompt."""
     session_id = world.create()
     world.infer(session_id)
@@ -235,14 +235,14 @@ def test_a_turn_that_was_interrupted_needs_no_new_prompt(world: World, held: Hel
     assert (len(world.engine.submitted), len(held.requests)) == (2, 1)
 
 
-def test_unrenderable_turn_is_refused_at_once(world: World) -> None:
+def test_unrenderable_turn_is_refused_at_once(world: SessionHarness) -> None:
     """A raw session refuses tools without a template."""
     session_id = world.create(mode="raw")
     with pytest.raises(InferenceCenterError, match="do not support tools"):
         world.infer(session_id, tools=[{"name": "f"}])
 
 
-def test_a_prompt_that_cannot_fit_is_not_rendered(world: World, held: HeldTemplates) -> None:
+def test_a_prompt_that_cannot_fit_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
     """It is refused by its characters; surrounding white space and the model's answers do not count."""
     world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
     world.reopen()
@@ -260,7 +260,7 @@ def test_a_prompt_that_cannot_fit_is_not_rendered(world: World, held: HeldTempla
     assert len(held.requests) == 1
 
 
-def test_droppable_messages_are_not_counted(world: World, held: HeldTemplates) -> None:
+def test_droppable_messages_are_not_counted(world: SessionHarness, held: HeldTemplates) -> None:
     """Old turns that a context shift can drop do not count; the text of the turn itself does."""
     world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
     world.reopen()
@@ -274,7 +274,7 @@ def test_droppable_messages_are_not_counted(world: World, held: HeldTemplates) -
         world.infer(session_id, "z" * 401)
 
 
-def test_a_stored_turn_that_cannot_fit_any_more_ends(world: World, held: HeldTemplates) -> None:
+def test_a_stored_turn_that_cannot_fit_any_more_ends(world: SessionHarness, held: HeldTemplates) -> None:
     """After a restart a model with a smaller context ends it with an error and renders nothing."""
     session_id = world.create()
     world.infer(session_id, "x" * 1000)

@@ -19,7 +19,7 @@ from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.schema import DATABASE_NAME
-from tests.sessions.conftest import World
+from tests.sessions.conftest import SessionHarness
 from tests.sessions.store.values import ended, make_order, opened, ordered, said
 
 if TYPE_CHECKING:
@@ -74,9 +74,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def restored(path: Path) -> World:
+def restored(path: Path) -> SessionHarness:
     """The sessions that a daemon restores from the file."""
-    world = World()
+    world = SessionHarness()
     with contextlib.closing(open_writing(path)) as database:
         world.sessions.restore([each.session for each in read_all(database).found], clean=True)
     return world

@@ -25,7 +25,7 @@ from tests.engine.parked import open_store
 
 N_CTX = 200
 GRID_TOKENS = 8
-SYSTEM = list(b"the system prompt of everybody\n")
+SYSTEM = list(b"the shared system prompt\n")
 PAGE_BYTES = 4096
 
 
@@ -99,7 +99,7 @@ class Turns(RuleBasedStateMachine):
 
     @rule(client=st.sampled_from(["ada", "bob"]), system=st.booleans())
     def open(self, client: str, system: bool) -> None:
-        """Open a session, with the system prompt of everybody or with none."""
+        """Open a session, with the shared system prompt or with none."""
         self.sessions.append(Session(f"s{len(self.sessions)}", client, list(SYSTEM) if system else []))
 
     @precondition(lambda self: self.sessions)

@@ -29,7 +29,7 @@ GRID_TOKENS = 4
 N_CTX = 64
 STEP_S = 1.0
 
-# A token in KV and the client whose turn computed it, nobody's once it was parked as public.
+# A token in KV and the client whose turn computed it, no client's once it was offloaded as public.
 Cell = tuple[int, str]
 
 
@@ -120,7 +120,7 @@ class Results:
     parked: int = 0
 
 
-class World:
+class SchedulerHarness:
     """Slots and parked sequences beside the scheduler's books.
 
     Args:
@@ -327,7 +327,7 @@ class World:
             assert all(client in ("", park.scope) for _, client in self.kv[park.slot])
             return list(self.kv[park.slot])
         prefixes = [request.tokens[: request.prefix_tokens] for request in self.requests.values() if request.public]
-        assert list(park.tokens) in prefixes, "what is not public is parked for everybody"
+        assert list(park.tokens) in prefixes, "private KV is offloaded as public"
         return [(token, "") for token in park.tokens]
 
     def _cut(self, cut: TruncateSlot, faults: Faults, results: Results) -> None:

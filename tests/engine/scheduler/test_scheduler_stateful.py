@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inferencecenter.ipc.messages import EngineLimits
-from tests.engine.scheduler.world import GRID_TOKENS, N_CTX, FakeStore, Faults, World
+from tests.engine.scheduler.harness import GRID_TOKENS, N_CTX, FakeStore, Faults, SchedulerHarness
 
 SESSIONS = ("a", "b", "c", "d", "e", "f")
 CLIENTS = {"a": "x", "b": "x", "c": "x", "d": "y", "e": "y", "f": "z"}
@@ -46,7 +46,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         draft_tokens: int,
     ) -> None:
         """Begin with empty slots and an empty store."""
-        self.world = World(
+        self.world = SchedulerHarness(
             slots=slots,
             quantum_tokens=quantum_tokens,
             store=FakeStore(limit_tokens=limit_tokens),
@@ -156,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.world.scheduler.has_work)
     @rule(fails=booleans, room_tokens=st.sampled_from([0, 10, N_CTX]))
     def rest(self, *, fails: bool, room_tokens: int) -> None:
-        """Nobody asks for anything: what the slots hold is saved, each slot once at most, as far as there is room."""
+        """Without new turns the contents of slots are saved, each at most once, as far as there is room."""
         self.world.store.room_tokens = room_tokens
         saved = 0
         while self.world.save(fails=fails) is not None:
