@@ -34,7 +34,7 @@ HANG_TIMEOUT_S = 60.0
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are stubs, which die when they are told to."""
+    """Engines are stubs that fail on request."""
     monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
 
 

@@ -167,10 +167,10 @@ class ManagerHarness:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., Fleet]]:
-    """Make models of which the first is being loaded."""
+async def make_manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[..., ManagerHarness]]:
+    """Make managers whose default model is loading."""
     monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
-    made: list[Fleet] = []
+    made: list[ManagerHarness] = []
 
     def make(**fields: object) -> ManagerHarness:
         found = ManagerHarness(tmp_path, **fields)  # type: ignore[arg-type]
