@@ -134,6 +134,7 @@ class SocketConnection(ABC, Generic[OutboxT]):
                 await asyncio.sleep(0)
         finally:
             self.lost()
+            self._left()
 
     async def receive(self, text: str | None) -> None:
         """Process a frame; ``None`` stands for a binary one.
@@ -193,6 +194,10 @@ class SocketConnection(ABC, Generic[OutboxT]):
     @abstractmethod
     def accepted(self) -> None:
         """Begin: the upgrade was accepted."""
+
+    @abstractmethod
+    def _left(self) -> None:
+        """Leave the hub: the socket is closed and read no more."""
 
     @abstractmethod
     async def _process(self, text: str) -> None:

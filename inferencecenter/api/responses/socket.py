@@ -17,23 +17,20 @@ from inferencecenter.api.responses.request_schemas import CancelOnSocket, Create
 from inferencecenter.api.responses.response_events import ResponseEventBuilder
 from inferencecenter.api.responses.serializers import read_response_id
 from inferencecenter.api.responses.streams import ResponseSink, ResponseStreams
-from inferencecenter.api.websocket.endpoint import refuse_upgrade
+from inferencecenter.api.websocket.endpoint import SocketEndpoint
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
 from inferencecenter.protocol.requests import Abort
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.coalescing_queue import EventQueue
 from inferencecenter.server.connection import SocketConnection
-from inferencecenter.server.handshake import chooses_v1
 from inferencecenter.server.outbox import SocketOutbox
 from inferencecenter.server.states import ConnectionState
 from inferencecenter.server.websocket import SCOPE_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
-    from starlette.types import Receive, Send
     from starlette.types import Scope as AsgiScope
 
     from inferencecenter.api.request_context import Caller
@@ -145,6 +142,11 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
     def accepted(self) -> None:
         """Log the client."""
         _log.info("client_connected", client=self.client_id, address=self.address, responses=True)
+
+    def _left(self) -> None:
+        self.context.hub.exit(self)
+        self.context.metrics.connections.dec()
+        _log.info("client_disconnected", client=self.client_id, address=self.address)
 
     async def _process(self, text: str) -> None:
         self._stream_id = None
@@ -271,36 +273,13 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         self._outbox.send_frame(orjson.dumps(message))
 
 
-class ResponsesEndpoint:
-    """An ASGI application for one path; uvicorn runs a call of it per socket."""
+class ResponsesEndpoint(SocketEndpoint):
+    """The endpoint of the Responses API."""
 
-    def __init__(self, context: ServerContext) -> None:
-        self._context = context
-
-    async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """Serve one socket until it is closed."""
-        await receive()  # websocket.connect, which has no more information than the scope
-        try:
-            socket = await self._admit(scope)
-        except InferenceCenterError as error:
-            headers = {"content-type": "application/json", **error_headers(error)}
-            await refuse_upgrade(self._context, send, error, headers, error_body(error))
-            return
-        metrics = self._context.metrics
-        metrics.connections.inc()
-        try:
-            await socket.run(receive, send, subprotocol=SUBPROTOCOL if chooses_v1(scope["subprotocols"]) else None)
-        finally:
-            self._context.hub.exit(socket)
-            metrics.connections.dec()
-            _log.info("client_disconnected", client=socket.client_id, address=socket.address)
+    def _refusal(self, error: InferenceCenterError) -> tuple[Mapping[str, str], bytes]:
+        return {"content-type": "application/json", **error_headers(error)}, error_body(error)
 
     async def _admit(self, scope: AsgiScope) -> ResponsesSocket:
-        """Return the socket of an upgrade.
-
-        Raises:
-            InferenceCenterError: The upgrade is refused.
-        """
         context, hub = self._context, self._context.hub
         hub.check_open()
         admission = await admit(context, scope, scope=Scope.USER, subprotocols=scope["subprotocols"])
@@ -325,6 +304,7 @@ class ResponsesEndpoint:
             socket.lost()
             hub.exit(socket)
             raise
+        context.metrics.connections.inc()
         return socket
 
 

@@ -73,6 +73,9 @@ class Connection(SocketConnection[Outbox]):
             self.send(self.hello())
             self._arm(self.context.settings.auth_timeout_s, "authentication timeout")
 
+    def _left(self) -> None:
+        self.context.hub.remove(self)
+
     def hello(self) -> events.Hello:
         """Return the ``hello`` event."""
         context = self.context

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from starlette.routing import BaseRoute, Match, NoMatchFound
@@ -19,13 +20,14 @@ if TYPE_CHECKING:
     from starlette.datastructures import URLPath
     from starlette.types import Receive, Scope, Send
 
+    from inferencecenter.server.connection import SocketConnection
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.websocket import WebSocket
 
 _SHOWN_CHARS: Final = 100
 
 
-class WebSocketEndpoint:
+class SocketEndpoint(ABC):
     """An ASGI application for one path; uvicorn runs a call of it per socket."""
 
     def __init__(self, context: ServerContext) -> None:
@@ -37,21 +39,30 @@ class WebSocketEndpoint:
         try:
             connection = await self._admit(scope)
         except InferenceCenterError as error:
-            await refuse_upgrade(self._context, send, error, refusal_headers(error), refusal_body(error))
+            await refuse_upgrade(self._context, send, error, *self._refusal(error))
             return
-        hub = self._context.hub
-        hub.add(connection)
-        try:
-            await connection.run(receive, send, subprotocol=SUBPROTOCOL if connection.v1 else None)
-        finally:
-            hub.remove(connection)
+        await connection.run(receive, send, subprotocol=SUBPROTOCOL if chooses_v1(scope["subprotocols"]) else None)
 
-    async def _admit(self, scope: Scope) -> Connection:
-        """Return the connection of an upgrade.
+    @abstractmethod
+    async def _admit(self, scope: Scope) -> SocketConnection[Any]:
+        """Return the connection of an upgrade, which the hub knows.
 
         Raises:
             InferenceCenterError: The upgrade is refused.
         """
+
+    @abstractmethod
+    def _refusal(self, error: InferenceCenterError) -> tuple[Mapping[str, str], bytes]:
+        """Return the headers and the body of a refusal."""
+
+
+class WebSocketEndpoint(SocketEndpoint):
+    """The endpoint of the daemon's own protocol."""
+
+    def _refusal(self, error: InferenceCenterError) -> tuple[Mapping[str, str], bytes]:
+        return refusal_headers(error), refusal_body(error)
+
+    async def _admit(self, scope: Scope) -> Connection:
         context, subprotocols = self._context, scope["subprotocols"]
         context.hub.check_open()
         admission = await admit(context, scope, scope=None, subprotocols=subprotocols)
@@ -66,6 +77,7 @@ class WebSocketEndpoint:
         )
         if admission.account is not None:
             connection.authenticate(admission.account)
+        context.hub.add(connection)
         return connection
 
 
