@@ -1,4 +1,4 @@
-"""Backoff, retry limit and final close codes of ``client.reconnect``."""
+"""Backoff, retry limit and final close codes of a client's reconnects."""
 
 from __future__ import annotations
 
