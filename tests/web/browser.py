@@ -1,4 +1,4 @@
-"""A user of the web page in a browser: actions, and faults that must never occur."""
+"""A user of the web page in a browser: actions, and errors that must never occur."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ BROWSER_VARIABLE: Final = "INFERENCECENTER_TEST_BROWSER"
 """Names the Chromium to use; with it, tests fail where there is none instead of being skipped."""
 NAMES: Final = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS: Final = (
-    "--no-sandbox",  # root, in a container, has none
+    "--no-sandbox",  # root in a container has no sandbox
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
-    "--disable-features=LocalNetworkAccessChecks",  # would keep other sites away before the daemon has to
+    "--disable-features=LocalNetworkAccessChecks",  # would block other sites before the daemon does
 )
 PATIENCE_MS: Final = 15_000
 DESKTOP: Final = {"width": 1280, "height": 800}
@@ -37,7 +37,7 @@ MARKS: Final = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 def find_browser() -> str:
-    """Return the path of Chromium; the test is skipped where there is none and none is configured."""
+    """Return the path of Chromium; skip the test where there is none and none is configured."""
     named = os.environ.get(BROWSER_VARIABLE)
     if named:
         return named
@@ -48,7 +48,7 @@ def find_browser() -> str:
 
 
 async def launch(playwright: Playwright) -> Browser:
-    """Start Chromium; no name but this machine's leads anywhere for it."""
+    """Start Chromium; it can resolve no name but this machine's."""
     expect.set_options(timeout=PATIENCE_MS)
     return await playwright.chromium.launch(executable_path=find_browser(), args=list(OPTIONS))
 
@@ -69,13 +69,10 @@ _FOCUSED: Final = """() => {
 
 @dataclass
 class Visit:
-    """One tab on the page of one daemon, and what went wrong in it.
+    """One tab on the page of one daemon, and its errors.
 
-    Attributes:
-        page: The tab.
-        origin: Where the page comes from, and all that it may ask.
-        faults: Console errors, uncaught exceptions, and requests to other hosts.
-        expected: A pattern of faults that are no surprise in this test.
+    Attributes: page is the tab; origin is the page's origin, the only one it may contact; faults are console
+    errors, uncaught exceptions and requests to other hosts; expected is a pattern of faults that this test allows.
     """
 
     page: Page
@@ -90,7 +87,7 @@ class Visit:
         self.page.on("websocket", lambda socket: self._take_address(socket.url))
 
     def check(self) -> None:
-        """Assert that nothing went wrong but what was expected."""
+        """Assert that only expected faults occurred."""
         surprises = [each for each in self.faults if not (self.expected and re.search(self.expected, each))]
         assert not surprises, surprises
 
@@ -98,12 +95,12 @@ class Visit:
 
     @property
     def token(self) -> Locator:
-        """Where the token goes."""
+        """The token field."""
         return self.page.get_by_label("Token", exact=True)
 
     @property
     def composer(self) -> Locator:
-        """Where one writes."""
+        """The message field."""
         return self.page.get_by_role("textbox", name="Message")
 
     @property
@@ -137,18 +134,18 @@ class Visit:
         await self.page.goto(f"{self.origin}/{fragment}")
 
     async def sign_in(self, token: str) -> None:
-        """Open the page and sign in by the form."""
+        """Open the page and sign in with the form."""
         await self.go()
         await self.token.fill(token)
         await self.button("Sign in").click()
 
     async def ask(self, text: str) -> None:
-        """Write and send."""
+        """Write a message and send it."""
         await self.composer.fill(text)
         await self.button("Send").click()
 
     async def answered(self, *, count: int = 1) -> Locator:
-        """Wait until there are so many answers and none is being given; return the last."""
+        """Wait until there are so many complete answers; return the last."""
         await expect(self.answers).to_have_count(count)
         last = self.answers.last
         await expect(last).to_have_attribute("aria-busy", "false")
@@ -156,11 +153,11 @@ class Visit:
         return last
 
     async def look_again(self) -> None:
-        """Come back to the tab from another one."""
+        """Return to the tab from another one."""
         await self.page.evaluate("() => document.dispatchEvent(new Event('visibilitychange'))")
 
     async def tab_through(self) -> list[str]:
-        """Move the focus once around the page and return the names of what had it; each could be seen to have it."""
+        """Move the focus around the page and return the focused elements; each must have a visible focus."""
         names: list[str] = []
         first = None
         for _ in range(MOST_STOPS):
@@ -188,7 +185,7 @@ class Visit:
 
 @contextlib.asynccontextmanager
 async def visiting(browser: Browser, origin: str, **options: Any) -> AsyncIterator[Visit]:
-    """Open a tab of a browser profile of its own; nothing unexpected may have happened in it at the end."""
+    """Open a tab with its own browser profile; no unexpected fault may occur."""
     context: BrowserContext = await browser.new_context(**{"viewport": DESKTOP, "reduced_motion": "reduce", **options})
     context.set_default_timeout(PATIENCE_MS)
     try:
@@ -201,7 +198,7 @@ async def visiting(browser: Browser, origin: str, **options: Any) -> AsyncIterat
 
 @contextlib.asynccontextmanager
 async def signed_in(browser: Browser, daemon: Daemon, *, origin: str = "", **options: Any) -> AsyncIterator[Visit]:
-    """Open a tab whose owner came by the link that the daemon prints first, and has a conversation before them."""
+    """Open a signed-in tab with an empty conversation."""
     async with visiting(browser, origin or origin_of(daemon), **options) as visit:
         await visit.go(f"#token={daemon.admin_token}")
         await expect(visit.composer).to_be_visible()
@@ -209,7 +206,7 @@ async def signed_in(browser: Browser, daemon: Daemon, *, origin: str = "", **opt
 
 
 def origin_of(daemon: Daemon) -> str:
-    """Return where a daemon's page comes from."""
+    """Return the origin of a daemon's page."""
     return f"http://127.0.0.1:{daemon.port}"
 
 
@@ -222,11 +219,11 @@ _JUDGE: Final = """async () => {
 
 
 async def barriers(visit: Visit) -> list[str]:
-    """Return what axe finds on the page that shuts people out, of serious or critical impact."""
+    """Return axe's findings of serious or critical impact."""
     n_faults = len(visit.faults)
     await visit.page.evaluate(f"{_AXE.read_text(encoding='utf-8')};0")
     found = await visit.page.evaluate(_JUDGE)
-    del visit.faults[n_faults:]  # its own: it tries styles that the page's policy refuses
+    del visit.faults[n_faults:]  # axe tries styles that the page's policy refuses
     return [
         f"{each['id']} ({each['impact']}) at {each['where']}: {each['why']}"
         for each in found
@@ -235,10 +232,10 @@ async def barriers(visit: Visit) -> list[str]:
 
 
 async def said(answer: Locator) -> str:
-    """Return the text of an answer, without what stands around it."""
+    """Return the text of an answer without its controls."""
     return (await answer.locator(".prose").last.inner_text()).strip()
 
 
 def bare(text: str) -> str:
-    """Return letters and digits alone: what is left of a text however it is set."""
+    """Return letters and digits alone, to compare texts of any markup."""
     return re.sub(r"[\W_]+", "", text)

@@ -1,4 +1,4 @@
-"""A browser for each module of tests, and daemons to point it at."""
+"""A browser for each module of tests, and daemons for it."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> I
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
-    """A daemon that echoes, shared by a module's tests."""
+    """A daemon on the echo backend, shared by a module's tests."""
     with run_daemon(tmp_path_factory.mktemp("echo") / "state", demo_model_path, **ECHO) as running:
         yield running

@@ -1,4 +1,4 @@
-"""What a tab did for each of its frames, as Chromium traces it."""
+"""Script time per frame of a tab, from Chromium's trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CATEGORIES: Final = ["devtools.timeline"]
 
 
 def script_ms(trace: bytes) -> list[float]:
-    """Return the CPU milliseconds of script between each two animation frames of the busiest tab, least first."""
+    """Return the CPU milliseconds of script between animation frames of the busiest tab, in ascending order."""
     events = json.loads(trace)["traceEvents"]
     threads = Counter(_thread(event) for event in events if event["name"] == _FRAME)
     ((thread, _),) = threads.most_common(1)
@@ -31,7 +31,7 @@ def script_ms(trace: bytes) -> list[float]:
 
 
 def _outermost(events: Iterable[dict[str, Any]]) -> Iterable[dict[str, Any]]:
-    """Leave out events within others; all are in the order of their beginnings."""
+    """Drop nested events; all are in the order of their start."""
     end = 0
     for event in events:
         if event["ts"] >= end:

@@ -1,4 +1,4 @@
-"""Pure modules of the web page, run by Node.js."""
+"""Runs pure modules of the web page in Node.js."""
 
 from __future__ import annotations
 

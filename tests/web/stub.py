@@ -1,4 +1,4 @@
-"""A daemon that is played within a browser: it answers what a test has prepared, faster than any model."""
+"""A stub daemon within a browser: it sends prepared answers, faster than any model."""
 
 from __future__ import annotations
 
@@ -37,22 +37,21 @@ _STATS: Final = {"tps": 1000.0, "ttft_ms": 1.0, "queue_ms": 0.0}
 
 @dataclass
 class Stub:
-    """Plays a daemon with one session and one turn.
+    """Simulates a daemon with one session and one turn.
 
-    Attributes:
-        answers: What else it answers, by op; the frame that asks is given.
-        asked: The page's question, once there is one, and the socket that it came by.
+    Attributes: answers are further replies by op, each given the request; asked is the page's question and its
+    socket, once received.
     """
 
     answers: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
     asked: asyncio.Future[tuple[WebSocketRoute, str]] = field(default_factory=asyncio.Future)
 
     async def take_over(self, page: Page) -> None:
-        """Have the page's sockets lead here."""
+        """Route the page's sockets here."""
         await page.route_web_socket("**/ws", self._greet)
 
     async def give(self, answer: Sequence[str], *, burst: int, pause_s: float) -> None:
-        """Answer the question with these pieces; pause whenever so many were sent."""
+        """Answer the question with these pieces; pause after every few."""
         socket, request_id = await self.asked
         turn = {"session_id": "s1", "turn_id": "t1"}
         _send(socket, {"op": "queued", "seq": 1, "position": 0, "id": request_id, **turn})

@@ -1,4 +1,4 @@
-"""Tests of what is chosen and answered by hand in a conversation: parameters that hold, results of tools."""
+"""Parameters and tool results that a user enters in a conversation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ WEATHER: Final[dict[str, Any]] = {
 }
 
 
-async def test_a_tool_is_answered_by_hand(browser: Browser, daemon: Daemon) -> None:
-    """The form stands under the call, also after a reload, and goes when its result was sent; the model reads it."""
+async def test_tool_result_form(browser: Browser, daemon: Daemon) -> None:
+    """The form is under the call, also after a reload, and closes when the result is sent to the model."""
     question = "What is the weather in Oslo?"
     async with connect_client(daemon) as client:
         session = await client.create(params=GREEDY)
@@ -51,8 +51,8 @@ async def test_a_tool_is_answered_by_hand(browser: Browser, daemon: Daemon) -> N
         assert said[2]["content"] == '{"temperature": 21, "sky": "sunny"}'
 
 
-async def test_what_holds_is_shown_where_nothing_is_chosen(browser: Browser, daemon: Daemon) -> None:
-    """Of a session its own parameters, of one that is not begun those of the last that was."""
+async def test_effective_parameters_are_shown(browser: Browser, daemon: Daemon) -> None:
+    """A session's own parameters, or for a new one those of the last."""
     async with connect_client(daemon) as client:
         session = await client.create(params={"temperature": 0.3, "max_tokens": 77})
         plain = await client.ask(op="get_session", session_id=await client.create())

@@ -1,4 +1,4 @@
-"""Tests of a conversation in a browser, with the demo model."""
+"""A conversation in a browser, with the demo model."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 pytestmark = MARKS
 
 
-async def test_an_answer_streams_to_its_end(browser: Browser, daemon: Daemon) -> None:
-    """It grows while it is given, then says what it took; the address, the list and the title name the conversation."""
+async def test_answer_streams_to_its_end(browser: Browser, daemon: Daemon) -> None:
+    """It grows, then shows its statistics; address, list and title name the conversation."""
     question = "Count from 1 to 20."
     async with signed_in(browser, daemon) as visit:
         await visit.ask(question)
@@ -36,7 +36,7 @@ async def test_an_answer_streams_to_its_end(browser: Browser, daemon: Daemon) ->
 
 
 async def test_stop(browser: Browser, daemon: Daemon) -> None:
-    """What was said stays, the daemon keeps the same, and the next question is answered."""
+    """The partial text stays, in the page and the daemon, and the next question is answered."""
     async with connect_client(daemon) as client:
         session = await client.create(params=ENDLESS)
     async with signed_in(browser, daemon) as visit:
@@ -57,8 +57,8 @@ async def test_stop(browser: Browser, daemon: Daemon) -> None:
         await expect(await visit.answered(count=2)).to_contain_text("Stopped")
 
 
-async def test_edit_and_ask_again(browser: Browser, daemon: Daemon) -> None:
-    """The question is another, what came after it is gone, here and in the daemon."""
+async def test_edited_question_replaces_the_turn(browser: Browser, daemon: Daemon) -> None:
+    """Later turns are removed, in the page and the daemon."""
     async with signed_in(browser, daemon) as visit:
         for count, question in enumerate(("My name is Ada.", "Count from 1 to 3.", "Count from 1 to 4."), start=1):
             await visit.ask(question)
@@ -79,7 +79,7 @@ async def test_edit_and_ask_again(browser: Browser, daemon: Daemon) -> None:
 
 
 async def test_regenerate(browser: Browser, daemon: Daemon) -> None:
-    """The last answer is given anew, in its place."""
+    """The last answer is replaced by another."""
     async with signed_in(browser, daemon) as visit:
         await visit.ask("Count from 1 to 6.")
         first = await visit.answered()
@@ -95,7 +95,7 @@ async def test_regenerate(browser: Browser, daemon: Daemon) -> None:
 
 
 async def test_fork(browser: Browser, daemon: Daemon) -> None:
-    """A conversation of its own begins with what came up to there; the first one stays as it is."""
+    """The fork has the conversation up to that point; the first one is unchanged."""
     async with signed_in(browser, daemon) as visit:
         await visit.ask("My name is Grace.")
         await visit.answered()
@@ -114,7 +114,7 @@ async def test_fork(browser: Browser, daemon: Daemon) -> None:
 
 
 async def test_rename_and_delete(browser: Browser, daemon: Daemon) -> None:
-    """The daemon keeps the name for other browsers; what is deleted is gone there too, after a question."""
+    """The new name is visible to other browsers; deletion asks for confirmation and applies there too."""
     async with signed_in(browser, daemon) as visit:
         await visit.ask("Count from 1 to 2.")
         await visit.answered()
@@ -139,8 +139,8 @@ async def test_rename_and_delete(browser: Browser, daemon: Daemon) -> None:
         assert (told["op"], told["code"]) == ("error", "session_not_found")
 
 
-async def test_parameters_and_forms_are_obeyed(browser: Browser, daemon: Daemon) -> None:
-    """A limit of tokens and a regular expression that are chosen in the panel hold for the next answers."""
+async def test_parameters_and_output_format_apply(browser: Browser, daemon: Daemon) -> None:
+    """A token limit and a regular expression chosen in the panel apply to the next answers."""
     async with signed_in(browser, daemon) as visit:
         await visit.button("Settings of this conversation").click()
         settings = visit.page.get_by_role("complementary", name="Settings of this conversation")
@@ -161,8 +161,8 @@ async def test_parameters_and_forms_are_obeyed(browser: Browser, daemon: Daemon)
         assert await said(await visit.answered(count=2)) in ("yes", "no")
 
 
-async def test_all_by_keyboard(browser: Browser, daemon: Daemon) -> None:
-    """Sign in, ask, stop, find the list and rename, without a pointer; what has the focus can be seen."""
+async def test_keyboard_operation(browser: Browser, daemon: Daemon) -> None:
+    """Sign in, ask, stop, find the list and rename without a pointer, with a visible focus."""
     async with signed_in(browser, daemon) as visit:
         keyboard = visit.page.keyboard
         await expect(visit.composer).to_be_focused()
@@ -187,8 +187,8 @@ async def test_all_by_keyboard(browser: Browser, daemon: Daemon) -> None:
         await expect(visit.composer).to_be_focused()
 
 
-async def test_at_the_limit_a_user_is_told_to_delete_a_conversation(browser: Browser, echo: Daemon) -> None:
-    """No conversation goes unasked: the next question says what to do, and is answered when that is done."""
+async def test_session_limit_asks_to_delete_a_conversation(browser: Browser, echo: Daemon) -> None:
+    """None is deleted automatically; the next question explains it, and is answered after a deletion."""
     token = command_line(echo, "token", "create", "small")["token"]
     command_line(echo, "client", "limits", "small", "max_sessions=1")
     async with visiting(browser, origin_of(echo)) as visit:

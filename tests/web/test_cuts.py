@@ -1,4 +1,4 @@
-"""Tests of what a browser shows when what it depends on goes away in the middle of an answer, and comes back."""
+"""What the page shows when the network, the engine or the daemon fails during an answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from playwright.async_api import expect
 from tests.e2e.harness import connect_client, run_daemon, start_daemon
 from tests.web.browser import MARKS, bare, said, signed_in
 from tests.web.conftest import ECHO, ROOMY
-from tests.web.wire import wire_to
+from tests.web.wire import proxy_to
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,12 +33,12 @@ QUESTION = " ".join(f"{n} bottles of beer on the wall," for n in range(1, 40))
 
 
 async def whole(answer: Locator, question: str = QUESTION) -> None:
-    """Assert that an answer of the echo is all of the question, once."""
+    """Assert that an echoed answer is the complete question, once."""
     assert bare(await said(answer)) == bare(question)
 
 
-async def test_a_reload(browser: Browser, echo: Daemon) -> None:
-    """The page comes back into the middle of the answer, twice, and sees its end."""
+async def test_reload_during_an_answer(browser: Browser, echo: Daemon) -> None:
+    """Twice; the page shows the answer to its end."""
     async with signed_in(browser, echo) as visit:
         await visit.ask(QUESTION)
         await expect(visit.answers.first).to_contain_text("4 bottles")
@@ -51,9 +51,9 @@ async def test_a_reload(browser: Browser, echo: Daemon) -> None:
         await whole(await visit.answered())
 
 
-async def test_a_network_that_is_gone_for_seconds(browser: Browser, echo: Daemon) -> None:
-    """It is said, what was there stays and can be read, and the answer that went on meanwhile comes whole."""
-    async with wire_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
+async def test_network_loss_for_seconds(browser: Browser, echo: Daemon) -> None:
+    """The page reports it, keeps what it shows, and then shows the complete answer."""
+    async with proxy_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
         visit.expected = LOST
         await visit.ask(QUESTION)
         await expect(visit.answers.first).to_contain_text("4 bottles")
@@ -68,8 +68,8 @@ async def test_a_network_that_is_gone_for_seconds(browser: Browser, echo: Daemon
         await expect(visit.composer).to_have_value("A draft that is kept.")
 
 
-async def test_a_wire_that_is_cut_again_and_again(browser: Browser, echo: Daemon) -> None:
-    """No character is missing and none comes twice: the page asks once, on each new wire, for what it missed."""
+async def test_repeated_disconnects_lose_no_text(browser: Browser, echo: Daemon) -> None:
+    """No character is lost or repeated, with one resume per connection."""
     sent: list[list[str]] = []
 
     def follow(socket: WebSocket) -> None:
@@ -77,7 +77,7 @@ async def test_a_wire_that_is_cut_again_and_again(browser: Browser, echo: Daemon
         sent.append(frames)
         socket.on("framesent", lambda frame: frames.append(json.loads(frame)["op"]))
 
-    async with wire_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
+    async with proxy_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
         visit.expected = LOST
         visit.page.on("websocket", follow)
         await visit.ask(QUESTION)
@@ -90,9 +90,9 @@ async def test_a_wire_that_is_cut_again_and_again(browser: Browser, echo: Daemon
     assert max(asked) == 1
 
 
-async def test_a_browser_that_knows_it_is_offline(browser: Browser, echo: Daemon) -> None:
-    """When the system says that the network is back, the page does not wait for its next attempt."""
-    async with wire_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
+async def test_online_event_reconnects_at_once(browser: Browser, echo: Daemon) -> None:
+    """The page does not wait for its next attempt."""
+    async with proxy_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
         visit.expected = LOST
         await visit.ask(QUESTION)
         await expect(visit.answers.first).to_contain_text("4 bottles")
@@ -103,9 +103,9 @@ async def test_a_browser_that_knows_it_is_offline(browser: Browser, echo: Daemon
         await whole(await visit.answered())
 
 
-async def test_a_question_that_is_asked_into_the_dark(browser: Browser, echo: Daemon) -> None:
-    """It is kept, sent when the daemon can be reached, and answered once."""
-    async with wire_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
+async def test_question_asked_while_offline(browser: Browser, echo: Daemon) -> None:
+    """It is kept, sent after the reconnect, and answered once."""
+    async with proxy_to(echo.port) as (wire, origin), signed_in(browser, echo, origin=origin) as visit:
         visit.expected = LOST
         await visit.ask("Before.")
         await visit.answered()
@@ -122,8 +122,8 @@ async def test_a_question_that_is_asked_into_the_dark(browser: Browser, echo: Da
         assert [each["content"] for each in told["transcript"]] == ["Before.", "Before.", "Meanwhile.", "Meanwhile."]
 
 
-async def test_an_engine_that_is_killed(browser: Browser, tmp_path: Path, demo_model_path: Path) -> None:
-    """The demo model's answer is whole: the page shows what the daemon keeps, to its last token."""
+async def test_engine_kill_during_an_answer(browser: Browser, tmp_path: Path, demo_model_path: Path) -> None:
+    """The page shows the complete answer, as the daemon stores it."""
     with run_daemon(tmp_path / "state", demo_model_path, **ROOMY) as daemon:
         async with connect_client(daemon) as client:
             params = {"temperature": 0.0, "ignore_eos": True, "max_tokens": 400}
@@ -142,8 +142,8 @@ async def test_an_engine_that_is_killed(browser: Browser, tmp_path: Path, demo_m
             assert bare(await said(answer)) == bare(told["transcript"][-1]["content"])
 
 
-async def test_a_server_that_is_gone_and_comes_back(browser: Browser, tmp_path: Path, demo_model_path: Path) -> None:
-    """It is killed in the middle and started again: the page asks for the rest by itself."""
+async def test_daemon_kill_during_an_answer(browser: Browser, tmp_path: Path, demo_model_path: Path) -> None:
+    """The page resumes the answer after the restart."""
     daemon = start_daemon(tmp_path / "state", demo_model_path, **ECHO)
     try:
         daemon.wait_ready()
@@ -162,8 +162,8 @@ async def test_a_server_that_is_gone_and_comes_back(browser: Browser, tmp_path: 
         await asyncio.to_thread(daemon.process.wait)
 
 
-async def test_two_tabs(browser: Browser, echo: Daemon) -> None:
-    """One of them has the conversation; the other says so, and takes it back in the middle of an answer."""
+async def test_conversation_moves_between_tabs(browser: Browser, echo: Daemon) -> None:
+    """One tab has the conversation; the other says so, and can take it back during an answer."""
     async with signed_in(browser, echo) as one, signed_in(browser, echo) as two:
         await one.ask(QUESTION)
         await expect(one.answers.first).to_contain_text("3 bottles")
@@ -178,8 +178,8 @@ async def test_two_tabs(browser: Browser, echo: Daemon) -> None:
         await whole(await two.answered())
 
 
-async def test_an_address_that_leads_nowhere(browser: Browser, echo: Daemon) -> None:
-    """Of a conversation that is gone or never was: the page says so and leads on."""
+async def test_address_of_a_missing_conversation(browser: Browser, echo: Daemon) -> None:
+    """The page says so and offers another."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("Soon gone.")
         await visit.answered()

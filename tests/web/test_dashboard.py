@@ -1,4 +1,4 @@
-"""Tests of the dashboard's picture of a plan and of its list of clients, with a daemon that is played or real."""
+"""The dashboard's plan and client list, with a stub or a real daemon."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def device(number: int, **changes: Any) -> dict[str, Any]:
 
 
 def plan(*devices: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Return a plan for these GPUs, as it is on the wire."""
+    """Return a plan for these GPUs in its wire format."""
     on_gpus = sum(each["layers"] for each in devices)
     why = "all layers and the output matrix fit" if devices else "llama.cpp can use no GPU"
     told = {
@@ -74,8 +74,8 @@ def client(name: str, **changes: int) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-class Admin:
-    """What an administrator is told of a daemon with these clients and that plan."""
+class AdminStub:
+    """A daemon with these clients and this plan, as an administrator sees it."""
 
     def __init__(self, told: dict[str, Any] | None, *clients: dict[str, Any], state: str = "ready") -> None:
         self.plan = told
@@ -85,7 +85,7 @@ class Admin:
         self.kicked: list[str] = []
 
     def stub(self) -> Stub:
-        """Return a daemon that plays it."""
+        """Return the stub daemon."""
         usage = {"op": "usage", "client_id": "admin", "days": []}
         account = {"op": "auth_success", "client_id": "admin", "max_sessions": 16, "priority": "normal", "limits": {}}
         return Stub(
@@ -115,8 +115,8 @@ class Admin:
 
 
 @asynccontextmanager
-async def looking(browser: Browser, daemon: Daemon, admin: Admin, **options: Any) -> AsyncIterator[Visit]:
-    """Open the dashboard of a daemon that is played."""
+async def open_dashboard(browser: Browser, daemon: Daemon, admin: AdminStub, **options: Any) -> AsyncIterator[Visit]:
+    """Open the dashboard of a stub daemon."""
     async with visiting(browser, origin_of(daemon), **options) as visit:
         await admin.stub().take_over(visit.page)
         await visit.go(f"#token={daemon.admin_token}")
@@ -126,11 +126,11 @@ async def looking(browser: Browser, daemon: Daemon, admin: Admin, **options: Any
         yield visit
 
 
-async def test_the_plan_by_device(browser: Browser, daemon: Daemon) -> None:
-    """Each GPU has a bar, of parts as long as they are large, and a row for who sees none; the reasons can be read."""
+async def test_plan_by_device(browser: Browser, daemon: Daemon) -> None:
+    """Each GPU has a bar with proportional parts and an accessible row; the reasons can be read."""
     name = "NVIDIA " + "very long " * 20
     told = plan(device(0, used_bytes=5 * GIB), device(1, layers=15, name=name))
-    async with looking(browser, daemon, Admin(told), viewport=PHONE) as visit:
+    async with open_dashboard(browser, daemon, AdminStub(told), viewport=PHONE) as visit:
         bars = visit.page.locator(".place-bar")
         await expect(bars).to_have_count(3)
         whole = await bars.first.evaluate("(bar) => bar.getBoundingClientRect().width")
@@ -149,10 +149,10 @@ async def test_the_plan_by_device(browser: Browser, daemon: Daemon) -> None:
         assert not await barriers(visit)
 
 
-async def test_who_is_connected(browser: Browser, daemon: Daemon) -> None:
-    """An administrator disconnects a client after a question; their own account is marked; a refusal is shown."""
-    admin = Admin(None, client("admin"), client("ada", connections=3))
-    async with looking(browser, daemon, admin) as visit:
+async def test_client_list(browser: Browser, daemon: Daemon) -> None:
+    """An administrator disconnects a client after a confirmation; their own is marked; a refusal is shown."""
+    admin = AdminStub(None, client("admin"), client("ada", connections=3))
+    async with open_dashboard(browser, daemon, admin) as visit:
         table = visit.page.get_by_role("region", name="Connected clients as a table")
         await expect(table.get_by_role("row", name="admin You")).to_be_visible()
         dialog = visit.page.get_by_role("dialog")
@@ -174,8 +174,8 @@ async def test_who_is_connected(browser: Browser, daemon: Daemon) -> None:
         assert admin.kicked == ["ada", "admin"]
 
 
-async def test_of_a_real_daemon(browser: Browser, daemon: Daemon) -> None:
-    """An administrator sees why everything is on the CPU, and who is there; a user sees the model, and neither."""
+async def test_dashboard_of_a_real_daemon(browser: Browser, daemon: Daemon) -> None:
+    """An administrator sees plan and clients; a user sees the model only."""
     made = await asyncio.to_thread(command_line, daemon, "token", "create", "onlooker")
     async with visiting(browser, origin_of(daemon)) as visit:
         await visit.sign_in(made["token"])

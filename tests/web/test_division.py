@@ -1,4 +1,4 @@
-"""Tests of how a plan is put in words and parts."""
+"""The plan in texts and parts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NAMES: Final = 'import { caveatOf, placesOf, processorInWords, settingsOf } from
 
 
 def divided(told: dict[str, Any], expression: str) -> Any:
-    """Return what an expression of ``input``, a plan, is."""
+    """Evaluate an expression of ``input``, a plan."""
     return node.run(NAMES, f"return {expression};", given=told)
 
 
-def test_the_parts_of_a_device_are_all_of_it() -> None:
-    """What others use and what stays free belong to them; a device on which it does not fit is short, not negative."""
+def test_parts_of_a_device_add_up() -> None:
+    """Other programs and free memory included; a device that is too small has no negative part."""
     full = device(1, weight_bytes=9 * GIB)
     first, second, host = divided(plan(device(0), full), "placesOf(input)")
     assert sum(part["bytes"] for part in first["parts"]) == 8 * GIB
@@ -34,22 +34,22 @@ def test_the_parts_of_a_device_are_all_of_it() -> None:
     ("used", "words"),
     [(5144, "5.02 GiB used, 5 % more"), (4908, "4.79 GiB used, as planned"), (4400, "4.30 GiB used, 10 % less")],
 )
-def test_what_was_taken(used: int, words: str) -> None:
-    """Is compared with what was planned."""
+def test_measured_memory(used: int, words: str) -> None:
+    """It is compared with the plan."""
     (first, *_) = divided(plan(device(0, used_bytes=used * 2**20)), "placesOf(input)")
     assert first["notes"][-1] == words
 
 
-def test_memory_of_which_nothing_is_told() -> None:
-    """Where the kernel does not tell what is free, the bar is what is taken, experts included."""
+def test_unknown_host_memory() -> None:
+    """The bar is what is used, experts included."""
     host = {"weight_bytes": GIB, "kv_bytes": 0, "compute_bytes": 0, "expert_layers": 12}
     told = divided(plan(device(0), host=host), "placesOf(input).at(-1)")
     assert [part["name"] for part in told["parts"]] == ["weights", "kv", "buffers"]
     assert told["notes"][-1] == "the experts of 12 layers on GPUs"
 
 
-def test_everything_on_the_processor() -> None:
-    """Is said, with the plan's reason, or that it is set so; nothing is said where there is a GPU."""
+def test_cpu_plan() -> None:
+    """With the plan's reason, or the setting; nothing is said where there is a GPU."""
     set_so = plan(reasons=[{"name": "n_gpu_layers", "value": "0 of 29", "why": "set", "explicit": True}])
     words = "Everything is on the CPU: "
     assert divided(plan(), "processorInWords(input)") == f"{words}llama.cpp can use no GPU."
@@ -66,15 +66,15 @@ def test_everything_on_the_processor() -> None:
         ({"state": "starting"}, ""),
     ],
 )
-def test_a_plan_that_is_not_what_runs(values: dict[str, Any], words: str) -> None:
-    """Is shown with a word about it."""
+def test_outdated_plan_is_marked(values: dict[str, Any], words: str) -> None:
+    """It differs from what runs."""
     found = node.run(NAMES, "return caveatOf(...input);", given=[plan(device(0)), values])
     assert words in found
     assert bool(words) == bool(found)
 
 
 def test_settings_of_a_plan() -> None:
-    """As people read them."""
+    """In readable form."""
     assert divided(plan(device(0), device(1)), "settingsOf(input).map(([, text]) => text)") == [
         "8", "f16 keys, q8_0 values", "2,048 tokens, 512 at once", "on", "2, divided by layers",
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tests of the page for those who see it differently: on a phone, in the dark, not at all, by keys alone."""
+"""Accessibility: phones, dark mode, screen readers, keyboard."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ HISTORY = [
 ]
 
 
-async def furnish(echo: Daemon) -> str:
-    """Make a session that has some of everything in it and return its id."""
+async def fill_session(echo: Daemon) -> str:
+    """Create a session with every kind of content and return its id."""
     async with connect_client(echo) as client:
         session = await client.create(system="Be brief.", metadata={"title": "Some of everything"})
         await client.turn(session, "Hello.")
@@ -59,7 +59,7 @@ async def furnish(echo: Daemon) -> str:
 
 
 async def fits(visit: Visit) -> None:
-    """Assert that nothing has to be scrolled sideways to be seen."""
+    """Assert that no view needs horizontal scrolling."""
     width, there = await visit.page.evaluate("() => [document.documentElement.scrollWidth, innerWidth]")
     assert width <= there
 
@@ -69,8 +69,8 @@ async def fits(visit: Visit) -> None:
 async def test_pages_meet_the_accessibility_rules(
     browser: Browser, echo: Daemon, device: str, theme: Literal["light", "dark"]
 ) -> None:
-    """Nothing serious or critical for axe in any view, and all of it fits."""
-    session = await furnish(echo)
+    """Axe finds nothing serious or critical in any view, and all of it fits."""
+    session = await fill_session(echo)
     async with visiting(browser, origin_of(echo), color_scheme=theme, **DEVICES[device]) as visit:
         await visit.go()
         await expect(visit.token).to_be_visible()
@@ -99,8 +99,8 @@ async def test_pages_meet_the_accessibility_rules(
     assert not any(found.values()), found
 
 
-async def test_the_judge_sees_something(browser: Browser, echo: Daemon) -> None:
-    """What is made worse is found: otherwise the test above would say nothing."""
+async def test_accessibility_check_can_fail(browser: Browser, echo: Daemon) -> None:
+    """A defect is found."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.go()
         await expect(visit.token).to_be_visible()
@@ -108,9 +108,9 @@ async def test_the_judge_sees_something(browser: Browser, echo: Daemon) -> None:
         assert [each.partition(" at ")[0] for each in await barriers(visit)] == ["html-has-lang (serious)"]
 
 
-async def test_on_a_phone(browser: Browser, echo: Daemon) -> None:
-    """The list opens over the conversation and closes when one is chosen; everything can be reached with a finger."""
-    session = await furnish(echo)
+async def test_phone_layout(browser: Browser, echo: Daemon) -> None:
+    """The list overlays the conversation and closes on a choice; every control is large enough."""
+    session = await fill_session(echo)
     async with signed_in(browser, echo, **DEVICES["phone"]) as visit:
         await expect(visit.button("New chat")).not_to_be_in_viewport()
         await visit.button("Conversations").tap()
@@ -133,8 +133,8 @@ async def test_on_a_phone(browser: Browser, echo: Daemon) -> None:
         await expect(visit.answers.last).to_contain_text("again")
 
 
-async def test_an_answer_is_read_out(browser: Browser, echo: Daemon) -> None:
-    """A live region says what was said, in the end all of it, and that it is the end; the stream itself is none."""
+async def test_answer_is_announced(browser: Browser, echo: Daemon) -> None:
+    """A live region gets the whole answer and its end; the stream itself is not live."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("First this. Then that.")
         await visit.answered()
@@ -145,7 +145,7 @@ async def test_an_answer_is_read_out(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_themes(browser: Browser, echo: Daemon) -> None:
-    """As the system has it, also when that changes, until the user chooses; the choice survives a reload."""
+    """The system's, also when it changes, until the user chooses; the choice survives a reload."""
     async with signed_in(browser, echo, color_scheme="dark") as visit:
         body = visit.page.locator("body")
         dark = await body.evaluate("(body) => getComputedStyle(body).backgroundColor")

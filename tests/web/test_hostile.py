@@ -1,4 +1,4 @@
-"""Tests of what hostile text can do in a browser: nothing."""
+"""Hostile text in a browser has no effect."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ FEW = VECTORS[::8]
 
 
 async def harmless(visit: Visit) -> None:
-    """Assert that of all that is shown as answers nothing is more than text and its form, and that nothing ran."""
+    """Assert that answers contain only text and formatting, and that no script ran."""
     found: Any = await visit.page.evaluate("() => [...document.querySelectorAll('.prose')].flatMap(harm)")
     assert found == []
     assert await visit.page.evaluate("() => hits") == 0
 
 
-async def test_markdown_becomes_text_and_its_form(browser: Browser, echo: Daemon) -> None:
-    """Every vector, at once and a character at a time: no element, attribute or address but those that are harmless."""
+async def test_markdown_is_sanitized(browser: Browser, echo: Daemon) -> None:
+    """Every vector, at once and by character: only harmless elements, attributes and URLs."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.page.add_init_script(path=LAID_OUT)
         await visit.go()
@@ -40,8 +40,8 @@ async def test_markdown_becomes_text_and_its_form(browser: Browser, echo: Daemon
         await harmless(visit)
 
 
-async def test_answers_that_stream(browser: Browser, echo: Daemon) -> None:
-    """Vectors in one answer, a byte at a time, whatever state each leaves the text in for the next."""
+async def test_streamed_vectors_are_harmless(browser: Browser, echo: Daemon) -> None:
+    """Vectors in one answer, byte by byte, whatever state each leaves for the next."""
     async with signed_in(browser, echo) as visit:
         await visit.page.add_init_script(path=LAID_OUT)
         await visit.page.reload()
@@ -56,8 +56,8 @@ async def test_answers_that_stream(browser: Browser, echo: Daemon) -> None:
         await harmless(visit)
 
 
-async def test_everything_else_that_others_write(browser: Browser, echo: Daemon) -> None:
-    """Questions, system prompts, thoughts, names and arguments and results of tools, titles: none is more than text."""
+async def test_other_untrusted_text_is_plain(browser: Browser, echo: Daemon) -> None:
+    """Questions, system prompts, reasoning, tool names, arguments and results, titles."""
     trap = "<img src=x onerror=hit()><script>hit()</script>"
     call = {"call_id": f"call-1{trap}", "name": "look", "arguments": f'{{"a": "{trap}"}}'}
     history = [
@@ -82,8 +82,8 @@ async def test_everything_else_that_others_write(browser: Browser, echo: Daemon)
         assert await visit.page.locator("img, iframe, object, embed, form:not(.composer), main script").count() == 0
 
 
-async def test_the_policy_would_hold_if_the_sanitizer_did_not(browser: Browser, echo: Daemon) -> None:
-    """The browser itself refuses scripts, handlers, evaluated text, HTML from strings, other sites and frames."""
+async def test_content_security_policy(browser: Browser, echo: Daemon) -> None:
+    """The browser refuses scripts, handlers, eval, HTML from strings, other sites and frames."""
     async with visiting(browser, origin_of(echo)) as visit:
         visit.expected = "violates|requires|blocked|elsewhere: https://evil.test"
         await visit.page.add_init_script(path=LAID_OUT)
@@ -101,8 +101,8 @@ async def test_the_policy_would_hold_if_the_sanitizer_did_not(browser: Browser, 
         await harmless(visit)
 
 
-async def test_pages_of_other_sites(browser: Browser, echo: Daemon) -> None:
-    """They open no socket to the daemon, and do not get its page into a frame."""
+async def test_other_origins_are_refused(browser: Browser, echo: Daemon) -> None:
+    """They open no socket to the daemon, and cannot frame its page."""
 
     async def serve_evil(route: Route) -> None:
         await route.fulfill(content_type="text/html", body=f"<iframe src='{origin_of(echo)}/'></iframe>")

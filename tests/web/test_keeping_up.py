@@ -1,4 +1,4 @@
-"""Tests of how the web page keeps up with a session: what counts as new, when to connect again, whose text is whose."""
+"""How the page follows a session: event numbers, reconnects, ownership of text."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ ADMIT: Final = """
 
 
 def admit(*stories: dict[str, Any]) -> list[list[str]]:
-    """Return what becomes of each story's events."""
+    """Return the result of each sequence of events."""
     found: list[list[str]] = node.run('import { Position } from "JS/wire/position.js";', ADMIT, given=list(stories))
     return found
 
 
 def test_events_count_once_and_in_order() -> None:
-    """An event that came before is no news, one behind a gap is not taken, and a text may stand for several."""
+    """A repeated event is dropped, one after a gap refused; a text event may cover several numbers."""
     events = [["queued", 1], ["token", 2], ["token", 9], ["token", 9], ["end", 10], ["end", 10], ["queued", 12]]
     assert admit({"seq": 0, "events": events}) == [["next", "next", "next", "repeated", "next", "repeated", "gap"]]
 
 
-def test_no_gap_is_filled_twice() -> None:
-    """What does not come when a history is resumed was not for this page: the next event counts whatever its number."""
+def test_gap_after_a_resume_is_accepted() -> None:
+    """Missing numbers were not for this page."""
     assert admit({"seq": 3, "resumed": 9, "events": [["end", 8], ["queued", 10]]}) == [["next", "gap"]]
 
 
-def test_waits_grow_and_are_never_longer_than_half_a_minute() -> None:
-    """The bound doubles up to 30 s; what the daemon asks for at least is waited for."""
+def test_backoff_grows_to_half_a_minute() -> None:
+    """The daemon's retry time is a minimum."""
     body = "return input.map(([attempt, atLeast, chance]) => waitMs(attempt, atLeast, chance));"
     given_ = [[attempt, 0, chance] for attempt in (*range(12), 1000) for chance in (0, 0.999)] + [[0, 60_000, 0.5]]
     *waits, asked_for = node.run('import { waitMs } from "JS/wire/backoff.js";', body, given=given_)
@@ -49,8 +49,8 @@ def test_waits_grow_and_are_never_longer_than_half_a_minute() -> None:
     assert asked_for >= 60_000
 
 
-def test_every_close_code_is_obeyed() -> None:
-    """Codes after which a client should stop are final; every other is worth another attempt, as is none at all."""
+def test_close_codes() -> None:
+    """Some are final; every other one is retried, as is none."""
     body = 'return input.map((code) => verdictOf(code, "").final);'
     codes = [row.code for row in CLOSE_CODES]
     found = node.run('import { verdictOf } from "JS/wire/backoff.js";', body, given=[*codes, 1006, 4999])
@@ -73,7 +73,7 @@ MESSAGE = st.builds(
 def test_every_message_is_shown_once(
     stories: list[tuple[bool, list[list[dict[str, Any]]], list[dict[str, Any]]]],
 ) -> None:
-    """However turns divide a transcript, their questions and answers and the rest are all of it, in order."""
+    """Turns and other messages together are the transcript, in order."""
     given_: list[dict[str, Any]] = []
     for has_system, parts, rest in stories:
         transcript = [{"role": "system", "content": "s"}] if has_system else []
@@ -95,7 +95,7 @@ def test_every_message_is_shown_once(
 
 
 def test_titles_are_the_first_words() -> None:
-    """A title is one line of at most 60 letters, cut between words where there are any."""
+    """One line of at most 60 letters, cut between words where possible."""
     body = "return input.map(titleOf);"
     texts = ["  Hello\n world ", "", "x" * 80, "word " * 40]
     found = node.run('import { titleOf } from "JS/wire/transcript.js";', body, given=texts)

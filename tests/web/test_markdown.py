@@ -1,4 +1,4 @@
-"""Tests of how the web page shows text while it is being written."""
+"""Incremental rendering of Markdown."""
 
 from __future__ import annotations
 
@@ -67,18 +67,18 @@ Story = tuple[str, list[int]]
 
 
 def story(chance: random.Random, text: str) -> Story:
-    """Return a text with places at which it was cut while it came."""
+    """Draw a text with the positions at which it is split."""
     return text, sorted(chance.sample(range(len(text)), min(len(text), chance.randrange(1, 25))))
 
 
 def long_block(chance: random.Random) -> str:
-    """Return a block of a few thousand characters."""
+    """Draw a block of a few thousand characters."""
     kind = chance.randrange(len(LONG))
     return BEGINNINGS[kind] + "".join(chance.choices(LONG[kind], k=250))
 
 
 async def compare(browser: Browser, echo: Daemon, stories: list[Story]) -> None:
-    """Assert that what grew is what came at once."""
+    """Assert that incremental and complete rendering are equal."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.go()
         shown = await visit.page.evaluate(COMPARE, stories)
@@ -86,15 +86,15 @@ async def compare(browser: Browser, echo: Daemon, stories: list[Story]) -> None:
         assert grown == whole, (text, cuts)
 
 
-async def test_a_text_that_grows_ends_as_one_that_came_at_once(browser: Browser, echo: Daemon) -> None:
-    """However an answer is cut while it comes, what stands there at the end is what the whole text gives."""
+async def test_incremental_rendering_equals_complete(browser: Browser, echo: Daemon) -> None:
+    """However an answer is split."""
     chance = random.Random(9)
     texts = ["\n".join(chance.choices(PIECES, k=chance.randrange(1, 9))).replace("\r\n", "\n") for _ in range(150)]
     await compare(browser, echo, [story(chance, text) for text in texts])
 
 
-async def test_long_blocks_that_grow_end_as_those_that_came_at_once(browser: Browser, echo: Daemon) -> None:
-    """Where long blocks are divided depends on the text alone."""
+async def test_long_blocks_are_divided_deterministically(browser: Browser, echo: Daemon) -> None:
+    """The division depends on the text only."""
     chance = random.Random(10)
     texts = ["\n".join(long_block(chance) for _ in range(chance.randrange(1, 4))) for _ in range(20)]
     await compare(browser, echo, [story(chance, text) for text in texts])

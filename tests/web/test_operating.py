@@ -1,4 +1,4 @@
-"""Tests of what operators look at in a browser: the dashboard and the models."""
+"""Views for operators: the dashboard and the models."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ async def reading(visit: Visit, label: str) -> float:
     return float(text.split()[0].replace(",", ""))
 
 
-async def test_the_dashboard_moves(browser: Browser, daemon: Daemon) -> None:
-    """While a turn runs a slot is in use and tokens are counted, in tiles, charts and the table; when it ended, not."""
+async def test_dashboard_is_live(browser: Browser, daemon: Daemon) -> None:
+    """Slots and tokens are counted in tiles, charts and the table while a turn runs."""
     async with signed_in(browser, daemon) as visit, connect_client(daemon) as client:
         session = await client.create(params=ENDLESS)
         await visit.button("Dashboard").click()
@@ -50,8 +50,8 @@ async def test_the_dashboard_moves(browser: Browser, daemon: Daemon) -> None:
         )
 
 
-async def test_models(browser: Browser, daemon: Daemon) -> None:
-    """An operator unloads the model and loads it again; who is none may only look."""
+async def test_model_management(browser: Browser, daemon: Daemon) -> None:
+    """An operator unloads and loads a model; other users only see it."""
     made = await asyncio.to_thread(command_line, daemon, "token", "create", "onlooker")
     async with visiting(browser, origin_of(daemon)) as visit:
         await visit.sign_in(made["token"])

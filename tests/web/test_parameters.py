@@ -1,4 +1,4 @@
-"""Tests that the web page's parameters panel and the daemon agree on what may be sent."""
+"""The parameters panel and the daemon accept the same values."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ NONSENSE: Final = ("abc", "1x", "0x10", "NaN", "Infinity", "--1", "1 2")
 
 
 def read(questions: list[tuple[str, str]]) -> list[dict[str, Any]]:
-    """Return what the panel makes of texts in the fields of parameters."""
+    """Return the panel's result for texts in the fields."""
     told: list[dict[str, Any]] = node.run(IMPORTS, READ, given=questions)
     return told
 
 
 def refusal(name: str, value: object) -> str:
-    """Return what the daemon has against a value, nothing if it takes it."""
+    """Return the daemon's error for a value, if any."""
     try:
         parse_params({name: value})
     except InferenceCenterError as error:
@@ -55,7 +55,7 @@ def refusal(name: str, value: object) -> str:
 
 
 def test_the_panel_refuses_what_the_daemon_refuses() -> None:
-    """Whatever is typed, what the panel would send is taken, and a number it refuses would have been refused."""
+    """For any input, accepted values are accepted by the daemon, and refused numbers refused."""
     texts = {"number": NUMBERS, "integer": NUMBERS, "object": BIASES}
     questions = [(doc.name, text) for doc in PARAM_DOCS for text in (*texts.get(doc.kind, TEXTS), *NONSENSE)]
     questions = [(name, text) for name, text in questions if name not in ("samplers", "ignore_eos", "stop_regex")]
@@ -70,7 +70,7 @@ def test_the_panel_refuses_what_the_daemon_refuses() -> None:
 
 
 def test_numbers_near_each_bound() -> None:
-    """Just inside of each range the panel sends, just outside it does not, as the daemon."""
+    """The panel and the daemon have the same bounds."""
     rng = random.Random(9)
     questions = []
     for doc in PARAM_DOCS:
@@ -86,7 +86,7 @@ def test_numbers_near_each_bound() -> None:
 
 
 def test_defaults_can_be_typed() -> None:
-    """The text that stands for a default means that default again."""
+    """The text of a default means the default."""
     known = {doc.name: doc.default for doc in PARAM_DOCS if doc.default is not None and doc.default != ()}
     texts = node.run(IMPORTS, "return PARAMS.map((each) => [each.name, textOf(each, each.default)]);")
     asked = [(name, text) for name, text in texts if name in known]
@@ -97,7 +97,7 @@ def test_defaults_can_be_typed() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "  ", "\n"])
-def test_an_empty_field_is_the_default(text: str) -> None:
-    """Nothing is sent and nothing is wrong where nothing is written."""
+def test_empty_field_is_the_default(text: str) -> None:
+    """Nothing is sent, and there is no error."""
     questions = [(doc.name, text) for doc in PARAM_DOCS if not (doc.kind.endswith("array") and text == "  ")]
     assert all(reading == {} for reading in read(questions))

@@ -1,4 +1,4 @@
-"""Tests of what the dashboard keeps and says of readings."""
+"""The dashboard's history of readings and their texts."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ HISTORY: Final = """
 
 
 def history(*readings: tuple[float, float]) -> dict[str, Any]:
-    """Return what is kept of readings at these times."""
+    """Return the stored readings at these times."""
     kept: dict[str, Any] = node.run('import { History } from "JS/board/history.js";', HISTORY, given=readings)
     return kept
 
 
-def test_a_quarter_of_an_hour_is_kept() -> None:
-    """What is older is dropped with its values; the summary is of the window alone."""
+def test_history_covers_a_quarter_of_an_hour() -> None:
+    """Older values are dropped, and the summary covers the window."""
     kept = history(*((1000 + s, s) for s in range(2000)))
     assert (kept["times"][0], kept["times"][-1], len(kept["times"])) == (2099, 2999, 901)
     assert kept["values"] == list(range(1099, 2000))
     assert kept["summary"] == {"now": 1999, "lowest": 1939, "mean": 1969, "highest": 1999}
 
 
-def test_a_pause_is_no_line() -> None:
-    """Between readings that are far apart there is one that says nothing, which counts in no summary."""
+def test_gap_breaks_the_line() -> None:
+    """An empty reading is inserted, which counts in no summary."""
     kept = history((1000, 4), (1001, 6), (1030, 8))
     assert kept["times"] == [1000, 1001, 1003.5, 1030]
     assert kept["values"] == [4, 6, None, 8]
     assert kept["summary"] == {"now": 8, "lowest": 4, "mean": 6, "highest": 8}
 
 
-def test_a_clock_that_is_put_back_begins_anew() -> None:
-    """Readings of a later past replace those of the future; one that is only repeated is passed over."""
+def test_clock_set_back_restarts_the_history() -> None:
+    """A repeated reading is ignored."""
     assert history((5000, 1), (5000, 2), (4999, 3))["values"] == [1]
     kept = history((5000, 1), (5001, 2), (1000, 3), (1001, 4))
     assert (kept["times"], kept["values"]) == ([1000, 1001], [3, 4])
 
 
-def test_numbers_in_words() -> None:
-    """Numbers have as many digits as matter and a unit; what is not known is a dash."""
+def test_number_formats() -> None:
+    """Significant digits and a unit; an unknown value is a dash."""
     words = {
         "short(0)": "0",
         "short(0.4231)": "0.42",
@@ -66,8 +66,8 @@ def test_numbers_in_words() -> None:
     assert node.run(names, f"return [{', '.join(words)}];") == list(words.values())
 
 
-def test_status_in_words() -> None:
-    """Every reading of `status` has a line unless it is nothing or part of another's; unknown ones have their name."""
+def test_status_lines() -> None:
+    """Every reading of `status` has a line unless it is null or part of another's."""
     values = {"state": "ready", "layers": 32, "gpu_layers": 20, "lora": None, "n_new_things": 3}
     facts = node.run('import { factsOf } from "JS/board/facts.js";', "return factsOf(input);", given=values)
     assert [(each["label"], each["text"]) for each in facts] == [

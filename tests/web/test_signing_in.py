@@ -1,4 +1,4 @@
-"""Tests of signing in and out in a browser."""
+"""Signing in and out in a browser."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 pytestmark = MARKS
 
 
-async def test_by_token(browser: Browser, echo: Daemon) -> None:
-    """The form takes the token; a reload needs none, another tab does, and signing out forgets it."""
+async def test_sign_in_with_a_token(browser: Browser, echo: Daemon) -> None:
+    """A reload keeps it, another tab needs it, and signing out drops it."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.sign_in(echo.admin_token)
         await expect(visit.composer).to_be_visible()
@@ -36,8 +36,8 @@ async def test_by_token(browser: Browser, echo: Daemon) -> None:
         assert echo.admin_token not in kept
 
 
-async def test_by_the_first_link(browser: Browser, echo: Daemon) -> None:
-    """The link that terminals are shown; its token leaves the address and the history, and goes nowhere."""
+async def test_sign_in_with_the_printed_link(browser: Browser, echo: Daemon) -> None:
+    """The token leaves the address and the history."""
     asked: list[str] = []
     assert echo.admin_token not in echo.log.read_text()
     link = web_link(f"{origin_of(echo)}/", echo.admin_token)
@@ -52,8 +52,8 @@ async def test_by_the_first_link(browser: Browser, echo: Daemon) -> None:
         assert echo.admin_token not in visit.page.url
 
 
-async def test_by_a_link_in_a_tab_that_has_the_page(browser: Browser, echo: Daemon) -> None:
-    """The token of a link is taken and wiped where only the end of the address changes, also when signed in."""
+async def test_sign_in_with_a_link_in_an_open_tab(browser: Browser, echo: Daemon) -> None:
+    """Where only the fragment changes, also when signed in."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", "latecomer")
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.go("")
@@ -68,8 +68,8 @@ async def test_by_a_link_in_a_tab_that_has_the_page(browser: Browser, echo: Daem
             await visit.page.go_forward()
 
 
-async def test_not_by_a_wrong_token(browser: Browser, echo: Daemon) -> None:
-    """It is said, the form stays, nothing is kept, and the right one works after it."""
+async def test_wrong_token_is_refused(browser: Browser, echo: Daemon) -> None:
+    """The form reports it, nothing is stored, and the right token works afterwards."""
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.sign_in("ic_0123456789ab_not-this-one")
         told = visit.page.get_by_role("alert")
@@ -83,8 +83,8 @@ async def test_not_by_a_wrong_token(browser: Browser, echo: Daemon) -> None:
         await expect(visit.composer).to_be_visible()
 
 
-async def test_no_longer_by_a_revoked_token(browser: Browser, echo: Daemon) -> None:
-    """A signed-in user is returned to the form, with the reason."""
+async def test_revoked_token_returns_to_the_form(browser: Browser, echo: Daemon) -> None:
+    """With the reason."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", "guest")
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.sign_in(made["token"])
@@ -98,8 +98,8 @@ async def test_no_longer_by_a_revoked_token(browser: Browser, echo: Daemon) -> N
         await expect(visit.page.get_by_text("Before it was revoked.")).to_have_count(0)
 
 
-async def test_who_signs_in_next_sees_nothing_of_the_one_before(browser: Browser, echo: Daemon) -> None:
-    """Conversations belong to the account, also in one tab; no draft, prompt or choice is left in the browser."""
+async def test_accounts_are_separated_in_one_tab(browser: Browser, echo: Daemon) -> None:
+    """No conversation, draft, prompt or choice of the previous account is left."""
     made = await asyncio.to_thread(command_line, echo, "token", "create", "visitor")
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.sign_in(echo.admin_token)

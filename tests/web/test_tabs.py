@@ -1,4 +1,4 @@
-"""Tests of what one tab hears of conversations that another has, and of a server that is newer than the page."""
+"""Conversations in several tabs, and a server newer than the page."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 pytestmark = MARKS
 
 
-async def test_lists_follow_each_other(browser: Browser, echo: Daemon) -> None:
-    """Creating, renaming and deleting in one tab updates the list of the other without a request."""
+async def test_lists_are_synchronised(browser: Browser, echo: Daemon) -> None:
+    """Creating, renaming and deleting in one tab updates the other without a request."""
     async with signed_in(browser, echo) as one, signed_in(browser, echo) as two:
         await two.page.clock.install()
         await two.page.clock.pause_at(await two.page.evaluate("Date.now() + 1000"))
@@ -38,7 +38,7 @@ async def test_lists_follow_each_other(browser: Browser, echo: Daemon) -> None:
 
 
 async def test_deleted_in_another_tab(browser: Browser, echo: Daemon) -> None:
-    """The tab that shows it says so at once; what was said stays to be read, what was typed goes into a new one."""
+    """The tab says so at once; its text stays readable, and a draft moves to a new conversation."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("Soon gone.")
         await visit.answered()
@@ -59,8 +59,8 @@ async def test_deleted_in_another_tab(browser: Browser, echo: Daemon) -> None:
         assert await said(await visit.answered()) == "Not sent yet"
 
 
-async def test_deleted_while_it_answers(browser: Browser, echo: Daemon) -> None:
-    """The answer ends where it is, and the tab says why nothing follows."""
+async def test_deleted_during_an_answer(browser: Browser, echo: Daemon) -> None:
+    """The answer stops, and the tab says why."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("Many words. " * 200)
         await expect(visit.answers.first).to_contain_text("Many words. Many")
@@ -70,8 +70,8 @@ async def test_deleted_while_it_answers(browser: Browser, echo: Daemon) -> None:
         await expect(await visit.answered()).to_contain_text("Many words.")
 
 
-async def test_what_is_typed_outlives_a_reload(browser: Browser, echo: Daemon) -> None:
-    """In each conversation its own, and none when it was sent."""
+async def test_drafts_survive_a_reload(browser: Browser, echo: Daemon) -> None:
+    """One per conversation, none after sending."""
     async with signed_in(browser, echo) as visit:
         await visit.composer.fill("For a new one")
         await visit.page.reload()
@@ -85,8 +85,8 @@ async def test_what_is_typed_outlives_a_reload(browser: Browser, echo: Daemon) -
         await expect(visit.composer).to_have_value("")
 
 
-async def newer_after_a_cut(visit: Visit) -> WebSocketRoute:
-    """Have the page's next socket lead to a server of another version; returns the one that it has."""
+async def reconnect_to_newer_version(visit: Visit) -> WebSocketRoute:
+    """Route the page's next socket to a server of another version; return that version."""
     routes: list[WebSocketRoute] = []
 
     def connect(route: WebSocketRoute) -> None:
@@ -102,10 +102,10 @@ async def newer_after_a_cut(visit: Visit) -> WebSocketRoute:
     return routes[0]
 
 
-async def test_a_newer_server_is_told(browser: Browser, echo: Daemon) -> None:
-    """The page that an older one served offers to be loaded again, and keeps what was typed."""
+async def test_newer_server_offers_a_reload(browser: Browser, echo: Daemon) -> None:
+    """The draft is kept."""
     async with signed_in(browser, echo) as visit:
-        socket = await newer_after_a_cut(visit)
+        socket = await reconnect_to_newer_version(visit)
         await visit.composer.fill("Half a question")
         await socket.close(code=1012, reason="")
         await expect(visit.page.get_by_text("The server has been updated.")).to_be_visible()
@@ -114,8 +114,8 @@ async def test_a_newer_server_is_told(browser: Browser, echo: Daemon) -> None:
         await expect(visit.composer).to_have_value("Half a question")
 
 
-async def test_a_part_that_is_gone_is_told(browser: Browser, echo: Daemon) -> None:
-    """The files of a page go with its version: what is fetched late fails, and the same is offered."""
+async def test_missing_module_offers_a_reload(browser: Browser, echo: Daemon) -> None:
+    """Modules of an old version cannot be loaded any more."""
     async with signed_in(browser, echo) as visit:
         visit.expected = "404"
         await visit.page.route("**/js/views/dashboard.js", lambda route: route.fulfill(status=404))

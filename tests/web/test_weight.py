@@ -1,4 +1,4 @@
-"""Tests of what the page costs: bytes before it is seen, and work while a long answer grows."""
+"""The cost of the page: bytes before the first paint, and work per update."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ PARTS = (
 
 
 def long_answer() -> list[str]:
-    """Return an answer of thousands of tokens, some at once as a daemon sends them, with some of everything in it."""
+    """Return an answer of thousands of tokens with every kind of content, some tokens merged."""
     tokens: Iterator[str] = itertools.cycle(word + " " for part in PARTS for word in part.split(" "))
     return ["".join(itertools.islice(tokens, 4)) for _ in range(TOKENS // 4)]
 
 
 def log_frames(when: str, spent: list[float]) -> None:
-    """Say how long frames took; how fast and how busy a machine is decides that, so nothing is asserted."""
+    """Log the duration of frames; it depends on the machine, so it is not asserted."""
     figures = [round(spent[len(spent) * part // 100], 1) for part in (50, 90, 99)]
     logger.info("%s: CPU ms of script in %d frames: p50 %s, p90 %s, p99 %s", when, len(spent), *figures)
     logger.info("%s: most %s", when, spent[-1])
 
 
-async def test_the_first_paint_is_light(browser: Browser, echo: Daemon) -> None:
-    """From an empty cache to a conversation that one can write in; and from a full one next to nothing is fetched."""
+async def test_first_paint_is_small(browser: Browser, echo: Daemon) -> None:
+    """With an empty cache, and next to nothing with a full one."""
     async with visiting(browser, origin_of(echo)) as visit:
         session = await visit.page.context.new_cdp_session(visit.page)
         received: list[float] = []
@@ -120,8 +120,8 @@ MOST_READ = 16_000
 MOST_MADE = 400
 
 
-async def test_what_is_settled_costs_nothing(browser: Browser, echo: Daemon) -> None:
-    """However long a block is, an update reads and makes a bounded part of it, and so does each step of a whole."""
+async def test_update_cost_is_bounded(browser: Browser, echo: Daemon) -> None:
+    """However long a block is, an update parses and creates a bounded part of it."""
     texts = ["".join(itertools.islice(itertools.cycle(parts), CHARS))[:CHARS] for parts in BLOCKS.values()]
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.go()
@@ -135,8 +135,8 @@ async def test_what_is_settled_costs_nothing(browser: Browser, echo: Daemon) -> 
         assert max(each["steps"]) <= MOST_READ, name
 
 
-async def test_a_long_answer_scrolls(browser: Browser, echo: Daemon) -> None:
-    """10,000 tokens: the end stays in view, except for who reads further up; all of it is there."""
+async def test_long_answer_scrolls(browser: Browser, echo: Daemon) -> None:
+    """10,000 tokens: the end stays in view unless the user scrolls up."""
     answer = long_answer()
     stub = Stub()
     async with visiting(browser, origin_of(echo)) as visit:
@@ -158,11 +158,11 @@ async def test_a_long_answer_scrolls(browser: Browser, echo: Daemon) -> None:
         await visit.button("To the end").click()
         await expect(visit.button("To the end")).to_have_count(0)
         assert await messages.evaluate(left) < 2
-        assert words_of(await said(shown)) == words_of("".join(answer))
+        assert letters_of(await said(shown)) == letters_of("".join(answer))
 
 
-async def test_a_long_answer_opens(browser: Browser, echo: Daemon) -> None:
-    """10,000 stored tokens are shown from the first to the last, and the end is in view."""
+async def test_long_answer_opens(browser: Browser, echo: Daemon) -> None:
+    """10,000 stored tokens are shown completely, with the end in view."""
     text = "".join(long_answer())
     messages = [{"role": "user", "content": "Tell me everything."}, {"role": "assistant", "content": text}]
     stored = {**STORED, "transcript": messages}
@@ -175,11 +175,11 @@ async def test_a_long_answer_opens(browser: Browser, echo: Daemon) -> None:
         await visit.go("#/c/s1")
         shown = await visit.answered()
         log_frames("when it is opened", script_ms(await browser.stop_tracing()))
-        assert words_of(await said(shown)) == words_of(text)
+        assert letters_of(await said(shown)) == letters_of(text)
         region = visit.page.get_by_role("region", name="Messages")
         assert await region.evaluate("(each) => each.scrollHeight - each.scrollTop - each.clientHeight") < 2
 
 
-def words_of(text: str) -> str:
-    """Return letters and digits, without what stands around code."""
+def letters_of(text: str) -> str:
+    """Return letters and digits, without the controls around code."""
     return bare(text).replace("python", "").replace("Copy", "")

@@ -1,4 +1,4 @@
-"""Markdown and HTML that wants to run, load, look like the page, or lead somewhere that it does not say."""
+"""Markdown and HTML that tries to run scripts, load resources, imitate the page or disguise links."""
 
 from __future__ import annotations
 

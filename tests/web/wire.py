@@ -1,4 +1,4 @@
-"""A proxy between a browser and a daemon whose connections can be cut."""
+"""A proxy between browser and daemon whose connections can be cut."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 65_536
 
 
-class Wire:
-    """Carries TCP connections to a port; out of its socket it carries none, and those who try are counted.
+class CuttableProxy:
+    """Forwards TCP connections to a port; while disconnected it refuses and counts them.
 
-    Attributes:
-        tries: Connections that were tried since it was pulled out.
+    Attributes: tries counts the connections attempted since it was disconnected.
     """
 
     def __init__(self, port: int) -> None:
@@ -27,27 +26,27 @@ class Wire:
         self._ends: set[asyncio.StreamWriter] = set()
 
     def pull_out(self) -> None:
-        """Cut what is connected, and let nothing through from now on."""
+        """Cut all connections and refuse new ones."""
         self.tries = 0
         self._plugged = False
         self.cut()
 
     def plug_in(self) -> None:
-        """Let connections through again."""
+        """Accept connections again."""
         self._plugged = True
 
     def cut(self) -> None:
-        """Cut what is connected now."""
+        """Cut all connections."""
         for end in self._ends:
             end.transport.abort()
 
     async def tried(self, times: int) -> None:
-        """Wait until this many attempts have failed."""
+        """Wait until so many attempts have failed."""
         async with self._tried:
             await self._tried.wait_for(lambda: self.tries >= times)
 
     async def carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry one connection until one of its ends is gone."""
+        """Forward one connection until one end closes."""
         if not self._plugged:
             writer.transport.abort()
             async with self._tried:
@@ -70,9 +69,9 @@ class Wire:
 
 
 @contextlib.asynccontextmanager
-async def wire_to(port: int) -> AsyncIterator[tuple[Wire, str]]:
-    """A wire, and where a page comes from at its near end."""
-    wire = Wire(port)
+async def proxy_to(port: int) -> AsyncIterator[tuple[CuttableProxy, str]]:
+    """Yield a proxy and the page's origin behind it."""
+    wire = CuttableProxy(port)
     server = await asyncio.start_server(wire.carry, "127.0.0.1", 0)
     try:
         yield wire, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
