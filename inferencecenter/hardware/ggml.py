@@ -5,6 +5,7 @@ NVML knows only NVIDIA's GPUs; builds for Vulkan, ROCm or SYCL have devices that
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -17,6 +18,7 @@ import msgspec
 from inferencecenter.hardware.placement import Device
 
 _GPU_LIBRARIES: Final = ("cuda", "hip", "musa", "vulkan", "metal", "sycl", "opencl", "cann")
+_LIBRARIES_VARIABLE: Final = "LLAMA_CPP_LIB_PATH"
 _PROBE: Final = "inferencecenter.engine.llama.devices"
 _PROBE_TIMEOUT_S: Final = 60.0
 _Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
@@ -34,10 +36,18 @@ class GgmlDevice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gpu_backends() -> tuple[str, ...]:
-    """Return the GPU backends that the installed llama.cpp was built with, by its libraries."""
-    spec = find_spec("llama_cpp")
-    places = [] if spec is None else [Path(place) / "lib" for place in spec.submodule_search_locations or ()]
+    """Return the GPU backends that llama.cpp was built with, by its libraries."""
+    places = _library_folders()
     return tuple(kind for kind in _GPU_LIBRARIES if any(next(place.glob(f"*ggml-{kind}*"), None) for place in places))
+
+
+def _library_folders() -> list[Path]:
+    """Return where ``llama_cpp`` loads its libraries from: its own folder, unless a variable names another."""
+    chosen = os.environ.get(_LIBRARIES_VARIABLE)
+    if chosen is not None:
+        return [Path(chosen)]
+    spec = find_spec("llama_cpp")
+    return [] if spec is None else [Path(place) / "lib" for place in spec.submodule_search_locations or ()]
 
 
 def probe() -> tuple[Device, ...]:

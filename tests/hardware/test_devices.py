@@ -139,6 +139,7 @@ def test_gpu_backends_by_library_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: tuple[str, ...], kinds: tuple[str, ...]
 ) -> None:
     """No library is loaded."""
+    monkeypatch.delenv("LLAMA_CPP_LIB_PATH", raising=False)
     (tmp_path / "lib").mkdir()
     for name in files:
         (tmp_path / "lib" / name).touch()
@@ -146,6 +147,16 @@ def test_gpu_backends_by_library_files(
     assert ggml.gpu_backends() == kinds
     monkeypatch.setattr(ggml, "find_spec", lambda _: None)
     assert ggml.gpu_backends() == ()
+
+
+def test_gpu_backends_of_libraries_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The variable that moves the package's libraries says where to look, and nowhere else."""
+    for folder, name in (("lib", "libggml-cuda.so"), ("elsewhere", "libggml-vulkan.so")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).touch()
+    monkeypatch.setattr(ggml, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path / "elsewhere"))
+    assert ggml.gpu_backends() == ("vulkan",)
 
 
 @pytest.mark.parametrize("size", [-1, 2**60, 1.5, "many"])
