@@ -1,7 +1,7 @@
 # syntax=docker/dockerfile:1
 # Untested: this file has been checked by eye and by tests/service/test_containers.py, and never built.
 #
-#   docker build -t inferencecenter .                                  for processors with AVX2
+#   docker build -t inferencecenter .                                  for processors
 #   docker build -t inferencecenter:cuda --build-arg BACKEND=cuda .    for NVIDIA GPUs
 #
 # CUDA_ARCHITECTURES are compute capabilities without the point, as CMake takes them: 61 is a GTX 1060. CUDA 13 no longer
@@ -11,13 +11,14 @@ ARG BACKEND=cpu
 ARG CUDA_VERSION=12.8.1
 ARG CUDA_ARCHITECTURES="61;75;86;89"
 
+# PORTABLE: the processor of the machine that runs the image is not that of the builder.
 FROM ubuntu:24.04 AS build-cpu
-ENV CMAKE_ARGS="-DGGML_NATIVE=OFF"
+ENV PORTABLE=1
 
 FROM nvidia/cuda:${CUDA_VERSION}-devel-ubuntu24.04 AS build-cuda
 ARG CUDA_ARCHITECTURES
 # The driver is on the machine that runs the image; to link there is only its stub.
-ENV CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_CUDA=ON -DCMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES} -DCMAKE_EXE_LINKER_FLAGS=-Wl,--allow-shlib-undefined" \
+ENV PORTABLE=1 CUDA=1 CMAKE_ARGS="-DCMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES}" \
     LIBRARY_PATH=/usr/local/cuda/lib64/stubs
 
 FROM build-${BACKEND} AS build
@@ -28,8 +29,8 @@ WORKDIR /src
 RUN python3 -m venv /opt/inferencecenter/venv
 # llama.cpp first: it takes minutes, and changes only with its version.
 COPY pyproject.toml ./
-RUN /opt/inferencecenter/venv/bin/python -c "import tomllib; print(next(each for each in tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['server'] if each.startswith('llama-cpp-python')))" > llama.txt \
-    && /opt/inferencecenter/venv/bin/pip install --no-cache-dir --requirement llama.txt
+COPY tools/llama tools/llama
+RUN /opt/inferencecenter/venv/bin/python -m tools.llama install && rm -r ~/.cache/inferencecenter
 COPY . ./
 RUN /opt/inferencecenter/venv/bin/pip install --no-cache-dir ".[server]"
 

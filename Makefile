@@ -1,4 +1,5 @@
-# `make` lists the targets. Everything is installed into VENV; llama.cpp is compiled there once.
+# `make` lists the targets. Everything is installed into VENV. llama.cpp is compiled once for a user and kept in
+# ~/.cache/inferencecenter: docs/building.md has the variables.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -7,6 +8,16 @@ MODEL ?=
 PORT ?=
 CONFIG ?=
 CUDA ?=
+VULKAN ?=
+PORTABLE ?=
+LLAMA ?=
+LLAMA_WHEELS ?=
+export CUDA VULKAN PORTABLE LLAMA LLAMA_WHEELS
+ifdef LLAMA
+export LLAMA_CPP_LIB_PATH := $(abspath $(LLAMA))
+endif
+# What llama.cpp is: as the variables say, else as it is installed.
+LIBRARIES := $(if $(LLAMA),,$(if $(CUDA)$(VULKAN)$(LLAMA_WHEELS)$(CMAKE_ARGS),libraries,$(VENV)/.llama))
 
 # Where the service goes. DESTDIR is put before all of it, for packages.
 DESTDIR ?=
@@ -22,18 +33,18 @@ INSTALLED_BY := prefix='$(prefix)' sysconfdir='$(sysconfdir)' bindir='$(bindir)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-all lint docs site clean wheels install install-files uninstall
+.PHONY: help run test test-slow test-all lint docs site clean wheels install install-files uninstall libraries
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(VENV)/.installed $(if $(CUDA),$(VENV)/.cuda) ## Install and start the daemon: MODEL=file.gguf PORT=3000 CONFIG=file.toml CUDA=1
+run: $(VENV)/.installed $(LIBRARIES) ## Install and start the daemon: MODEL=file.gguf PORT=3000 CONFIG=file.toml CUDA=1 VULKAN=1
 	@exec $(BIN)/inferencecenter serve $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
 
-test: $(VENV)/.installed-dev ## Run the tests that take a few minutes together
+test: $(VENV)/.installed-dev $(LIBRARIES) ## Run the tests that take a few minutes together
 	$(BIN)/pytest
 
-test-slow: $(VENV)/.installed-dev ## Run the slow tests
+test-slow: $(VENV)/.installed-dev $(LIBRARIES) ## Run the slow tests
 	$(BIN)/pytest -m slow
 
 test-all: test test-slow ## Run every test, the slow ones too
@@ -49,8 +60,8 @@ lint: $(VENV)/.installed-dev site ## Check style, types (of the web page too), i
 	tools/check-forge $(VENV)
 	tools/check-prose $(VENV)
 
-wheels: $(VENV)/.installed ## Build what `make install` installs, into build/wheels; needs no root
-	@CUDA='$(CUDA)' tools/wheels '$(VENV)' '$(WHEELS)'
+wheels: $(VENV)/.installed ## Build what `make install` installs, into build/wheels; PORTABLE=1 for other processors too
+	@tools/wheels '$(VENV)' '$(WHEELS)'
 
 $(WHEELS):
 	@$(MAKE) wheels
@@ -74,11 +85,11 @@ clean: ## Remove the virtual environment, caches and what was built
 	rm -rf '$(VENV)' build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.installed: pyproject.toml tools/install
-	@PYTHON='$(PYTHON)' CUDA='$(CUDA)' tools/install '$(VENV)'
+$(VENV)/.installed: pyproject.toml tools/install $(wildcard tools/llama/*)
+	@PYTHON='$(PYTHON)' tools/install '$(VENV)'
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@PYTHON='$(PYTHON)' tools/install '$(VENV)' dev
 
-$(VENV)/.cuda: $(VENV)/.installed
-	@test -e $@ || PYTHON='$(PYTHON)' CUDA=1 tools/install '$(VENV)'
+$(VENV)/.llama libraries: | $(VENV)/.installed
+	@$(BIN)/python -m tools.llama install

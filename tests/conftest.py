@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 
 import inferencecenter
+import inferencecenter.engine.llama  # tests that import the bindings find the libraries by it
 from tests.leftovers import leftovers
 
 if TYPE_CHECKING:

@@ -61,7 +61,14 @@ _HTTP_TIMEOUT_S: Final = 3
 _MB: Final = 10**6
 # Loading llama.cpp may crash the process, so it is done in a child process.
 _PROBE: Final = """
-import json, llama_cpp
+import json, sys
+from inferencecenter.core.errors import InferenceCenterError
+from inferencecenter.engine.llama.library import load_library
+try:
+    load_library()
+except InferenceCenterError as error:
+    sys.exit(error.message)
+import llama_cpp
 print(json.dumps({"version": llama_cpp.__version__, "gpu": llama_cpp.llama_supports_gpu_offload()}))
 """
 

@@ -116,7 +116,10 @@ def _load(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -
         return EchoBackend(options)
     # llama.cpp's crash handler would attach a debugger to the process, which takes longer than a restart.
     os.environ["GGML_NO_BACKTRACE"] = "1"
-    from inferencecenter.engine.llama.backend import LlamaBackend  # noqa: PLC0415 - loads llama.cpp
+    from inferencecenter.engine.llama.library import load_library  # noqa: PLC0415 - the echo backend needs none
+
+    load_library()
+    from inferencecenter.engine.llama.backend import LlamaBackend  # noqa: PLC0415 - needs it loaded
     from inferencecenter.engine.llama.devices import offloads  # noqa: PLC0415
 
     def progressed(fraction: float) -> None:

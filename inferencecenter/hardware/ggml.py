@@ -17,8 +17,12 @@ import msgspec
 
 from inferencecenter.hardware.placement import Device
 
+LIBRARY_PATH: Final = "LLAMA_CPP_LIB_PATH"
+"""The variable by which the bindings find the libraries; a value that is set wins."""
+
+_LIBRARIES: Final = "inferencecenter_llama"
+_BINDINGS: Final = "llama_cpp"
 _GPU_LIBRARIES: Final = ("cuda", "hip", "musa", "vulkan", "metal", "sycl", "opencl", "cann")
-_LIBRARIES_VARIABLE: Final = "LLAMA_CPP_LIB_PATH"
 _PROBE: Final = "inferencecenter.engine.llama.devices"
 _PROBE_TIMEOUT_S: Final = 60.0
 _Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
@@ -35,19 +39,27 @@ class GgmlDevice(msgspec.Struct, frozen=True, kw_only=True):
     total_bytes: _Bytes
 
 
+def library_dir() -> Path | None:
+    """Return the directory with llama.cpp's libraries; ``None`` where there is none.
+
+    They are named by the environment, installed as a package of their own, or part of the bindings.
+    """
+    if given := os.environ.get(LIBRARY_PATH):
+        return Path(given)
+    for package in (_LIBRARIES, _BINDINGS):
+        spec = find_spec(package)
+        for place in () if spec is None else spec.submodule_search_locations or ():
+            if (found := Path(place) / "lib").is_dir():
+                return found
+    return None
+
+
 def gpu_backends() -> tuple[str, ...]:
     """Return the GPU backends that llama.cpp was built with, by its libraries."""
-    places = _library_folders()
-    return tuple(kind for kind in _GPU_LIBRARIES if any(next(place.glob(f"*ggml-{kind}*"), None) for place in places))
-
-
-def _library_folders() -> list[Path]:
-    """Return where ``llama_cpp`` loads its libraries from: its own folder, unless a variable names another."""
-    chosen = os.environ.get(_LIBRARIES_VARIABLE)
-    if chosen is not None:
-        return [Path(chosen)]
-    spec = find_spec("llama_cpp")
-    return [] if spec is None else [Path(place) / "lib" for place in spec.submodule_search_locations or ()]
+    place = library_dir()
+    if place is None:
+        return ()
+    return tuple(kind for kind in _GPU_LIBRARIES if next(place.glob(f"*ggml-{kind}*"), None))
 
 
 def probe() -> tuple[Device, ...]:

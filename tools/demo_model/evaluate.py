@@ -11,6 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Self
 
+import inferencecenter.engine.llama  # noqa: F401 - by it the bindings find the libraries
+
+# isort: split
 import llama_cpp
 import typer
 from rich.console import Console

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from typing import TYPE_CHECKING, Final
 
@@ -10,7 +11,7 @@ import msgspec
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.hardware.ggml import GgmlDevice
+from inferencecenter.hardware.ggml import GgmlDevice, library_dir
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +49,19 @@ _get_properties = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(_Proper
 )
 host_buffer_type = ctypes.CFUNCTYPE(ctypes.c_void_p)(("ggml_backend_cpu_buffer_type", _ggml))
 """Return the buffer type of plain host memory."""
+
+_backend_count = ctypes.CFUNCTYPE(ctypes.c_size_t)(("ggml_backend_reg_count", _ggml))
+_load_backends_from = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(("ggml_backend_load_all_from_path", _ggml))
+
+
+def load_backends() -> bool:
+    """Load the backends where they are libraries of their own, as in portable builds; return whether there is any.
+
+    Of several for the CPU llama.cpp takes the best that this one can run.
+    """
+    if _backend_count() == 0 and (place := library_dir()) is not None:
+        _load_backends_from(os.fsencode(place))
+    return bool(_backend_count() > 0)
 
 
 def offloads() -> bool:
@@ -126,6 +140,7 @@ def _text(value: bytes | None) -> str:
 
 def main() -> None:
     """Write all devices to standard output, as one line of JSON."""
+    load_backends()
     lib.llama_backend_init()
     sys.stdout.buffer.write(msgspec.json.encode([device for _, device in devices()]) + b"\n")
 

@@ -218,7 +218,7 @@ def may_repack(system_info: str) -> bool:
     """Return whether weights may be repacked into the layout that is fastest for the CPU.
 
     Not where llama.cpp was built for AMX: its kernels for that layout crash when compiled by GCC
-    (github.com/ggml-org/llama.cpp/issues/20824). ``tools/install`` builds without them; other builds run without any
+    (github.com/ggml-org/llama.cpp/issues/20824). ``tools/llama`` builds without them; other builds run without any
     repacking.
     """
     return "AMX_INT8 = 1" not in system_info

@@ -1,0 +1,79 @@
+"""llama.cpp and its bindings, for this Python's environment or as wheels.
+
+``python -m tools.llama install``, or ``python -m tools.llama wheels FOLDER``. The variables of docs/building.md say
+what is built. It runs before anything is installed and needs only Python with pip and, where the cache has no such
+build, a C++ compiler. What its commands print is in ``<environment>/llama.log``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tools.llama.build import Builder, BuildError
+from tools.llama.cache import Cache, cache_root
+from tools.llama.installation import Installation
+from tools.llama.progress import Progress
+from tools.llama.recipe import CHOICES, Recipe, toolkit_hints
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ROOT: Final = Path(__file__).parents[2]
+LOG_NAME: Final = "llama.log"
+
+
+def main() -> int:
+    """Do what the command line asks for, and return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.llama", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("install", help="install the bindings and the libraries into this environment")
+    wheels = commands.add_parser("wheels", help="write both as wheels")
+    wheels.add_argument("folder", type=Path)
+    asked = parser.parse_args()
+    environment = Path(sys.prefix)
+    try:
+        with Progress.to(sys.stdout) as progress, (environment / LOG_NAME).open("w", encoding="utf-8") as log:
+            cache = Cache(cache_root(os.environ), progress)
+            version = wanted_version(ROOT / "pyproject.toml")
+            with Builder(version, progress=progress, log=log) as builder:
+                if asked.command == "install":
+                    _install(Installation(environment, version), cache, builder, os.environ)
+                else:
+                    cache.copy(cache.bindings(builder), asked.folder)
+                    cache.copy(cache.libraries(Recipe.asked(version, os.environ), builder), asked.folder)
+    except BuildError as error:
+        print(f"install: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def wanted_version(pyproject: Path) -> str:
+    """Return the version of llama-cpp-python that the daemon is made for."""
+    server = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]["optional-dependencies"]["server"]
+    return str(next(each.partition("==")[2] for each in server if each.startswith("llama-cpp-python==")))
+
+
+def _install(installation: Installation, cache: Cache, builder: Builder, environment: Mapping[str, str]) -> None:
+    if environment.get("LLAMA"):
+        installation.take(cache.bindings(builder))
+        return
+    if installation.came_from_index and not any(map(environment.get, CHOICES)):
+        return
+    if (index := environment.get("LLAMA_WHEELS")) and installation.take_from(index, progress=builder.progress):
+        return
+    recipe = Recipe.asked(builder.version, environment, before=installation.kind)
+    if installation.has(recipe):
+        return
+    installation.take(cache.bindings(builder), cache.libraries(recipe, builder), name=recipe.name)
+    if recipe.kind == "cpu":
+        for hint in toolkit_hints():
+            builder.progress.say(hint)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

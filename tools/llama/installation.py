@@ -1,0 +1,105 @@
+"""The environment that llama.cpp is installed into, and what it has."""
+
+from __future__ import annotations
+
+import subprocess
+import sysconfig
+import tempfile
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from tools.llama.build import BINDINGS, PIP, BuildError
+from tools.llama.packing import DISTRIBUTION, PACKAGE
+
+if TYPE_CHECKING:
+    from tools.llama.progress import Progress
+    from tools.llama.recipe import Recipe
+
+MARK: Final = ".llama"
+"""In the environment: the name of the build that is installed."""
+
+
+class Installation:
+    """This Python's environment. pip writes into it; a file in it names the build."""
+
+    def __init__(self, environment: Path, version: str) -> None:
+        self._mark = environment / MARK
+        self._version = version
+        self._from_index = f"{version}-index"
+
+    @property
+    def kind(self) -> str:
+        """The kind of the libraries that are installed, by which an update stays of that kind."""
+        return self._name().partition("-")[2].partition("-")[0].partition(".")[0]
+
+    def has(self, recipe: Recipe) -> bool:
+        """Tell whether this very build is installed, and the bindings that are for it."""
+        place = Path(sysconfig.get_path("purelib"), PACKAGE, "lib", "libllama.so")
+        return self._name() == recipe.name and place.exists() and _bindings() == self._version
+
+    @property
+    def came_from_index(self) -> bool:
+        """Whether wheels of a package index are installed, of the right version."""
+        return self._name() == self._from_index and _bindings() == self._version
+
+    def take(self, bindings: Path, libraries: Path | None = None, *, name: str = "") -> None:
+        """Install the wheels of these entries of the cache, and remember the build by its name."""
+        wheels = [str(wheel) for entry in (bindings, libraries) if entry is not None for wheel in entry.glob("*.whl")]
+        _pip("install", "--no-index", "--no-deps", "--force-reinstall", *wheels, check=True)
+        if libraries is not None:
+            self._mark.write_text(f"{name}\n", encoding="utf-8")
+
+    def take_from(self, index: str, *, progress: Progress) -> bool:
+        """Install wheels of exactly this version from a package index; return whether it has them.
+
+        Either both wheels that ``make wheels`` makes, or a wheel of the bindings that has the libraries in it.
+        """
+        progress.begin(f"llama.cpp: looking for wheels of {BINDINGS} {self._version} in LLAMA_WHEELS")
+        pairs = ([BINDINGS, DISTRIBUTION], [BINDINGS])
+        with tempfile.TemporaryDirectory() as folder:
+            for names in pairs:
+                options = ("--index-url", index, "--retries", "1", "--only-binary", ":all:", "--no-deps", "-d", folder)
+                done = _pip("download", *options, *(f"{name}=={self._version}" for name in names))
+                wheels = [str(wheel) for wheel in Path(folder).glob("*.whl")]
+                if done.returncode == 0 and any(map(_has_libraries, wheels)):
+                    _pip("uninstall", "--yes", DISTRIBUTION)
+                    _pip("install", "--no-index", "--no-deps", "--force-reinstall", *wheels, check=True)
+                    self._mark.write_text(f"{self._from_index}\n", encoding="utf-8")
+                    return True
+        reason = (done.stderr.strip().splitlines() or ["no wheel has libllama.so"])[-1]
+        progress.say(f"llama.cpp is compiled: LLAMA_WHEELS has no libraries for it ({reason})")
+        return False
+
+    def _name(self) -> str:
+        try:
+            return self._mark.read_text(encoding="utf-8").strip()
+        except OSError:
+            return ""
+
+
+def _bindings() -> str:
+    try:
+        return metadata.version(BINDINGS)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _has_libraries(wheel: str) -> bool:
+    with zipfile.ZipFile(wheel) as opened:
+        return any(name.endswith("/libllama.so") for name in opened.namelist())
+
+
+def _pip(*arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run pip.
+
+    Raises:
+        BuildError: It failed, and may not.
+    """
+    done = subprocess.run(  # noqa: S603 - this Python's pip
+        [*PIP, *arguments], capture_output=True, text=True, check=False
+    )
+    if check and done.returncode != 0:
+        raise BuildError(f"pip {arguments[0]} failed: {done.stderr.strip()}")
+    return done

@@ -1,0 +1,118 @@
+"""Says what is done and what remains: on one line of a terminal, and elsewhere every 15 seconds."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import TYPE_CHECKING, Final, Self, TextIO
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_EVERY_S: Final = 15.0
+_CLEAR: Final = "\r\033[K"
+# A line of ninja: "[34/83] Building CXX object PATH"; other steps than compiling take no time.
+_STEP: Final = re.compile(r"\[(?P<at>\d+)/\d+\] Building \S+ object (?P<path>\S+)")
+# Seconds that sources take above the one second of most, as measured; only their ratios matter.
+_SECONDS: Final = {
+    "unity_text": 21.0,
+    "unity_memory": 15.0,
+    "unity_loading": 12.0,
+    "unity_context": 9.0,
+    "unity_graphs": 4.0,
+    "ggml-cuda.dir": 15.0,
+    "ggml-vulkan.cpp": 60.0,
+    "ggml-cpu/ops.cpp": 8.0,
+    "ggml-cpu/repack.cpp": 5.0,
+    "x86/repack.cpp": 4.0,
+    "sgemm.cpp": 4.0,
+    "tiled.cpp": 4.0,
+    "ggml-quants.c": 5.0,
+    "ggml-backend-meta.cpp": 4.0,
+    "gguf.cpp": 4.0,
+}
+_KNOWN_SHARE: Final = 0.1  # of the work, before which the rest is not estimated
+
+
+class Progress:
+    """Where the steps of a build are told."""
+
+    def __init__(self, out: TextIO, *, terminal: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._out = out
+        self._terminal = terminal
+        self._clock = clock
+        self._said_at: float | None = None
+        self._title = ""
+
+    @classmethod
+    def to(cls, out: TextIO) -> Self:
+        """Return progress that is told to a file, and on one line if that is a terminal."""
+        return cls(out, terminal=out.isatty())
+
+    def begin(self, title: str) -> None:
+        """Begin a step."""
+        self._title = title
+        self._said_at = None
+        self.tell("")
+
+    def tell(self, what: str) -> None:
+        """Tell how far the step is: always on a terminal, elsewhere if nothing was told for a while."""
+        now = self._clock()
+        line = f"{self._title}: {what}" if what else self._title
+        if self._terminal:
+            self._write(f"{_CLEAR}{line}")
+        elif self._said_at is None or now - self._said_at >= _EVERY_S:
+            self._said_at = now
+            self._write(f"{line}\n")
+
+    def say(self, line: str) -> None:
+        """Tell something that stays."""
+        self._write(f"{_CLEAR if self._terminal else ''}{line}\n")
+
+    def close(self) -> None:
+        """Leave no unfinished line."""
+        if self._terminal:
+            self._write(_CLEAR)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()
+
+
+class Compilation:
+    """How far ninja is, by the lines that it would write and by those that it writes."""
+
+    def __init__(self, planned: Iterable[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._paths = {found["path"] for line in planned if (found := _STEP.match(line))}
+        self._done: set[str] = set()
+        self._clock = clock
+        self._began = clock()
+
+    def read(self, line: str) -> None:
+        """Take a line that ninja wrote."""
+        if found := _STEP.match(line):
+            self._done.add(found["path"])
+
+    def __str__(self) -> str:
+        said = f"{len(self._done)} of {len(self._paths)} compiled"
+        whole, done = sum(map(_seconds, self._paths)), sum(map(_seconds, self._done))
+        if done < _KNOWN_SHARE * whole:
+            return said
+        left_s = (self._clock() - self._began) * (whole - done) / done
+        return f"{said}, about {shown(left_s)} left"
+
+
+def shown(seconds: float) -> str:
+    """Return a duration as minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
+
+
+def _seconds(path: str) -> float:
+    return next((cost for part, cost in _SECONDS.items() if part in path), 1.0)

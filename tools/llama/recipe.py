@@ -1,0 +1,119 @@
+"""What is built, and the name under which it is kept: the same name means the same libraries."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CMAKE_PROJECT: Final = Path(__file__).parent
+# What CMake and compilers read: a build with other values is another build.
+_READ: Final = (
+    *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS"),
+    *("CUDACXX", "CUDAARCHS", "CUDAHOSTCXX", "CUDAFLAGS", "HIPCXX", "HIPFLAGS"),
+)
+_KINDS: Final = {
+    "cpu": (),
+    "cuda": ("-DGGML_CUDA=ON",),
+    "vulkan": ("-DGGML_VULKAN=ON",),
+}
+CHOICES: Final = ("CUDA", "VULKAN", "PORTABLE", "CMAKE_ARGS")
+"""Variables that ask for a certain build."""
+
+_CUDA_BIN: Final = "/usr/local/cuda/bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A build of the libraries."""
+
+    version: str
+    kind: str
+    portable: bool
+    arguments: tuple[str, ...]
+    digest: str
+
+    @classmethod
+    def asked(cls, version: str, environment: Mapping[str, str], *, before: str = "cpu") -> Self:
+        """Return the build that the variables ask for, of the kind that was there before where they name none.
+
+        ``CUDA=1`` and ``VULKAN=1`` are for GPUs, ``PORTABLE=1`` is for any processor of this architecture, and
+        ``CMAKE_ARGS`` are further arguments.
+        """
+        named = [kind for kind in _KINDS if environment.get(kind.upper())]
+        kind = next((each for each in (*named, before) if each in _KINDS), "cpu")
+        portable = bool(environment.get("PORTABLE"))
+        arguments = (*_KINDS[kind], *(["-DPORTABLE=ON"] if portable else []))
+        arguments += tuple(shlex.split(environment.get("CMAKE_ARGS", "")))
+        known = [
+            (CMAKE_PROJECT / "CMakeLists.txt").read_text(encoding="utf-8"),
+            *arguments,
+            *(f"{name}={environment.get(name, '')}" for name in _READ),
+            " ".join((platform.machine(), *platform.libc_ver())),
+            "" if portable else _processor(),
+            _gpus() if kind == "cuda" else "",
+        ]
+        return cls(version, kind, portable, arguments, hashlib.sha256("\0".join(known).encode()).hexdigest()[:12])
+
+    @property
+    def name(self) -> str:
+        """Version, kind and digest."""
+        return f"{self.version}-{self.label}-{self.digest}"
+
+    @property
+    def label(self) -> str:
+        """The kind, and whether it is portable."""
+        return f"{self.kind}.portable" if self.portable else self.kind
+
+
+def toolkit_hints() -> list[str]:
+    """Return what a build for processors could have been on a machine with these compilers for GPUs."""
+    found = []
+    if find_program("nvcc"):
+        found.append("nvcc is here: `make run CUDA=1` builds llama.cpp for NVIDIA GPUs.")
+    if find_program("glslc"):
+        found.append("glslc is here: `make run VULKAN=1` builds llama.cpp for GPUs with a Vulkan driver.")
+    return found
+
+
+def find_program(name: str) -> str | None:
+    """Return the path of a program, CUDA's usual folder included."""
+    return shutil.which(name, path=search_path())
+
+
+def search_path() -> str:
+    """Return the path for programs that builds call."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), _CUDA_BIN])
+
+
+def _processor() -> str:
+    """Return what tells processors apart for which code is made."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _gpus() -> str:
+    """Return the compute capabilities of the GPUs; CUDA's code is made for these."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
