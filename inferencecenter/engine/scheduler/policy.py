@@ -173,6 +173,7 @@ def ewma(old: float, new: float, *, weight: float) -> float:
 # Weight of the newest step in the averages: they follow a change within a few steps and absorb one outlier.
 _BUDGET_EWMA_WEIGHT = 0.3
 _PREFILL_SHARE = 4.0
+_LONGEST_S = 1.0
 
 
 def choose_slot(slots: SlotTable, session_id: str, *, waiting: Collection[str]) -> tuple[Slot, str] | None:
@@ -294,9 +295,11 @@ class PrefillBudget:
     """How many prompt tokens a step may prefill.
 
     As many as keep a step at about ``target_step_s`` or, where decoding is slow, ``_PREFILL_SHARE`` times the decode
-    time: a turn waiting for its first token keeps the batch small for all. Learned from recent prefill and decode
-    times, separately for one prompt and for several, since a pass of several is faster per token. ``floor_tokens`` is
-    the minimum, and the value until there is a measurement.
+    time: a turn waiting for its first token keeps the batch small for all. Where more turns wait for it than decode,
+    that time grows with their ratio, up to ``_LONGEST_S``: in a burst every decode step for the few that are ahead
+    delays the many, and full batches decode sooner. Learned from recent prefill and decode times, separately for one
+    prompt and for several, since a pass of several is faster per token. ``floor_tokens`` is the minimum, and the value
+    until there is a measurement.
     """
 
     def __init__(self, *, target_step_s: float, floor_tokens: int) -> None:
@@ -305,11 +308,13 @@ class PrefillBudget:
         self._tokens_per_s = {True: 0.0, False: 0.0}
         self._decode_s = 0.0
 
-    def tokens(self, *, decoding: bool, alone: bool) -> int:
-        """Return the next step's budget; ``decoding``: other turns decode; ``alone``: a single prompt is prefilled."""
-        decode_s = self._decode_s if decoding else 0.0
+    def tokens(self, *, n_prefilling: int, n_decoding: int) -> int:
+        """Return the budget of a step that prefills ``n_prefilling`` prompts while ``n_decoding`` turns decode."""
+        decode_s = self._decode_s if n_decoding else 0.0
         prefill_s = max(self._target_step_s - decode_s, _PREFILL_SHARE * decode_s)
-        tokens_per_s = self._tokens_per_s[True] if alone else max(self._tokens_per_s.values())
+        if n_decoding:
+            prefill_s = max(prefill_s, min(_LONGEST_S, _PREFILL_SHARE * decode_s * n_prefilling / n_decoding))
+        tokens_per_s = self._tokens_per_s[True] if n_prefilling == 1 else max(self._tokens_per_s.values())
         return max(self._floor_tokens, int(tokens_per_s * prefill_s))
 
     def observe(self, *, prefill_tokens: int, prefill_s: float, decode_s: float, alone: bool) -> None:

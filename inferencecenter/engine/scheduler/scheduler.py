@@ -296,16 +296,16 @@ class Scheduler:
             return [decode_pass(decoding, self._drafting.drafts(decoding))]
         self._reads_next = False
         self._generates = False
-        return self._read(builder, reading, decoding=bool(decoding), now=now) if reading else []
+        return self._read(builder, reading, n_decoding=len(decoding), now=now) if reading else []
 
     def _read(
-        self, builder: PlanBuilder, reading: list[EngineRequest], *, decoding: bool, now: float
+        self, builder: PlanBuilder, reading: list[EngineRequest], *, n_decoding: int, now: float
     ) -> list[DecodePass]:
         for request in reading:
             # A turn that holds a slot but is not prefilled ages as if it still waited for one.
             risen = request.base_class - request.periods(now, self._ageing_s)
             request.effective_priority = min(request.effective_priority, max(0, risen))
-        budget_tokens = self._budget.tokens(decoding=decoding, alone=len(reading) == 1)
+        budget_tokens = self._budget.tokens(n_prefilling=len(reading), n_decoding=n_decoding)
         budget_tokens = max(self._grid_tokens, int(budget_tokens * self._dispatcher.limits.prefill_share))
         builder.reasons.append(f"{len(reading)} prompts share {budget_tokens} tokens")
         passes = prefill_passes(

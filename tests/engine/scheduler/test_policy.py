@@ -204,44 +204,54 @@ def test_generating_turns_get_one_row_each() -> None:
 def test_the_budget_holds_the_target_step() -> None:
     """Reading at 1,000 tokens/s with 20 ms of generating leaves 130 tokens of 150 ms, and 150 alone."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
-    assert budget.tokens(decoding=True, alone=True) == 64
+    assert budget.tokens(n_prefilling=1, n_decoding=1) == 64
     budget.observe(prefill_tokens=100, prefill_s=0.1, decode_s=0.02, alone=True)
-    assert budget.tokens(decoding=True, alone=True) == pytest.approx(130, abs=1)
-    assert budget.tokens(decoding=False, alone=True) == pytest.approx(150, abs=1)
+    assert budget.tokens(n_prefilling=1, n_decoding=1) == pytest.approx(130, abs=1)
+    assert budget.tokens(n_prefilling=1, n_decoding=0) == pytest.approx(150, abs=1)
 
 
 def test_a_slow_batch_lets_prompts_take_four_times_as_long() -> None:
     """Where generating alone takes longer than the target, newcomers are not read a cell at a time."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=100, prefill_s=0.1, decode_s=0.2, alone=True)
-    assert budget.tokens(decoding=True, alone=True) == pytest.approx(800, abs=1)
-    assert budget.tokens(decoding=False, alone=True) == pytest.approx(150, abs=1)
+    assert budget.tokens(n_prefilling=1, n_decoding=1) == pytest.approx(800, abs=1)
+    assert budget.tokens(n_prefilling=1, n_decoding=0) == pytest.approx(150, abs=1)
+
+
+def test_the_budget_grows_with_the_turns_that_wait_for_each_that_decodes() -> None:
+    """In a burst the few turns that are ahead delay the many; a long step has a limit."""
+    budget = PrefillBudget(target_step_s=0.05, floor_tokens=64)
+    budget.observe(prefill_tokens=1000, prefill_s=1.0, decode_s=0.04, alone=False)
+    usual = budget.tokens(n_prefilling=4, n_decoding=4)
+    assert usual == budget.tokens(n_prefilling=2, n_decoding=6) == pytest.approx(160, abs=1)
+    assert budget.tokens(n_prefilling=6, n_decoding=2) == pytest.approx(3 * usual, abs=3)
+    assert budget.tokens(n_prefilling=31, n_decoding=1) == pytest.approx(1000, abs=1)
 
 
 def test_the_budget_follows_a_slower_machine_down_to_the_floor() -> None:
     """Steps that take longer shrink the budget, never below one cell."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=1000, prefill_s=0.1, decode_s=0.0, alone=True)
-    before = budget.tokens(decoding=False, alone=True)
+    before = budget.tokens(n_prefilling=1, n_decoding=0)
     budget.observe(prefill_tokens=100, prefill_s=0.1, decode_s=0.0, alone=True)
-    assert 64 < budget.tokens(decoding=False, alone=True) < before
+    assert 64 < budget.tokens(n_prefilling=1, n_decoding=0) < before
     for _ in range(40):
         budget.observe(prefill_tokens=100, prefill_s=1.0, decode_s=0.0, alone=True)
-    assert budget.tokens(decoding=False, alone=True) == 64
+    assert budget.tokens(n_prefilling=1, n_decoding=0) == 64
 
 
 def test_mixed_prefill_does_not_update_the_estimate() -> None:
     """A pass of many rows reads more a second; a newcomer that is alone begins with one cell."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=1000, prefill_s=0.1, decode_s=0.0, alone=False)
-    assert budget.tokens(decoding=False, alone=True) == 64
-    assert budget.tokens(decoding=False, alone=False) == pytest.approx(1500, abs=1)
+    assert budget.tokens(n_prefilling=1, n_decoding=0) == 64
+    assert budget.tokens(n_prefilling=2, n_decoding=0) == pytest.approx(1500, abs=1)
     budget.observe(prefill_tokens=2000, prefill_s=0.1, decode_s=0.0, alone=True)
-    assert budget.tokens(decoding=False, alone=False) == pytest.approx(3000, abs=1)
+    assert budget.tokens(n_prefilling=2, n_decoding=0) == pytest.approx(3000, abs=1)
 
 
 def test_short_steps_do_not_update_the_estimate() -> None:
     """A clock that did not move does not divide by zero."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=100, prefill_s=0.0, decode_s=0.0, alone=True)
-    assert budget.tokens(decoding=False, alone=True) == 64
+    assert budget.tokens(n_prefilling=1, n_decoding=0) == 64
