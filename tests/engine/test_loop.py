@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from inferencecenter.ipc.engine_child import send_descriptors
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import encode
+from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import (
     AbortTurn,
     Configure,
@@ -267,6 +269,13 @@ def test_the_process_ends_with_its_pipe_when_its_main_thread_is_stuck() -> None:
     assert process.wait(TIMEOUT_S) == 0
 
 
+def send_heartbeat(ours: socket.socket) -> None:
+    """Send what an engine receives before its options."""
+    heartbeat = Heartbeat.create()
+    send_descriptors(ours, (heartbeat.fd,))
+    heartbeat.close()
+
+
 @pytest.mark.parametrize("option", ["backend", "kv_adopt", "kv_type_k", "split_mode", "abacus"])
 def test_options_that_do_not_exist_are_refused(option: str) -> None:
     """Before anything is loaded, with the option's name and the exit status of the error."""
@@ -274,6 +283,7 @@ def test_options_that_do_not_exist_are_refused(option: str) -> None:
     command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     theirs.close()
+    send_heartbeat(ours)
     front = Front(ours)
     front.send(Configure(msgspec.json.encode({"backend": "echo", "parent_pid": os.getpid(), option: "bead"})))
     front.read_until(lambda: len(front.frames) > 0)
@@ -298,6 +308,7 @@ def test_process_requires_its_options_first() -> None:
     command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
     process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     theirs.close()
+    send_heartbeat(ours)
     ours.sendall(encode(AbortTurn("t")))
     assert process.wait(TIMEOUT_S) == os.EX_PROTOCOL
     ours.close()
