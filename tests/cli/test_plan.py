@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file with the header of a 7B model."""
-    path = tmp_path / "7b.gguf"
+    path = tmp_path_factory.mktemp("model") / "7b.gguf"
     write_header(path, HEADERS["qwen2.5-7b"], name="qwen2.5-7b")
     return path
 

@@ -8,11 +8,23 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.ipc import engine_child
 from tests.loop_clock import LoopClock
+from tests.supervisor import stub_engine
 from tests.supervisor.harness import ObservedSupervisor
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+
+STUB = pytest.mark.usefixtures("stub")
+"""For tests in which an engine need not keep anything: the stub starts in a fraction of a real one's time."""
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the stub as engine."""
+    monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
 
 
 @pytest.fixture

@@ -11,11 +11,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.messages import Failed
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.supervisor.crash_limit import CrashLimit
-from tests.supervisor import stub_engine
 from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, end_of
 
 WINDOW_S = 600.0
@@ -103,11 +101,10 @@ def test_crash_limit_equals_a_reference(steps: list[tuple[str, object]]) -> None
             assert hour.refuses(client) == (counted >= hour.max_deaths)
 
 
-@pytest.mark.usefixtures("stopped")
+@pytest.mark.usefixtures("stub", "stopped")
 @pytest.mark.parametrize("withdraws", [False, pytest.param(True, id="withdraws")])
-async def test_client_that_crashes_engines_is_refused(monkeypatch: pytest.MonkeyPatch, *, withdraws: bool) -> None:
+async def test_client_that_crashes_engines_is_refused(*, withdraws: bool) -> None:
     """Whether its turns are convicted or withdrawn before that; the engine is not given up, and others go on."""
-    monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
     limit = CrashLimit(max_deaths=4, window_s=WINDOW_S, monotonic=lambda: 0.0)
     watched = ObservedSupervisor(slots=8, max_restarts=3, crash_limit=limit)
     watched.supervisor.start()
@@ -135,10 +132,9 @@ async def test_client_that_crashes_engines_is_refused(monkeypatch: pytest.Monkey
     await watched.supervisor.stop()
 
 
-@pytest.mark.usefixtures("stopped")
-async def test_queued_turns_of_a_refused_client_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("stub", "stopped")
+async def test_queued_turns_of_a_refused_client_fail() -> None:
     """They would end engines too; each hears why, and those of others run."""
-    monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
     limit = CrashLimit(max_deaths=2, window_s=WINDOW_S, monotonic=lambda: 0.0)
     watched = ObservedSupervisor(slots=8, max_queue=100, crash_limit=limit)
     fine = watched.submit("fine", "count 300", client_id="ada")

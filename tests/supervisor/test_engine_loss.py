@@ -11,13 +11,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.channel import MAX_UNREAD_BYTES
 from inferencecenter.ipc.messages import Cancelled, Failed, Submit, TokenDelta
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from inferencecenter.supervisor.watchdog import POLLS
-from tests.supervisor import stub_engine
+from tests.supervisor.conftest import STUB
 from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTurn, end_of, order
 from tests.supervisor.stub_engine import HANGS, answer
 
@@ -30,12 +29,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("stopped")
 LONG = "a long answer " * 20
 HANG_TIMEOUT_S = 60.0
-
-
-@pytest.fixture
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are stubs that fail on request."""
-    monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
 
 
 async def ready(**options: object) -> ObservedSupervisor:
@@ -57,7 +50,7 @@ async def crashed(heard: RecordingTurn) -> Failed:
 # An engine that is killed.
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 async def test_engine_kill_while_loading(tmp_path: Path) -> None:
     """Turns that wait for it wait for the next one."""
     watched = ObservedSupervisor(model_name="wait", model_path=str(tmp_path / "steps"))
@@ -109,6 +102,7 @@ async def hang(clock: LoopClock) -> None:
         await clock.go_on(HANG_TIMEOUT_S / POLLS)
 
 
+@STUB
 async def test_a_stopped_engine_is_killed(clock: LoopClock) -> None:
     """SIGSTOP while turns run is a hang; it is noticed by the heartbeat alone, and the turns go on."""
     watched = await ready(echo_delay_ms=5, hang_timeout_s=HANG_TIMEOUT_S)
@@ -129,6 +123,7 @@ async def test_a_stopped_engine_is_killed(clock: LoopClock) -> None:
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_idle_engine_has_no_watchdog() -> None:
     """One without turns may stand still for as long as it likes: a timer looks at it only while there are some."""
 
@@ -148,7 +143,7 @@ async def test_idle_engine_has_no_watchdog() -> None:
 # Engines that hang or send invalid frames.
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 async def test_only_the_poison_turn_fails(tmp_path: Path) -> None:
     """Among eight it is found by running alone; the seven others say all they have to say, and new ones run."""
     log = tmp_path / "steps"
@@ -172,7 +167,7 @@ async def test_only_the_poison_turn_fails(tmp_path: Path) -> None:
     await watched.supervisor.stop()
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 async def test_two_poison_turns_are_found(tmp_path: Path) -> None:
     """Each is found in its own trial, and finding one forgives the restarts it took."""
     watched = await ready(slots=8, max_restarts=3)
@@ -186,7 +181,7 @@ async def test_two_poison_turns_are_found(tmp_path: Path) -> None:
     await watched.supervisor.stop()
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 async def test_poison_prompt_is_found() -> None:
     """One that dies on a worker, before any step, is found in the same way."""
     watched = await ready(slots=8)
@@ -198,7 +193,7 @@ async def test_poison_prompt_is_found() -> None:
     await watched.supervisor.stop()
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 async def test_turn_that_exhausts_memory_is_found() -> None:
     """The OOM killer's SIGKILL looks like any other, so one more death is needed for a conviction."""
     watched = await ready(slots=8, max_restarts=4)
@@ -211,7 +206,7 @@ async def test_turn_that_exhausts_memory_is_found() -> None:
     await watched.supervisor.stop()
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 async def test_turn_that_hangs_engines_is_found(tmp_path: Path, clock: LoopClock) -> None:
     """A hang is a crash: the turn is found and the others go on."""
     log = tmp_path / "steps"
@@ -231,7 +226,7 @@ async def test_turn_that_hangs_engines_is_found(tmp_path: Path, clock: LoopClock
     await watched.supervisor.stop()
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 async def test_engine_that_floods_its_pipe_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is no frame ends the engine, not the front; the turn that does it each time is found."""
     monkeypatch.setattr(process, "EXIT_GRACE_S", 0.05)
@@ -265,6 +260,7 @@ async def test_submissions_respect_the_send_window() -> None:
 # Turns that end while no engine has them.
 
 
+@STUB
 async def test_a_turn_aborted_without_an_engine_is_withdrawn() -> None:
     """It hears so at once, what it said is untouched, and no engine gets it any more; others go on."""
     watched = await ready(echo_delay_ms=5)
@@ -282,6 +278,7 @@ async def test_a_turn_aborted_without_an_engine_is_withdrawn() -> None:
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_abort_lost_with_an_engine_holds() -> None:
     """A turn whose engine dies before it could answer the abort does not go on."""
     watched = await ready(echo_delay_ms=50)
@@ -298,6 +295,7 @@ async def test_abort_lost_with_an_engine_holds() -> None:
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_turn_that_cannot_be_resubmitted_fails_alone() -> None:
     """What it has to say against its next engine is its end, a defect in it is an internal error."""
 
@@ -332,6 +330,7 @@ async def test_turn_that_cannot_be_resubmitted_fails_alone() -> None:
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_submission_error_is_raised() -> None:
     """The error is raised, and the turn is not kept."""
 
@@ -350,7 +349,7 @@ async def test_submission_error_is_raised() -> None:
 # Engines that do not come up.
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 async def test_engine_is_given_up_after_too_many_restarts() -> None:
     """The engine is given up: turns fail, new ones are refused, and the supervisor can still be stopped."""
     watched = ObservedSupervisor(model_name="die", max_restarts=3)
@@ -371,7 +370,7 @@ async def test_engine_is_given_up_after_too_many_restarts() -> None:
     assert watched.supervisor.status.state is EngineState.STOPPED
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 async def test_turns_stay_unfinished_when_the_daemon_exits() -> None:
     """They hear nothing, as at a stop: the next daemon goes on with them. New ones are refused."""
     watched = ObservedSupervisor(model_name="die", max_restarts=2, ends_with_it=lambda: True)
@@ -386,7 +385,7 @@ async def test_turns_stay_unfinished_when_the_daemon_exits() -> None:
     assert turn.terminal == []
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 @pytest.mark.parametrize("how", ["layers", "refuse"])
 async def test_failed_gpu_load_is_retried_with_fewer_layers(how: str) -> None:
     """Half as many with each attempt, which are no restarts that count, until the model loads."""
@@ -401,7 +400,7 @@ async def test_failed_gpu_load_is_retried_with_fewer_layers(how: str) -> None:
     await watched.supervisor.stop()
 
 
-@pytest.mark.usefixtures("stub")
+@STUB
 async def test_load_failure_on_the_cpu_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the processor alone cannot load it, that is why it is not tried again."""
     watched = ObservedSupervisor(model_name="refuse -1", max_restarts=0, n_gpu_layers=1)

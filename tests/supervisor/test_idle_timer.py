@@ -15,13 +15,12 @@ from structlog.testing import capture_logs
 
 from inferencecenter.core import tasks
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.engine_options import EngineOptions, KvCachePaths
 from inferencecenter.ipc.messages import Cancelled, Failed
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
 from inferencecenter.supervisor.demand import IdleTimer
-from tests.supervisor import stub_engine
+from tests.supervisor.conftest import STUB
 from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTurn, end_of, order
 from tests.supervisor.timers import Timers
 
@@ -120,6 +119,7 @@ async def test_an_idle_engine_ends_and_a_turn_starts_the_next(clock: LoopClock) 
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_an_engine_with_turns_does_not_sleep(clock: LoopClock) -> None:
     """However long they take; the time is counted from the end of the last."""
     watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, echo_delay_ms=20)
@@ -137,6 +137,7 @@ async def test_an_engine_with_turns_does_not_sleep(clock: LoopClock) -> None:
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine(clock: LoopClock) -> None:
     """It is started as soon as the one before it is gone, and none of them hears of that."""
     watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S)
@@ -189,6 +190,7 @@ async def test_sessions_are_offloaded_across_sleep(tmp_path: Path, clock: LoopCl
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_turn_withdrawn_while_asleep_wakes_no_engine(clock: LoopClock) -> None:
     """It wakes no engine, nor does an unknown turn; the next turn wakes it as usual."""
     watched = await asleep(clock)
@@ -205,6 +207,7 @@ async def test_turn_withdrawn_while_asleep_wakes_no_engine(clock: LoopClock) -> 
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_engine_death_while_suspending_is_no_loss(clock: LoopClock) -> None:
     """There was no turn with it: it is not started again before one comes."""
     watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
@@ -225,6 +228,7 @@ async def test_engine_death_while_suspending_is_no_loss(clock: LoopClock) -> Non
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_engine_that_hangs_while_suspending_is_killed(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
     """When its time is over; a turn that came meanwhile runs then."""
     deadlines = process.EngineProcess.end.__kwdefaults__
@@ -250,6 +254,7 @@ async def test_engine_that_hangs_while_suspending_is_killed(monkeypatch: pytest.
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_engine_lost_after_waking_is_restarted(clock: LoopClock) -> None:
     """That is a restart as any other, the first of those that are allowed, and the turn that woke it goes on."""
     watched = await asleep(clock, max_restarts=1, echo_delay_ms=20)
@@ -267,9 +272,9 @@ async def test_engine_lost_after_waking_is_restarted(clock: LoopClock) -> None:
     await watched.supervisor.stop()
 
 
-async def test_failed_wake_is_retried(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
+@STUB
+async def test_failed_wake_is_retried(clock: LoopClock) -> None:
     """One that dies while it wakes is a loss; when that was the last, the turn that woke it fails."""
-    monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
     options = iter([{"model_name": "die"}])
 
     def plan_again(engine: EngineOptions) -> EngineOptions:
@@ -289,6 +294,7 @@ async def test_failed_wake_is_retried(monkeypatch: pytest.MonkeyPatch, clock: Lo
     await watched.supervisor.stop()
 
 
+@STUB
 @pytest.mark.parametrize("state", [EngineState.SUSPENDING, EngineState.ASLEEP])
 async def test_stop_in_every_sleep_state(state: EngineState, clock: LoopClock) -> None:
     """No process and no task is left, and turns are refused from then on."""
@@ -303,6 +309,7 @@ async def test_stop_in_every_sleep_state(state: EngineState, clock: LoopClock) -
     assert not {name for name in others if name.startswith(("supervisor:", "engine-process:"))}
 
 
+@STUB
 async def test_engine_refused_admission_fails_until_admitted(clock: LoopClock) -> None:
     """The turn that would wake it hears why, new ones are told when to come back, and it recovers by itself."""
     gone = InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
@@ -344,6 +351,7 @@ async def test_engine_refused_admission_fails_until_admitted(clock: LoopClock) -
     await watched.supervisor.stop()
 
 
+@STUB
 async def test_stop_of_an_engine_refused_admission(clock: LoopClock) -> None:
     """Also while it waits for its next try."""
 
@@ -360,6 +368,7 @@ async def test_stop_of_an_engine_refused_admission(clock: LoopClock) -> None:
     assert watched.states[-1] is EngineState.STOPPED
 
 
+@STUB
 async def test_start_error_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
     """Whatever is raised there: the turn that waits runs with the next engine, and too many faults are the end."""
     monkeypatch.setattr(tasks, "RESTART_MIN_S", 0.0)

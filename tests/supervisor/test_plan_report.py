@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import pytest
+
 from benchmarks.header import HEADERS, write_header
 from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.model_shape import describe
@@ -22,11 +24,17 @@ GIB = 1024 * MIB
 HOST = Host(available_bytes=32 * GIB, cores=6)
 
 
-def shape(folder: Path, name: HeaderName = "qwen2.5-7b") -> ModelShape:
+def shape(folder: Path, name: HeaderName) -> ModelShape:
     """Return the shape of a model that is all header."""
     path = folder / "model.gguf"
     write_header(path, HEADERS[name], name=name)
     return describe(read_gguf(path))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
+    """The shape of a 7B model."""
+    return shape(tmp_path_factory.mktemp("model"), "qwen2.5-7b")
 
 
 def gpus(*gib: float) -> tuple[Device, ...]:
@@ -44,9 +52,8 @@ def made(
     return plan(model, devices, HOST, constraints or PlacementConstraints())
 
 
-def test_report_per_gpu(tmp_path: Path) -> None:
+def test_report_per_gpu(model: ModelShape) -> None:
     """Layers and bytes by device add up to the model; what others use is in what was free."""
-    model = shape(tmp_path)
     planned = made(model, gpus(4, 6))
     told = plan_report(planned, model=model, host=HOST, constraints=PlacementConstraints())
     assert (told.fits, told.n_gpu_layers, told.layers, told.split_mode) == (True, 29, 29, "layer")
@@ -59,9 +66,8 @@ def test_report_per_gpu(tmp_path: Path) -> None:
     assert {each.name for each in told.reasons} >= {"n_gpu_layers", "devices", "slots", "n_ctx"}
 
 
-def test_one_gpu_has_all_layers_that_are_on_gpus(tmp_path: Path) -> None:
+def test_one_gpu_has_all_layers_that_are_on_gpus(model: ModelShape) -> None:
     """The rest, with its KV, is the host's."""
-    model = shape(tmp_path)
     told = plan_report(made(model, gpus(3)), model=model, host=HOST, constraints=PlacementConstraints())
     (device,) = told.devices
     assert 0 < device.layers == told.n_gpu_layers < told.layers
@@ -69,9 +75,8 @@ def test_one_gpu_has_all_layers_that_are_on_gpus(tmp_path: Path) -> None:
     assert told.host.available_bytes == 32 * GIB
 
 
-def test_report_of_a_cpu_plan(tmp_path: Path) -> None:
+def test_report_of_a_cpu_plan(model: ModelShape) -> None:
     """There is no device, and the first reason says why."""
-    model = shape(tmp_path)
     told = plan_report(made(model, ()), model=model, host=HOST, constraints=PlacementConstraints())
     assert (told.devices, told.n_gpu_layers, told.host.weight_bytes) == ((), 0, model.bytes)
     assert told.reasons[0].why == "llama.cpp can use no GPU"
@@ -84,18 +89,16 @@ def test_experts_that_stay_with_the_host(tmp_path: Path) -> None:
     assert 0 < told.host.expert_layers < told.layers
 
 
-def test_measurement_is_reported_per_device(tmp_path: Path) -> None:
+def test_measurement_is_reported_per_device(model: ModelShape) -> None:
     """Is with its device, and with no other."""
-    model = shape(tmp_path)
     told = with_measured_usage(
         plan_report(made(model, gpus(4, 6)), model=model, host=HOST, constraints=PlacementConstraints()), {"1": 5 * GIB}
     )
     assert [each.used_bytes for each in told.devices] == [None, 5 * GIB]
 
 
-def test_report_is_bounded(tmp_path: Path) -> None:
+def test_report_is_bounded(model: ModelShape) -> None:
     """Architectures and names come from files and drivers: a frame has to bear them."""
-    model = shape(tmp_path)
     planned = made(model, tuple(replace(each, name="long " * 1000) for each in gpus(8)))
     flooded = replace(planned, reasons=(Reason("n", "v" * 1000, "why"),) * 100, advice=("words " * 1000,) * 1000)
     told = plan_report(flooded, model=model, host=HOST, constraints=PlacementConstraints())

@@ -1,4 +1,4 @@
-"""The supervisor with a real engine process on the echo backend."""
+"""The supervisor with a real engine process, on the echo backend where the engine matters."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc import engine_child
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import Cancelled, Failed, Finished, TurnEvent
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from tests.supervisor import stub_engine
+from tests.supervisor.conftest import STUB
 from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTurn, end_of, order
 
 if TYPE_CHECKING:
@@ -29,8 +28,9 @@ ENDLESS = LONG * 30
 
 
 @pytest.fixture
-async def slow() -> AsyncIterator[ObservedSupervisor]:
+async def slow(stub: None) -> AsyncIterator[ObservedSupervisor]:
     """An engine that is ready and takes its time for each token."""
+    del stub
     watched = ObservedSupervisor(echo_delay_ms=20)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
@@ -38,20 +38,25 @@ async def slow() -> AsyncIterator[ObservedSupervisor]:
     await watched.supervisor.stop()
 
 
-async def test_a_turn_runs_to_its_end(slow: ObservedSupervisor) -> None:
+async def test_a_turn_runs_to_its_end() -> None:
     """Events come back to the turn's listener, the last is the end, and the gauges follow."""
-    heard = slow.submit("t1", "hi")
+    watched = ObservedSupervisor()
+    watched.supervisor.start()
+    await watched.until(EngineState.READY)
+    heard = watched.submit("t1", "hi")
     await asyncio.wait_for(heard.ended.wait(), TIMEOUT_S)
     assert heard.text == "hi"
     (end,) = heard.terminal
     assert isinstance(end, Finished)
     assert end.reason == "stop"
-    status = slow.supervisor.status
+    status = watched.supervisor.status
     assert (status.state, status.detail, status.restarts, status.load_fraction) == (EngineState.READY, "", 0, 1.0)
     assert status.model is not None
     assert status.model.backend == "echo"
+    await watched.supervisor.stop()
 
 
+@STUB
 async def test_a_killed_engine_costs_no_word() -> None:
     """Every turn goes on with the next engine and says what it would have said; turns taken meanwhile run too.
 
@@ -92,6 +97,7 @@ async def test_a_killed_engine_costs_no_word() -> None:
         assert (turn.text, turn.interruptions, turn.submissions) == ("hello", 0, 1)
 
 
+@STUB
 async def test_an_engine_whose_device_is_gone_comes_back_by_itself() -> None:
     """That costs no restart, though it takes many tries: answers that have begun wait, what comes hears why."""
     gone = [InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")] * 3
@@ -129,6 +135,7 @@ async def test_an_engine_whose_device_is_gone_comes_back_by_itself() -> None:
     assert watched.supervisor.given_up
 
 
+@STUB
 async def test_turns_wait_for_the_first_engine() -> None:
     """One that is submitted before there is an engine, or while it loads, is asked what it is when the engine is ready.
 
@@ -189,6 +196,7 @@ async def test_the_queue_is_bounded_and_places_are_told() -> None:
     assert [(turn.terminal, turn.interruptions) for turn in turns] == [([], 1)] * 3
 
 
+@STUB
 async def test_stopping_interrupts_turns_and_ends_the_process() -> None:
     """Turns hear of no end and nothing more, the process is gone when stop returns, stopping twice does nothing."""
     watched = ObservedSupervisor(echo_delay_ms=20)
@@ -240,6 +248,7 @@ async def test_an_engine_that_dies_while_it_suspends_is_not_waited_for(slow: Obs
     assert slow.supervisor.status.state is EngineState.STOPPED
 
 
+@STUB
 async def test_stopping_while_it_starts_leaves_no_process() -> None:
     """A stop right after the start ends as any other."""
     watched = ObservedSupervisor()
@@ -307,11 +316,9 @@ async def test_a_model_that_was_loaded_once_is_tried_again(demo_model_path: Path
     await watched.supervisor.stop()
 
 
-async def test_an_engine_that_takes_too_long_to_load_is_started_again(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@STUB
+async def test_an_engine_that_takes_too_long_to_load_is_started_again(tmp_path: Path) -> None:
     """Past its time it is killed, the status says why, and another one is started."""
-    monkeypatch.setattr(engine_child, "MODULE", stub_engine.MODULE)
     watched = ObservedSupervisor(load_timeout_s=0.001, model_name="wait", model_path=str(tmp_path / "steps"))
     watched.supervisor.start()
     await watched.until(EngineState.BACKOFF)
