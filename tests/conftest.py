@@ -21,6 +21,9 @@ _MOST_WORKERS = 8
 for _name in ("COLUMNS", "LINES"):  # a zero terminal size, which readline passes on to child processes
     os.environ.pop(_name, None)
 
+# Each process that uses pydantic would search all installed packages for plugins of it when it starts.
+os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
 # Daemons handle SIGHUP and programs SIGINT unless started to ignore them, as by `nohup` and a shell's `&`.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)

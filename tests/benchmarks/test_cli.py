@@ -12,6 +12,7 @@ import pytest
 from benchmarks.options import Options, Peer, resolve
 from benchmarks.runner import run_scenario
 from benchmarks.scenarios import SCENARIOS, find
+from benchmarks.stage import Bench
 from inferencecenter.cli import main
 from inferencecenter.core.errors import InferenceCenterError
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.daemon_process import RunningDaemon
+    from benchmarks.generator import LoadGenerator
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -257,12 +259,15 @@ async def test_every_scenario_runs(name: str, given: Options, metric: str) -> No
         ("interference", Options(clients=(2,), max_tokens=8), "a stream of 8 tokens ended"),
     ],
 )
-async def test_unsuitable_options_of_a_scenario_are_refused(name: str, given: Options, words: str) -> None:
+@pytest.mark.asyncio(loop_scope="module")
+async def test_unsuitable_options_of_a_scenario_are_refused(
+    generator: LoadGenerator, name: str, given: Options, words: str
+) -> None:
     """They would measure something else."""
     scenario = find(name)
     options = resolve(name, replace(given, backend="echo"), defaults=scenario.defaults, takes=scenario.takes)
     with pytest.raises(InferenceCenterError, match=words):
-        await run_scenario(scenario, options, RecordingProgress())
+        await scenario.run(Bench(options, generator, RecordingProgress()))
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""One daemon on the demo model for each module of end-to-end tests."""
+"""One daemon on the demo model for all end-to-end tests that need no settings and do no harm to it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
-    """A daemon on the demo model, shared by a module's tests."""
+    """A daemon on the demo model; a test finds sessions of others on it, and what they left in its slots."""
     with run_daemon(tmp_path_factory.mktemp("daemon") / "state", demo_model_path) as running:
         yield running

@@ -185,25 +185,15 @@ async def test_foreign_session_is_indistinguishable_from_a_missing_one(daemon: D
         await _still_works(owner, session)
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (None, "does not exist"),
-        (b"", "empty"),
-        (b"this is no model at all, only words", "GGUF"),
-        (b"GGUF\x03\x00\x00\x00", "ends inside its header"),
-    ],
-)
-def test_bad_model_file_fails_the_start(tmp_path: Path, content: bytes | None, words: str) -> None:
-    """A missing, empty, foreign or truncated model file gives exit code 66, the path and the reason."""
+def test_bad_model_file_fails_the_start(tmp_path: Path) -> None:
+    """A truncated model file gives exit code 66, the path and the reason."""
     model = tmp_path / "model.gguf"
-    if content is not None:
-        model.write_bytes(content)
+    model.write_bytes(b"GGUF\x03\x00\x00\x00")
     ended = _serve(tmp_path, "--model", str(model))
     assert ended.returncode == 66, ended.stderr
     # Rich wraps long lines: line breaks are ignored.
     told = " ".join(ended.stderr.split())
-    assert words in told
+    assert "ends inside its header" in told
     assert model.name in told
 
 

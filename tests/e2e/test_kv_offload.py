@@ -17,6 +17,7 @@ from tests.e2e.answers import ask
 from tests.e2e.harness import ENDLESS, REPLY_TIMEOUT_S, connect_client, mounted, run_daemon
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.e2e.harness import Daemon, SocketClient
@@ -26,6 +27,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 24}
 STATEMENT = "My name is {}."
 QUESTION = "What is my name?"
 SLOTS = 2
+QUANTUM = 4
 SMALL = {
     "INFERENCECENTER_ENGINE__SLOTS": str(SLOTS),
     "INFERENCECENTER_ENGINE__N_CTX": "1024",
@@ -130,7 +132,10 @@ async def test_twelve_sessions_on_two_slots(tmp_path: Path, demo_model_path: Pat
     """
     with run_daemon(tmp_path / "state", demo_model_path, **SMALL, **tier_settings(name)) as daemon:
         found = await recall_names(daemon, seed=12, at_once=1 if name == "disk" else len(NAMES))
-        assert daemon.metric("parked_sessions") == 0
+        deadline = time.monotonic() + REPLY_TIMEOUT_S
+        while daemon.metric("parked_sessions"):  # the engine reports it a moment after the sessions are closed
+            assert time.monotonic() < deadline, "the KV of closed sessions is kept"
+            await asyncio.sleep(0.01)
         assert warnings(daemon, "parked") == []
     assert found == 12 if name != "none" else found <= 2
     assert not list((tmp_path / "ram").glob("*/*")), "KV in RAM outlived the daemon"
@@ -146,17 +151,23 @@ PROMPTS = (
 )
 
 
-async def test_preemption_does_not_change_answers(tmp_path: Path, demo_model_path: Path) -> None:
+@pytest.fixture(scope="module")
+def small_daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[Daemon]:
+    """A daemon of two slots with short quanta, which offloads to RAM."""
+    settings = {**SMALL, **tier_settings("ram"), "INFERENCECENTER_ENGINE__QUANTUM_TOKENS": str(QUANTUM)}
+    with run_daemon(tmp_path_factory.mktemp("small") / "state", demo_model_path, **settings) as daemon:
+        yield daemon
+
+
+async def test_preemption_does_not_change_answers(small_daemon: Daemon) -> None:
     """Six greedy answers on two slots, four tokens at a time, equal those without preemption."""
     params = {"temperature": 0.0, "max_tokens": 32, "n_probs": 2}
-    settings = SMALL | {"INFERENCECENTER_ENGINE__QUANTUM_TOKENS": "4"}
-    with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
-        async with connect_client(daemon) as client:
-            alone = []
-            for prompt in PROMPTS:
-                alone += await ask(client, [await client.create()], [prompt], **params)
-            concurrent = await ask(client, [await client.create() for _ in PROMPTS], PROMPTS, **params)
-            ends = [message for message in client.seen if message["op"] == "end"][-len(PROMPTS) :]
+    async with connect_client(small_daemon) as client:
+        alone = []
+        for prompt in PROMPTS:
+            alone += await ask(client, [await client.create()], [prompt], **params)
+        concurrent = await ask(client, [await client.create() for _ in PROMPTS], PROMPTS, **params)
+        ends = [message for message in client.seen if message["op"] == "end"][-len(PROMPTS) :]
     for prompt, one, many in zip(PROMPTS, alone, concurrent, strict=True):
         assert one.tokens, f"no tokens for {prompt!r}"
         assert one.agrees_with(many), f"{prompt!r}: {one} alone, {many} concurrently"
@@ -164,44 +175,41 @@ async def test_preemption_does_not_change_answers(tmp_path: Path, demo_model_pat
     assert sum(preempted) >= len(PROMPTS), f"no turn was preempted, so nothing was compared: {preempted}"
 
 
-async def test_time_sharing_serves_every_turn(tmp_path: Path, demo_model_path: Path) -> None:
+async def test_time_sharing_serves_every_turn(small_daemon: Daemon) -> None:
     """Four endless answers on two slots all make progress; turns that wait get their queue positions."""
-    settings = SMALL | {"INFERENCECENTER_ENGINE__QUANTUM_TOKENS": "8"}
-    with run_daemon(tmp_path / "state", demo_model_path, **settings) as daemon:
-        async with connect_client(daemon) as client:
-            sessions = [await client.create() for _ in range(4)]
-            for session in sessions:
-                await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params=ENDLESS)
-            received = dict.fromkeys(sessions, 0)
-            bursts: list[str] = []
-            while min(received.values()) < 40:
-                message = await client.receive()
-                if message["op"] == "token":
-                    received[message["session_id"]] += 1
-                    bursts.append(message["session_id"])
-            for session in sessions:
-                await client.send(op="abort", session_id=session)
-            ends: set[str] = set()
-            while len(ends) < len(sessions):
-                message = await client.receive()
-                ends |= {message["session_id"]} if message["op"] == "end" else set()
-        places = {message["position"] for message in client.seen if message["op"] == "queued"}
+    async with connect_client(small_daemon) as client:
+        sessions = [await client.create() for _ in range(4)]
+        for session in sessions:
+            await client.send(op="infer", session_id=session, prompt="Count from 1 to 100.", params=ENDLESS)
+        received = dict.fromkeys(sessions, 0)
+        bursts: list[str] = []
+        while min(received.values()) < 40:
+            message = await client.receive()
+            if message["op"] == "token":
+                received[message["session_id"]] += 1
+                bursts.append(message["session_id"])
+        for session in sessions:
+            await client.send(op="abort", session_id=session)
+        ends: set[str] = set()
+        while len(ends) < len(sessions):
+            message = await client.receive()
+            ends |= {message["session_id"]} if message["op"] == "end" else set()
+    places = {message["position"] for message in client.seen if message["op"] == "queued"}
     assert places >= {0, 1}
-    assert max(received.values()) <= 40 + 3 * 8, f"one turn got more than three quanta more: {received}"
+    assert max(received.values()) <= 40 + 3 * QUANTUM, f"one turn got more than three quanta more: {received}"
     assert set(bursts[: len(bursts) // 2]) == set(sessions)
 
 
-async def test_next_engine_restores_offloaded_kv(tmp_path: Path, demo_model_path: Path) -> None:
+async def test_next_engine_restores_offloaded_kv(small_daemon: Daemon) -> None:
     """After an engine kill sessions without a slot are restored from RAM; the others are prefilled again."""
     names = NAMES[:6]
-    with run_daemon(tmp_path / "state", demo_model_path, **SMALL, **tier_settings("ram")) as daemon:
-        async with connect_client(daemon) as client:
-            sessions = await state_names(client, names)
-            before = daemon.engine_pid()
-            os.kill(before, signal.SIGKILL)
-            await client.until(lambda message: message["op"] == "engine" and message["state"] == "ready")
-            assert daemon.engine_pid() != before
-            answers = await run_turns(client, {session: QUESTION for session in sessions.values()})
+    async with connect_client(small_daemon) as client:
+        sessions = await state_names(client, names)
+        before = small_daemon.engine_pid()
+        os.kill(before, signal.SIGKILL)
+        await client.until(lambda message: message["op"] == "engine" and message["state"] == "ready")
+        assert small_daemon.engine_pid() != before
+        answers = await run_turns(client, {session: QUESTION for session in sessions.values()})
     found = 0
     for name, session in sessions.items():
         assert name in answers[session]["text"]
@@ -229,15 +237,16 @@ async def test_kv_of_unstored_sessions_is_removed(tmp_path: Path, demo_model_pat
         assert not offloaded_files(tmp_path / "ram")
 
 
-@pytest.mark.parametrize("place", ["/proc/kv", "/dev/null/kv"])
-async def test_kv_directories_that_cannot_be_created(tmp_path: Path, demo_model_path: Path, place: str) -> None:
-    """The daemon logs a warning and answers without offloading."""
-    settings = kv_settings(ram_dir=place, disk_dir=place)
+async def test_kv_directories_that_cannot_be_created(tmp_path: Path, demo_model_path: Path) -> None:
+    """Whatever the reason, the daemon logs a warning for each and answers without offloading."""
+    settings = kv_settings(ram_dir="/dev/null/kv", disk_dir="/proc/kv")
     with run_daemon(tmp_path / "state", demo_model_path, **(SMALL | settings)) as daemon:
         assert await recall_names(daemon, seed=1) <= 2
-        assert warnings(daemon, "KV is parked without a disk tier")
+        for tier in ("RAM", "disk"):
+            assert warnings(daemon, f"KV is parked without a {tier} tier")
 
 
+@pytest.mark.slow
 async def test_kv_directories_that_cannot_be_written(tmp_path: Path, demo_model_path: Path) -> None:
     """On a read-only file system the daemon answers without offloading."""
     with mounted(tmp_path / "tmpfs", "-o", "ro") as path:
@@ -256,6 +265,7 @@ async def test_full_kv_directories(tmp_path: Path, demo_model_path: Path) -> Non
             assert warnings(daemon, "kv_ram_clipped")
 
 
+@pytest.mark.slow
 async def test_kv_budget_smaller_than_one_session(tmp_path: Path, demo_model_path: Path) -> None:
     """Nothing fits, so nothing is offloaded."""
     settings = kv_settings(ram_mib=1, disk_mib=1, client_share=0.001)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -182,30 +184,44 @@ def long_options(path: Path, kv: Path, **changes: object) -> EngineOptions:
     return demo_options(path, **changes)
 
 
-@pytest.mark.parametrize("slots", [4, 2, 7])
-def test_a_long_session_is_not_read_again_in_the_next_process(
-    demo_model_path: Path, tmp_path: Path, slots: int
-) -> None:
-    """Its KV comes from the disk, into any number of slots, and only what is new is read; it says the same."""
-    options = long_options(demo_model_path, tmp_path)
-    with running(options) as child:
+@dataclass(frozen=True)
+class LongSession:
+    """A session of a thousand tokens that an engine brought to disk, and its answer to another question."""
+
+    disk: Path
+    history: bytes
+    said: str
+    prompt_tokens: int
+
+
+@pytest.fixture(scope="module")
+def long_session(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> LongSession:
+    """A session whose engine has ended."""
+    kv = tmp_path_factory.mktemp("long")
+    with running(long_options(demo_model_path, kv)) as child:
         child.front.send(submit("one", LONG, session="s", params=SHORT))
         history = child.front.history("one")
         child.front.send(submit("two", "Count to ten.", session="s", tokens=history, params=SHORT))
-        expected = child.front.finished("two")
-        said = child.front.text("two")
-        assert child.suspend() == 1
-    assert expected.prompt_tokens > 950
-    for path in (tmp_path / "ram").iterdir():
-        path.unlink()
-    with running(options.replace(slots=slots)) as child:
-        child.front.send(RetainSessions(("s",)))
-        child.front.send(submit("two", "Count to ten.", session="s", tokens=history, params=SHORT))
         end = child.front.finished("two")
-        assert child.front.text("two") == said
+        assert child.suspend() == 1
+        return LongSession(kv / "disk", history, child.front.text("two"), end.prompt_tokens)
+
+
+@pytest.mark.parametrize("slots", [4, 2, 7])
+def test_a_long_session_is_not_read_again_in_the_next_process(
+    demo_model_path: Path, tmp_path: Path, long_session: LongSession, slots: int
+) -> None:
+    """Its KV comes from the disk, into any number of slots, and only what is new is read; it says the same."""
+    assert long_session.prompt_tokens > 950
+    shutil.copytree(long_session.disk, tmp_path / "disk")
+    with running(long_options(demo_model_path, tmp_path, slots=slots)) as child:
+        child.front.send(RetainSessions(("s",)))
+        child.front.send(submit("two", "Count to ten.", session="s", tokens=long_session.history, params=SHORT))
+        end = child.front.finished("two")
+        assert child.front.text("two") == long_session.said
         assert not any(isinstance(event, PrefillProgress) for event in child.front.events["two"])
         assert child.log == []
-    assert end.prompt_tokens == expected.prompt_tokens
+    assert end.prompt_tokens == long_session.prompt_tokens
     assert end.cached_tokens == end.prompt_tokens - 1
 
 
@@ -224,22 +240,33 @@ def test_the_kv_of_another_model_is_dropped_with_one_line(demo_model_path: Path,
     assert line.startswith("parked KV of an earlier engine is dropped: it belongs to another model or version (")
 
 
-@pytest.mark.parametrize("adopt", ["none", "durable", "all"])
-def test_recovered_entries_are_the_requested_ones(demo_model_path: Path, tmp_path: Path, adopt: str) -> None:
-    """Nothing, what may be on a disk, or everything that an engine left that was killed."""
-    options = long_options(demo_model_path, tmp_path, kv_adopt="all", slots=1)
-    with running(options) as child:
-        # Of three clients, who share nothing.
-        turns = [
-            msgspec.structs.replace(submit(name, LONG[:600], params=SHORT), client_id=name, durable=name != "private")
-            for name in ("stored", "private", "other")
-        ]
-        for turn in turns:
+TURNS = [
+    msgspec.structs.replace(submit(name, LONG[:600], params=SHORT), client_id=name, durable=name != "private")
+    for name in ("stored", "private", "other")
+]
+"""Of three clients, who share nothing."""
+
+
+@pytest.fixture(scope="module")
+def left_by_a_kill(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The KV of an engine that was killed after ``TURNS``, of which the last has the only slot."""
+    kv = tmp_path_factory.mktemp("killed")
+    with running(long_options(demo_model_path, kv, kv_adopt="all", slots=1)) as child:
+        for turn in TURNS:
             child.front.send(turn)
             child.front.finished(turn.turn_id)
         child.process.kill()
-    with running(options.replace(kv_adopt=adopt)) as child:
-        for turn in turns[:2]:
+    return kv
+
+
+@pytest.mark.parametrize("adopt", ["none", "durable", "all"])
+def test_recovered_entries_are_the_requested_ones(
+    demo_model_path: Path, tmp_path: Path, left_by_a_kill: Path, adopt: str
+) -> None:
+    """Nothing, what may be on a disk, or everything that an engine left that was killed."""
+    kv = shutil.copytree(left_by_a_kill, tmp_path / "kv")
+    with running(long_options(demo_model_path, kv, kv_adopt=adopt, slots=1)) as child:
+        for turn in TURNS[:2]:
             child.front.send(turn)
-        cached = [child.front.finished(turn.turn_id).cached_tokens > 0 for turn in turns[:2]]
+        cached = [child.front.finished(turn.turn_id).cached_tokens > 0 for turn in TURNS[:2]]
     assert cached == {"none": [False, False], "durable": [True, False], "all": [True, True]}[adopt]

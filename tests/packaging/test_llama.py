@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import threading
 import tomllib
 import zipfile
@@ -264,27 +263,6 @@ mkdir -p "$2/bin" && echo library >"$2/bin/libllama.so"
         yield made
 
 
-def test_of_the_sources_only_what_is_needed_is_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bindings and llama.cpp's libraries, of an archive with much else."""
-    top = f"llama_cpp_python-{VERSION}"
-    needed = {"llama_cpp/llama_cpp.py", "pyproject.toml", "vendor/llama.cpp/src/llama.cpp", "vendor/llama.cpp/LICENSE"}
-    other = {".git/objects/pack", "vendor/llama.cpp/models/vocab.gguf", "vendor/llama.cpp/tools/server/server.cpp"}
-
-    def run(_builder: Builder, words: list[object], _environment: object, **_: object) -> None:
-        if "download" in words:
-            folder = Path(str(words[words.index("-d") + 1]))
-            folder.mkdir()
-            with tarfile.open(folder / f"{top}.tar.gz", "w:gz") as archive:
-                for name in needed | other:
-                    archive.addfile(tarfile.TarInfo(f"{top}/{name}"))
-
-    monkeypatch.setattr(Builder, "_run", run)
-    with (tmp_path / "log").open("w") as log, Builder(VERSION, progress=Silent(), log=log) as made:
-        place = made._sources
-        assert {str(path.relative_to(place)) for path in place.rglob("*") if path.is_file()} == needed
-    assert not place.exists()
-
-
 def test_what_is_asked_for_is_what_cmake_is_asked(builder: Builder, tmp_path: Path) -> None:
     """The libraries come as a wheel."""
     asked = Recipe.asked(VERSION, {"PORTABLE": "1", "CMAKE_ARGS": "-DA=1 '-DB=2 3'"})
@@ -442,15 +420,3 @@ def test_what_came_from_an_index_stays(tmp_path: Path, pip: Pip) -> None:
     (tmp_path / MARK).write_text(f"{VERSION}-index\n")
     assert install(tmp_path, pip) == []
     assert install(tmp_path, pip, VULKAN="1") == [["bindings.whl", "vulkan.whl"]]
-
-
-def test_a_folder_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In one line, and with an exit code."""
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["tools.llama", "wheels", str(tmp_path / "wheels")])
-    assert command.main() == 1
-    assert f"{tmp_path}/file" in capsys.readouterr().err

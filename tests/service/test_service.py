@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -110,14 +111,41 @@ def test_unloadable_model_fails_the_start(tmp_path: Path, manager: ServiceManage
         assert not any(is_ready(words) for words in manager.heard)
 
 
-def test_engine_is_preferred_by_the_oom_killer(tmp_path: Path, manager: ServiceManager) -> None:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[StartedDaemon, int]]:
+    """A daemon that is ready, and its port, for tests that leave it so."""
+    folder = tmp_path_factory.mktemp("service")
+    (listening,) = bind("127.0.0.1", 0)
+    notified = ServiceManager(folder / "notify")
+    with (
+        contextlib.closing(notified),
+        listening,
+        start_service(folder, sockets=(listening,), NOTIFY_SOCKET=str(notified.path)) as daemon,
+    ):
+        notified.receive_until(is_ready)
+        yield daemon, listening.getsockname()[1]
+        assert daemon.stop() == 0
+
+
+def test_engine_is_preferred_by_the_oom_killer(service: tuple[StartedDaemon, int]) -> None:
     """The daemon's score is unchanged."""
-    with start_service(tmp_path, NOTIFY_SOCKET=str(manager.path)) as daemon:
-        manager.receive_until(is_ready)
-        scores = [
-            int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (daemon.engine_pid(), daemon.process.pid)
-        ]
-        assert scores == [500, int(Path("/proc/self/oom_score_adj").read_text())]
+    daemon, _ = service
+    scores = [int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in (daemon.engine_pid(), daemon.process.pid)]
+    assert scores == [500, int(Path("/proc/self/oom_score_adj").read_text())]
+
+
+def test_requests_are_never_logged(service: tuple[StartedDaemon, int]) -> None:
+    """Their addresses may hold secrets, also after a reload."""
+    daemon, port = service
+    for reloads in (1, 2):
+        asking = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        asking.request("GET", "/healthz?note=private")
+        assert asking.getresponse().status == 200
+        asking.close()
+        daemon.process.send_signal(signal.SIGHUP)
+        daemon.wait_for_log("reloaded", times=reloads)
+    assert "private" not in daemon.log.read_text()
+    assert "uvicorn" not in daemon.log.read_text()
 
 
 def test_inherited_socket_queues_connections_between_daemons(tmp_path: Path, manager: ServiceManager) -> None:
@@ -135,24 +163,6 @@ def test_inherited_socket_queues_connections_between_daemons(tmp_path: Path, man
                 assert early.recv(4096).startswith(b"HTTP/1.1 200")
                 assert f"http://127.0.0.1:{port}/" in second.log.read_text()
                 assert second.stop() == 0
-
-
-def test_requests_are_never_logged(tmp_path: Path, manager: ServiceManager) -> None:
-    """Their addresses may hold secrets, also after a reload."""
-    (listening,) = bind("127.0.0.1", 0)
-    with listening, start_service(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path)) as daemon:
-        manager.receive_until(is_ready)
-        for reloads in (0, 1):
-            if reloads:
-                daemon.process.send_signal(signal.SIGHUP)
-                daemon.wait_for_log("reloaded")
-            asking = http.client.HTTPConnection("127.0.0.1", listening.getsockname()[1], timeout=30)
-            asking.request("GET", "/healthz?note=private")
-            assert asking.getresponse().status == 200
-            asking.close()
-        assert daemon.stop() == 0
-        assert "private" not in daemon.log.read_text()
-        assert "uvicorn" not in daemon.log.read_text()
 
 
 def test_stale_lock_files_are_harmless(tmp_path: Path, manager: ServiceManager) -> None:
@@ -186,6 +196,10 @@ class ReloadableDaemon:
         self.authority.configure_trust(self.client)
         (self.port_holder,) = bind("127.0.0.1", 0)
         self.port = self.port_holder.getsockname()[1]
+        self.repair()
+
+    def repair(self) -> None:
+        """Write every file anew as it was at first."""
         self.issue()
         self.clients("kitchen-key")
         self.configure()
@@ -278,25 +292,25 @@ def test_sighup_reloads_certificates_and_clients(tmp_path: Path, manager: Servic
         assert daemon.stop() == 0
 
 
-@pytest.mark.parametrize("broken", ["config.toml", "clients.toml", "tls.key"])
-def test_sighup_keeps_the_old_value_of_a_broken_file(tmp_path: Path, manager: ServiceManager, broken: str) -> None:
-    """The error is logged, and the rest is reloaded."""
+def test_sighup_keeps_the_old_value_of_a_broken_file(tmp_path: Path, manager: ServiceManager) -> None:
+    """The error is logged, and the rest is reloaded, whichever file is broken."""
     setup = ReloadableDaemon(tmp_path)
     with (
         setup.port_holder as listening,
         start_service(tmp_path, sockets=(listening,), NOTIFY_SOCKET=str(manager.path), **setup.environment) as daemon,
     ):
         manager.receive_until(is_ready)
-        before = setup.serial()
-        setup.issue()
-        (tmp_path / broken).write_text("broken = [")
-        setup.reload(daemon, manager)
-        assert (setup.serial() == before) == (broken == "tls.key")
-        assert setup.login("kitchen-key") == "auth_success"
-        refused = [line for line in map(json.loads, json_lines(daemon.log)) if line["event"] == "not_reloaded"]
-        what = {"config.toml": "settings", "clients.toml": "clients", "tls.key": "certificate"}[broken]
-        assert [line["what"] for line in refused] == [what]
-        assert broken in refused[0]["error"]
+        kinds = {"config.toml": "settings", "clients.toml": "clients", "tls.key": "certificate"}
+        for number, (broken, what) in enumerate(kinds.items()):
+            before = setup.serial()
+            setup.repair()
+            (tmp_path / broken).write_text("broken = [")
+            setup.reload(daemon, manager)
+            assert (setup.serial() == before) == (broken == "tls.key")
+            assert setup.login("kitchen-key") == "auth_success"
+            refused = [line for line in map(json.loads, json_lines(daemon.log)) if line["event"] == "not_reloaded"]
+            assert [line["what"] for line in refused[number:]] == [what]
+            assert broken in refused[number]["error"]
         assert daemon.stop() == 0
 
 

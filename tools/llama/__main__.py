@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import tomllib
 from pathlib import Path
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 
 ROOT: Final = Path(__file__).parents[2]
 LOG_NAME: Final = "llama.log"
-_INTERRUPTED: Final = 130
 
 
 def main() -> int:
@@ -48,11 +46,9 @@ def main() -> int:
                 else:
                     cache.copy(cache.bindings(builder), asked.folder)
                     cache.copy(cache.libraries(Recipe.asked(version, os.environ), builder), asked.folder)
-    except (BuildError, OSError) as error:
+    except BuildError as error:
         print(f"install: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return _INTERRUPTED
     return 0
 
 
@@ -73,15 +69,11 @@ def _install(installation: Installation, cache: Cache, builder: Builder, environ
     recipe = Recipe.asked(builder.version, environment, before=installation.kind)
     if installation.has(recipe):
         return
-    libraries = cache.libraries(
-        recipe, builder
-    )  # first: it may lack a compiler, which is told before anything is fetched
-    installation.take(cache.bindings(builder), libraries, name=recipe.name)
+    installation.take(cache.bindings(builder), cache.libraries(recipe, builder), name=recipe.name)
     if recipe.kind == "cpu":
         for hint in toolkit_hints():
             builder.progress.say(hint)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_INTERRUPTED))  # temporary folders are removed on the way out
     sys.exit(main())

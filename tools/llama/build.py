@@ -85,6 +85,7 @@ class Builder:
             f"-DLLAMA_SOURCES={llama}",
         ]
         self._run([*command, *recipe.arguments], environment)
+        self.progress.begin("llama.cpp")
         ninja = ["ninja", "-C", str(built)]
         if jobs := environment.get("CMAKE_BUILD_PARALLEL_LEVEL"):
             ninja += ["-j", jobs]
@@ -92,7 +93,6 @@ class Builder:
             [*ninja, "-n"], env=environment, capture_output=True, text=True, check=False
         )
         compilation = Compilation(planned.stdout.splitlines())
-        self.progress.begin("llama.cpp", str(compilation))
 
         def heard(line: str) -> None:
             compilation.read(line)
@@ -135,9 +135,7 @@ class Builder:
         self._run([*PIP, *download], environment)
         (archive,) = fetched.glob("*.tar.gz")
         with tarfile.open(archive) as tar:
-            # Early releases of Python 3.11 have no filters; there the archive is trusted as pip trusts it.
-            tar.extraction_filter = getattr(tarfile, "data_filter", lambda member, _path: member)
-            tar.extractall(self._scratch, [each for each in tar if _is_needed(each.name)])  # noqa: S202 - filtered
+            tar.extractall(self._scratch, [each for each in tar if _is_needed(each.name)], filter="data")
         archive.unlink()
         (place,) = self._scratch.glob("llama_cpp_python-*")
         return place
@@ -179,17 +177,13 @@ class Builder:
             words, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         ) as process:
             assert process.stdout is not None
-            try:
-                for line in _lines(process.stdout.fileno()):
-                    if line:
-                        self._log.write(line)
-                        self._log.flush()
-                        written.append(line)
-                    if heard is not None:
-                        heard(line)
-            except BaseException:
-                process.terminate()
-                raise
+            for line in _lines(process.stdout.fileno()):
+                if line:
+                    self._log.write(line)
+                    self._log.flush()
+                    written.append(line)
+                if heard is not None:
+                    heard(line)
         if process.returncode != 0:
             end = "".join(written[-_SHOWN_LINES:])
             raise BuildError(f"{words[0]} failed with {process.returncode}; the end of {self._log.name}:\n{end}")

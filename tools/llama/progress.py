@@ -49,11 +49,11 @@ class Progress:
         """Return progress that is told to a file, and on one line if that is a terminal."""
         return cls(out, terminal=out.isatty())
 
-    def begin(self, title: str, what: str = "") -> None:
-        """Begin a step, and tell how far it is."""
+    def begin(self, title: str) -> None:
+        """Begin a step."""
         self._title = title
         self._said_at = None
-        self.tell(what)
+        self.tell("")
 
     def tell(self, what: str) -> None:
         """Tell how far the step is: always on a terminal, elsewhere if nothing was told for a while."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CMAKE_PROJECT: Final = Path(__file__).parent
 # What CMake and compilers read: a build with other values is another build.
 _READ: Final = (
-    *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS", "SOURCE_DATE_EPOCH"),
+    *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS"),
     *("CUDACXX", "CUDAARCHS", "CUDAHOSTCXX", "CUDAFLAGS", "HIPCXX", "HIPFLAGS"),
 )
 _KINDS: Final = {
