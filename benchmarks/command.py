@@ -40,6 +40,9 @@ def bench(  # noqa: PLR0913 - one argument an option
     model: Annotated[
         Path | None, typer.Option(help="GGUF file.", metavar="FILE", show_default="the bundled one")
     ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(help="GGUF file of a model that drafts for it.", metavar="FILE", show_default=False)
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="llama or echo.", show_default=False)] = None,
     slots: Annotated[int | None, typer.Option(help="Slots of our daemon.", show_default="the scenario's")] = None,
     n_ctx: Annotated[
@@ -115,6 +118,7 @@ def bench(  # noqa: PLR0913 - one argument an option
     chosen = find(scenario)
     given = Options(
         model=model,
+        draft=draft,
         backend=parse_backend(backend),
         slots=slots,
         n_ctx=n_ctx,

@@ -46,7 +46,8 @@ class DaemonSettings:
 
     ``store`` is whether conversations are written down that may be. ``loses_engines`` is set where the scenario kills
     engines. ``echo_delay_ms`` is what a decode of the echo backend takes. With ``lookup`` tokens are guessed from what
-    the text said before. With ``two_models`` the file is there twice, under ``MODEL_NAMES``.
+    the text said before, with ``draft`` by that model. With ``two_models`` the file is there twice, under
+    ``MODEL_NAMES``.
     """
 
     backend: Literal["llama", "echo"]
@@ -58,6 +59,7 @@ class DaemonSettings:
     loses_engines: bool = False
     echo_delay_ms: int = 0
     lookup: bool = False
+    draft: Path | None = None
     two_models: bool = False
 
     def environment(self, state_dir: Path) -> dict[str, str]:
@@ -79,6 +81,8 @@ class DaemonSettings:
         }
         if self.model is not None:
             settings["MODEL__PATH"] = str(self.model)
+        if self.draft is not None:
+            settings["ENGINE__DRAFT"] = str(self.draft.absolute())
         if self.loses_engines:
             settings |= _RARELY
         if self.two_models:

@@ -49,6 +49,7 @@ class Options:
 
     Attributes:
         model: GGUF file; the bundled one when not given.
+        draft: GGUF file of a model that drafts for it.
         backend: What decodes in our own daemon.
         slots: Slots of our daemon.
         n_ctx: Tokens of context per slot.
@@ -69,6 +70,7 @@ class Options:
     """
 
     model: Path | None = None
+    draft: Path | None = None
     backend: Literal["llama", "echo"] | None = None
     slots: int | None = None
     n_ctx: int | None = None

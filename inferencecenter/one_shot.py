@@ -14,7 +14,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.ipc.engine_options import KvCachePaths
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.models.registry import DEMO, ModelSpec, not_registered, read_registry
+from inferencecenter.models.registry import DEMO, ModelSpec, draft_file, not_registered, read_registry
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Reasoning, Token
 from inferencecenter.sessions.client import Principal
@@ -69,7 +69,8 @@ def chosen_model(settings: Settings, wanted: str) -> ModelSpec:
     path = bundled_model() if wanted == DEMO else Path(wanted)
     if "/" not in wanted and path.suffix != ".gguf" and not path.is_file():
         raise not_registered(wanted, {DEMO: None, **registry.models})
-    return ModelSpec(name=path.stem, path=path, engine=settings.engine, params={}, lora=())
+    draft = draft_file(settings.engine, registry.models, of=path.stem)
+    return ModelSpec(name=path.stem, path=path, engine=settings.engine, params={}, lora=(), draft=draft)
 
 
 def complete(

@@ -1,4 +1,4 @@
-"""Gain and cost of prompt-lookup speculation, which drafts tokens from earlier text.
+"""Gain and cost of speculation, which drafts tokens from earlier text (prompt lookup) or, with `--draft`, by a model.
 
 Two daemons, alike but that one guesses and the other does not, take the same closed loops in turn, as in `throughput`.
 At temperature 0 small models repeat themselves once their answer should have ended, which is the best case;
@@ -20,7 +20,8 @@ from benchmarks.scenarios import throughput
 if TYPE_CHECKING:
     from benchmarks.stage import Bench
 
-_WITHOUT: Final = "without lookup"
+_WITHOUT_LOOKUP: Final = "without lookup"
+_WITHOUT_MODEL: Final = "without draft model"
 _TEMPERATURES: Final = (0, 1)
 
 
@@ -29,9 +30,10 @@ async def run(bench: Bench) -> Report:
     options = bench.options
     clients = required(options.clients)
     usual = throughput.settings(bench)
-    settings = replace(usual, lookup=True)
+    without = _WITHOUT_LOOKUP if options.draft is None else _WITHOUT_MODEL
+    settings = replace(usual, lookup=options.draft is None, draft=options.draft)
     points = len(clients) * len(_TEMPERATURES)
-    async with bench.stage(settings, points=points, beside={_WITHOUT: usual}) as stage:
+    async with bench.stage(settings, points=points, beside={without: usual}) as stage:
         for temperature in _TEMPERATURES:
             for n_clients in clients:
                 await stage.measure(
@@ -53,8 +55,8 @@ async def run(bench: Bench) -> Report:
 
 SCENARIO = Scenario(
     name="speculation",
-    summary="gain of drafting tokens from earlier text (prompt lookup)",
+    summary="gain of drafting tokens from earlier text (prompt lookup), or by a model (--draft)",
     run=run,
     defaults=Options(clients=(1, 4), prompt_tokens=(64,), max_tokens=256, duration_s=10.0, repeat=5),
-    takes=OWN | {"clients", "prompt_tokens", "max_tokens", "duration_s"},
+    takes=OWN | {"draft", "clients", "prompt_tokens", "max_tokens", "duration_s"},
 )

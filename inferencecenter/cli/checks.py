@@ -34,9 +34,7 @@ from inferencecenter.core.sqlite_file import (
     version_of,
 )
 from inferencecenter.hardware.devices import find_devices
-from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.host import read_host
-from inferencecenter.hardware.model_shape import describe, with_adapters
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.split import plan
 from inferencecenter.models.registry import default_model, read_registry
@@ -45,7 +43,7 @@ from inferencecenter.server.status_pages import PROXY_NOT_TRUSTED
 from inferencecenter.sessions.store.database import DAMAGED_HINT, HINT, MOVED_HINT, reason_of
 from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
-from inferencecenter.supervisor.planning import lora_bytes, placement_constraints
+from inferencecenter.supervisor.planning import placement_constraints, read_shape
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -146,7 +144,7 @@ def placement(settings: Settings) -> list[Check]:
         if not devices:
             return []
         spec = default_model(settings)
-        shape = with_adapters(describe(read_gguf(spec.path)), lora_bytes(each.path for each in spec.lora))
+        shape = read_shape(spec.path, spec.lora, spec.draft)
         made = plan(shape, devices, read_host(), placement_constraints(spec.engine, settings.gpu))
     except InferenceCenterError as error:
         return [Check("plan", CheckResult.FAILED, error.message, error.hint or "", error.code)]
@@ -189,7 +187,7 @@ def _sized(path: Path) -> str:
 
 def _broken(spec: ModelSpec, name: str, verdict: CheckResult) -> Check | None:
     """Return the problem of the model's first invalid file, if any."""
-    for path in (spec.path, *(adapter.path for adapter in spec.lora)):
+    for path in spec.files:
         try:
             with path.open("rb") as file:
                 magic = file.read(4)

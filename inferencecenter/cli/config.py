@@ -137,7 +137,7 @@ def _warnings(settings: Settings) -> Iterator[str]:
 
 def _missing_files(spec: ModelSpec) -> Iterator[tuple[Path, str]]:
     """Yield those of a model's files that this user cannot read, and why."""
-    for path in (spec.path, *(adapter.path for adapter in spec.lora)):
+    for path in spec.files:
         try:
             if not path.is_file():
                 yield path, "is not there" if not path.exists() else "is no file"

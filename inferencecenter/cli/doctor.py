@@ -16,15 +16,15 @@ from inferencecenter.cli.checks import Check, CheckResult, proxy, storage
 from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption, given
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.config.loader import load_settings, read_layers
+from inferencecenter.config.sections import expand
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.hardware.devices import find_devices
 from inferencecenter.hardware.explain import mib
-from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.host import read_host
-from inferencecenter.hardware.model_shape import describe
 from inferencecenter.hardware.placement import Device, margin_bytes
 from inferencecenter.hardware.split import plan
-from inferencecenter.supervisor.planning import placement_constraints, plan_report
+from inferencecenter.models.registry import draft_file, read_registry
+from inferencecenter.supervisor.planning import placement_constraints, plan_report, read_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +60,7 @@ def show_plan(
     Raises:
         InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` for a configured GPU that does not exist.
     """
-    shape = describe(read_gguf(model))
+    shape = read_shape(model, draft=_draft_of(model, settings))
     wished = placement_constraints(settings.engine, settings.gpu)
     devices = gpus_of(vram_bytes) if vram_bytes else find_devices(settings.gpu.devices)
     host = read_host()
@@ -74,6 +74,15 @@ def show_plan(
         stdout.print(table)
     for line in made.advice:
         stdout.print(Text(line, style="" if made.fits else "bold red"), soft_wrap=True)
+
+
+def _draft_of(model: Path, settings: Settings) -> Path | None:
+    """Return the file of a model's draft model by its own settings, or by those of ``[engine]`` if it has none."""
+    models = read_registry(settings).models
+    for spec in models.values():
+        if spec.path == expand(model):
+            return spec.draft
+    return draft_file(settings.engine, models, of=model.name)
 
 
 def gpus_of(vram_bytes: Sequence[int]) -> tuple[Device, ...]:

@@ -28,6 +28,7 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, print_rows, stderr, stdout
 from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, admin_token_file, reach_daemon
 from inferencecenter.config.loader import load_settings
+from inferencecenter.config.sections import expand
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.models import files
 from inferencecenter.models.registry import files_in
@@ -319,7 +320,14 @@ def configured_files(settings: Settings) -> dict[Path, str]:
     adapters = {adapter.path: "model.lora" for adapter in settings.model.lora}
     for name, entry in settings.models.items():
         adapters |= {adapter.path: f"models.{name}.lora" for adapter in entry.lora}
-    return {path.resolve(): setting for path, setting in (adapters | named).items() if path is not None}
+    wanted = {f"models.{name}.draft": entry.draft for name, entry in settings.models.items()}
+    wanted["engine.draft"] = settings.engine.draft
+    drafts = {
+        there.get(draft) or expand(Path(draft)): setting
+        for setting, draft in wanted.items()
+        if draft and draft not in settings.models
+    }
+    return {path.resolve(): setting for path, setting in (adapters | drafts | named).items() if path is not None}
 
 
 def described(facts: ModelFacts) -> dict[str, str]:

@@ -231,6 +231,13 @@ class EngineSettings(Section):
         description="`lookup` drafts tokens by prompt lookup, from earlier occurrences in the text: the same "
         "output in fewer steps.",
     )
+    draft: str = Field(
+        "",
+        max_length=4096,
+        description="A small model with the same vocabulary that drafts tokens for this one: the name of a model, or "
+        "a GGUF file; the same output in fewer steps, where `engine.speculative` finds no draft in the text. If empty, "
+        "there is none.",
+    )
     draft_tokens: int = Field(8, ge=1, le=64, description="Maximum number of tokens drafted per turn and step.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Maximum number of turns waiting for a slot.")
     queue_timeout_s: float | None = Field(

@@ -404,6 +404,9 @@ class ModelEntry(Section):
     kv_type_k: KvType | Literal["auto"] | None = Field(None, description="Overrides `engine.kv_type_k`.")
     kv_type_v: KvType | Literal["auto"] | None = Field(None, description="Overrides `engine.kv_type_v`.")
     speculative: Literal["off", "lookup"] | None = Field(None, description="Overrides `engine.speculative`.")
+    draft: str | None = Field(
+        None, max_length=4096, description="Overrides `engine.draft`; an empty text is no draft model."
+    )
     keep_alive_s: float | None = Field(
         None, ge=-1, le=2_592_000, description="Overrides `engine.sleep_after_s`; -1 is forever."
     )

@@ -37,6 +37,30 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRequest:
+    """A request to the draft model for ``n_tokens`` after ``tokens``, all of those of a client's turn in ``slot``."""
+
+    slot: int
+    tokens: Sequence[int]
+    n_tokens: int
+    client_id: str
+
+
+class DraftModel(Protocol):
+    """A small model of the same vocabulary that drafts tokens; it has KV of its own for each slot."""
+
+    @property
+    def cost(self) -> float:
+        """Cost of one decode, in units of one of the model."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Return drafts for requests sorted by ascending slot, at most one per slot.
+
+        There are as many as wanted, or none as long as it has not read all tokens of the turn.
+        """
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """A sampled token id, with its logprobs if requested."""
 
@@ -84,6 +108,10 @@ class Backend(Protocol):
     @property
     def can_truncate(self) -> bool:
         """Whether ``truncate`` can cut anywhere; false for recurrent layers and sliding windows."""
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """The draft model, if one is configured."""
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
         """Return the token ids of ``pieces``, with BOS where the model wants one and ``first`` is set."""

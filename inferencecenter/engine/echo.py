@@ -18,7 +18,7 @@ from inferencecenter.ipc.messages import ModelInfo, SampledLogprobs, TokenLogpro
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from inferencecenter.engine.backend import Chunk
+    from inferencecenter.engine.backend import Chunk, DraftModel
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import PromptSegment
@@ -102,6 +102,11 @@ class EchoBackend:
     def can_truncate(self) -> bool:
         """Always true."""
         return True
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """Always none."""
+        return None
 
     def held(self, slot: int) -> tuple[int, ...]:
         """Return the tokens in a slot's KV."""

@@ -401,6 +401,7 @@ class Executor:
         if not rows:
             return
         began_s = self._clock()
+        rows = self._with_drafts(rows)
         try:
             self._backend.decode([row.chunk for row in rows])
         except DecodeError as error:
@@ -416,6 +417,16 @@ class Executor:
             outcome.prefill_s += took_s
         else:
             outcome.decode_s += took_s
+
+    def _with_drafts(self, rows: list[DecodeRow]) -> list[DecodeRow]:
+        """Add what the draft model is asked for."""
+        requests = [row.draft for row in rows if row.draft is not None]
+        model = self._backend.draft_model
+        if not requests or model is None:
+            return rows
+        drafts = dict(zip((request.slot for request in requests), model.draft(requests), strict=True))
+        self._progressed()
+        return [row.with_drafts(drafts[row.chunk.slot]) if row.draft else row for row in rows]
 
     def _take(self, sample: SampledRow, outcome: StepOutcome) -> None:
         turn_id, drafts = sample.row.turn_id, sample.row.chunk.drafts

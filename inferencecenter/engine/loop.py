@@ -366,7 +366,7 @@ def _source(move: RestoreSlot | CopySlot | None) -> str:
 
 def draft_tokens(options: EngineOptions, backend: Backend, *, on_log: Callable[[str, str], None]) -> int:
     """Return how many tokens a turn may draft per step; 0 if disabled or if the model cannot truncate."""
-    if options.speculative != "lookup":
+    if options.speculative != "lookup" and backend.draft_model is None:
         return 0
     if not backend.can_truncate:
         on_log(
@@ -425,6 +425,8 @@ class EngineLoop:
             quantum_tokens=options.quantum_tokens,
             ageing_s=options.ageing_s,
             draft_tokens=draft_tokens(options, backend, on_log=self._on_log),
+            lookup=options.speculative == "lookup",
+            draft_cost=backend.draft_model.cost if backend.draft_model else None,
         )
         self._executor = Executor(
             backend,

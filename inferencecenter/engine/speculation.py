@@ -1,4 +1,4 @@
-"""Speculative decoding by prompt lookup: drafts are the continuation of an earlier occurrence of the last tokens.
+"""Speculative decoding: drafts are what followed the last tokens before (prompt lookup), or what a small model says.
 
 Drafts are decoded together with the turn's last token. The turn's own sampler samples a token at the position of each;
 everything after the first mismatch is truncated again. So the answer is the same as without drafts; only the number of
@@ -10,12 +10,14 @@ Nothing here reads a clock: drafts, and so the shapes of what is computed, depen
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.engine.backend import DraftRequest
+
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from inferencecenter.engine.scheduler.state import EngineRequest
 
@@ -30,11 +32,14 @@ _MOST_NEW_TOKENS: Final = 1024
 
 # Lookup sizes in tokens, and the prior probability that a draft found by them is accepted.
 _LIKELIHOODS: Final = ((2, 0.3), (4, 0.7))
+_MODEL_LIKELIHOOD: Final = 0.7
 # Weight of the prior in tries, and the decay of earlier tries per new try.
 _PRIOR_TRIES: Final = 2.0
 _OLD: Final = 0.8
-# Just worth a single draft.
-_PROBE: Final = 1.02 * ROW_COST
+# A draft model is about as good in all of a text, so that more of it counts.
+_OLD_OF_MODEL: Final = 0.9
+# What makes a single draft just worth its cost.
+_PROBE: Final = 1.02
 _FIRST_PAUSE_TOKENS: Final = 16
 _LONGEST_PAUSE_TOKENS: Final = 128
 
@@ -98,9 +103,14 @@ def continuation(tokens: Sequence[int], position: int, n_tokens: int) -> list[in
 
 @dataclass(slots=True)
 class _Record:
-    """Recent acceptance of drafts of one lookup size; no drafts are made before ``resumes_at`` tokens."""
+    """Recent acceptance of drafts of one kind.
+
+    Below a likelihood of ``cost`` none are made, except a single one from ``resumes_at`` tokens on.
+    """
 
     prior: float
+    cost: float = ROW_COST
+    old: float = _OLD
     right: float = 0.0
     tried: float = 0.0
     pause_tokens: int = _FIRST_PAUSE_TOKENS
@@ -111,102 +121,193 @@ class _Record:
         """Probability that a draft is accepted if those before it are."""
         return (self.right + self.prior * _PRIOR_TRIES) / (self.tried + _PRIOR_TRIES)
 
+    def chance(self, n_tokens: int) -> float:
+        """Return the likelihood for a sequence of ``n_tokens``, just worth a draft for a probe; 0 for no draft."""
+        if self.likelihood > self.cost:
+            return self.likelihood
+        return _PROBE * self.cost if n_tokens >= self.resumes_at else 0.0
+
     def add(self, *, drafted: int, accepted: int, n_tokens: int) -> None:
         """Record the outcome of some drafts; the sequence has ``n_tokens`` by now."""
-        self.right = _OLD * self.right + accepted
+        self.right = self.old * self.right + accepted
         # After the first rejected draft nothing was tried.
-        self.tried = _OLD * self.tried + accepted + (accepted < drafted)
+        self.tried = self.old * self.tried + accepted + (accepted < drafted)
         if accepted:
             self.pause_tokens = _FIRST_PAUSE_TOKENS
         else:
-            self.resumes_at = n_tokens + self.pause_tokens
-            self.pause_tokens = min(2 * self.pause_tokens, _LONGEST_PAUSE_TOKENS)
+            self.pause(n_tokens)
+
+    def pause(self, n_tokens: int) -> None:
+        """Try no draft for some time, and for twice as long the next time."""
+        self.resumes_at = n_tokens + self.pause_tokens
+        self.pause_tokens = min(2 * self.pause_tokens, _LONGEST_PAUSE_TOKENS)
+
+
+class ModelOdds:
+    """Recent acceptance of a draft model's tokens in all turns: what a new turn may expect of it.
+
+    Args:
+        draft_cost: Cost of a decode of the draft model, in units of one of the model.
+    """
+
+    def __init__(self, draft_cost: float) -> None:
+        self.draft_cost = draft_cost
+        self._record = _Record(_MODEL_LIKELIHOOD, ROW_COST + draft_cost, _OLD_OF_MODEL)
+
+    def new_record(self, n_tokens: int) -> _Record:
+        """Return the record of a turn of ``n_tokens``; where others' drafts were rejected it begins with a pause."""
+        record = _Record(self._record.likelihood, self._record.cost, self._record.old)
+        if record.likelihood <= record.cost:
+            record.pause(n_tokens)
+        return record
+
+    def add(self, *, drafted: int, accepted: int) -> None:
+        """Record the outcome of some drafts of a turn."""
+        self._record.add(drafted=drafted, accepted=accepted, n_tokens=0)
 
 
 class Drafter:
-    """Drafts for one turn, as long as its text repeats itself.
+    """Drafts for one turn: from its own text where that repeats itself, else from the draft model.
 
-    While drafts are mostly rejected it offers none except an occasional single one, at growing intervals.
+    While drafts of a kind are mostly rejected it offers none except an occasional single one, at growing intervals.
 
     Args:
         n_tokens: Maximum length of the turn's sequence.
+        lookup: Whether to draft from the turn's text.
+        odds: Those of the draft model, if there is one.
     """
 
-    def __init__(self, n_tokens: int) -> None:
-        self._index = TokenIndex([size for size, _ in _LIKELIHOODS], n_tokens)
+    def __init__(self, n_tokens: int, *, lookup: bool = True, odds: ModelOdds | None = None) -> None:
+        self._index = TokenIndex([size for size, _ in _LIKELIHOODS], n_tokens) if lookup else None
         self._records = {size: _Record(likelihood) for size, likelihood in _LIKELIHOODS}
+        self._odds = odds
+        self._of_model: _Record | None = None
         self._size = 0
         self._position = 0
         self._drafted = 0
+        self.by_model = False
 
     def look(self, tokens: Sequence[int]) -> float:
-        """Return the probability that the first draft for the current tokens is accepted; 0 for no draft."""
+        """Return the probability that the first draft for the current tokens is accepted; 0 for no draft.
+
+        ``by_model`` then tells whether the draft model is to make it: where it is likelier by more than it costs.
+        """
         self._drafted = 0
-        if not self._index.catch_up(tokens):
-            return 0.0
-        self._size, self._position = self._index.find(tokens)
-        if not self._size:
-            return 0.0
-        record = self._records[self._size]
-        likelihood = record.likelihood
-        if likelihood > ROW_COST:
-            return likelihood
-        return _PROBE if len(tokens) >= record.resumes_at else 0.0
+        chance, self.by_model = self._look_back(tokens), False
+        if self._odds is not None:
+            if self._of_model is None:
+                self._of_model = self._odds.new_record(len(tokens))
+            of_model = self._of_model.chance(len(tokens))
+            self.by_model = of_model > chance + self._odds.draft_cost
+            chance = of_model if self.by_model else chance
+        return chance
 
     def draft(self, tokens: Sequence[int], n_tokens: int) -> list[int]:
-        """Return drafts for the tokens of the last ``look``."""
+        """Return drafts from the text for the tokens of the last ``look``."""
         self._drafted = n_tokens
         return continuation(tokens, self._position, n_tokens)
 
+    def request(self, tokens: Sequence[int], n_tokens: int, *, slot: int, client_id: str) -> DraftRequest:
+        """Return the request to the draft model for the tokens of the last ``look``."""
+        self._drafted = n_tokens
+        return DraftRequest(slot, tokens, n_tokens, client_id)
+
     def observe(self, accepted: int, *, n_tokens: int) -> None:
         """Record that the first ``accepted`` of the last drafts were accepted; the turn has ``n_tokens`` by now."""
-        if self._drafted:
+        if not self._drafted:
+            return
+        if self.by_model:
+            assert self._of_model is not None
+            assert self._odds is not None
+            self._of_model.add(drafted=self._drafted, accepted=accepted, n_tokens=n_tokens)
+            if accepted and self._of_model.likelihood <= self._of_model.cost:
+                # Too seldom all the same: unlike a draft from the text, a probe may cost most of what it brings.
+                self._of_model.pause(n_tokens)
+            self._odds.add(drafted=self._drafted, accepted=accepted)
+        else:
             self._records[self._size].add(drafted=self._drafted, accepted=accepted, n_tokens=n_tokens)
-            self._drafted = 0
+        self._drafted = 0
+
+    def _look_back(self, tokens: Sequence[int]) -> float:
+        if self._index is None or not self._index.catch_up(tokens):
+            return 0.0
+        self._size, self._position = self._index.find(tokens)
+        return self._records[self._size].chance(len(tokens)) if self._size else 0.0
 
 
-def allot(chances: Sequence[float], *, each: int, together: int) -> list[int]:
+def allot(
+    chances: Sequence[float],
+    *,
+    each: int,
+    together: int,
+    by_model: Collection[int] = (),
+    draft_cost: float = 0.0,
+) -> list[int]:
     """Return the number of tokens each turn of a step drafts, so that the step yields most tokens per time.
 
     All drafting turns draft the same number: llama.cpp computes rows of different lengths, and slots that are not
     consecutive, separately. A step yields a token per turn plus the accepted drafts; it costs the rows of each
-    computation.
+    computation, and a decode of the draft model for each of its drafts, which all its turns share. If that is more than
+    it brings, only the turns draft that need no model.
 
     Args:
         chances: Probability that a turn's draft is accepted if those before it are, by slot; 0 for none.
         each: Most drafts of one turn.
         together: Most drafts of all turns.
+        by_model: Turns whose drafts the draft model makes.
+        draft_cost: Cost of a decode of the draft model, in units of one of the model.
     """
     wanting = [index for index, chance in enumerate(chances) if chance > ROW_COST]
+    free = [index for index in wanting if index not in by_model]
     lengths = [0] * len(chances)
-    if not wanting:
-        return lengths
-    alone_s = _cost(len(chances))
+    best = len(chances) / _cost(len(chances))
+    for drafting in (free, wanting) if len(free) < len(wanting) else (free,):
+        if not drafting:
+            continue
+        n_modelled = len(drafting) - len(free)
+        pass_s = draft_cost * _cost(n_modelled) if n_modelled else 0.0
+        gains = _gains([chances[index] for index in drafting], most=min(each, together // len(drafting)))
+        for n_tokens, gained in enumerate(gains, start=1):
+            cost_s = _step_cost(drafting, n_tokens, n_turns=len(chances)) + n_tokens * pass_s
+            if (len(chances) + gained) / cost_s > best:
+                best = (len(chances) + gained) / cost_s
+                lengths = [n_tokens if index in drafting else 0 for index in range(len(chances))]
+    return lengths
+
+
+def _gains(chances: Sequence[float], *, most: int) -> Iterator[float]:
+    """Yield the expected number of accepted drafts with 1, 2, … ``most`` a turn."""
+    gained, right = 0.0, [1.0] * len(chances)
+    for _ in range(most):
+        right = [share * chance for share, chance in zip(right, chances, strict=True)]
+        gained += sum(right)
+        yield gained
+
+
+def _step_cost(drafting: Sequence[int], n_tokens: int, *, n_turns: int) -> float:
+    """Return the cost of a step in which some of its turns draft ``n_tokens`` each."""
+    if len(drafting) == n_turns:
+        return _cost(n_turns * (1 + n_tokens))
     runs = [1]
-    for before, index in pairwise(wanting):
+    for before, index in pairwise(drafting):
         if index == before + 1:
             runs[-1] += 1
         else:
             runs.append(1)
-    most, best = 0, len(chances) / alone_s
-    gained, right = 0.0, [1.0] * len(wanting)
-    for n_tokens in range(1, min(each, together // len(wanting)) + 1):
-        right = [share * chances[index] for share, index in zip(right, wanting, strict=True)]
-        gained += sum(right)
-        if len(wanting) == len(chances):
-            cost_s = _cost(len(chances) * (1 + n_tokens))
-        else:
-            cost_s = alone_s + sum(_cost(run * n_tokens) for run in runs)
-        if (len(chances) + gained) / cost_s > best:
-            most, best = n_tokens, (len(chances) + gained) / cost_s
-    for index in wanting:
-        lengths[index] = most
-    return lengths
+    return _cost(n_turns) + sum(_cost(run * n_tokens) for run in runs)
 
 
 def _cost(rows: int) -> float:
     """Return the cost of a computation of ``rows`` rows, in units of one with a single row."""
     return 1 + ROW_COST * (rows - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Drafts of a step by turn id: ``tokens`` from texts, and ``requests`` to the draft model."""
+
+    tokens: Mapping[str, list[int]] = field(default_factory=dict)
+    requests: Mapping[str, DraftRequest] = field(default_factory=dict)
 
 
 class DraftPlanner:
@@ -216,35 +317,58 @@ class DraftPlanner:
         draft_tokens: Most drafts of one turn; 0 to disable drafting.
         n_ctx: Tokens that fit one slot.
         pass_tokens: Most tokens that the backend decodes without splitting the pass.
+        lookup: Whether turns draft from their own text.
+        draft_cost: Cost of a decode of the draft model, in units of one of the model; ``None`` without a draft model.
     """
 
-    def __init__(self, *, draft_tokens: int, n_ctx: int, pass_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        draft_tokens: int,
+        n_ctx: int,
+        pass_tokens: int,
+        lookup: bool = True,
+        draft_cost: float | None = None,
+    ) -> None:
         self._draft_tokens = draft_tokens
+        self._lookup = lookup
+        # A draft brings one token at most: a draft model that costs more is of no use.
+        self._odds = None if draft_cost is None or ROW_COST + draft_cost >= 1 else ModelOdds(draft_cost)
         self._n_ctx = n_ctx
         self._pass_tokens = pass_tokens
 
-    def drafts(self, decoding: Collection[EngineRequest]) -> Mapping[str, list[int]]:
-        """Return the drafts of turns that decode one token each, by id."""
+    def drafts(self, decoding: Collection[EngineRequest]) -> Drafts:
+        """Return the drafts of turns that decode one token each."""
         if not self._draft_tokens:
-            return {}
+            return Drafts()
         looked = [(self._look(request), request) for request in decoding]
         if not any(chance for chance, _ in looked):
-            return {}
+            return Drafts()
         looked.sort(key=lambda each: -1 if each[1].slot is None else each[1].slot)
         lengths = allot(
             [chance for chance, _ in looked],
             each=self._draft_tokens,
             together=min(most_drafts(self._draft_tokens), self._pass_tokens - len(looked)),
+            by_model=[index for index, (_, each) in enumerate(looked) if each.drafter and each.drafter.by_model],
+            draft_cost=self._odds.draft_cost if self._odds else 0.0,
         )
-        drafts: dict[str, list[int]] = {}
+        tokens: dict[str, list[int]] = {}
+        requests: dict[str, DraftRequest] = {}
         for length, (_, request) in zip(lengths, looked, strict=True):
             # The last token of a full context is sampled, not decoded.
             n_tokens = min(length, self._n_ctx - 1 - len(request.tokens))
-            if n_tokens > 0 and request.drafter is not None:
-                drafts[request.turn_id] = request.drafter.draft(request.tokens, n_tokens)
-        return drafts
+            drafter, slot = request.drafter, request.slot
+            if n_tokens <= 0 or drafter is None or slot is None:
+                continue
+            if drafter.by_model:
+                requests[request.turn_id] = drafter.request(
+                    request.tokens, n_tokens, slot=slot, client_id=request.client_id
+                )
+            else:
+                tokens[request.turn_id] = drafter.draft(request.tokens, n_tokens)
+        return Drafts(tokens, requests)
 
     def _look(self, request: EngineRequest) -> float:
         if request.drafter is None:
-            request.drafter = Drafter(self._n_ctx)
+            request.drafter = Drafter(self._n_ctx, lookup=self._lookup, odds=self._odds)
         return request.drafter.look(request.tokens)

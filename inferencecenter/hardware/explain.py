@@ -38,6 +38,7 @@ def reasons(
         Reason("devices", _devices(chosen), _why_devices(chosen, devices), explicit=_devices_are_set(constraints)),
         *experts,
         *adapters,
+        *((Reason("draft", model.draft.name, _why_draft(model.draft, chosen), explicit=True),) if model.draft else ()),
         Reason("slots", str(setup.slots), _why_slots(model, chosen, constraints), explicit=bool(constraints.slots)),
         Reason("n_ctx", str(setup.n_ctx), _why_n_ctx(model, chosen, constraints), explicit=bool(constraints.n_ctx)),
         Reason(
@@ -192,6 +193,14 @@ def _why_experts(model: ModelShape, chosen: Placement) -> str:
 def _why_lora(chosen: Placement) -> str:
     where = "on GPUs for offloaded layers" if chosen.n_gpu_layers else "in host memory"
     return f"{_SET}; adapters count as weights of their layers, {where}"
+
+
+def _why_draft(draft: ModelShape, chosen: Placement) -> str:
+    own = sum(kv_bytes(layer, chosen.setup) for layer in draft.layers)
+    cost = f"{_SET}; {mib(draft.bytes)} of weights and {mib(own)} of KV"
+    if chosen.draft_on_gpu:
+        return f"{cost} on {chosen.devices[0].name}"
+    return f"{cost} in host memory" + (", as no GPU has room for them" if chosen.devices else "")
 
 
 def _why_slots(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> str:

@@ -113,6 +113,7 @@ class ModelShape:
         output_bytes: The output matrix; with ``tied`` a copy of the embeddings.
         digest: A hex digest that is equal for equal headers.
         adapter_bytes: LoRA adapters, which are counted among the layers' weights.
+        draft: The model that drafts tokens for it, in the same process.
     """
 
     paths: tuple[Path, ...]
@@ -134,6 +135,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     digest: str
     adapter_bytes: int = 0
+    draft: ModelShape | None = None
 
     @cached_property
     def bytes(self) -> int:

@@ -88,6 +88,9 @@ class DeviceDemand:
         return self.weight_bytes + self.kv_bytes + self.compute_bytes + self.context_bytes
 
 
+NO_DEMAND: Final = DeviceDemand(weight_bytes=0, kv_bytes=0, compute_bytes=0, context_bytes=0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
     """What a model takes on each GPU, and of the host's memory."""
@@ -110,6 +113,7 @@ class Placement:
         counts: Layers on each device; the output counts as one.
         cpu_tensors: Patterns of names of tensors that stay on the host although their layer does not.
         experts_in_host: Number of layers on GPUs whose experts stay on the host.
+        draft_on_gpu: Whether the draft model, if there is one, is on the first GPU.
     """
 
     setup: RuntimeConfig
@@ -120,6 +124,7 @@ class Placement:
     cpu_tensors: tuple[str, ...]
     demand: Demand
     fits: bool
+    draft_on_gpu: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +148,7 @@ class PlacementPlan:
         tensor_split: The same in llama.cpp's form, for several GPUs.
         experts_in_host: Number of layers on GPUs whose experts stay on the host.
         cpu_tensors: Patterns of names of tensors that stay in the host's memory although their layer does not.
+        draft_device: The GPU that the draft model is on; empty for the host's memory.
         fits: Whether all of it fits. If not, configured values were kept all the same.
         demand: The memory on each GPU and on the host.
         reasons: Each number with its reason.
@@ -158,6 +164,7 @@ class PlacementPlan:
     tensor_split: tuple[float, ...]
     experts_in_host: int
     cpu_tensors: tuple[str, ...]
+    draft_device: str
     n_threads: int
     fits: bool
     demand: Demand

@@ -10,12 +10,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain, repeat
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from inferencecenter.hardware.explain import advice, reasons
 from inferencecenter.hardware.footprint import RuntimeConfig, compute_bytes, host_compute_bytes, kv_bytes, lending_bytes
-from inferencecenter.hardware.placement import MIB, Demand, DeviceDemand, Placement, PlacementPlan, usable_bytes
+from inferencecenter.hardware.placement import (
+    MIB,
+    NO_DEMAND,
+    Demand,
+    DeviceDemand,
+    Placement,
+    PlacementPlan,
+    usable_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,17 +42,19 @@ _FIRST_TRANSFERS, _OTHER_TRANSFERS = 4, 8
 _FILLED_PERCENT: Final = range(10, 101, 5)
 
 
-def place(
+def place(  # noqa: PLR0913 - what is placed, and where
     model: ModelShape,
     setup: RuntimeConfig,
     devices: tuple[Device, ...],
     division: tuple[int, int],
     constraints: PlacementConstraints,
+    *,
+    draft_on_gpu: bool = False,
 ) -> Placement:
     """Place as many layers on the devices as ``division`` says; devices with more room get more.
 
     The division is ``n_gpu_layers`` in llama.cpp's counting, and the number of layers on GPUs whose experts stay on the
-    host.
+    host. A draft model is as a whole on the first device, or in the host's memory.
     """
     n_gpu_layers, experts_in_host = division
     start = first_on_gpu(model, n_gpu_layers)
@@ -54,6 +64,9 @@ def place(
         usable_bytes(device, constraints) - buffer - CONTEXT_BYTES
         for device, buffer in zip(devices, buffers, strict=True)
     ]
+    drafting, host_drafting = _draft_demand(model.draft, setup, on_gpu=draft_on_gpu)
+    if draft_on_gpu:
+        rooms[0] -= drafting.bytes
     sizes = [weights + kv for weights, kv in units]
     counts = None
     if constraints.tensor_split and len(devices) == len(constraints.tensor_split):
@@ -73,20 +86,45 @@ def place(
         demand=Demand(
             devices=tuple(
                 DeviceDemand(
-                    weight_bytes=sum(weights for weights, _ in own),
-                    kv_bytes=sum(kv for _, kv in own),
-                    compute_bytes=buffer,
+                    weight_bytes=sum(weights for weights, _ in own) + added.weight_bytes,
+                    kv_bytes=sum(kv for _, kv in own) + added.kv_bytes,
+                    compute_bytes=buffer + added.compute_bytes,
                     context_bytes=CONTEXT_BYTES,
                 )
-                for own, buffer in zip(_cut(units, counts), buffers, strict=True)
+                for own, buffer, added in zip(
+                    _cut(units, counts), buffers, chain([drafting], repeat(NO_DEMAND)), strict=False
+                )
             ),
-            host_weight_bytes=_host_weight_bytes(model, start, experts_in_host, output=n_gpu_layers == 0),
-            host_kv_bytes=sum(kv_bytes(layer, setup) for layer in model.layers[:start]),
+            host_weight_bytes=_host_weight_bytes(model, start, experts_in_host, output=n_gpu_layers == 0)
+            + host_drafting.weight_bytes,
+            host_kv_bytes=sum(kv_bytes(layer, setup) for layer in model.layers[:start]) + host_drafting.kv_bytes,
             host_compute_bytes=host_compute_bytes(
                 model, setup, n_devices=len(devices), overlaps=len(devices) > 1 and not (start or experts_in_host)
-            ),
+            )
+            + host_drafting.compute_bytes,
         ),
         fits=fits or not devices,
+        draft_on_gpu=draft_on_gpu,
+    )
+
+
+def _draft_demand(draft: ModelShape | None, setup: RuntimeConfig, *, on_gpu: bool) -> tuple[DeviceDemand, DeviceDemand]:
+    """Return what the draft model takes of a GPU and of the host."""
+    if draft is None:
+        return NO_DEMAND, NO_DEMAND
+    whole = DeviceDemand(
+        weight_bytes=draft.bytes,
+        kv_bytes=sum(kv_bytes(layer, setup) for layer in draft.layers),
+        compute_bytes=compute_bytes(draft, setup),
+        context_bytes=0,
+    )
+    if not on_gpu:
+        return NO_DEMAND, whole
+    layers_bytes = sum(layer.bytes for layer in draft.layers)
+    exchanged = host_compute_bytes(draft, setup, n_devices=1)
+    return (
+        replace(whole, weight_bytes=layers_bytes + draft.output_bytes),
+        replace(NO_DEMAND, weight_bytes=draft.embedding_bytes, compute_bytes=exchanged),
     )
 
 
@@ -213,6 +251,7 @@ def plan(model: ModelShape, devices: Sequence[Device], host: Host, constraints: 
         tensor_split=tuple(map(float, chosen.counts)) if len(chosen.devices) > 1 else (),
         experts_in_host=chosen.experts_in_host,
         cpu_tensors=chosen.cpu_tensors,
+        draft_device=chosen.devices[0].id if chosen.draft_on_gpu else "",
         n_threads=n_threads,
         fits=found is not None,
         demand=chosen.demand,
@@ -290,8 +329,17 @@ class _Search:
         for setup in self._setups(n_ctx, n_gpu_layers=division[0]):
             found = self._fit(setup, division)
             if found is not None:
+                found = self._with_draft_on_gpu(found)
                 return self._grown(found) if setup.n_ctx == usual else found
         return None
+
+    def _with_draft_on_gpu(self, found: Placement) -> Placement:
+        """Return the placement with the draft model on the first GPU, if that has room beside what it holds."""
+        if self._model.draft is None or not found.devices:
+            return found
+        division = (found.n_gpu_layers, found.experts_in_host)
+        moved = place(self._model, found.setup, found.devices, division, self._constraints, draft_on_gpu=True)
+        return moved if moved.fits and self._host_holds(moved) else found
 
     def _fit(self, setup: RuntimeConfig, division: tuple[int, int]) -> Placement | None:
         """Return the placement on the first set of GPUs that holds it."""
@@ -312,7 +360,14 @@ class _Search:
             return found
         for longer in self._longer(setup.n_ctx, min(self._model.n_ctx_train, _MOST_N_CTX_FOR_MANY)):
             division = (found.n_gpu_layers, found.experts_in_host)
-            more = place(self._model, replace(setup, n_ctx=longer), found.devices, division, constraints)
+            more = place(
+                self._model,
+                replace(setup, n_ctx=longer),
+                found.devices,
+                division,
+                constraints,
+                draft_on_gpu=found.draft_on_gpu,
+            )
             if more.fits and self._host_holds(more):
                 return more
         return found

@@ -30,10 +30,11 @@ class KvCachePaths(Section):
 class EngineOptions(EngineSettings):
     """The settings of one engine process; of those the settings leave open, these have a value.
 
-    ``lora`` are adapters on top of the model. ``devices`` names the GPUs in use, all if empty; ``tensor_split`` are
-    their shares of the layers, ``cpu_tensors`` patterns of names of tensors that stay in the host's memory. Without the
-    GPUs the engine fails, or runs on the host if they are ``gpu_optional``. ``kv_adopt`` selects which files of an
-    earlier engine are recovered; the others are deleted.
+    ``lora`` are adapters on top of the model. ``draft_path`` is the file of the draft model, empty without one, and
+    ``draft_device`` the GPU that it is on, empty for the host's memory. ``devices`` names the GPUs in use, all if
+    empty; ``tensor_split`` are their shares of the layers, ``cpu_tensors`` patterns of names of tensors that stay in
+    the host's memory. Without the GPUs the engine fails, or runs on the host if they are ``gpu_optional``. ``kv_adopt``
+    selects which files of an earlier engine are recovered; the others are deleted.
 
     The engine exits when the process ``parent_pid`` does.
     """
@@ -48,6 +49,8 @@ class EngineOptions(EngineSettings):
     model_path: str = ""
     model_name: str = ""
     lora: tuple[LoraSettings, ...] = ()
+    draft_path: str = ""
+    draft_device: str = ""
     devices: tuple[str, ...] = ()
     split_mode: Literal["layer", "none"] = "layer"
     main_gpu: int = 0

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 from pydantic import ValidationError
 
-from inferencecenter.config.sections import EngineSettings
+from inferencecenter.config.sections import EngineSettings, expand
 from inferencecenter.config.settings import MODEL_NAME, bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware.gguf import SHARD, read_gguf, read_summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-    from pathlib import Path
 
     from inferencecenter.config.sections import LoraSettings
     from inferencecenter.config.settings import ModelEntry, Settings
@@ -33,7 +33,7 @@ _NAME: Final = re.compile(MODEL_NAME)
 _LONGEST_NAME: Final = 256
 _SHOWN_NAMES: Final = 5
 _SHOWN_CHARS: Final = 80
-_OWN_OF_ENGINE: Final = ("slots", "n_ctx", "n_gpu_layers", "kv_type_k", "kv_type_v", "speculative")
+_OWN_OF_ENGINE: Final = ("slots", "n_ctx", "n_gpu_layers", "kv_type_k", "kv_type_v", "speculative", "draft")
 _OF_THE_DAEMON: Final = {name: EngineSettings.model_fields[name].default for name in DAEMON_SETTINGS}
 
 _log = structlog.get_logger(__name__)
@@ -49,6 +49,7 @@ class ModelSpec:
         engine: The engine's settings with the model's overrides; ``DAEMON_SETTINGS`` are at their defaults.
         params: Parameters with a precedence between the file's recommendations and the configuration.
         lora: LoRA adapters.
+        draft: The GGUF file of the model that drafts tokens for it.
     """
 
     name: str
@@ -56,6 +57,12 @@ class ModelSpec:
     engine: EngineSettings
     params: Mapping[str, Any]
     lora: tuple[LoraSettings, ...]
+    draft: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that it is loaded from."""
+        return (self.path, *(adapter.path for adapter in self.lora), *((self.draft,) if self.draft else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +142,7 @@ def _read(settings: Settings) -> Registry:
             "or call the default something else with model.name.",
         )
     models = found | entries | {default.name: default}
+    models = {name: _with_draft(spec, models) for name, spec in models.items()}
     remarks = scanned.remarks(named={spec.path for spec in models.values()})
     return Registry(default.name, models, remarks, reread=lambda: read_registry(settings))
 
@@ -147,6 +155,26 @@ def default_model(settings: Settings) -> ModelSpec:
     """
     registry = read_registry(settings)
     return registry.get(registry.default)
+
+
+def draft_file(engine: EngineSettings, models: Mapping[str, ModelSpec], *, of: str) -> Path | None:
+    """Return the file of the draft model of the model ``of``, which names a model or a file; ``None`` without one.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` for the name of a model that does not exist.
+    """
+    wanted = engine.draft
+    if not wanted or engine.backend != "llama":
+        return None
+    if wanted in models:
+        return models[wanted].path
+    if "/" in wanted or wanted.endswith(".gguf"):
+        return expand(Path(wanted))
+    raise _invalid(
+        f"the draft model of {of} is {wanted!r}, which is no model and no GGUF file",
+        field="engine.draft",
+        hint=f"There are {', '.join(sorted(models))}.",
+    )
 
 
 def files_in(directory: Path) -> dict[str, Path]:
@@ -256,6 +284,11 @@ def _with_adapters(spec: ModelSpec, settings: Settings) -> ModelSpec:
             hint=f"Adapters of that model are models.{spec.name}.lora.",
         )
     return replace(spec, lora=settings.model.lora) if settings.model.lora else spec
+
+
+def _with_draft(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> ModelSpec:
+    draft = draft_file(spec.engine, models, of=spec.name)
+    return spec if draft is None else replace(spec, draft=draft)
 
 
 def _stem_of(path: Path | None, found: Mapping[str, ModelSpec]) -> str | None:

@@ -104,5 +104,10 @@ def engine_options(spec: ModelSpec, kv: KvCachePaths) -> EngineOptions:
         "worker_threads": engine.worker_threads or min(len(os.sched_getaffinity(0)), _MAX_WORKER_THREADS),
     }
     return EngineOptions(
-        **(dict(engine) | resolved), model_path=str(spec.path), model_name=spec.name, lora=spec.lora, kv=kv
+        **(dict(engine) | resolved),
+        model_path=str(spec.path),
+        model_name=spec.name,
+        lora=spec.lora,
+        draft_path="" if spec.draft is None else str(spec.draft),
+        kv=kv,
     )

@@ -26,7 +26,7 @@ from inferencecenter.protocol.values import EnginePlan, PlannedDevice, PlannedHo
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from inferencecenter.config.sections import EngineSettings
+    from inferencecenter.config.sections import EngineSettings, LoraSettings
     from inferencecenter.config.settings import GpuSettings
     from inferencecenter.hardware.model_shape import ModelShape
     from inferencecenter.hardware.placement import Device, Host, PlacementPlan
@@ -74,6 +74,16 @@ def lora_bytes(paths: Iterable[Path]) -> int:
         with suppress(OSError):
             total += path.stat().st_size
     return total
+
+
+def read_shape(path: Path, lora: Iterable[LoraSettings] = (), draft: Path | None = None) -> ModelShape:
+    """Read the shape of a model with its adapters and its draft model from the headers of the files.
+
+    Raises:
+        InferenceCenterError: ``invalid_model_file``.
+    """
+    shape = with_adapters(describe(read_gguf(path)), lora_bytes(each.path for each in lora))
+    return shape if draft is None else replace(shape, draft=describe(read_gguf(draft)))
 
 
 class Planner:
@@ -218,8 +228,8 @@ class Planner:
         if self._model is None and not self._unknown and options.backend == "llama":
             try:
                 with foreign_input(partial(_unplannable, options)):
-                    shape = describe(read_gguf(Path(options.model_path)))
-                    self._model = with_adapters(shape, lora_bytes(each.path for each in options.lora))
+                    draft = Path(options.draft_path) if options.draft_path else None
+                    self._model = read_shape(Path(options.model_path), options.lora, draft)
             except InferenceCenterError as error:
                 # llama.cpp may read what this parser does not; if it cannot either, the engine reports it.
                 _log.warning("plan_impossible", reason=error.message)
@@ -250,6 +260,7 @@ class Planner:
             main_gpu=made.main_gpu,
             tensor_split=made.tensor_split,
             cpu_tensors=made.cpu_tensors,
+            draft_device=made.draft_device,
             gpu_optional=constraints.n_gpu_layers < 0,
         )
 

@@ -92,7 +92,9 @@ class EngineMetrics:
             "prefill_tokens", "Tokens computed by prefill, including those computed again after a preemption.", "model"
         )
 
-        self.drafted_tokens = registry.counter("drafted_tokens", "Tokens drafted by prompt lookup.", "model")
+        self.drafted_tokens = registry.counter(
+            "drafted_tokens", "Tokens drafted, from earlier text or by a draft model.", "model"
+        )
         self.accepted_tokens = registry.counter(
             "accepted_tokens", "Drafted tokens that were accepted; they are included in the generated ones.", "model"
         )

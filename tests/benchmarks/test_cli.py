@@ -66,6 +66,7 @@ def test_scenarios_are_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     [
         (("speed",), "there is no scenario 'speed'"),
         (("idle", "--clients", "4"), "--clients"),
+        (("burst", "--draft", "small.gguf"), "--draft"),
         (("burst", "--clients", "many"), "--clients"),
         (("context", "--plot", "x.svg"), "--plot"),
         (("burst", "--json", "/nowhere/x.json"), "--json"),

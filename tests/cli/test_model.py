@@ -128,6 +128,13 @@ def test_configured_model_is_not_removed(cli: Cli, models: Path, demo_model_path
     lora = {"lora": [{"path": str(models / "tone.gguf")}]}
     with_adapters = Settings.model_validate({"model": lora, "models": {"b": {"path": str(models / "b.gguf"), **lora}}})
     assert configured_files(with_adapters) == {models / "tone.gguf": "models.b.lora", models / "b.gguf": "models.b"}
+    entries = {"b": {"path": str(models / "b.gguf"), "draft": str(models / "c.gguf")}, "d": {"draft": "b"}}
+    drafting = Settings.model_validate({"models_dir": models, "engine": {"draft": "a"}, "models": entries})
+    assert configured_files(drafting) == {
+        models / "a.gguf": "engine.draft",
+        models / "b.gguf": "models.b",
+        models / "c.gguf": "models.b.draft",
+    }
 
 
 def test_removal_is_confirmed(cli: Cli, models: Path, pulled: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

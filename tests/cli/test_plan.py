@@ -95,6 +95,20 @@ def test_configured_values_are_kept(cli: Cli, model: Path, monkeypatch: pytest.M
     assert "has 2,772 MiB" in cli.run("doctor", "--plan", str(model), "--vram", "3GiB").out
 
 
+def test_draft_model_is_in_the_plan(cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the engine's settings, or of the model's own if it is registered."""
+    draft = tmp_path / "1b.gguf"
+    write_header(draft, HEADERS["llama3.2-1b"], name="small")
+    arguments = ("doctor", "--plan", str(model), "--vram", "24GiB", "--json")
+    plain = json.loads(cli.run(*arguments).out)
+    monkeypatch.setenv("INFERENCECENTER_ENGINE__DRAFT", str(draft))
+    found = json.loads(cli.run(*arguments).out)
+    assert {reason["name"]: reason["value"] for reason in found["reasons"]}["draft"].startswith("small")
+    assert found["devices"][0]["weight_bytes"] > plain["devices"][0]["weight_bytes"]
+    monkeypatch.setenv("INFERENCECENTER_MODELS", json.dumps({"big": {"path": str(model), "draft": ""}}))
+    assert json.loads(cli.run(*arguments).out)["devices"] == plain["devices"]
+
+
 def test_invalid_model_file_has_the_daemons_exit_code(cli: Cli, tmp_path: Path) -> None:
     """The same as a start of the daemon."""
     path = tmp_path / "page.gguf"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.engine.backend import Chunk, DecodeError, Sampled
+from inferencecenter.engine.backend import Chunk, DecodeError, DraftRequest, Sampled
 from inferencecenter.engine.echo import EchoBackend, EchoSampler
 from inferencecenter.engine.executor import Executor
 from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor
@@ -643,6 +644,39 @@ def test_rows_with_and_without_drafts_are_sampled_together(bench: Bench) -> None
         assert isinstance(event, TokenDelta)
         assert [logprobs.sampled.token_id for logprobs in event.logprobs] == unpack_tokens(event.tokens)
         assert len(event.logprobs) == n_tokens
+
+
+class Table:
+    """A draft model whose drafts are given, by slot."""
+
+    cost = 0.1
+
+    def __init__(self, drafts: dict[int, bytes]) -> None:
+        self.drafts = drafts
+        self.requests: list[DraftRequest] = []
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Return what is given for each."""
+        self.requests += requests
+        return [list(self.drafts[request.slot]) for request in requests]
+
+
+def test_drafts_of_the_model_are_verified_like_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One decode has the drafts of all turns; a turn that got none gets its token, and no draft is counted for it."""
+    table = Table({0: b"el", 2: b"", 3: b"ex"})
+    monkeypatch.setattr(FaultyEcho, "draft_model", table)
+    for turn_id in ("a", "b", "c", "d"):
+        bench.add(turn_id)
+    bench.start("a", "b", "c", "d")
+    tokens = [*PROMPT, ord("h")]
+    plain = {name: drafted(name, slot, 5, b"h") for slot, name in enumerate("abcd")}
+    rows = [replace(row, draft=DraftRequest(row.chunk.slot, tokens, 2, "c")) for row in plain.values()]
+    outcome, _ = decode_drafts(bench, rows[0], plain["b"], rows[2], rows[3])
+    assert [request.slot for request in table.requests] == [0, 2, 3]
+    assert outcome.accepted == {"a": tuple(b"el"), "d": tuple(b"e")}
+    assert outcome.drafted == 4
+    assert outcome.decoded == {"a": 3, "b": 1, "c": 1, "d": 2}
+    assert [bench.backend.held(slot) for slot in range(4)] == [(*PROMPT, *text) for text in (b"hel", b"h", b"h", b"he")]
 
 
 @pytest.mark.parametrize(

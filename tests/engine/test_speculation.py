@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferencecenter.engine.backend import DraftRequest
 from inferencecenter.engine.echo import EchoBackend
 from inferencecenter.engine.loop import draft_tokens
 from inferencecenter.engine.speculation import (
     ROW_COST,
     Drafter,
+    ModelOdds,
     TokenIndex,
     allot,
     continuation,
     most_drafts,
 )
 from inferencecenter.ipc.engine_options import EngineOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 few_tokens = st.lists(st.integers(0, 3), max_size=200)
 any_tokens = st.lists(st.integers(0, 2**31 - 1), max_size=60)
@@ -178,6 +184,86 @@ def test_draft_lengths_are_equal_and_fit(chances: list[float], each: int, togeth
 def test_draft_length_maximises_throughput(chances: list[float], lengths: list[int]) -> None:
     """The likelier, the longer; among many who do not draft it is not worth a computation of its own."""
     assert allot(chances, each=8, together=most_drafts(8)) == lengths
+
+
+@pytest.mark.parametrize(
+    ("chances", "by_model", "draft_cost", "lengths"),
+    [
+        ([0.95], [0], 0.1, [7]),
+        ([0.95], [0], 0.5, [3]),
+        ([0.7], [0], 0.2, [1]),
+        ([0.95] * 4, range(4), 0.1, [3] * 4),
+        ([0.8] * 8, range(8), 0.1, [0] * 8),
+        ([0.95, 0.5], [1], 0.5, [8, 0]),
+        ([0.95, 0.95], [1], 0.05, [6, 6]),
+    ],
+)
+def test_drafts_of_a_model_cost_its_decodes(
+    chances: list[float], by_model: Sequence[int], draft_cost: float, lengths: list[int]
+) -> None:
+    """They are fewer the more it costs, and turns that need no model draft without those that do."""
+    assert allot(chances, each=8, together=most_drafts(8), by_model=by_model, draft_cost=draft_cost) == lengths
+
+
+def ask_model(odds: ModelOdds, *, n_tokens: int, hits: Callable[[int], bool]) -> tuple[int, int]:
+    """Let a lone turn say ``n_tokens`` with a draft model that is right where ``hits``; return its steps and drafts."""
+    drafter = Drafter(4096, lookup=False, odds=odds)
+    tokens = [0]
+    steps = drafted = 0
+    while len(tokens) <= n_tokens:
+        chances = [drafter.look(tokens)]
+        (n_drafts,) = allot(chances, each=8, together=16, by_model=[0], draft_cost=odds.draft_cost)
+        accepted = 0
+        if n_drafts:
+            assert drafter.by_model
+            assert drafter.request(tokens, n_drafts, slot=3, client_id="c") == DraftRequest(3, tokens, n_drafts, "c")
+            while accepted < n_drafts and hits(len(tokens) + accepted):
+                accepted += 1
+        tokens = [*tokens, *[0] * (accepted + 1)]
+        drafter.observe(accepted, n_tokens=len(tokens))
+        steps, drafted = steps + 1, drafted + n_drafts
+    return steps, drafted
+
+
+def test_a_draft_model_that_is_right_saves_most_steps() -> None:
+    """After a few drafts as many as may be are made."""
+    steps, drafted = ask_model(ModelOdds(0.1), n_tokens=300, hits=lambda _: True)
+    assert steps < 300 / 6
+    assert drafted <= 300 + 8
+
+
+def test_a_draft_model_that_is_wrong_is_given_up() -> None:
+    """Within a few drafts, and by the next turn from the start: all its drafts cost next to nothing."""
+    odds = ModelOdds(0.1)
+    steps, drafted = ask_model(odds, n_tokens=1000, hits=lambda _: False)
+    assert steps == 1000
+    assert 0 < drafted * (ROW_COST + odds.draft_cost) < 0.01 * steps
+    assert ask_model(odds, n_tokens=16, hits=lambda _: False) == (16, 0)
+
+
+def test_a_draft_model_that_is_right_again_is_asked_again() -> None:
+    """A new turn tries it after a pause, and then drafts as before."""
+    odds = ModelOdds(0.1)
+    ask_model(odds, n_tokens=300, hits=lambda _: False)
+    steps, _ = ask_model(odds, n_tokens=300, hits=lambda _: True)
+    assert steps < 300 / 3
+
+
+def test_a_draft_model_that_costs_what_it_brings_is_seldom_asked() -> None:
+    """It is right three times in four, which is less than a draft of it costs."""
+    _, drafted = ask_model(ModelOdds(0.7), n_tokens=400, hits=lambda n: n % 4 > 0)
+    assert drafted < 400 / 8
+
+
+def test_drafts_come_from_the_text_where_it_is_likelier() -> None:
+    """And from the model where the text does not repeat itself."""
+    drafter = Drafter(4096, odds=ModelOdds(0.1))
+    assert drafter.look([1, 2, 3]) > 0
+    assert drafter.by_model
+    repeated = [1, 2, 3, 4, 5, 6] * 3
+    assert drafter.look(repeated) > 0
+    assert not drafter.by_model
+    assert drafter.draft(repeated, 3) == [1, 2, 3]
 
 
 class Forgetful(EchoBackend):

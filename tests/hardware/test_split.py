@@ -438,3 +438,52 @@ def test_search_for_a_model_that_never_fits_is_bounded(shape_of: ShapeOf, monkey
     ).fits
     n_lengths = 5  # 4096 tokens, halved down to 256
     assert len(made) <= n_lengths * (hostile.n_layers + 2) + 1
+
+
+def test_draft_model_without_a_gpu_is_in_host_memory(shape_of: ShapeOf) -> None:
+    """Its weights, KV and buffer are part of the demand, and may be what does not fit."""
+    alone = shape_of("llama3.1-8b")
+    both = replace(alone, draft=shape_of("llama3.2-1b"))
+    plain, made = (plan(model, (), HOST, PlacementConstraints()) for model in (alone, both))
+    assert made.setup == plain.setup
+    assert made.draft_device == ""
+    # 16 layers with 32 KiB of KV a token in 8 slots of 4096.
+    assert made.demand.host_kv_bytes - plain.demand.host_kv_bytes == 1024 * MIB
+    assert made.demand.host_weight_bytes - plain.demand.host_weight_bytes == shape_of("llama3.2-1b").bytes
+    assert made.demand.host_compute_bytes > plain.demand.host_compute_bytes
+    tight = replace(HOST, available_bytes=plain.demand.host_bytes)
+    assert plan(alone, (), tight, PlacementConstraints()).setup.slots == 8
+    assert plan(both, (), tight, PlacementConstraints()).setup.slots < 8
+    (reason,) = (each for each in made.reasons if each.name == "draft")
+    assert (reason.value, reason.explicit) == (shape_of("llama3.2-1b").name, True)
+    assert "1,024 MiB of KV in host memory" in reason.why
+
+
+def test_draft_model_is_on_a_gpu_with_room(shape_of: ShapeOf) -> None:
+    """On the first one, beside the model; contexts grow into what is left."""
+    draft = shape_of("llama3.2-1b")
+    alone = shape_of("llama3.1-8b")
+    constraints = PlacementConstraints(n_ctx=4096)
+    plain, made = (plan(model, gpus(24), HOST, constraints) for model in (alone, replace(alone, draft=draft)))
+    assert made.fits
+    assert (made.draft_device, made.n_gpu_layers, made.setup) == ("0", 33, plain.setup)
+    (before,), (after,) = plain.demand.devices, made.demand.devices
+    assert after.kv_bytes - before.kv_bytes == 1024 * MIB
+    assert after.weight_bytes - before.weight_bytes == draft.output_bytes + sum(layer.bytes for layer in draft.layers)
+    assert after.compute_bytes > before.compute_bytes
+    assert made.demand.host_weight_bytes - plain.demand.host_weight_bytes == draft.embedding_bytes
+    free = plan(replace(alone, draft=draft), gpus(24), HOST, PlacementConstraints())
+    assert free.fits
+    assert free.draft_device == "0"
+    assert free.demand.devices[0].bytes <= usable_bytes(gpus(24)[0], PlacementConstraints())
+
+
+def test_draft_model_takes_no_layer_off_a_gpu(shape_of: ShapeOf) -> None:
+    """Nor a slot: without room beside them it is in host memory, which the plan says."""
+    alone = shape_of("llama3.1-8b")
+    for gib in (3.0, 6.0, 7.0, 8.0):
+        plain = plan(alone, gpus(gib), HOST, PlacementConstraints())
+        made = plan(replace(alone, draft=shape_of("llama3.2-1b")), gpus(gib), HOST, PlacementConstraints())
+        assert (made.n_gpu_layers, made.setup.slots) == (plain.n_gpu_layers, plain.setup.slots)
+        assert made.draft_device == ""
+        assert "no GPU has room" in next(each.why for each in made.reasons if each.name == "draft")

@@ -247,6 +247,37 @@ def test_entry_overrides_engine_settings(folder: Path) -> None:
     assert (plain.engine, plain.params, plain.lora) == (settings.engine, {}, ())
 
 
+def test_draft_model_is_a_model_or_a_file(folder: Path, tmp_path: Path) -> None:
+    """By name or by path, for all models or for one; an empty text is none."""
+    small, other = _write(folder / "small.gguf"), tmp_path / "other.gguf"
+    entries = {"one": {"path": "/one.gguf", "draft": str(other)}, "none": {"path": "/none.gguf", "draft": ""}}
+    models = _read(folder, engine={"draft": "small"}, models=entries).models
+    assert {name: spec.draft for name, spec in models.items()} == {
+        "small": small,
+        "one": other,
+        "none": None,
+        DEMO: small,
+    }
+    assert models["one"].files == (Path("/one.gguf"), other)
+    assert models["none"].files == (Path("/none.gguf"),)
+    assert _read(folder).get(DEMO).draft is None
+
+
+def test_unknown_draft_model_is_refused(folder: Path) -> None:
+    """The error names the model, what it wanted, and what there is."""
+    refusal = _refused(folder, models={"big": {"path": "/big.gguf", "draft": "tiny"}})
+    assert "big" in refusal.message
+    assert "'tiny'" in refusal.message
+    assert DEMO in (refusal.hint or "")
+    assert refusal.field == "engine.draft"
+
+
+def test_echo_backend_needs_no_draft_model(folder: Path) -> None:
+    """It has no vocabulary to share."""
+    registry = _read(folder, engine={"backend": "echo", "draft": "none"})
+    assert registry.get(registry.default).draft is None
+
+
 def test_keep_alive_can_be_unlimited(folder: Path) -> None:
     """-1 never unloads, also where other engines sleep."""
     assert _read(folder, models={"phi": {"keep_alive_s": -1}}).get("phi").engine.sleep_after_s == -1

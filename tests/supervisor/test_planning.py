@@ -86,6 +86,20 @@ def test_adapters_are_planned_for(tmp_path: Path, options: EngineOptions) -> Non
     assert Machine().planner(tmp_path).first(missing).n_gpu_layers == plain.n_gpu_layers
 
 
+def test_draft_model_is_planned_for(tmp_path: Path, options: EngineOptions) -> None:
+    """On the GPU where it has room, else in host memory; one that cannot be read is the engine's to refuse."""
+    draft = tmp_path / "draft.gguf"
+    write_header(draft, HEADERS["llama3.2-1b"], name="1B")
+    drafting = options.replace(draft_path=str(draft))
+    large = replace(CARD, free_bytes=24 * GIB, total_bytes=24 * GIB)
+    assert Machine(devices=(large,)).planner(tmp_path).first(drafting).draft_device == large.id
+    assert Machine().planner(tmp_path).first(drafting).draft_device == ""
+    missing = options.replace(draft_path=str(tmp_path / "none.gguf"))
+    with capture_logs() as logs:
+        assert Machine(devices=()).planner(tmp_path).first(missing).draft_device == ""
+    assert [line["event"] for line in logs] == ["plan_impossible"]
+
+
 def test_defaults_without_a_gpu(tmp_path: Path, options: EngineOptions) -> None:
     """8 slots and 4096 tokens; the engine counts its cores itself."""
     planned = Machine(devices=()).planner(tmp_path).first(options)

@@ -14,6 +14,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk, DecodeError
 from inferencecenter.engine.llama import saved_state
 from inferencecenter.engine.llama.devices import present
+from inferencecenter.engine.llama.draft_model import LlamaDraftModel, check_draft_model, draft_options
 from inferencecenter.engine.llama.log import BufferSizes, LlamaLog
 from inferencecenter.engine.llama.model import LlamaModel
 from inferencecenter.engine.llama.sampler import NativeSampler
@@ -394,7 +395,7 @@ def _context_params(options: EngineOptions, n_ctx: int, n_threads: int) -> lib.l
     params.n_batch = max(options.n_batch, options.slots)
     params.n_ubatch = min(options.n_ubatch, params.n_batch)
     # A slot has one row with logits, and its drafts; the default reserves a row for every token of a batch.
-    drafts = most_drafts(options.draft_tokens) if options.speculative == "lookup" else 0
+    drafts = most_drafts(options.draft_tokens) if options.speculative == "lookup" or options.draft_path else 0
     params.n_outputs_max = options.slots + drafts
     params.n_threads = n_threads
     params.n_threads_batch = options.n_threads_batch or n_threads
@@ -429,6 +430,7 @@ class LlamaBackend:
         *,
         digest: str,
         kv_bytes_per_token: int,
+        draft_model: LlamaDraftModel | None,
         memory: tuple[BufferUse, ...],
         resources: ExitStack,
     ) -> None:
@@ -440,6 +442,7 @@ class LlamaBackend:
         self.fingerprint = digest
         self.kv_bytes_per_token = kv_bytes_per_token
         self.can_truncate = context.can_truncate
+        self.draft_model = draft_model
         self.tokenize = model.vocab.tokenize
         self.token_bytes = model.vocab.token_bytes
         self.token_text = model.vocab.token_text
@@ -483,12 +486,19 @@ class LlamaBackend:
             full_batch = options.n_ubatch if model.n_gpu_layers else 0
             kv_bytes_per_token = context.warm_up(max(model.vocab.bos, 0), n_tokens=full_batch)
             digest = fingerprint(model, options)
+            draft_model = None
+            if options.draft_path:
+                sizes.begin_model()
+                draft_model = _load_draft_model(
+                    options, model, context, log=log, on_progress=on_progress, on_log=on_log, resources=resources
+                )
             return cls(
                 options,
                 model,
                 context,
                 digest=digest,
                 kv_bytes_per_token=kv_bytes_per_token,
+                draft_model=draft_model,
                 memory=sizes.uses(),
                 resources=resources.pop_all(),
             )
@@ -527,6 +537,27 @@ class LlamaBackend:
         for sampler in tuple(self._samplers):
             sampler.close()
         self._resources.close()
+
+
+def _load_draft_model(  # noqa: PLR0913 - called by ``load`` alone, with what it has made
+    options: EngineOptions,
+    main: LlamaModel,
+    context: LlamaContext,
+    *,
+    log: LlamaLog,
+    on_progress: Callable[[float], None],
+    on_log: Callable[[str, str], None],
+    resources: ExitStack,
+) -> LlamaDraftModel:
+    own = draft_options(options, n_ctx=context.n_ctx)
+    # The engine has loaded all of its model by now; the reports only show that it is alive.
+    model = LlamaModel.load(own, on_progress=lambda _fraction: on_progress(1.0), log=log)
+    resources.callback(model.close)
+    check_draft_model(model, main)
+    drafting = LlamaContext(model, own, n_threads=context.n_threads, log=log)
+    resources.callback(drafting.close)
+    drafting.warm_up(max(model.vocab.bos, 0), n_tokens=own.n_ubatch if model.n_gpu_layers else 0)
+    return LlamaDraftModel(model, drafting, main=main, on_log=on_log)
 
 
 class LlamaTurnSampler:

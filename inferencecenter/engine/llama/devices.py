@@ -129,7 +129,13 @@ def present(options: EngineOptions, *, on_log: Callable[[str, str], None]) -> En
             raise
         on_log("warning", f"runs without a GPU: {error.message}")
         return options.replace(
-            devices=(), n_gpu_layers=0, split_mode="none", main_gpu=-1, tensor_split=(), cpu_tensors=()
+            devices=(),
+            n_gpu_layers=0,
+            split_mode="none",
+            main_gpu=-1,
+            tensor_split=(),
+            cpu_tensors=(),
+            draft_device="",
         )
     return options
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import re
 import threading
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -100,7 +100,12 @@ class BufferSizes:
     """Collects buffer sizes from the log lines of a load."""
 
     def __init__(self) -> None:
-        self._bytes: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+        self._models: list[dict[str, dict[str, int]]] = []
+        self.begin_model()
+
+    def begin_model(self) -> None:
+        """Add what is read from now on, of a further model, to the sizes so far."""
+        self._models.append(defaultdict(lambda: defaultdict(int)))
 
     def read(self, line: str) -> None:
         """Record the size in a line, if it states one."""
@@ -109,11 +114,15 @@ class BufferSizes:
             return
         name, what, mib = found.groups()
         n_bytes = round(float(mib) * 2**20)
-        of_name = self._bytes[name]
+        of_name = self._models[-1][name]
         of_name[what] = of_name[what] + n_bytes if what in _ADDS_UP else n_bytes
 
     def uses(self) -> tuple[BufferUse, ...]:
         """Return the sizes so far, by llama.cpp's names of the kinds of memory."""
+        totals: dict[str, Counter[str]] = defaultdict(Counter)
+        for model in self._models:
+            for name, sizes in model.items():
+                totals[name].update(sizes)
         return tuple(
             BufferUse(
                 name=name,
@@ -122,5 +131,5 @@ class BufferSizes:
                 compute_bytes=sizes["compute"],
                 output_bytes=sizes["output"],
             )
-            for name, sizes in self._bytes.items()
+            for name, sizes in totals.items()
         )

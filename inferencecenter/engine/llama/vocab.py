@@ -113,6 +113,20 @@ class Vocabulary:
         """Return whether the token ends a generation."""
         return token in self.end_tokens
 
+    def difference(self, other: Vocabulary) -> str:
+        """Return how the vocabulary differs from another, in words; empty if a token means the same in both."""
+        if self.n_tokens != other.n_tokens:
+            return f"{self.n_tokens} tokens instead of {other.n_tokens}"
+        for token in range(self.n_tokens):
+            if self._entry(token) != other._entry(token):
+                return f"token {token} is {self.token_text(token)!r} instead of {other.token_text(token)!r}"
+        if (self.bos, self.eos, self.end_tokens) != (other.bos, other.eos, other.end_tokens):
+            return "other tokens begin or end a text"
+        return ""
+
+    def _entry(self, token: int) -> tuple[bytes, int]:
+        return lib.llama_vocab_get_text(self._handle, token), self._attributes[token]
+
     @property
     def _wants_bos(self) -> bool:
         return self.add_bos and self.bos >= 0

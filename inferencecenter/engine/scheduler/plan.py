@@ -8,11 +8,13 @@ turns or cached KV, so the floating-point results, and with them a seeded answer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from inferencecenter.engine.backend import Chunk
+    from collections.abc import Sequence
+
+    from inferencecenter.engine.backend import Chunk, DraftRequest
     from inferencecenter.ipc.messages import MoveTime, TraceStage, TurnEvent
 
 
@@ -120,10 +122,16 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """A turn's chunk in a decode pass."""
+    """A turn's chunk in a decode pass; with ``draft`` the draft model's tokens are added to it before."""
 
     turn_id: str
     chunk: Chunk
+    draft: DraftRequest | None = None
+
+    def with_drafts(self, tokens: Sequence[int]) -> DecodeRow:
+        """Return the row with the draft model's tokens, of which there may be none."""
+        chunk = replace(self.chunk, tokens=[*self.chunk.tokens, *tokens], drafts=len(tokens))
+        return replace(self, chunk=chunk, draft=None)
 
 
 @dataclass(frozen=True, slots=True)

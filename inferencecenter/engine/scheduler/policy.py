@@ -11,6 +11,7 @@ charged, so a turn that holds a slot for a quantum advances by a quantum, howeve
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from enum import IntEnum
 from functools import lru_cache
 from math import ceil
@@ -21,9 +22,10 @@ from inferencecenter.engine.scheduler.plan import DecodePass, DecodeRow
 from inferencecenter.engine.scheduler.state import RequestState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from inferencecenter.engine.scheduler.state import EngineRequest, Slot, SlotTable
+    from inferencecenter.engine.speculation import Drafts
 
 
 PREFILL_UNITS: Final = 1
@@ -237,11 +239,9 @@ def _gather(wanted: Sequence[bool], within: range) -> tuple[tuple[int, int], ...
     return tuple(zip(outside, gaps, strict=True))
 
 
-def decode_pass(requests: Iterable[EngineRequest], drafts: Mapping[str, Sequence[int]]) -> DecodePass:
+def decode_pass(requests: Iterable[EngineRequest], drafts: Drafts) -> DecodePass:
     """Return the pass in which every decoding turn gets one token, plus those of its ``drafts`` that are accepted."""
-    rows = [
-        _row(request, request.kv_tokens, len(request.tokens), drafts.get(request.turn_id, ())) for request in requests
-    ]
+    rows = [_decode_row(request, drafts) for request in requests]
     return DecodePass(tuple(sorted(rows, key=_slot_of)), prefill=False)
 
 
@@ -278,6 +278,12 @@ def _prefill_chunks(requests: Iterable[EngineRequest], grid_tokens: int) -> Iter
             end = request.chunk_end(start, grid_tokens)
             yield nth, _row(request, start, end)
             start, nth = end, nth + 1
+
+
+def _decode_row(request: EngineRequest, drafts: Drafts) -> DecodeRow:
+    turn_id = request.turn_id
+    row = _row(request, request.kv_tokens, len(request.tokens), drafts.tokens.get(turn_id, ()))
+    return replace(row, draft=drafts.requests.get(turn_id))
 
 
 def _row(request: EngineRequest, start: int, end: int, drafts: Sequence[int] = ()) -> DecodeRow:

@@ -62,6 +62,8 @@ class Scheduler:
         quantum_tokens: Tokens a turn generates before a waiting one may preempt it; 0 to learn it.
         ageing_s: Waiting time after which a turn rises a class.
         draft_tokens: Most tokens that a turn drafts in a step; needs ``can_truncate``.
+        lookup: Whether turns draft from their own text.
+        draft_cost: Cost of a decode of the draft model, in units of one of the model; ``None`` without a draft model.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only, and each a different thing
@@ -77,11 +79,15 @@ class Scheduler:
         quantum_tokens: int,
         ageing_s: float,
         draft_tokens: int = 0,
+        lookup: bool = True,
+        draft_cost: float | None = None,
     ) -> None:
         self._n_ctx = n_ctx
         self._grid_tokens = grid_tokens
         self._pass_tokens = pass_tokens
-        self._drafting = DraftPlanner(draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens)
+        self._drafting = DraftPlanner(
+            draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens, lookup=lookup, draft_cost=draft_cost
+        )
         self._ageing_s = ageing_s
         self._budget = PrefillBudget(target_step_s=target_step_s, floor_tokens=grid_tokens)
         self._quantum = Quantum(quantum_tokens)
@@ -250,7 +256,7 @@ class Scheduler:
             request.tokens.append(token)
             n_accepted = len(outcome.accepted.get(turn_id, ()))
             charge_decode(self._counters, request, 1 + n_accepted)
-            if request.drafter is not None:
+            if request.drafter is not None and turn_id in outcome.accepted:
                 request.drafter.observe(n_accepted, n_tokens=len(request.tokens))
             if request.state is RequestState.PREFILL:
                 request.change(RequestChange.PROMPT_READ)

@@ -268,7 +268,7 @@ def test_drafts_do_not_change_constrained_output(backend: LlamaBackend, grammars
     steps = 0
     while not backend.is_end(request.tokens[-1]):
         steps += 1
-        guessed = drafting.drafts([request]).get("t", [])
+        guessed = drafting.drafts([request]).tokens.get("t", [])
         backend.decode([Chunk(0, request.kv_tokens, [request.tokens[-1], *guessed], sample=True, drafts=len(guessed))])
         for row, guess in enumerate([*guessed, None]):
             request.tokens.append(sampler.sample(row).token)

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 from llama_cpp import llama_cpp as lib
 
-from inferencecenter.engine.llama.log import LlamaLog
+from inferencecenter.engine.llama.log import BufferSizes, LlamaLog
 
 DEBUG, INFO, WARNING, ERROR, CONTINUES = range(1, 6)
 
@@ -75,3 +75,16 @@ def test_installed_log_receives_llama_cpp_and_never_raises(capfd: pytest.Capture
     callback(WARNING, b"unheard\n", None)
     assert heard == ["caf\ufffd"]
     assert capfd.readouterr() == ("", "")
+
+
+def test_buffers_of_several_models_add_up() -> None:
+    """A compute buffer that grows is counted once for each model, at its last size."""
+    sizes = BufferSizes()
+    for line in ("CPU model buffer size = 5.00 MiB", "CPU compute buffer size = 1.00 MiB"):
+        sizes.read(f"load: {line}")
+    sizes.read("reserve:   CPU compute buffer size = 2.00 MiB")
+    sizes.begin_model()
+    sizes.read("load: CPU model buffer size = 3.00 MiB")
+    sizes.read("reserve: CPU compute buffer size = 4.00 MiB")
+    (use,) = sizes.uses()
+    assert (use.name, use.weight_bytes, use.compute_bytes) == ("CPU", 8 * 2**20, 6 * 2**20)

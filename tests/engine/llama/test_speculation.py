@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
-from inferencecenter.engine.backend import Chunk
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.engine.backend import Chunk, DecodeError, DraftRequest
 from inferencecenter.engine.llama.backend import LlamaBackend
+from inferencecenter.engine.llama.draft_model import check_draft_model
 from inferencecenter.engine.scheduler.state import EngineRequest
 from inferencecenter.engine.speculation import DraftPlanner
 from inferencecenter.ipc.messages import PromptSegment
 from inferencecenter.protocol.params import Params
+from tests.engine.llama.draft_files import write_variant
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
 
-    from inferencecenter.engine.backend import Sampled, TurnSampler
+    from inferencecenter.engine.backend import DraftModel, Sampled, TurnSampler
+    from inferencecenter.engine.llama.draft_model import LlamaDraftModel
     from inferencecenter.ipc.engine_options import EngineOptions
+    from inferencecenter.ipc.messages import BufferUse
+    from tests.engine.llama.conftest import Loaded
 
 NEAR = 0.1
 """Logits this close may swap places when the batch has another shape."""
@@ -85,15 +92,26 @@ def begin(backend: LlamaBackend, slot: int, text: str) -> Turn:
     return turn
 
 
-def generate(backend: LlamaBackend, texts: Sequence[str], *, draft_tokens: int) -> tuple[list[Turn], int]:
+def generate(
+    backend: LlamaBackend, texts: Sequence[str], *, draft_tokens: int, model: DraftModel | None = None
+) -> tuple[list[Turn], int]:
     """Answer several prompts at once as the scheduler and the executor do; return the turns and the steps it took."""
     turns = [begin(backend, slot, text) for slot, text in enumerate(texts)]
-    drafting = DraftPlanner(draft_tokens=draft_tokens, n_ctx=backend.model.n_ctx, pass_tokens=64)
+    drafting = DraftPlanner(
+        draft_tokens=draft_tokens,
+        n_ctx=backend.model.n_ctx,
+        pass_tokens=64,
+        lookup=model is None,
+        draft_cost=None if model is None else 0.02,
+    )
     steps = 0
     while min(len(turn.answer) for turn in turns) < N_TOKENS:
         steps += 1
         drafts = drafting.drafts([turn.request for turn in turns])
-        step(backend, turns, [drafts.get(turn.request.turn_id, []) for turn in turns])
+        tokens = {**drafts.tokens}
+        if model is not None:
+            tokens |= zip(drafts.requests, model.draft([*drafts.requests.values()]), strict=True)
+        step(backend, turns, [tokens.get(turn.request.turn_id, []) for turn in turns])
     for turn in turns:
         turn.sampler.close()
     return turns, steps
@@ -117,7 +135,7 @@ def step(backend: LlamaBackend, turns: Sequence[Turn], drafts: Sequence[list[int
         turn.request.kv_tokens += 1 + accepted
         assert turn.request.kv_tokens == len(turn.request.tokens) - 1
         assert backend.truncate(chunk.slot, turn.request.kv_tokens)
-        if turn.request.drafter is not None:
+        if guessed and turn.request.drafter is not None:
             turn.request.drafter.observe(accepted, n_tokens=len(turn.request.tokens))
 
 
@@ -178,3 +196,144 @@ def test_as_many_logits_as_the_drafts_of_all_slots_need(backend: LlamaBackend) -
     assert all(turn.request.kv_tokens >= turn.request.prompt_tokens + 1 for turn in turns)
     for turn in turns:
         turn.sampler.close()
+
+
+Drafting: TypeAlias = "Callable[[Path], tuple[LlamaBackend, LlamaDraftModel]]"
+
+
+@pytest.fixture
+def drafting(options: EngineOptions) -> Iterator[Drafting]:
+    """Load the demo model with three slots and a draft model."""
+    loaded: list[LlamaBackend] = []
+
+    def load(path: Path) -> tuple[LlamaBackend, LlamaDraftModel]:
+        wanted = options.replace(slots=3, n_ctx=512, draft_path=str(path), draft_tokens=8)
+        backend = LlamaBackend.load(wanted, on_progress=lambda _fraction: None, on_log=lambda _level, _line: None)
+        loaded.append(backend)
+        assert backend.draft_model is not None
+        return backend, backend.draft_model
+
+    yield load
+    for backend in loaded:
+        backend.close()
+
+
+@pytest.mark.parametrize("texts", [("Tell me a long story.",), (JSON, "Count to 50.", SUM)], ids=str)
+def test_greedy_answers_are_the_same_with_a_draft_model_that_is_right(
+    drafting: Drafting, demo_model_path: Path, texts: tuple[str, ...]
+) -> None:
+    """The model as its own draft model: nearly every draft is accepted."""
+    backend, model = drafting(demo_model_path)
+    plain, plain_steps = generate(backend, texts, draft_tokens=0)
+    for slot in range(3):
+        backend.truncate(slot, 0)
+    drafted, steps = generate(backend, texts, draft_tokens=8, model=model)
+    assert all(agrees(mine, theirs) for mine, theirs in zip(plain, drafted, strict=True))
+    assert steps < plain_steps * (0.25 if len(texts) == 1 else 0.5)
+
+
+@pytest.mark.parametrize("texts", [("Tell me a long story.",), (JSON, "Count to 50.", SUM)], ids=str)
+def test_greedy_answers_are_the_same_with_a_draft_model_that_is_wrong(
+    drafting: Drafting, demo_model_path: Path, tmp_path: Path, texts: tuple[str, ...]
+) -> None:
+    """Random weights: what is drafted is cut off again, and soon nothing is drafted."""
+    backend, model = drafting(write_variant(tmp_path / "random.gguf", demo_model_path, layers=2, random=True))
+    plain, plain_steps = generate(backend, texts, draft_tokens=0)
+    for slot in range(3):
+        backend.truncate(slot, 0)
+    drafted, steps = generate(backend, texts, draft_tokens=8, model=model)
+    assert all(agrees(mine, theirs) for mine, theirs in zip(plain, drafted, strict=True))
+    assert steps >= plain_steps - 3
+
+
+def test_the_draft_model_drafts_no_end(drafting: Drafting, demo_model_path: Path) -> None:
+    """A turn that draws it is over."""
+    backend, model = drafting(demo_model_path)
+    text = backend.tokenize([PromptSegment("<|im_start|>assistant\nParis.", special=True)], first=True)
+    (drafts,) = model.draft([DraftRequest(0, text, 8, "c")])
+    assert not any(map(backend.is_end, drafts))
+
+
+def test_a_slot_of_the_draft_model_follows_the_turn(drafting: Drafting, demo_model_path: Path) -> None:
+    """Other tokens, fewer, and those of another turn: it drafts as it would in an empty slot."""
+    backend, model = drafting(demo_model_path)
+    one = backend.tokenize([PromptSegment("Count from 1 to 100. One, two, three,")], first=True)
+    other = backend.tokenize([PromptSegment("My name is Ada. What is my name?")], first=True)
+    for tokens in (one, one[:-4], [*one, *other], other, one):
+        (used,) = model.draft([DraftRequest(0, tokens, 4, "c")])
+        (fresh,) = drafting(demo_model_path)[1].draft([DraftRequest(2, tokens, 4, "c")])
+        assert used == fresh
+        assert len(used) == 4
+
+
+def test_the_draft_model_reads_a_long_text_in_parts(drafting: Drafting, demo_model_path: Path) -> None:
+    """It drafts nothing meanwhile, and does not hold up a turn whose text it knows."""
+    backend, model = drafting(demo_model_path)
+    short = backend.tokenize([PromptSegment("Count to ten.")], first=True)
+    text = [*short * 40][:200]
+    assert [len(each) for each in model.draft([DraftRequest(0, short, 3, "c")])] == [3]
+    both = [DraftRequest(0, short, 3, "c"), DraftRequest(1, text, 3, "c")]
+    assert [len(each) for each in model.draft(both)] == [3, 0]
+    assert [len(each) for each in model.draft(both)] == [3, 3]
+
+
+def test_the_draft_model_reads_every_clients_text_anew(drafting: Drafting, demo_model_path: Path) -> None:
+    """Its speed does not tell one client what another one's text begins with."""
+    backend, model = drafting(demo_model_path)
+    text = [*backend.tokenize([PromptSegment("Count to ten.")], first=True) * 40][:200]
+    drafts = [model.draft([DraftRequest(0, text, 3, client)]) for client in ("a", "a", "b", "b")]
+    assert [len(each) for (each,) in drafts] == [0, 3, 0, 3]
+
+
+def test_a_draft_model_that_fails_drafts_nothing(
+    drafting: Drafting, demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn goes on without, and the next time it reads its text again."""
+    backend, model = drafting(demo_model_path)
+    tokens = backend.tokenize([PromptSegment("Count to ten.")], first=True)
+    (before,) = model.draft([DraftRequest(0, tokens, 4, "c")])
+
+    def fail(_chunks: Sequence[Chunk]) -> None:
+        model._context.truncate(0, 0)
+        raise DecodeError((0,), "planned")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model._context, "decode", fail)
+        assert model.draft([DraftRequest(0, tokens, 4, "c")]) == [[]]
+    assert model.draft([DraftRequest(0, tokens, 4, "c")]) == [before]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(
+    drafting: Drafting, demo_model_path: Path, window_model_path: Path, tmp_path: Path
+) -> None:
+    """The error names both models and says what differs."""
+    renamed = write_variant(tmp_path / "renamed.gguf", demo_model_path, layers=1, renamed=700)
+    for path, difference in ((renamed, "token 700 is"), (window_model_path, "tokens instead of 1536")):
+        with pytest.raises(InferenceCenterError) as caught:
+            drafting(path)
+        assert caught.value.code is ErrorCode.INVALID_CONFIG
+        assert caught.value.message.startswith(f"{path} cannot draft for {demo_model_path}: its vocabulary is another")
+        assert difference in caught.value.message
+
+
+def test_a_draft_model_must_forget(hybrid: Loaded) -> None:
+    """A recurrent layer cannot take a rejected draft back."""
+    with pytest.raises(InferenceCenterError, match="cannot be truncated") as caught:
+        check_draft_model(hybrid.model, hybrid.model)
+    assert caught.value.code is ErrorCode.INVALID_CONFIG
+
+
+def test_memory_of_the_draft_model_is_reported(
+    backend: LlamaBackend, drafting: Drafting, demo_model_path: Path
+) -> None:
+    """The model as its own draft takes as much again, here with contexts twice as long."""
+
+    def totals(memory: tuple[BufferUse, ...]) -> tuple[int, ...]:
+        return tuple(
+            sum(sizes) for sizes in zip(*((m.weight_bytes, m.kv_bytes, m.compute_bytes) for m in memory), strict=True)
+        )
+
+    both, _ = drafting(demo_model_path)
+    weights, kv, _ = totals(backend.model.memory)
+    # The log has hundredths of a MiB.
+    assert totals(both.model.memory)[:2] == pytest.approx((2 * weights, 4 * kv), rel=0.01)

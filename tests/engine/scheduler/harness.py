@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.engine.scheduler.placement import Match, common_prefix_tokens
 from inferencecenter.engine.scheduler.plan import (
     CopySlot,
+    DecodePass,
     ParkSlot,
     RestoreSlot,
     StepOutcome,
@@ -23,7 +24,7 @@ from inferencecenter.ipc.messages import EngineLimits, MoveTime, pack_tokens
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from inferencecenter.engine.scheduler.plan import DecodePass, DecodeRow, KvMove
+    from inferencecenter.engine.scheduler.plan import DecodeRow, KvMove
 
 GRID_TOKENS = 4
 N_CTX = 64
@@ -132,6 +133,8 @@ class SchedulerHarness:
         pass_tokens: Most tokens of a pass.
         answer_tokens: How long each turn's answer is.
         draft_tokens: How many tokens a turn may draft in a step; then answers change now and then.
+        lookup: Whether turns draft from their own text.
+        draft_cost: Cost of a decode of the draft model, which errs now and then; ``None`` without one.
     """
 
     def __init__(
@@ -147,6 +150,8 @@ class SchedulerHarness:
         target_step_s: float = 0.0,
         n_ctx: int = N_CTX,
         draft_tokens: int = 0,
+        lookup: bool = True,
+        draft_cost: float | None = None,
     ) -> None:
         self.store = FakeStore() if store is None else store
         self.can_truncate = can_truncate
@@ -164,6 +169,8 @@ class SchedulerHarness:
             quantum_tokens=quantum_tokens,
             ageing_s=ageing_s,
             draft_tokens=draft_tokens,
+            lookup=lookup,
+            draft_cost=draft_cost,
         )
         self.draft_tokens = draft_tokens
         self.pass_tokens = pass_tokens
@@ -379,7 +386,19 @@ class SchedulerHarness:
             assert [token for token, _ in cells] == request.tokens[: request.kv_tokens]
             assert {client for _, client in cells} <= {"", request.client_id}
 
+    def _with_drafts(self, row: DecodeRow) -> DecodeRow:
+        """Add the draft model's tokens: right ones with an error now and then, and none while it reads the text."""
+        if row.draft is None:
+            return row
+        request, held = self.requests[row.turn_id], row.chunk.start + 1
+        assert row.draft.slot == row.chunk.slot
+        assert list(row.draft.tokens) == request.tokens
+        if held % 4 == 3:
+            return row.with_drafts([])
+        return row.with_drafts([self._says(request, n) + (n % 9 == 8) for n in range(held, held + row.draft.n_tokens)])
+
     def _pass(self, each: DecodePass, number: int, *, faults: Faults, results: Results) -> None:
+        each = DecodePass(tuple(map(self._with_drafts, each.rows)), each.prefill)
         slots = [row.chunk.slot for row in each.rows]
         assert slots == sorted(set(slots))
         assert len({len(row.chunk.tokens) - row.chunk.drafts for row in each.rows}) == 1
@@ -423,7 +442,8 @@ class SchedulerHarness:
             held.append((draft, request.client_id))
             token = self._says(request, len(held))
         results.sampled[row.turn_id] = token
-        results.accepted[row.turn_id] = tuple(accepted)
+        if drafts:
+            results.accepted[row.turn_id] = tuple(accepted)
         results.drafted += len(drafts)
         results.decoded[row.turn_id] += len(accepted)
         self.accepted_tokens += len(accepted)
@@ -441,7 +461,8 @@ class SchedulerHarness:
         full = {
             turn_id
             for turn_id in results.sampled
-            if self.requests[turn_id].generated_tokens + len(results.accepted[turn_id]) + 1 >= self.answers[turn_id]
+            if self.requests[turn_id].generated_tokens + len(results.accepted.get(turn_id, ())) + 1
+            >= self.answers[turn_id]
         }
         moves = sum(isinstance(move, ParkSlot | RestoreSlot | CopySlot) for move in plan.moves)
         outcome = StepOutcome(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from inferencecenter.engine.scheduler.policy import DECODE_UNITS
 from inferencecenter.engine.scheduler.state import EngineRequest
-from inferencecenter.engine.speculation import DraftPlanner
+from inferencecenter.engine.speculation import DraftPlanner, Drafts
 from tests.engine.scheduler.harness import N_CTX, Faults, SchedulerHarness
 
 REPEATED = [1, 2, 3, 4, 5, 6] * 3
@@ -25,21 +25,30 @@ def new_request(slot: int, tokens: list[int]) -> EngineRequest:
     return request
 
 
-def drafting(*, draft_tokens: int = 8, n_ctx: int = 4096, pass_tokens: int = 512) -> DraftPlanner:
+def drafting(
+    *,
+    draft_tokens: int = 8,
+    n_ctx: int = 4096,
+    pass_tokens: int = 512,
+    lookup: bool = True,
+    draft_cost: float | None = None,
+) -> DraftPlanner:
     """Return one with room."""
-    return DraftPlanner(draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens)
+    return DraftPlanner(
+        draft_tokens=draft_tokens, n_ctx=n_ctx, pass_tokens=pass_tokens, lookup=lookup, draft_cost=draft_cost
+    )
 
 
 def test_a_repeated_text_is_drafted() -> None:
     """As it went on the last time."""
-    (drafts,) = drafting().drafts([new_request(0, REPEATED)]).values()
+    (drafts,) = drafting().drafts([new_request(0, REPEATED)]).tokens.values()
     assert drafts == ([1, 2, 3, 4, 5, 6] * 2)[: len(drafts)] != []
 
 
 def test_nothing_is_drafted_unless_it_is_wanted() -> None:
     """And then no turn has a table either."""
     request = new_request(0, REPEATED)
-    assert drafting(draft_tokens=0).drafts([request]) == {}
+    assert drafting(draft_tokens=0).drafts([request]) == Drafts()
     assert request.drafter is None
 
 
@@ -47,7 +56,7 @@ def test_drafts_end_with_the_context() -> None:
     """The last token of a full context is sampled, not decoded, so that one place stays free."""
     n_tokens = len(REPEATED)
     for n_free, n_drafts in ((3, 2), (2, 1), (1, 0)):
-        drafts = drafting(n_ctx=n_tokens + n_free).drafts([new_request(0, REPEATED)])
+        drafts = drafting(n_ctx=n_tokens + n_free).drafts([new_request(0, REPEATED)]).tokens
         assert sum(map(len, drafts.values())) == n_drafts
 
 
@@ -55,9 +64,9 @@ def test_drafts_fit_one_batch() -> None:
     """Tokens and drafts together are no more than is decoded at once."""
     requests = [new_request(slot, REPEATED) for slot in (1, 0, 2)]
     for pass_tokens in range(3, 12):
-        drafts = drafting(pass_tokens=pass_tokens).drafts(requests)
+        drafts = drafting(pass_tokens=pass_tokens).drafts(requests).tokens
         assert sum(map(len, drafts.values())) + len(requests) <= pass_tokens
-    assert drafting(pass_tokens=3).drafts(requests) == {}
+    assert drafting(pass_tokens=3).drafts(requests) == Drafts()
 
 
 def test_accepted_drafts_are_tokens_served() -> None:
@@ -88,8 +97,8 @@ def test_a_quantum_counts_accepted_drafts() -> None:
 def test_answers_are_the_same_with_drafts() -> None:
     """Also when their slots change hands, and when KV is lost as wrong drafts are cut off."""
 
-    def answers(*, draft: bool, faults: Faults) -> list[list[int]]:
-        world = SchedulerHarness(slots=2, answer_tokens=30, quantum_tokens=5, draft_tokens=4)
+    def answers(*, draft: bool, faults: Faults, draft_cost: float | None = None) -> list[list[int]]:
+        world = SchedulerHarness(slots=2, answer_tokens=30, quantum_tokens=5, draft_tokens=4, draft_cost=draft_cost)
         if not draft:
             world.scheduler._drafting = drafting(draft_tokens=0)
         requests = [world.add([n, n, n]) for n in range(4)]
@@ -103,6 +112,8 @@ def test_answers_are_the_same_with_drafts() -> None:
     assert [len(tokens) for tokens in plain] == [33] * 4
     assert answers(draft=True, faults=Faults()) == plain
     assert answers(draft=True, faults=Faults(cut=True)) == plain
+    assert answers(draft=True, faults=Faults(), draft_cost=0.1) == plain
+    assert answers(draft=True, faults=Faults(cut=True), draft_cost=0.1) == plain
 
 
 def test_failed_truncation_costs_kv_but_no_token() -> None:
@@ -116,3 +127,43 @@ def test_failed_truncation_costs_kv_but_no_token() -> None:
         emptied += before > 0 and turn.kv_tokens == 0 and turn.slot is not None
     assert emptied > 0
     assert world.terminals == {turn.turn_id: 1}
+
+
+def test_the_draft_model_is_asked_where_the_text_has_no_draft() -> None:
+    """It gets all tokens of the turn, and of others that draft from their text nothing."""
+    repeats, new = new_request(0, REPEATED), new_request(1, [1, 2, 3])
+    drafts = drafting(draft_cost=0.02).drafts([new, repeats])
+    assert drafts.tokens.keys() == {"t0"}
+    (asked,) = drafts.requests.values()
+    assert (asked.slot, asked.tokens, asked.client_id) == (1, [1, 2, 3], "c")
+    assert 0 < asked.n_tokens == len(drafts.tokens["t0"])
+
+
+def test_without_lookup_only_the_draft_model_drafts() -> None:
+    """A text that repeats itself is its to find."""
+    drafts = drafting(lookup=False, draft_cost=0.1).drafts([new_request(0, REPEATED)])
+    assert drafts.tokens == {}
+    assert drafts.requests["t0"].tokens == REPEATED
+
+
+def test_the_draft_model_is_not_asked_where_it_brings_nothing() -> None:
+    """If it costs as much as what it saves, and for a batch of many turns."""
+    assert drafting(lookup=False, draft_cost=0.8).drafts([new_request(0, [1, 2, 3])]) == Drafts()
+    many = [new_request(slot, [1, 2, 3]) for slot in range(8)]
+    assert drafting(lookup=False, draft_cost=0.2).drafts(many) == Drafts()
+
+
+def test_drafts_of_the_model_end_with_the_context() -> None:
+    """As those from the text do."""
+    for n_free, n_drafts in ((4, 2), (3, 2), (2, 1), (1, 0)):
+        drafts = drafting(lookup=False, draft_cost=0.1, n_ctx=3 + n_free).drafts([new_request(0, [1, 2, 3])])
+        assert sum(asked.n_tokens for asked in drafts.requests.values()) == n_drafts
+
+
+def test_accepted_drafts_of_the_model_save_steps() -> None:
+    """Also where it has to read the text first, and drafts nothing until then."""
+    world = SchedulerHarness(slots=1, answer_tokens=40, draft_tokens=4, lookup=False, draft_cost=0.1)
+    turn = world.add([1])
+    steps = world.run(100, until=lambda: turn.generated_tokens == 40)
+    assert world.accepted_tokens > 10
+    assert steps < 35

@@ -18,6 +18,7 @@ from inferencecenter.engine.scheduler.policy import (
     prefill_passes,
 )
 from inferencecenter.engine.scheduler.state import EngineRequest, SlotTable
+from inferencecenter.engine.speculation import Drafts
 
 
 def table_of(*slots: str) -> SlotTable:
@@ -193,7 +194,7 @@ def test_generating_turns_get_one_row_each() -> None:
     requests = [new_request(slot, length=4) for slot in (2, 0, 1)]
     for request in requests:
         request.kv_tokens = 3
-    each = decode_pass(requests, {})
+    each = decode_pass(requests, Drafts())
     assert [(row.chunk.slot, row.chunk.start, len(row.chunk.tokens), row.chunk.sample) for row in each.rows] == [
         (0, 3, 1, True),
         (1, 3, 1, True),

@@ -33,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ageing_s=st.sampled_from([0.5, 3.0, 1000.0]),
         target_step_s=st.sampled_from([0.0, 0.05]),
         draft_tokens=st.sampled_from([0, 1, 4]),
+        draft_cost=st.sampled_from([None, 0.05]),
     )
     def start(  # noqa: PLR0917 - hypothesis passes them by name
         self,
@@ -44,6 +45,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         ageing_s: float,
         target_step_s: float,
         draft_tokens: int,
+        draft_cost: float | None,
     ) -> None:
         """Begin with empty slots and an empty store."""
         self.world = SchedulerHarness(
@@ -56,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             answer_tokens=ANSWER_TOKENS,
             target_step_s=target_step_s,
             draft_tokens=draft_tokens if can_truncate else 0,
+            draft_cost=draft_cost,
         )
 
     @rule(
