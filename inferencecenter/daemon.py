@@ -25,6 +25,7 @@ import uvloop
 
 from inferencecenter import __version__
 from inferencecenter.api.app import api_routes, create_app
+from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.auth.bootstrap import ensure_admin
@@ -78,16 +79,21 @@ if TYPE_CHECKING:
 
     from inferencecenter.auth.authentication import ExternalAuthProvider
     from inferencecenter.config.settings import Settings
-    from inferencecenter.ipc.port import EngineStatus, ModelsPort
+    from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.models.registry import ModelSpec, Registry
     from inferencecenter.protocol.params import Params
     from inferencecenter.server.context import UsageReader
-    from inferencecenter.sessions.client import Quota
-    from inferencecenter.sessions.observability import Totals, TurnObserver
+    from inferencecenter.sessions.observability import Totals
     from inferencecenter.sessions.store.archive import UsageLine
     from inferencecenter.sessions.store.recorder import PurgeKind
     from inferencecenter.telemetry.engine_metrics import EngineMetrics
     from inferencecenter.telemetry.otlp import Traces
+
+_SUSPECTS_FILE: Final = "suspects.json"
+STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
+"""How long stopping takes at most after the turns' time is over, including what the store needs at the end."""
+
+_log = structlog.get_logger(__name__)
 
 
 def install_signal_handlers(*, stop: Callable[[], None], reload: Callable[[], object]) -> None:
@@ -175,14 +181,6 @@ def external_auth(settings: Settings) -> ExternalAuthProvider | None:
     )
 
 
-ACCOUNTS_FILE: Final = "accounts.sqlite3"
-_SUSPECTS_FILE: Final = "suspects.json"
-STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
-"""How long stopping takes at most after the turns' time is over, including what the store needs at the end."""
-
-_log = structlog.get_logger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class Announcement:
     """What is announced once the daemon listens; ``admin_token`` only on the first run."""
@@ -244,7 +242,7 @@ def serve(
         if (traces := open_traces(settings.telemetry)) is not None:
             held.callback(traces.close)
         accounts = Accounts.open(
-            settings.state_dir / ACCOUNTS_FILE,
+            settings.state_dir / ACCOUNTS_NAME,
             clock=time.time,
             static=static_clients(settings.auth),
             audit_days=settings.auth.audit_days,
@@ -294,11 +292,15 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         engines=lambda: models.supervisors, measure=reader(settings.memory, settings.gpu), metrics=metrics
     )
     quotas = AccessQuotas(accounts, defaults=settings.limits, clock=time.time, monotonic=time.monotonic)
-    sessions = _sessions(
-        settings,
-        prepared,
-        models,
+    sessions = SessionManager(
+        engines=models,
+        renderers=prepared.templates,
+        config_params=prepared.config_params,
+        settings=settings.sessions,
+        stateless_ttl_s=settings.server.stateless_ttl_s,
+        journal=store,
         observer=metrics,
+        tracer=prepared.traces,
         admit=memory.admit,
         quota_of=quotas.of,
     )
@@ -422,37 +424,6 @@ def _ends_with(models: ModelManager, settings: Settings) -> bool:
     return settings.engine.exit_when_failed and models.engine(models.default).given_up
 
 
-def _sessions(  # noqa: PLR0913 - keyword-only
-    settings: Settings,
-    prepared: _Prepared,
-    engines: ModelsPort,
-    *,
-    observer: TurnObserver,
-    admit: Callable[[], None],
-    quota_of: Callable[[str, str], Quota],
-) -> SessionManager:
-    return SessionManager(
-        engines=engines,
-        renderers=prepared.templates,
-        config_params=prepared.config_params,
-        max_sessions=settings.sessions.max_sessions,
-        default_ttl_s=settings.sessions.default_ttl_s,
-        stateless_ttl_s=settings.server.stateless_ttl_s,
-        retention_days=settings.sessions.retention_days,
-        evicts_stored=settings.sessions.when_full == "evict",
-        replay_kib=settings.sessions.replay_kib,
-        max_client_mib=settings.sessions.max_client_mib,
-        max_messages=settings.sessions.max_messages,
-        detached_turn_s=settings.sessions.detached_turn_s,
-        shared_prompts=settings.sessions.shared_prompts,
-        journal=prepared.store,
-        observer=observer,
-        tracer=prepared.traces,
-        admit=admit,
-        quota_of=quota_of,
-    )
-
-
 def _reporter(settings: Settings, models: ModelManager, gpu: Gpu, *, totals: Callable[[], Totals]) -> SystemdNotifier:
     return SystemdNotifier(
         Notifier.from_environment(os.environ, pid=os.getpid()),
@@ -507,7 +478,7 @@ def make_models(
     registry: Registry,
     *,
     metrics: EngineMetrics,
-    live_sessions: Callable[[], Collection[str]] | None = None,
+    live_sessions: Callable[[], Collection[str]],
 ) -> ModelManager:
     """Return the models, none of them loaded yet, and delete the parked KV of models that no longer exist.
 
@@ -515,7 +486,7 @@ def make_models(
         settings: The daemon's settings.
         registry: The models by name.
         metrics: Where steps are recorded.
-        live_sessions: Returns the sessions whose KV a new engine keeps; ``None`` keeps all.
+        live_sessions: Returns the sessions whose KV a new engine keeps.
     """
     remove_stale_caches(settings.kv, settings.state_dir, registry.models.values())
     suspicion_file = PoisonTurnStore(settings.state_dir / _SUSPECTS_FILE)
@@ -534,19 +505,27 @@ def make_models(
         return supervisor.load_failure is not None and supervisor is first
 
     def make(spec: ModelSpec, admit: Callable[[ManagedModel], Awaitable[bool]]) -> ManagedModel:
-        return _model(
-            spec,
-            admit,
+        planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
+        options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec))
+        if first is None:
             # A wrong GPU setting is to end the daemon, so the first model is planned now; others when they are loaded.
-            plan_now=first is None,
-            settings=settings,
-            calibration=calibration,
-            metrics=metrics,
+            options = planner.first(options)
+        meter = StepMeter(metrics, model=spec.name)
+        supervisor = Supervisor(
+            options,
             live_sessions=live_sessions,
-            ends_daemon=ends_daemon,
+            plan_again=planner.again,
+            ends_with_it=lambda: ends_daemon(supervisor),
+            admit=lambda: admit(model),
+            on_step=meter.step,
             crash_limit=crash_limit,
             suspicion_file=suspicion_file,
+            lock_path=settings.state_dir / f"engine-{cache_key(spec)}.lock",
         )
+        supervisor.subscribe(planner.on_status)
+        supervisor.subscribe(meter.engine_changed)
+        model = ManagedModel(spec, planner, supervisor)
+        return model
 
     models = ModelManager(
         registry,
@@ -556,42 +535,3 @@ def make_models(
     )
     first = models.engine(registry.default)
     return models
-
-
-def _model(  # noqa: PLR0913 - what it is put together from, by name
-    spec: ModelSpec,
-    admit: Callable[[ManagedModel], Awaitable[bool]],
-    *,
-    plan_now: bool,
-    settings: Settings,
-    calibration: VramCalibration,
-    metrics: EngineMetrics,
-    live_sessions: Callable[[], Collection[str]] | None,
-    ends_daemon: Callable[[Supervisor], bool],
-    crash_limit: CrashLimit,
-    suspicion_file: PoisonTurnStore,
-) -> ManagedModel:
-    planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
-    options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec))
-    if plan_now:
-        options = planner.first(options)
-    meter = StepMeter(metrics, model=spec.name)
-
-    async def may_load() -> bool:
-        return await admit(model)
-
-    supervisor = Supervisor(
-        options,
-        live_sessions=live_sessions,
-        plan_again=planner.again,
-        ends_with_it=lambda: ends_daemon(supervisor),
-        admit=may_load,
-        on_step=meter.step,
-        crash_limit=crash_limit,
-        suspicion_file=suspicion_file,
-        lock_path=settings.state_dir / f"engine-{cache_key(spec)}.lock",
-    )
-    supervisor.subscribe(planner.on_status)
-    supervisor.subscribe(meter.engine_changed)
-    model = ManagedModel(spec, planner, supervisor)
-    return model

@@ -41,8 +41,9 @@ from inferencecenter.sessions.states import SessionState
 from inferencecenter.sessions.table import MAX_BATCH, SessionTable, ttl_warnings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from inferencecenter.config.settings import SessionSettings
     from inferencecenter.ipc.port import ModelsPort
     from inferencecenter.protocol.base import Request
     from inferencecenter.protocol.params import Params
@@ -61,10 +62,6 @@ if TYPE_CHECKING:
 
 
 DEFAULT_MAX_TRANSCRIPT_CHARS: Final = 16 * 1024 * 1024
-DEFAULT_MAX_MESSAGES: Final = 10_000
-DEFAULT_MAX_CLIENT_MIB: Final = 256
-DEFAULT_REPLAY_KIB: Final = 256
-DEFAULT_DETACHED_TURN_S: Final = 900.0
 DEFAULT_STATELESS_TTL_S: Final = 900.0
 MAX_NOTE_CHARS: Final = 256 * 1024
 """Maximum length of the requester's private note on a turn."""
@@ -94,18 +91,9 @@ class SessionManager:
         engines: The models and their engines.
         renderers: Render conversations with the models' chat templates.
         config_params: The parameters of the configuration level.
-        max_sessions: Maximum of open sessions of all clients.
-        default_ttl_s: Idle seconds after which a session without its own ``ttl_s`` expires.
-        stateless_ttl_s: The same for a stateless session.
-        retention_days: Days after the last use at which any session is deleted; ``None`` for never.
-        evicts_stored: Whether a client's oldest stored session is closed at its limit; if not, a new session is
-            refused.
-        replay_kib: Size of a session's replay buffer in KiB.
-        detached_turn_s: Seconds for which a running turn without a subscriber keeps its events.
+        settings: Limits, expiry and buffers of sessions.
+        stateless_ttl_s: Idle seconds after which a stateless session without its own ``ttl_s`` expires.
         max_transcript_chars: Maximum of characters in a session's history.
-        max_messages: Maximum of messages and tool calls in a session's history.
-        max_client_mib: Maximum of Mi characters in all sessions of a client, without stateless ones.
-        shared_prompts: System prompts whose KV cache may be shared between clients.
         journal: Where sessions are recorded; ``None`` if they end with the daemon.
         observer: Notified of each turn that ended.
         tracer: Traces turns; ``None`` for no traces.
@@ -124,19 +112,9 @@ class SessionManager:
         engines: ModelsPort,
         renderers: PromptRenderers,
         config_params: Params,
-        # Limits
-        max_sessions: int,
-        default_ttl_s: float | None,
+        settings: SessionSettings,
         stateless_ttl_s: float = DEFAULT_STATELESS_TTL_S,
-        retention_days: float | None = None,
-        evicts_stored: bool = False,
-        replay_kib: int = DEFAULT_REPLAY_KIB,
-        detached_turn_s: float = DEFAULT_DETACHED_TURN_S,
         max_transcript_chars: int = DEFAULT_MAX_TRANSCRIPT_CHARS,
-        max_messages: int = DEFAULT_MAX_MESSAGES,
-        max_client_mib: int = DEFAULT_MAX_CLIENT_MIB,
-        shared_prompts: Collection[str] = (),
-        # Services
         journal: Journal | None = None,
         observer: TurnObserver | None = None,
         tracer: Tracer | None = None,
@@ -153,18 +131,10 @@ class SessionManager:
         self._random_bytes = random_bytes
         self._metrics = TurnMetrics(observer)
         self._active_turns = ActiveTurnCount()
-        self._text_quota = TextQuota(max_client_mib * 1024 * 1024)
+        self._text_quota = TextQuota(settings.max_client_mib * 1024 * 1024)
         self._notifier = SessionNotifier()
         self._resume_limiter = ResumeLimiter()
-        self._table = SessionTable(
-            max_sessions=max_sessions,
-            default_ttl_s=default_ttl_s,
-            retention_days=retention_days,
-            evicts_stored=evicts_stored,
-            monotonic=monotonic,
-            call_later=call_later,
-            expire=self._expire,
-        )
+        self._table = SessionTable(settings, monotonic=monotonic, call_later=call_later, expire=self._expire)
         self._services = SessionServices(
             models=ModelRouter(engines, config_params=config_params, renderers=renderers),
             journal=self._journal,
@@ -183,12 +153,9 @@ class SessionManager:
             active_turns=self._active_turns,
             text_quota=self._text_quota,
             sink_changed=self._table.on_sink_changed,
-            max_transcript_chars=max_transcript_chars,
-            max_messages=max_messages,
-            shared_prompts=frozenset(shared_prompts),
-            replay_bytes=replay_kib * 1024,
-            detached_turn_s=detached_turn_s,
+            settings=settings,
             stateless_ttl_s=stateless_ttl_s,
+            max_transcript_chars=max_transcript_chars,
         )
 
     @property

@@ -209,7 +209,7 @@ class LiveSession:
         self.journal: Journal = own if config.store else NullJournal()
         self._client_journal = own
         self._services = services
-        replay = ReplayBuffer(services.replay_bytes, seq=seq)
+        replay = ReplayBuffer(services.settings.replay_kib * 1024, seq=seq)
         self._subscription = Subscription(
             config.session_id, journal=self.journal, replay=replay, sink=sink, on_sink_changed=services.sink_changed
         )
@@ -630,4 +630,4 @@ class LiveSession:
 
     def _limit_replay(self) -> None:
         if self._runner is not None:
-            self._subscription.disable_replay_later(self._services.detached_turn_s, self._services.call_later)
+            self._subscription.disable_replay_later(self._services.settings.detached_turn_s, self._services.call_later)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from datetime import datetime
 
+    from inferencecenter.config.settings import SessionSettings
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.values import Mode, OnDisconnect, OnFull, Priority
     from inferencecenter.sessions.client import EventSink, Quota
@@ -32,8 +33,7 @@ class SessionServices:
     """The services of the daemon that a session uses. ``clock`` is Unix seconds, ``monotonic`` monotonic seconds.
 
     ``call_later`` schedules a call after some seconds; ``admit`` raises while no new turn may start. ``quota_of``
-    returns the limits of a client and token. A session buffers ``replay_bytes`` of events, and for ``detached_turn_s``
-    while its turn runs without a subscriber. A stateless session expires after ``stateless_ttl_s``. ``sink_changed`` is
+    returns the limits of a client and token. A stateless session expires after ``stateless_ttl_s``. ``sink_changed`` is
     called with a session's id, its old and its new subscriber.
     """
 
@@ -54,16 +54,13 @@ class SessionServices:
     active_turns: ActiveTurnCount
     text_quota: TextQuota
     sink_changed: Callable[[str, EventSink | None, EventSink | None], None]
-    max_transcript_chars: int
-    max_messages: int
-    shared_prompts: frozenset[str]
-    replay_bytes: int
-    detached_turn_s: float
+    settings: SessionSettings
     stateless_ttl_s: float
+    max_transcript_chars: int
 
     def history_limits(self, *, note_chars: int = 0) -> HistoryLimits:
         """Return the limits of a session's history; notes of ``note_chars`` characters are subtracted."""
-        return HistoryLimits(self.max_transcript_chars - note_chars, self.max_messages)
+        return HistoryLimits(self.max_transcript_chars - note_chars, self.settings.max_messages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from inferencecenter.sessions.states import SessionState
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    from inferencecenter.config.settings import SessionSettings
     from inferencecenter.sessions.client import EventSink, Principal
     from inferencecenter.sessions.session import LiveSession
     from inferencecenter.sessions.session_config import ScheduledCall
@@ -116,30 +117,21 @@ class SessionTable:
     """The open sessions, oldest first.
 
     Args:
-        max_sessions: Maximum over all clients.
-        default_ttl_s: Idle seconds after which a session without its own ``ttl_s`` expires; ``None`` for never.
-        retention_days: Days after the last use at which any session is deleted; ``None`` for never.
-        evicts_stored: Whether a stored session may be closed to make room for another.
+        settings: Number of sessions, their expiry, and whether stored ones may be closed to make room for others.
         monotonic: Monotonic seconds.
         call_later: Schedules a call after some seconds.
         expire: Called with an expired session after its removal.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only
+    def __init__(
         self,
+        settings: SessionSettings,
         *,
-        max_sessions: int,
-        default_ttl_s: float | None,
-        retention_days: float | None,
-        evicts_stored: bool,
         monotonic: Callable[[], float],
         call_later: Callable[[float, Callable[[], None]], ScheduledCall],
         expire: Callable[[LiveSession], None],
     ) -> None:
-        self._max_sessions = max_sessions
-        self._default_ttl_s = default_ttl_s
-        self._retention_days = retention_days
-        self._evicts_stored = evicts_stored
+        self._settings = settings
         self._monotonic = monotonic
         self._expire = expire
         self._sessions: dict[str, LiveSession] = {}
@@ -216,7 +208,7 @@ class SessionTable:
 
         At the daemon's limit the least recently used idle stateless session is closed, one of the client first, then
         one of any client. Otherwise, and at the client's own limit, it is the client's oldest idle, detached session; a
-        stored one only if ``evicts_stored`` is set. A new stateless session replaces only stateless ones; a client may
+        stored one only with ``when_full`` ``evict``. A new stateless session replaces only stateless ones; a client may
         have as many of them as of the others.
 
         Args:
@@ -229,7 +221,7 @@ class SessionTable:
         """
         n_own = len(self._stateless_of.get(client.client_id, {})) if stateless else self.count_of(client.client_id)
         within_own_limit = n_own < client.max_sessions
-        if within_own_limit and len(self._sessions) < self._max_sessions:
+        if within_own_limit and len(self._sessions) < self._settings.max_sessions:
             return None
         victim = None
         if stateless or within_own_limit:
@@ -241,7 +233,7 @@ class SessionTable:
         if victim is not None:
             return victim
         if within_own_limit:
-            message = f"all {self._max_sessions} sessions of this daemon are in use"
+            message = f"all {self._settings.max_sessions} sessions of this daemon are in use"
             hint = (
                 "Try again later." if stateless else "Close one of yours that is no longer needed, or try again later."
             )
@@ -302,7 +294,7 @@ class SessionTable:
 
     def _may_be_evicted(self, session: LiveSession, excluded: LiveSession | None) -> bool:
         is_spare = session.sink is None and _is_closable(session, excluded)
-        return is_spare and (self._evicts_stored or not session.config.store)
+        return is_spare and (self._settings.when_full == "evict" or not session.config.store)
 
     def _idle_stateless(
         self, client: Principal, *, within_own_limit: bool, excluded: LiveSession | None
@@ -331,8 +323,8 @@ class SessionTable:
     def _idle_limit_s(self, session: LiveSession) -> float | None:
         config = session.config
         own_days = self._own_retention_days.get(config.client_id)
-        days = self._retention_days if own_days is None else own_days
-        ttl_s = self._default_ttl_s if config.ttl_s is None else config.ttl_s
+        days = self._settings.retention_days if own_days is None else own_days
+        ttl_s = self._settings.default_ttl_s if config.ttl_s is None else config.ttl_s
         limits_s = [limit_s for limit_s in (ttl_s, None if days is None else days * _DAY_S) if limit_s is not None]
         return max(MIN_TTL_S, min(limits_s)) if limits_s else None
 

@@ -22,6 +22,8 @@ from inferencecenter.sessions.prompt.plan import GeneratedAnswer
 from inferencecenter.sessions.states import TURN, TurnChange, TurnState
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from inferencecenter.config.limits import AccessLimits
     from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, TokenDelta
     from inferencecenter.protocol.requests import Abort, Infer
@@ -375,7 +377,7 @@ class Turn:
             raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, "the turn is being aborted already")
         self.abort_request = request
 
-    def submission(self, config: SessionConfig, *, shared_prompts: frozenset[str], now: float) -> Submit:
+    def submission(self, config: SessionConfig, *, shared_prompts: Collection[str], now: float) -> Submit:
         """Return what an engine gets of the turn, or of its remainder; its prompt is set."""
         prompt, answer = self.prompt, self.answer
         assert prompt is not None, "a turn is submitted with a prompt"

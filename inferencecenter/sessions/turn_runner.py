@@ -177,7 +177,9 @@ class TurnRunner:
             self._cannot_resume = self.turn.n_tokens > 0
             raise
         services = self._services
-        return self.turn.submission(self._config, shared_prompts=services.shared_prompts, now=services.monotonic())
+        return self.turn.submission(
+            self._config, shared_prompts=services.settings.shared_prompts, now=services.monotonic()
+        )
 
     @_contained
     def on_engine_event(self, event: TurnEvent) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.config.settings import SessionSettings
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.client import Principal
@@ -45,9 +46,7 @@ class ManualClocks:
             engines=one_model(self.engine),
             renderers=InlineTemplates(),
             config_params=Params(),
-            max_sessions=4,
-            default_ttl_s=60.0,
-            retention_days=1.0,
+            settings=SessionSettings(max_sessions=4, default_ttl_s=60.0, retention_days=1.0),
             journal=self.journal,
             clock=lambda: self.time_of_day,
             monotonic=lambda: self.monotonic,

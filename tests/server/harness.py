@@ -20,7 +20,7 @@ from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.auth.quotas import AccessQuotas
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from inferencecenter.config.settings import ServerSettings
+from inferencecenter.config.settings import ServerSettings, SessionSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
@@ -360,8 +360,7 @@ async def running_server(
             engines=one_model(engine, MODEL.name),
             renderers=InlineTemplates(),
             config_params=Params(),
-            max_sessions=100,
-            default_ttl_s=None,
+            settings=SessionSettings(max_sessions=100),
             journal=journal,
             observer=metrics,
             quota_of=quotas.of,
@@ -467,8 +466,7 @@ def stub_context() -> ServerContext:
             engines=one_model(engine, MODEL.name),
             renderers=InlineTemplates(),
             config_params=Params(),
-            max_sessions=10,
-            default_ttl_s=None,
+            settings=SessionSettings(max_sessions=10),
         ),
         accounts=accounts,
         quotas=AccessQuotas(accounts, clock=time.time, monotonic=time.monotonic),

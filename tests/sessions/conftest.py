@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
+from inferencecenter.config.settings import SessionSettings
 from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.ipc.messages import (
     Cancelled,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.prompt.renderer import PromptRenderers
 
 DETACHED_TURN_S = 900.0
+SETTINGS = SessionSettings(max_sessions=6, max_messages=1_000, detached_turn_s=DETACHED_TURN_S)
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>")
 BRACKETS = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 """A short template."""
@@ -393,16 +395,9 @@ class SessionHarness:
     timers: list[FakeTimer] = field(default_factory=list)
     records: list[TurnRecord] = field(default_factory=list)
     journal: FakeJournal | None = field(default_factory=FakeJournal)
-    retention_days: float | None = None
-    evicts_stored: bool = False
-    replay_kib: int = 256
     config_params: Params = field(default_factory=Params)
-    max_sessions: int = 6
-    default_ttl_s: float | None = None
+    settings: SessionSettings = SETTINGS
     max_transcript_chars: int = 10_000
-    max_messages: int = 1_000
-    max_client_mib: int = 256
-    shared_prompts: tuple[str, ...] = ()
     limits: AccessLimits = NO_LIMITS
     quota_of: Callable[[str, str], Quota] | None = None
     drawn: int = 0
@@ -413,23 +408,16 @@ class SessionHarness:
     def __post_init__(self) -> None:
         self.sessions = self.reopen()
 
-    def reopen(self) -> SessionManager:
-        """Create the session manager again with the current settings."""
+    def reopen(self, **settings: Any) -> SessionManager:
+        """Create the session manager again, with other ``settings`` where given."""
+        self.settings = SessionSettings(**self.settings.model_dump() | settings)
         self.sessions = SessionManager(
             engines=self.engines,
             renderers=self.renderers,
             config_params=self.config_params,
-            max_sessions=self.max_sessions,
-            default_ttl_s=self.default_ttl_s,
-            retention_days=self.retention_days,
-            evicts_stored=self.evicts_stored,
-            replay_kib=self.replay_kib,
-            detached_turn_s=DETACHED_TURN_S,
+            settings=self.settings,
             journal=self.journal,
             max_transcript_chars=self.max_transcript_chars,
-            max_messages=self.max_messages,
-            max_client_mib=self.max_client_mib,
-            shared_prompts=self.shared_prompts,
             observer=self,
             tracer=self.tracer,
             admit=self._admit,

@@ -134,8 +134,7 @@ def test_logprobs_without_text_are_recorded(world: SessionHarness) -> None:
 
 def test_ended_sessions_are_recorded(world: SessionHarness) -> None:
     """Closed, expired or evicted."""
-    world.evicts_stored = True
-    world.reopen()
+    world.reopen(when_full="evict")
     session_id = world.create()
     world.infer(session_id)
     world.close(session_id)

@@ -250,8 +250,7 @@ def test_forks_count_as_sessions(world: SessionHarness) -> None:
 
 def test_a_fork_never_evicts_its_parent(world: SessionHarness) -> None:
     """Another detached session makes room for it."""
-    world.evicts_stored = True
-    world.reopen()
+    world.reopen(when_full="evict")
     made = [
         world.sessions.create(
             world.client,
@@ -292,7 +291,8 @@ STEPS = st.lists(
 @given(steps=STEPS)
 def test_rewinding_restores_the_earlier_history(steps: list[Any]) -> None:
     """After any mix of turns, forks and rewinds the session equals a plain model of its turns."""
-    world = SessionHarness(max_sessions=1000, client=Principal("ada", 1000, "normal", frozenset({"user"})))
+    world = SessionHarness(client=Principal("ada", 1000, "normal", frozenset({"user"})))
+    world.reopen(max_sessions=1000)
     session_id = world.create(system="s")
     model = [(START, ["s"])]
     now = ["s"]

@@ -152,8 +152,7 @@ def test_a_history_has_bounds(new: list[ChatMessage], says: str) -> None:
 
 def test_a_session_has_a_message_limit(world: SessionHarness) -> None:
     """One message too many is refused by ``append`` and ``infer`` and changes nothing."""
-    world.max_messages = 3
-    world.reopen()
+    world.reopen(max_messages=3)
     session_id = world.create(system="s")
     world.append(session_id, ("user", ""), ("user", ""))
     with pytest.raises(InferenceCenterError, match="4 messages and tool calls; 3 are allowed") as caught:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferencecenter.config.settings import SessionSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Cancelled, Failed, TokenDelta, unpack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
@@ -280,8 +281,7 @@ def test_interruptions_do_not_change_the_text(lag: int, losses: list[int], promp
         engines=one_model(oracle),
         renderers=InlineTemplates(),
         config_params=Params(),
-        max_sessions=9,
-        default_ttl_s=None,
+        settings=SessionSettings(max_sessions=9),
     )
     created = sessions.create(ADA, requests.CreateSession(op="create_session"), sink)
     for question in (prompt, prompt + "?"):

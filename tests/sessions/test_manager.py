@@ -185,8 +185,7 @@ def test_a_closed_socket_closes_only_its_sessions(world: SessionHarness) -> None
 
 def test_the_oldest_detached_session_is_evicted_if_configured(world: SessionHarness) -> None:
     """A detached session is closed when its owner opens another at the limit."""
-    world.evicts_stored = True
-    world.reopen()
+    world.reopen(when_full="evict")
     made = [world.create(on_disconnect="detach") for _ in range(4)]
     world.infer(made[0])
     world.sessions.detach(world.sink)
@@ -198,8 +197,7 @@ def test_the_oldest_detached_session_is_evicted_if_configured(world: SessionHarn
 @pytest.mark.parametrize("max_sessions", [3, 6], ids=["of the daemon", "of the client"])
 def test_stored_sessions_are_not_evicted_by_default(world: SessionHarness, max_sessions: int) -> None:
     """A new session is refused with a hint until the client closes one."""
-    world.max_sessions = max_sessions
-    world.reopen()
+    world.reopen(max_sessions=max_sessions)
     made = [world.create(on_disconnect="detach") for _ in range(min(4, max_sessions))]
     world.sessions.detach(world.sink)
     error = refused(ErrorCode.SESSION_LIMIT, world.create)
@@ -238,8 +236,7 @@ def test_an_idle_session_expires(world: SessionHarness) -> None:
 
 def test_a_closed_session_leaves_no_timer(world: SessionHarness) -> None:
     """Closing cancels the timer."""
-    world.default_ttl_s = 60
-    world.reopen()
+    world.reopen(default_ttl_s=60)
     session_id = world.create()
     world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id))
     assert world.timers[-1].cancelled
@@ -265,8 +262,7 @@ def test_a_tiny_ttl_is_raised_to_a_second(world: SessionHarness) -> None:
 def test_many_sessions_expire_with_one_timer_in_batches(world: SessionHarness) -> None:
     """A thousand expiries at one time take one timer and batches of one hundred."""
     crowd = Principal("crowd", 1000, "normal", frozenset({"user"}))
-    world.max_sessions = 1000
-    world.reopen()
+    world.reopen(max_sessions=1000)
     for _ in range(1000):
         world.create(crowd, ttl_s=10)
     assert len(world.timers) == 1
@@ -282,8 +278,7 @@ def test_many_sessions_expire_with_one_timer_in_batches(world: SessionHarness) -
 def test_a_closed_socket_costs_only_its_sessions(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Detaching, counting and totals read no session of another socket."""
     crowd, other = Principal("crowd", 300, "normal", frozenset({"user"})), FakeSink()
-    world.max_sessions = 400
-    world.reopen()
+    world.reopen(max_sessions=400)
     for _ in range(300):
         world.sessions.create(crowd, requests.CreateSession(op="create_session"), other)
     mine = [world.create() for _ in range(2)]
@@ -299,8 +294,7 @@ def test_a_closed_socket_costs_only_its_sessions(world: SessionHarness, monkeypa
 def test_a_stateless_session_is_evicted_without_a_scan(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least recently used one is closed, and no other is read."""
     others = [Principal(f"other-{n}", 1, "normal", frozenset({"user"})) for n in range(200)]
-    world.max_sessions = 200
-    world.reopen()
+    world.reopen(max_sessions=200)
     request = requests.CreateSession(op="create_session")
     made = [world.sessions.create(each, request, world.sink, stateless=True).session_id for each in others]
     asked = requests.Infer(op="infer", session_id=made[0], prompt="Hi")
@@ -373,8 +367,8 @@ MI = 1024 * 1024
 
 def test_the_text_of_a_client_is_bounded(world: SessionHarness) -> None:
     """More text, also by a fork, is refused until a session is closed or rewound."""
-    world.max_client_mib, world.max_transcript_chars = 1, 4 * MI
-    world.reopen()
+    world.max_transcript_chars = 4 * MI
+    world.reopen(max_client_mib=1)
     first = world.create(system="x" * (MI // 2))
     turn_id = world.turn(first, "y" * (MI // 4), "Hello")
     error = refused(ErrorCode.QUOTA_EXCEEDED, world.fork, first)

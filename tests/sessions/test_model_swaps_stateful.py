@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inferencecenter.config.settings import SessionSettings
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
@@ -41,8 +42,7 @@ class Conversation:
             engines=self.engines,
             renderers=InlineTemplates(),
             config_params=Params(),
-            max_sessions=9,
-            default_ttl_s=None,
+            settings=SessionSettings(max_sessions=9),
         )
         self.sink = FakeSink()
         request = requests.CreateSession(op="create_session", model="toy" if pinned else None)

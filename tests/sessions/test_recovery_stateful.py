@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from inferencecenter.config.settings import SessionSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import requests
@@ -102,10 +103,8 @@ class Survival(RuleBasedStateMachine):
             engines=one_model(self.oracle),
             renderers=InlineTemplates(),
             config_params=Params(),
-            max_sessions=4,
-            default_ttl_s=None,
+            settings=SessionSettings(max_sessions=4, replay_kib=1),
             journal=self.journal,
-            replay_kib=1,
             clock=lambda: 1000.0,
             monotonic=lambda: 0.0,
             local_time=lambda: datetime.fromtimestamp(1000, tz=UTC),

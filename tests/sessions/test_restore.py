@@ -277,7 +277,8 @@ def test_a_session_is_readable_before_its_model_is_loaded(world: SessionHarness)
 def test_sessions_above_the_limit_are_restored(world: SessionHarness) -> None:
     """A lower limit deletes none, but no other can be opened."""
     names = [world.create() for _ in range(4)]
-    restart(world, max_sessions=2, client=replace(world.client, max_sessions=1))
+    world.settings = world.settings.model_copy(update={"max_sessions": 2})
+    restart(world, client=replace(world.client, max_sessions=1))
     assert world.sessions.session_ids() == tuple(names)
     for name in names:
         world.resume(name)
@@ -335,8 +336,7 @@ def test_a_clock_change_expires_nothing(world: SessionHarness) -> None:
 def test_sessions_are_deleted_after_their_retention(world: SessionHarness) -> None:
     """The daemon's days, the client's own, or a shorter ``ttl_s``."""
     eve = Principal("eve", 4, "normal", frozenset({"user"}), retention_days=1)
-    world.retention_days = 3
-    world.reopen()
+    world.reopen(retention_days=3)
     names = {"daemon": world.create(), "ttl": world.create(ttl_s=DAY_S / 2), "client": world.create(eve)}
     restart(world)
     world.sessions.restore([], clean=True, retention_days={"eve": 1})

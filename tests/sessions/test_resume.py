@@ -102,8 +102,7 @@ def test_a_resume_without_a_position_sends_the_state(
 
 def test_events_beyond_the_limit_are_too_old(world: SessionHarness) -> None:
     """The buffer is bounded by bytes and drops the oldest."""
-    world.replay_kib = 1
-    world.reopen()
+    world.reopen(replay_kib=1)
     session_id = begin(world, *("x" * 100 for _ in range(30)))
     world.resume(session_id, epoch=epoch(world, session_id), last_seq=2)
     assert world.sink.last.reason == "too_old"
@@ -243,7 +242,8 @@ def test_all_kinds_of_events_are_replayed(world: SessionHarness) -> None:
 
 def test_a_purge_of_many_sessions_is_taken_in_parts() -> None:
     """Each iteration of the event loop closes a bounded number, until none is left."""
-    world = SessionHarness(client=Principal("ada", 1000, "normal", frozenset({"user"})), max_sessions=1000)
+    world = SessionHarness(client=Principal("ada", 1000, "normal", frozenset({"user"})))
+    world.reopen(max_sessions=1000)
     for _ in range(2 * MAX_BATCH + 1):
         world.create()
     closed = [world.sessions.purge("client", "ada") for _ in range(4)]

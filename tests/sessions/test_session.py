@@ -376,8 +376,7 @@ def test_a_queued_turn_has_an_expected_wait(world: SessionHarness) -> None:
 
 def test_the_submission_states_what_may_be_shared_and_stored(world: SessionHarness) -> None:
     """A listed system prompt is public; ``store: false`` keeps the session off the disk."""
-    world.shared_prompts = ("Be kind.",)
-    world.reopen()
+    world.reopen(shared_prompts=("Be kind.",))
     for fields, told in (
         ({"system": "Be kind."}, (1, True, True)),
         ({"system": "Be rude.", "store": False}, (1, False, False)),

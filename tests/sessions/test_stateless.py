@@ -68,8 +68,7 @@ def test_a_busy_one_is_not_evicted(world: SessionHarness) -> None:
 
 def test_it_never_evicts_an_ordinary_session(world: SessionHarness) -> None:
     """If the daemon is full of ordinary sessions, it is refused."""
-    world.max_sessions = 2
-    world.reopen()
+    world.reopen(max_sessions=2)
     own = [world.create(), world.create()]
     world.sessions.detach(world.sink)
     refused(ErrorCode.SESSION_LIMIT, stateless, world)
@@ -78,8 +77,7 @@ def test_it_never_evicts_an_ordinary_session(world: SessionHarness) -> None:
 
 def test_it_is_evicted_for_an_ordinary_session(world: SessionHarness) -> None:
     """The least recently used one of the client, then of any client."""
-    world.max_sessions = 3
-    world.reopen()
+    world.reopen(max_sessions=3)
     mine = [idle(world) for _ in range(2)]
     own = world.create()
     world.sessions.detach(world.sink)
@@ -93,8 +91,7 @@ def test_it_is_evicted_for_an_ordinary_session(world: SessionHarness) -> None:
 
 def test_it_is_not_evicted_at_a_clients_own_limit(world: SessionHarness) -> None:
     """Closing it would not help there."""
-    world.evicts_stored = True
-    world.reopen()
+    world.reopen(when_full="evict")
     own = [world.create() for _ in range(4)]
     world.sessions.detach(world.sink)
     kept = idle(world)
