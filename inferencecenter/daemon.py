@@ -29,6 +29,7 @@ from inferencecenter.auth.accounts import DATABASE_NAME as ACCOUNTS_NAME
 from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.auth.bootstrap import ensure_admin
+from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.auth.quotas import AccessQuotas
 from inferencecenter.config.params import parse_config_params
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -38,7 +39,7 @@ from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.base import Event, Request, build_messages
 from inferencecenter.protocol.values import Value
-from inferencecenter.reload import ConfigReloader, static_clients
+from inferencecenter.reload import ConfigReloader
 from inferencecenter.server.context import ServerContext, no_usage
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
 from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, inherited_sockets
@@ -173,12 +174,7 @@ def external_auth(settings: Settings) -> ExternalAuthProvider | None:
     # The HTTP client takes a tenth of a second to import, and most daemons do not need it.
     from inferencecenter.auth.external import ExternalAuth  # noqa: PLC0415
 
-    return ExternalAuth(
-        settings.external_auth,
-        default_max_sessions=settings.auth.default_max_sessions,
-        default_priority=settings.auth.default_priority,
-        clock=time.monotonic,
-    )
+    return ExternalAuth(settings.external_auth, defaults=settings.auth, clock=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +240,7 @@ def serve(
         accounts = Accounts.open(
             settings.state_dir / ACCOUNTS_NAME,
             clock=time.time,
-            static=static_clients(settings.auth),
+            static=load_clients(settings.auth),
             audit_days=settings.auth.audit_days,
         )
         held.callback(accounts.close)
@@ -316,7 +312,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         pressure=lambda: memory.pressure,
         stop=lambda: listener.stop(),  # noqa: PLW0108 - it is made further down
         read_usage=usage_reader(settings),
-        others=external_auth(settings),
+        external=external_auth(settings),
     )
     guard = ThermalThrottler(
         settings.gpu, engines=models, limit=models.limit, notify=context.hub.broadcast, metrics=metrics

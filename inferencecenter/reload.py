@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from contextlib import AbstractContextManager
 
-    from inferencecenter.auth.account import StaticClient
     from inferencecenter.auth.accounts import Accounts
     from inferencecenter.config.limits import AccessLimits
-    from inferencecenter.config.sections import AuthSettings
     from inferencecenter.config.settings import Settings
     from inferencecenter.models.registry import Registry
     from inferencecenter.server.tls import Certificate
@@ -90,7 +88,7 @@ class ConfigReloader:
         with attempt.part("log"):
             logs.apply(settings.log)
         with attempt.part("clients"):
-            self.close_clients(self.accounts.replace_static(static_clients(settings.auth)))
+            self.close_clients(self.accounts.replace_static(load_clients(settings.auth)))
         with attempt.part("limits"):
             self.limits_changed(settings.limits)
         if self.certificate is not None:
@@ -131,21 +129,6 @@ class _Attempt:
             self.problems.append(
                 ReloadProblem(what, ErrorCode.INTERNAL, f"{what}: {error!r}", None, "The daemon's log has the stack.")
             )
-
-
-def static_clients(settings: AuthSettings) -> dict[str, StaticClient]:
-    """Return the clients of ``clients.toml`` by client id; empty without such a file.
-
-    Raises:
-        InferenceCenterError: ``invalid_config``.
-    """
-    if settings.clients_file is None:
-        return {}
-    return load_clients(
-        settings.clients_file,
-        default_max_sessions=settings.default_max_sessions,
-        default_priority=settings.default_priority,
-    )
 
 
 def changed_settings(before: Settings, after: Settings) -> frozenset[str]:

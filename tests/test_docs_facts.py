@@ -12,6 +12,7 @@ import pytest
 import typer
 
 from inferencecenter.auth.clients_file import load_clients
+from inferencecenter.config.sections import AuthSettings
 from inferencecenter.cli.app import app
 from inferencecenter.config.loader import OTHER_ENVIRONMENT, load_settings
 from inferencecenter.config.params import parse_config_params
@@ -152,7 +153,7 @@ def test_configuration_is_valid(block: Block, tmp_path: Path) -> None:
     config = tmp_path / "example.toml"
     config.write_text(block.text, encoding="utf-8")
     if block.text.startswith("[[client]]"):
-        assert load_clients(config, default_max_sessions=1, default_priority="normal")
+        assert load_clients(AuthSettings(clients_file=config))
         return
     parse_config_params(load_settings(config, {"models_dir": tmp_path}))
 

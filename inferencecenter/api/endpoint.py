@@ -225,7 +225,7 @@ class Endpoint:
             return
         context = self._context
         request_context = RequestContext((await admit(context, asgi, scope=operation.scope)).caller)
-        client_id = request_context.account.client_id
+        client_id = request_context.client.client_id
         memory = BodyMemory(self._bodies, client_id)
         with self._counted(request_context), request_context.until_expiry(context.clock()), memory:
             async with paced(context, client_id):

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 from starlette.datastructures import Headers
 
-from inferencecenter.auth.account import client_of
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.trace_context import read_traceparent
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from inferencecenter.auth.account import Account
     from inferencecenter.protocol.scopes import Scope
     from inferencecenter.server.context import ServerContext
-    from inferencecenter.sessions.client import Principal
 
 _DISMISSALS: Final[Mapping[CloseCode, ErrorCode]] = MappingProxyType(
     {
@@ -38,14 +36,13 @@ _DISMISSALS: Final[Mapping[CloseCode, ErrorCode]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The caller of a request.
+    """The authenticated caller of a request.
 
-    ``client`` is for ``Sessions``, ``account`` is the authenticated account. ``address`` is the remote address, and
-    ``traceparent`` the span of the client's trace that the request's turns belong to.
+    ``address`` is the remote address, ``traceparent`` the span of the client's trace that the request's turns belong
+    to.
     """
 
-    client: Principal
-    account: Account
+    client: Account
     address: str
     traceparent: str | None
 
@@ -66,7 +63,7 @@ class AdmittedRequest:
     def caller(self) -> Caller:
         """The caller; only with an account."""
         assert self.account is not None
-        return Caller(client_of(self.account), self.account, self.address, self.traceparent)
+        return Caller(self.account, self.address, self.traceparent)
 
 
 class ClientDisconnectedError(Exception):
@@ -85,9 +82,9 @@ class RequestContext:
         self._ended: Exception | None = None
 
     @property
-    def account(self) -> Account:
-        """The authenticated account."""
-        return self.caller.account
+    def client(self) -> Account:
+        """The authenticated client."""
+        return self.caller.client
 
     @property
     def address(self) -> str:
@@ -108,11 +105,11 @@ class RequestContext:
     @contextmanager
     def until_expiry(self, now_s: float) -> Iterator[None]:
         """Context manager that dismisses the request when its token expires; ``now_s`` is in Unix seconds."""
-        if self.account.expires_at is None:
+        if self.client.expires_at is None:
             yield
             return
         expired = CloseCode.NOT_AUTHENTICATED, EXPIRED
-        deadline = Deadline(self.account.expires_at - now_s, lambda: self.close(*expired))
+        deadline = Deadline(self.client.expires_at - now_s, lambda: self.close(*expired))
         try:
             yield
         finally:

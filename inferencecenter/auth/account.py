@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.sessions.client import Principal
-
-if TYPE_CHECKING:
-    from inferencecenter.protocol.scopes import Scope
-    from inferencecenter.protocol.values import Priority
 
 MAX_SESSIONS: Final = 100_000
 MAX_RETENTION_DAYS: Final = 36_500
@@ -20,21 +16,14 @@ CLIENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class Account(Principal):
     """A client as authenticated by one credential.
 
-    ``retention_days`` are days after their last use at which its sessions are deleted; ``None`` uses the daemon's
-    setting. ``token_id`` and ``expires_at`` (Unix seconds) belong to the token; an API key has neither. ``limits`` are
-    the token's, and for those it does not set the client's.
+    ``expires_at`` (Unix seconds) belongs to the token; an API key has none. ``limits`` are the token's, and for those it
+    does not set the client's.
     """
 
-    client_id: str
-    max_sessions: int
-    priority: Priority
-    scopes: frozenset[Scope]
-    token_id: str | None = None
     expires_at: float | None = None
-    retention_days: float | None = None
     limits: AccessLimits = NO_LIMITS
 
 
@@ -80,18 +69,6 @@ class ClientInfo:
     created_at: float
     tokens: int
     limits: AccessLimits
-
-
-def client_of(account: Account) -> Principal:
-    """Convert an account to the client that sessions know."""
-    return Principal(
-        client_id=account.client_id,
-        max_sessions=account.max_sessions,
-        priority=account.priority,
-        scopes=account.scopes,
-        retention_days=account.retention_days,
-        token_id=account.token_id or "",
-    )
 
 
 def check_client_id(client_id: str) -> None:

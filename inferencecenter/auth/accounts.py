@@ -55,7 +55,7 @@ class Accounts:
         self._clock = clock
         self._static = static
         self._audit_log = AuditLog(days=audit_days)
-        self._noted = AuditBuffer()
+        self._audit_buffer = AuditBuffer()
 
     @classmethod
     def open(
@@ -275,7 +275,7 @@ class Accounts:
         right = hmac.compare_digest(tokens.hash_secret(secret), row[0] if row else _NO_HASH)
         if not right or row is None or not self._lives(expires_at=row[1], revoked_at=row[2]):
             return None
-        self._noted.add_use(token_id, at=self._clock())
+        self._audit_buffer.add_use(token_id, at=self._clock())
         return Account(
             client_id=row[3],
             max_sessions=row[4],
@@ -309,7 +309,7 @@ class Accounts:
 
     def buffer_audit(self, line: AuditEntry) -> None:
         """Buffer an entry for the audit log, in a microsecond; ``flush_audit`` writes it."""
-        self._noted.add(line, at=self._clock())
+        self._audit_buffer.add(line, at=self._clock())
 
     def flush_audit(self) -> None:
         """Write the buffered entries of logins: lines of the audit log, and the tokens' times of last use.
@@ -317,7 +317,7 @@ class Accounts:
         Raises:
             InferenceCenterError: ``storage_unavailable``; the entries stay buffered.
         """
-        taken = self._noted.drain()
+        taken = self._audit_buffer.drain()
         if not taken:
             return
         try:
@@ -328,7 +328,7 @@ class Accounts:
                 )
                 self._audit_log.write_tallies(database, taken.tallies, at=self._clock())
         except BaseException:
-            self._noted.requeue(taken)
+            self._audit_buffer.requeue(taken)
             raise
 
     def audit(

@@ -167,7 +167,7 @@ class AccountsFile:
             if (found := sqlite_file.damage(self._writer)) is not None:
                 raise DamagedFileError(found)
             self._writer.execute("PRAGMA journal_mode = WAL")
-            sqlite_file.bound_log(self._writer)
+            sqlite_file.limit_wal(self._writer)
             self._writer.execute("PRAGMA foreign_keys = ON")
             self._reader.execute("PRAGMA query_only = ON")
             self._writer.execute("PRAGMA synchronous = FULL")

@@ -210,7 +210,7 @@ def _plain(text: str) -> str:
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[:_MAX_CHARS])
 
 
-MAX_NOTED: Final = 10_000
+MAX_BUFFERED: Final = 10_000
 """Maximum number of different buffered entries; beyond it, only kind and count are kept."""
 
 
@@ -268,7 +268,7 @@ class AuditBuffer:
                 self._add(entry, tally)
 
     def _add(self, entry: AuditEntry, tally: EventCount) -> None:
-        if entry not in self._tallies and len(self._tallies) >= MAX_NOTED:
+        if entry not in self._tallies and len(self._tallies) >= MAX_BUFFERED:
             entry = entry._replace(client_id=None, token_id=None, address=None, detail="")
         known = self._tallies.get(entry)
         self._tallies[entry] = tally if known is None else known.plus(tally)

@@ -79,7 +79,7 @@ class Authenticator:
     Args:
         accounts: Local accounts.
         limits_of: Returns the effective limits of an account, for the addresses that it allows.
-        others: Checks keys of clients without a local account.
+        external: Checks keys of clients without a local account.
         attempts_per_minute: Failures allowed per address.
         clock: Monotonic seconds.
         metrics: Where failures are counted.
@@ -90,14 +90,14 @@ class Authenticator:
         accounts: Accounts,
         *,
         limits_of: Callable[[AccessLimits], AccessLimits] = lambda own: own,
-        others: ExternalAuthProvider | None = None,
+        external: ExternalAuthProvider | None = None,
         attempts_per_minute: int,
         clock: Callable[[], float],
         metrics: DaemonMetrics,
     ) -> None:
         self._accounts = accounts
         self._limits_of = limits_of
-        self._external = others
+        self._external = external
         self._attempts = AddressRateLimiter(at_once=attempts_per_minute, per_s=attempts_per_minute / 60, clock=clock)
         self._metrics = metrics
         self._tasks = TaskGroup("authenticator")
@@ -165,27 +165,6 @@ class Authenticator:
         if self._external is not None:
             self._external.forget(client_id)
 
-    def valid_tokens(self) -> frozenset[str]:
-        """Return the ids of the currently valid tokens.
-
-        Raises:
-            InferenceCenterError: ``storage_unavailable``.
-        """
-        return self._accounts.valid_tokens()
-
-    def max_sessions(self) -> dict[str, int]:
-        """Return the maximum number of sessions of each client with tokens, by client id.
-
-        Raises:
-            InferenceCenterError: ``storage_unavailable``.
-        """
-        return self._accounts.max_sessions()
-
-    @property
-    def is_available(self) -> bool:
-        """Whether the open account database is the one in the state directory."""
-        return self._accounts.is_in_place
-
     async def close(self) -> None:
         """Stop the writer of buffered entries; closing the accounts writes the rest."""
         if self._writing is not None:
@@ -244,7 +223,7 @@ class Authenticator:
         )
 
     def _admitted(self, account: Account, *, address: str, detail: str = "") -> Account:
-        client_id, token_id = account.client_id, account.token_id
+        client_id, token_id = account.client_id, account.token_id or None
         self.audit(
             audit_entry(AuditEvent.LOGIN, client_id=client_id, token_id=token_id, address=address, detail=detail)
         )
@@ -259,7 +238,7 @@ class Authenticator:
 
     def _write_after(self, delay_s: float) -> None:
         self._writing = asyncio.get_running_loop().call_later(
-            delay_s, lambda: self._tasks.spawn(self._write(), name="write_noted")
+            delay_s, lambda: self._tasks.spawn(self._write(), name="flush_audit")
         )
 
     async def _write(self) -> None:

@@ -30,6 +30,8 @@ from inferencecenter.protocol.values import Priority
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from inferencecenter.config.sections import AuthSettings
+
 
 class ClientEntry(BaseModel):
     """One ``[[client]]`` table."""
@@ -58,17 +60,19 @@ class ClientEntry(BaseModel):
         return bytes.fromhex(self.api_key_sha256 or "")
 
 
-def load_clients(path: Path, *, default_max_sessions: int, default_priority: Priority) -> dict[str, StaticClient]:
-    """Read the clients of the file at ``path``, by client id.
+def load_clients(settings: AuthSettings) -> dict[str, StaticClient]:
+    """Return the clients of ``auth.clients_file`` by client id; empty without such a file.
 
     Raises:
         InferenceCenterError: ``invalid_config`` naming the file, the entry and the field.
     """
+    if (path := settings.clients_file) is None:
+        return {}
     with foreign_input(partial(_unreadable, path)):
-        return _read(path, default_max_sessions=default_max_sessions, default_priority=default_priority)
+        return _read(path, settings)
 
 
-def _read(path: Path, *, default_max_sessions: int, default_priority: Priority) -> dict[str, StaticClient]:
+def _read(path: Path, defaults: AuthSettings) -> dict[str, StaticClient]:
     clients: dict[str, StaticClient] = {}
     for number, raw in enumerate(_tables(path), start=1):
         where = f"client[{number}]"
@@ -88,8 +92,8 @@ def _read(path: Path, *, default_max_sessions: int, default_priority: Priority) 
             )
         account = Account(
             client_id=entry.client_id,
-            max_sessions=entry.max_sessions or default_max_sessions,
-            priority=entry.priority or default_priority,
+            max_sessions=entry.max_sessions or defaults.default_max_sessions,
+            priority=entry.priority or defaults.default_priority,
             scopes=scopes,
             retention_days=entry.retention_days,
             limits=entry.limits,

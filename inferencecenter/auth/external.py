@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from inferencecenter.config.sections import ExternalAuthSettings
+    from inferencecenter.config.sections import AuthSettings, ExternalAuthSettings
 
 MAX_ANSWER_BYTES: Final = 64 * 1024
 MAX_CACHED: Final = 4096
@@ -76,8 +76,7 @@ class ExternalAuth:
 
     Args:
         settings: Settings with a ``url``.
-        default_max_sessions: Maximum number of sessions where the answer has none.
-        default_priority: Priority class where the answer has none.
+        defaults: Maximum number of sessions and priority class where the answer has none.
         clock: Monotonic seconds.
 
     Raises:
@@ -85,16 +84,10 @@ class ExternalAuth:
     """
 
     def __init__(
-        self,
-        settings: ExternalAuthSettings,
-        *,
-        default_max_sessions: int,
-        default_priority: Priority,
-        clock: Callable[[], float],
+        self, settings: ExternalAuthSettings, *, defaults: AuthSettings, clock: Callable[[], float]
     ) -> None:
         self._settings = settings
-        self._default_max_sessions = default_max_sessions
-        self._default_priority: Priority = default_priority
+        self._defaults = defaults
         self._clock = clock
         self._cache: OrderedDict[bytes, _CachedAnswer] = OrderedDict()
         # Keyed with a secret of this process, as plain hashes of short keys could be reversed.
@@ -170,24 +163,16 @@ class ExternalAuth:
             AuthUnavailableError: There is none, or too much of it.
         """
         with foreign_input(_unavailable, own=AuthUnavailableError):
-            return await self._answer(self._request(client_id, api_key))
-
-    async def _answer(self, request: httpx2.Request) -> tuple[int, bytes]:
-        try:
-            response = await self._transport.handle_async_request(request)
-        except (httpx2.TransportError, OSError) as error:
-            raise AuthUnavailableError(type(error).__name__) from None
-        try:
-            body = bytearray()
-            async for chunk in response.aiter_raw():
-                body += chunk
-                if len(body) > MAX_ANSWER_BYTES:
-                    raise AuthUnavailableError("its response is too long")
-        except (httpx2.TransportError, OSError) as error:
-            raise AuthUnavailableError(type(error).__name__) from None
-        finally:
-            await response.aclose()
-        return response.status_code, bytes(body)
+            response = await self._transport.handle_async_request(self._request(client_id, api_key))
+            try:
+                body = bytearray()
+                async for chunk in response.aiter_raw():
+                    body += chunk
+                    if len(body) > MAX_ANSWER_BYTES:
+                        raise AuthUnavailableError("its response is too long")
+            finally:
+                await response.aclose()
+            return response.status_code, bytes(body)
 
     def _request(self, client_id: str, api_key: str) -> httpx2.Request:
         headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "inferencecenter"}
@@ -227,8 +212,8 @@ class ExternalAuth:
             raise AuthUnavailableError("its response is about another client")
         return Account(
             client_id=client_id,
-            max_sessions=terms.max_sessions or self._default_max_sessions,
-            priority=terms.priority or self._default_priority,
+            max_sessions=terms.max_sessions or self._defaults.default_max_sessions,
+            priority=terms.priority or self._defaults.default_priority,
             scopes=frozenset({Scope.USER}),
             limits=limits,
         )

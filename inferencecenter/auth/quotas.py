@@ -196,7 +196,7 @@ class AccessQuotas:
 
     def admit(self, account: Account) -> AccessQuota:
         """Return the quota of a newly authenticated account, with that account's limits."""
-        client_id, token_id = account.client_id, account.token_id or ""
+        client_id, token_id = account.client_id, account.token_id
         quota = self._known(client_id, token_id)
         if quota is None:
             return self._make(client_id, token_id, account.limits)

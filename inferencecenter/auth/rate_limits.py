@@ -289,19 +289,19 @@ class RefusalBackoffs:
     """Back-offs of clients; beyond a limit, of those refused most recently."""
 
     def __init__(self) -> None:
-        self._paces: OrderedDict[str, RefusalBackoff] = OrderedDict()
+        self._backoffs: OrderedDict[str, RefusalBackoff] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._paces)
+        return len(self._backoffs)
 
     def accepted(self, client_id: str) -> None:
-        if (pace := self._paces.get(client_id)) is not None:
-            pace.accepted()
+        if (backoff := self._backoffs.get(client_id)) is not None:
+            backoff.accepted()
 
     def refused(self, client_id: str) -> float:
         """Record a refusal, and return the seconds to wait before the response."""
-        pace = self._paces.setdefault(client_id, RefusalBackoff())
-        self._paces.move_to_end(client_id)
-        if len(self._paces) > _MAX_CLIENTS:
-            self._paces.popitem(last=False)
-        return pace.refused()
+        backoff = self._backoffs.setdefault(client_id, RefusalBackoff())
+        self._backoffs.move_to_end(client_id)
+        if len(self._backoffs) > _MAX_CLIENTS:
+            self._backoffs.popitem(last=False)
+        return backoff.refused()

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from inferencecenter.config.loader import Layers
-    from inferencecenter.config.sections import AuthSettings
     from inferencecenter.config.settings import Settings
     from inferencecenter.models.registry import ModelSpec
 
@@ -89,14 +88,6 @@ def default() -> None:
 def _deeper_problems(settings: Settings) -> Iterator[InferenceCenterError]:
     """Yield the problems that only other parts detect: parameters, models, the clients file, installed packages."""
 
-    def load_static_clients(auth: AuthSettings) -> None:
-        if auth.clients_file is not None:
-            load_clients(
-                auth.clients_file,
-                default_max_sessions=auth.default_max_sessions,
-                default_priority=auth.default_priority,
-            )
-
     def find_default_model() -> None:
         spec = default_model(settings)
         if settings.engine.backend == "llama" and (missing := next(_missing_files(spec), None)) is not None:
@@ -111,7 +102,7 @@ def _deeper_problems(settings: Settings) -> Iterator[InferenceCenterError]:
         partial(check_installed, settings.telemetry),
         partial(parse_config_params, settings),
         find_default_model,
-        partial(load_static_clients, settings.auth),
+        partial(load_clients, settings.auth),
     )
     for look in looks:
         try:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BUSY_TIMEOUT_S: Final = 2.0
 """How long a statement waits for another process to release the file."""
 
-MAX_LOG_BYTES: Final = 1024 * 1024
+MAX_WAL_BYTES: Final = 1024 * 1024
 """Maximum size of the write-ahead log, except for larger transactions and while another program reads."""
 PAGE_BYTES: Final = 4096
 """SQLite's default, which all files here have."""
@@ -93,10 +93,19 @@ def connect(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
 
 
-def bound_log(database: sqlite3.Connection) -> None:
-    """Have the log checkpointed at 1 MiB and truncated to that; otherwise it may fill the disk."""
-    database.execute(f"PRAGMA wal_autocheckpoint = {MAX_LOG_BYTES // PAGE_BYTES}")
-    database.execute(f"PRAGMA journal_size_limit = {MAX_LOG_BYTES}")
+def limit_wal(database: sqlite3.Connection) -> None:
+    """Have the WAL checkpointed at 1 MiB and truncated to that; otherwise it may fill the disk."""
+    database.execute(f"PRAGMA wal_autocheckpoint = {MAX_WAL_BYTES // PAGE_BYTES}")
+    database.execute(f"PRAGMA journal_size_limit = {MAX_WAL_BYTES}")
+
+
+def checkpoint(database: sqlite3.Connection) -> bool:
+    """Write the WAL back and truncate it; ``False`` while another process is reading.
+
+    Raises:
+        sqlite3.Error: It cannot be written.
+    """
+    return bool(database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0)
 
 
 def connect_reading(path: Path) -> sqlite3.Connection:
@@ -231,7 +240,7 @@ def put_in_place(new: Path, path: Path, *, aside: Path | None, write_back: bool 
         if write_back and path.exists():
             # An empty log needs no rename, and no moment at which its file is without it.
             with contextlib.suppress(sqlite3.Error), contextlib.closing(connect(path)) as database:
-                database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+                checkpoint(database)
         if path.exists():
             aside.hardlink_to(path)
         for log, other in zip(_beside(path), _beside(aside), strict=True):

@@ -588,8 +588,8 @@ class EngineLoop:
                 self._kv.keep(session_ids)
             case TokenizeRequest() | DetokenizeRequest() as request:
                 self._tokenizer.submit(request)
-            case CancelLookup(ask_id=ask_id):
-                self._tokenizer.cancel(ask_id)
+            case CancelLookup(lookup_id=lookup_id):
+                self._tokenizer.cancel(lookup_id)
             case EngineLimits() as limit:
                 self._limit(limit)
             case KvRamLimit(ram_bytes=ram_bytes):

@@ -493,12 +493,12 @@ class TokenizerService:
     def submit(self, question: TokenizeRequest | DetokenizeRequest) -> None:
         """Run a lookup on a worker."""
         job = Job(question.client_id, partial(self._answer, question), question.size_bytes)
-        self._jobs[question.ask_id] = job
+        self._jobs[question.lookup_id] = job
         self._workers.submit(job)
 
-    def cancel(self, ask_id: int) -> None:
+    def cancel(self, lookup_id: int) -> None:
         """Cancel a lookup; an unknown one has just been answered."""
-        if (job := self._jobs.pop(ask_id, None)) is not None:
+        if (job := self._jobs.pop(lookup_id, None)) is not None:
             self._workers.cancel(job)
 
     def _answer(self, question: TokenizeRequest | DetokenizeRequest, job: Job) -> None:
@@ -511,11 +511,11 @@ class TokenizerService:
         except JobCancelledError:
             return
         except InferenceCenterError as error:
-            answer = LookupFailed(question.ask_id, error.code.value, error.message)
+            answer = LookupFailed(question.lookup_id, error.code.value, error.message)
         except Exception as error:  # noqa: BLE001 - a border: the caller waits for a reply
             self._on_log("error", f"a token lookup failed: {error!r}")
-            answer = LookupFailed(question.ask_id, ErrorCode.INTERNAL.value, "The token lookup failed.")
-        if self._jobs.pop(question.ask_id, None) is not None:
+            answer = LookupFailed(question.lookup_id, ErrorCode.INTERNAL.value, "The token lookup failed.")
+        if self._jobs.pop(question.lookup_id, None) is not None:
             self._reply(answer)
 
     def _reply(self, answer: Tokenized | Detokenized | LookupFailed) -> None:
@@ -523,18 +523,18 @@ class TokenizerService:
             try:
                 self._send(answer)
             except FramingError as error:
-                self._send(LookupFailed(answer.ask_id, ErrorCode.MESSAGE_TOO_LARGE.value, str(error)))
+                self._send(LookupFailed(answer.lookup_id, ErrorCode.MESSAGE_TOO_LARGE.value, str(error)))
 
     def _tokenized(self, question: TokenizeRequest, job: Job) -> Tokenized:
         tokens = self._backend.tokenize(job.each(question.pieces), first=question.first)
-        return Tokenized(question.ask_id, pack_tokens(tokens), tuple(map(self._spelled, job.each(tokens))))
+        return Tokenized(question.lookup_id, pack_tokens(tokens), tuple(map(self._spelled, job.each(tokens))))
 
     def _detokenized(self, question: DetokenizeRequest, job: Job) -> Detokenized:
         tokens, n_vocab = unpack_tokens(question.tokens), self._backend.model.n_vocab
         for token in tokens:
             if not 0 <= token < n_vocab:
-                return Detokenized(question.ask_id, "", unknown=token)
-        return Detokenized(question.ask_id, b"".join(map(self._spelled, job.each(tokens))).decode(errors="replace"))
+                return Detokenized(question.lookup_id, "", unknown=token)
+        return Detokenized(question.lookup_id, b"".join(map(self._spelled, job.each(tokens))).decode(errors="replace"))
 
     def _spelled(self, token: int) -> bytes:
         return self._backend.token_bytes(token) or self._backend.token_text(token).encode()

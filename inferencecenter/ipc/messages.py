@@ -145,7 +145,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, tag=True):
     The workers are shared fairly between clients, lookups and turns alike.
     """
 
-    ask_id: int
+    lookup_id: int
     pieces: tuple[PromptSegment, ...]
     first: bool
     client_id: str = ""
@@ -159,7 +159,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, tag=True):
 class DetokenizeRequest(msgspec.Struct, frozen=True, tag=True):
     """Convert packed tokens to text, control tokens by name; the reply is ``Detokenized``."""
 
-    ask_id: int
+    lookup_id: int
     tokens: bytes
     client_id: str = ""
 
@@ -172,7 +172,7 @@ class DetokenizeRequest(msgspec.Struct, frozen=True, tag=True):
 class CancelLookup(msgspec.Struct, frozen=True, tag=True):
     """Cancel a ``TokenizeRequest`` or ``DetokenizeRequest``; an unknown one has just been answered."""
 
-    ask_id: int
+    lookup_id: int
 
 
 class EngineLimits(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -312,7 +312,7 @@ class Suspended(msgspec.Struct, frozen=True, tag=True):
 class Tokenized(msgspec.Struct, frozen=True, tag=True):
     """The packed tokens of a ``TokenizeRequest``, and the text bytes of each; the names of control tokens."""
 
-    ask_id: int
+    lookup_id: int
     tokens: bytes
     spelled: tuple[bytes, ...]
 
@@ -320,7 +320,7 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True):
 class Detokenized(msgspec.Struct, frozen=True, tag=True):
     """The text of a ``DetokenizeRequest``, or the first token that is not in the vocabulary."""
 
-    ask_id: int
+    lookup_id: int
     text: str
     unknown: int | None = None
 
@@ -328,7 +328,7 @@ class Detokenized(msgspec.Struct, frozen=True, tag=True):
 class LookupFailed(msgspec.Struct, frozen=True, tag=True):
     """A ``TokenizeRequest`` or ``DetokenizeRequest`` failed. ``code`` is an ``errors.ErrorCode`` value."""
 
-    ask_id: int
+    lookup_id: int
     code: str
     message: str
 

@@ -503,7 +503,7 @@ def text_of(event: Text) -> str:
     return event.arguments if isinstance(event, ToolCall) else event.content
 
 
-def goes_on(first: Text, event: Event) -> bool:
+def continues_text(first: Text, event: Event) -> bool:
     """Return whether an event continues the text of ``first``, so that both may be coalesced.
 
     The first event of a tool call, which carries the name, never continues another.

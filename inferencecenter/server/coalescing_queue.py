@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from inferencecenter.protocol.events import MAX_JOINED_BYTES, Text, Token, goes_on, text_of, with_text
+from inferencecenter.protocol.events import MAX_JOINED_BYTES, Text, Token, continues_text, text_of, with_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence, Sized
@@ -155,7 +155,7 @@ class EventQueue(CoalescingQueue[KeyT, Text, str, "Event | OtherT"], Generic[Key
         """Append an event, or its text to that of the last one of its key."""
         if (type(event) is Token or isinstance(event, Text)) and event.logprobs is None:
             run = self._runs.get(key)
-            joins = run is not None and len(self.entries) >= self._n_separate and goes_on(run.text, event)
+            joins = run is not None and len(self.entries) >= self._n_separate and continues_text(run.text, event)
             self.put_text(key, run.text if run is not None and joins else event, event.seq, text_of(event))
         else:
             self.put(key, event, _size_of(event))

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 import structlog
 
-from inferencecenter.auth.account import client_of
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.server.hub import EXPIRED, Deadline
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from inferencecenter.auth.rate_limits import RefusalBackoffs
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.outbox import SocketOutbox, Wire
-    from inferencecenter.sessions.client import Principal
 
 MAX_FRAMES_BEFORE_LOGIN: Final = 32
 """Frames that an unauthenticated socket may send, each of which gets a reply; a login takes one or two."""
@@ -67,8 +65,7 @@ class SocketConnection(ABC, Generic[OutboxT]):
         self.traceparent = traceparent
         self._wire = wire
         self._state = ConnectionState.CONNECTED
-        self._account: Account | None = None
-        self._client: Principal | None = None
+        self._client: Account | None = None
         self._deadline: Deadline | None = None
         self._n_frames_before_login = 0
         self._backoffs = backoffs
@@ -98,13 +95,7 @@ class SocketConnection(ABC, Generic[OutboxT]):
         return self._state in (ConnectionState.AUTHENTICATED, ConnectionState.DRAINING)
 
     @property
-    def account(self) -> Account:
-        """The authenticated account."""
-        assert self._account is not None
-        return self._account
-
-    @property
-    def client(self) -> Principal:
+    def client(self) -> Account:
         """The authenticated client."""
         assert self._client is not None
         return self._client
@@ -113,11 +104,6 @@ class SocketConnection(ABC, Generic[OutboxT]):
     def client_id(self) -> str:
         """Id of the authenticated client, empty before authentication."""
         return self._client.client_id if self._client is not None else ""
-
-    @property
-    def token_id(self) -> str | None:
-        """Id of the token that authenticated the socket."""
-        return self._account.token_id if self._account else None
 
     def set_max_sessions(self, max_sessions: int) -> None:
         """Set the maximum number of sessions of its client; only once authenticated."""
@@ -223,8 +209,7 @@ class SocketConnection(ABC, Generic[OutboxT]):
     def _sign_in(self, account: Account) -> None:
         """Become authenticated, until the token expires."""
         self._move(ConnectionEvent.AUTHENTICATE)
-        self._account = account
-        self._client = client_of(account)
+        self._client = account
         self._disarm()
         if account.expires_at is not None:
             self._arm(account.expires_at - self.context.clock(), EXPIRED)

@@ -106,6 +106,7 @@ class ServerContext:
     settings: ServerSettings
     models: ServedModels
     sessions: SessionManager
+    accounts: Accounts
     gpu: Gpu
     gpus: GpuCache
     metrics: DaemonMetrics
@@ -140,7 +141,7 @@ class ServerContext:
         metrics: DaemonMetrics,
         stop: Callable[[], None],
         read_usage: UsageReader = no_usage,
-        others: ExternalAuthProvider | None = None,
+        external: ExternalAuthProvider | None = None,
         pressure: Callable[[], Pressure] = Pressure,
         gpus: Callable[[], Gpus] = read_gpus,
         clock: Callable[[], float] = time.time,
@@ -155,6 +156,7 @@ class ServerContext:
             settings=settings,
             models=models,
             sessions=sessions,
+            accounts=accounts,
             gpu=gpu,
             gpus=GpuCache(gpus),
             metrics=metrics,
@@ -167,7 +169,7 @@ class ServerContext:
             authenticator=Authenticator(
                 accounts,
                 limits_of=quotas.effective,
-                others=others,
+                external=external,
                 attempts_per_minute=settings.login_attempts_per_minute,
                 clock=monotonic,
                 metrics=metrics,
@@ -221,8 +223,8 @@ class ServerContext:
     def tokens_changed(self) -> None:
         """Close the sockets of revoked tokens, and apply changed limits."""
         try:
-            living = self.authenticator.valid_tokens()
-            max_sessions = self.authenticator.max_sessions()
+            living = self.accounts.valid_tokens()
+            max_sessions = self.accounts.max_sessions()
             self.quotas.reload()
         except InferenceCenterError as error:
             _log.error("tokens_unreadable", error=error.message, hint=error.hint)

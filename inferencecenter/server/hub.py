@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from inferencecenter.auth.account import Account
     from inferencecenter.config.limits import AccessLimits
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.client import Principal
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
 
@@ -78,16 +77,8 @@ class ClientSocket(Protocol):
         """Whether it is authenticated."""
 
     @property
-    def client(self) -> Principal:
+    def client(self) -> Account:
         """The client, once it is authenticated."""
-
-    @property
-    def client_id(self) -> str:
-        """The client's id; empty before authentication."""
-
-    @property
-    def token_id(self) -> str | None:
-        """The token that it authenticated with; ``None`` for an API key."""
 
     @property
     def limits(self) -> AccessLimits:
@@ -113,8 +104,8 @@ class Participant(Protocol):
     """A client of another API: an HTTP request in progress, or a socket of the Responses API."""
 
     @property
-    def account(self) -> Account:
-        """The authenticated account."""
+    def client(self) -> Account:
+        """The authenticated client."""
 
     @property
     def address(self) -> str:
@@ -207,14 +198,14 @@ class ConnectionHub:
                 ``rate_limited`` when its client has too many.
         """
         self.check_open()
-        self.join(participant.account.client_id)
+        self.join(participant.client.client_id)
         self._participants.add(participant)
         self._empty.clear()
 
     def exit(self, participant: Participant) -> None:
         """Remove a participant."""
         self._participants.discard(participant)
-        self.leave(participant.account.client_id)
+        self.leave(participant.client.client_id)
         self._look_if_empty()
 
     def check_open(self) -> None:
@@ -288,31 +279,30 @@ class ConnectionHub:
     def close_revoked(self, living_tokens: frozenset[str]) -> None:
         """Close the sockets whose token is not among ``living_tokens``."""
 
-        def revoked(token_id: str | None) -> bool:
-            return token_id is not None and token_id not in living_tokens
+        def revoked(client: Account) -> bool:
+            return bool(client.token_id) and client.token_id not in living_tokens
 
         self._close(
-            [each for each in self._connections if revoked(each.token_id)],
-            [each for each in self._participants if revoked(each.account.token_id)],
+            [each for each in self._authenticated() if revoked(each.client)],
+            [each for each in self._participants if revoked(each.client)],
             (CloseCode.NOT_AUTHENTICATED, "the token was revoked"),
         )
 
     def set_max_sessions(self, max_sessions: Mapping[str, int]) -> None:
         """Set the maximum number of sessions of clients with tokens, by client id."""
-        for connection in self._connections:
-            if connection.token_id is not None and (number := max_sessions.get(connection.client.client_id)):
-                connection.set_max_sessions(number)
-        for participant in self._participants:
-            if participant.account.token_id is not None and (number := max_sessions.get(participant.account.client_id)):
-                participant.set_max_sessions(number)
+        for each in (*self._authenticated(), *self._participants):
+            if each.client.token_id and (number := max_sessions.get(each.client.client_id)):
+                each.set_max_sessions(number)
 
     def close_clients(self, client_ids: Collection[str]) -> None:
         """Close the sockets of these clients that authenticated with an API key, which may have changed."""
-        by_key = [each for each in self._connections if each.authenticated and each.token_id is None]
-        participants = [each for each in self._participants if each.account.token_id is None]
+
+        def changed(client: Account) -> bool:
+            return not client.token_id and client.client_id in client_ids
+
         self._close(
-            [each for each in by_key if each.client.client_id in client_ids],
-            [each for each in participants if each.account.client_id in client_ids],
+            [each for each in self._authenticated() if changed(each.client)],
+            [each for each in self._participants if changed(each.client)],
             (CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed"),
         )
 
@@ -327,12 +317,13 @@ class ConnectionHub:
 
     def participants_of(self, client_id: str) -> list[Participant]:
         """Return the participants of a client."""
-        return [each for each in self._participants if each.account.client_id == client_id]
+        return [each for each in self._participants if each.client.client_id == client_id]
 
     def tokens_in_use(self) -> set[tuple[str, str]]:
         """Return the client and token ids of all sockets and participants; an API key has the empty token id."""
-        sockets = {(each.client_id, each.token_id or "") for each in self._connections if each.authenticated}
-        return sockets | {(each.account.client_id, each.account.token_id or "") for each in self._participants}
+        return {
+            (each.client.client_id, each.client.token_id) for each in (*self._authenticated(), *self._participants)
+        }
 
     def clients(self) -> dict[str, list[ClientSocket]]:
         """Return the sockets of each connected client, by client id."""
@@ -346,12 +337,11 @@ class ConnectionHub:
         """
 
         def misplaced(participant: Participant) -> bool:
-            limits = limits_of(participant.account.client_id, participant.account.token_id or "")
+            limits = limits_of(participant.client.client_id, participant.client.token_id)
             return not limits.allows_address(participant.address)
 
-        sockets = [each for each in self._connections if each.authenticated]
         self._close(
-            [each for each in sockets if not each.limits.allows_address(each.address)],
+            [each for each in self._authenticated() if not each.limits.allows_address(each.address)],
             [each for each in self._participants if misplaced(each)],
             (CloseCode.NOT_AUTHENTICATED, _MISPLACED),
         )
@@ -370,6 +360,9 @@ class ConnectionHub:
         except TimeoutError:
             _log.warning("drain_deadline", connections=len(self._connections), guests=len(self._participants))
             self._close(self._connections, self._participants, (CloseCode.RESTART, "the daemon stops"))
+
+    def _authenticated(self) -> list[ClientSocket]:
+        return [each for each in self._connections if each.authenticated]
 
     def _close(
         self, connections: Iterable[ClientSocket], participants: Iterable[Participant], farewell: tuple[CloseCode, str]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeAlias, Type
 import orjson
 
 from inferencecenter.protocol.codec import PIECE_BYTES, encode, encode_in_pieces
-from inferencecenter.protocol.events import Reasoning, Token, ToolCall, goes_on, text_of
+from inferencecenter.protocol.events import Reasoning, Token, ToolCall, continues_text, text_of
 from inferencecenter.server.coalescing_queue import CoalescingQueue
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class TextFrames:
         """Return whether an event belongs to this text."""
         if self._plain_turn is not None and type(event) is Token:  # by far the most frequent, so it is fast
             return event.turn_id == self._plain_turn
-        return goes_on(self._first, event)
+        return continues_text(self._first, event)
 
     def frame(self, seq: int, content: bytes) -> bytes:
         """Return the frame of ``content``, the inside of a JSON string."""

@@ -70,7 +70,7 @@ class StatusPages:
         without the account database no login is accepted. Callers on this machine are warned of an untrusted proxy.
         """
         engine = self._context.models.status
-        storable = self._context.sessions.fault is None and self._context.authenticator.is_available
+        storable = self._context.sessions.fault is None and self._context.accounts.is_in_place
         ready = engine.serves and storable and not self._context.hub.draining
         detail = event_factory.describe_engine(engine)
         return JSONResponse(

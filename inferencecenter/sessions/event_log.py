@@ -22,7 +22,7 @@ import structlog
 from inferencecenter.core.errors import ERRORS, ErrorCode
 from inferencecenter.protocol import events
 from inferencecenter.protocol.codec import encode
-from inferencecenter.protocol.events import MAX_JOINED_BYTES, Reasoning, Token, ToolCall, goes_on, text_of, with_text
+from inferencecenter.protocol.events import MAX_JOINED_BYTES, Reasoning, Token, ToolCall, continues_text, text_of, with_text
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability, Usage
 from inferencecenter.sessions.journal import TokensAppended
 from inferencecenter.sessions.output_parsing import parts
@@ -70,7 +70,7 @@ class _Run:
         # Fast path: most deltas are tokens.
         is_plain = self.plain_turn is not None and type(event) is Token
         if (
-            not (event.turn_id == self.plain_turn if is_plain else goes_on(self.first, event))
+            not (event.turn_id == self.plain_turn if is_plain else continues_text(self.first, event))
             or event.seq != self.first_seq + len(self.contents)
             or (event.logprobs is None) != (self.logprobs is None)
         ):

@@ -175,15 +175,15 @@ class History:
             hint="Use the call_id of a tool call in an answer.",
         )
 
-    def with_turn(self, turn_id: str, now: History, *, goes_on: bool) -> History:
+    def with_turn(self, turn_id: str, now: History, *, extends_tokens: bool) -> History:
         """Return the history with one more turn.
 
         Args:
             turn_id: The turn.
             now: The history at its end, without turns: these messages and those of the turn.
-            goes_on: Whether the new tokens start with the old ones.
+            extends_tokens: Whether the new tokens start with the old ones.
         """
-        earlier = self.turns if goes_on else _without_tokens(self.turns)
+        earlier = self.turns if extends_tokens else _without_tokens(self.turns)
         mark = TurnCheckpoint(
             turn_id=turn_id,
             n_before=len(self.messages),

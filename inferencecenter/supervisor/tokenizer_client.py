@@ -94,8 +94,8 @@ class TokenizerClient:
         """Resolve a request; a late answer is dropped."""
         if isinstance(answer, LookupFailed):
             code = ErrorCode(answer.code) if answer.code in ERRORS else ErrorCode.INTERNAL
-            self._fail(answer.ask_id, InferenceCenterError(code, answer.message))
-        elif (pending := self._forget(answer.ask_id)) is not None:
+            self._fail(answer.lookup_id, InferenceCenterError(code, answer.message))
+        elif (pending := self._forget(answer.lookup_id)) is not None:
             pending.answer.set_result(answer)
 
     def lost(self) -> None:
@@ -104,17 +104,17 @@ class TokenizerClient:
         error = InferenceCenterError(
             ErrorCode.ENGINE_UNAVAILABLE, "the engine was lost before it answered", retry_after_ms=1000
         )
-        for ask_id in [ask_id for ask_id, pending in self._pending.items() if pending.sent]:
-            self._fail(ask_id, error)
+        for lookup_id in [lookup_id for lookup_id, pending in self._pending.items() if pending.sent]:
+            self._fail(lookup_id, error)
 
     def fail(self, error: InferenceCenterError) -> None:
         """Fail all requests with ``error``."""
         self._send = None
-        for ask_id in list(self._pending):
-            self._fail(ask_id, error)
+        for lookup_id in list(self._pending):
+            self._fail(lookup_id, error)
 
     def _submit(self, request: TokenizeRequest | DetokenizeRequest, kind: type[_Answer]) -> asyncio.Future[_Answer]:
-        ask_id, client_id, size_bytes = request.ask_id, request.client_id, request.size_bytes
+        lookup_id, client_id, size_bytes = request.lookup_id, request.client_id, request.size_bytes
         if not (self._count_share.fits(client_id, 1) and self._size_share.fits(client_id, size_bytes)):
             raise InferenceCenterError(
                 ErrorCode.OVERLOADED,
@@ -124,11 +124,11 @@ class TokenizerClient:
                 retry_after_ms=1000,
             )
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
-        timer = self._call_later(self._timeout_s, lambda: self._expire(ask_id))
-        pending = self._pending[ask_id] = _PendingLookup(request, size_bytes, answer, timer)
+        timer = self._call_later(self._timeout_s, lambda: self._expire(lookup_id))
+        pending = self._pending[lookup_id] = _PendingLookup(request, size_bytes, answer, timer)
         self._count_share.add(client_id, 1)
         self._size_share.add(client_id, size_bytes)
-        answer.add_done_callback(lambda _: self._withdraw(ask_id))  # the caller may cancel it
+        answer.add_done_callback(lambda _: self._withdraw(lookup_id))  # the caller may cancel it
         self._forward(pending)
         return answer
 
@@ -138,29 +138,29 @@ class TokenizerClient:
         try:
             self._send(pending.request)
         except FramingError as error:
-            self._fail(pending.request.ask_id, InferenceCenterError(ErrorCode.MESSAGE_TOO_LARGE, str(error)))
+            self._fail(pending.request.lookup_id, InferenceCenterError(ErrorCode.MESSAGE_TOO_LARGE, str(error)))
         pending.sent = True
 
-    def _forget(self, ask_id: int) -> _PendingLookup | None:
+    def _forget(self, lookup_id: int) -> _PendingLookup | None:
         """Remove a request; return it if its answer is still awaited."""
-        if (pending := self._pending.pop(ask_id, None)) is None:
+        if (pending := self._pending.pop(lookup_id, None)) is None:
             return None
         pending.timer.cancel()
         self._count_share.remove(pending.request.client_id, 1)
         self._size_share.remove(pending.request.client_id, pending.size_bytes)
         return None if pending.answer.done() else pending
 
-    def _withdraw(self, ask_id: int) -> None:
+    def _withdraw(self, lookup_id: int) -> None:
         """Remove a request that is no longer awaited, and cancel it in the engine that has it."""
-        pending = self._pending.get(ask_id)
-        self._forget(ask_id)
+        pending = self._pending.get(lookup_id)
+        self._forget(lookup_id)
         if pending is not None and pending.sent and self._send is not None:
-            self._send(CancelLookup(ask_id))
+            self._send(CancelLookup(lookup_id))
 
-    def _expire(self, ask_id: int) -> None:
-        pending = self._pending[ask_id]
+    def _expire(self, lookup_id: int) -> None:
+        pending = self._pending[lookup_id]
         if pending.sent and self._send is not None:
-            self._send(CancelLookup(ask_id))
+            self._send(CancelLookup(lookup_id))
             error = InferenceCenterError(
                 ErrorCode.ENGINE_UNAVAILABLE, "the engine does not answer", retry_after_ms=1000
             )
@@ -168,8 +168,8 @@ class TokenizerClient:
             error = InferenceCenterError(
                 ErrorCode.MODEL_LOADING, f"the model was not ready within {self._timeout_s:g} s", retry_after_ms=1000
             )
-        self._fail(ask_id, error)
+        self._fail(lookup_id, error)
 
-    def _fail(self, ask_id: int, error: InferenceCenterError) -> None:
-        if (pending := self._forget(ask_id)) is not None:
+    def _fail(self, lookup_id: int, error: InferenceCenterError) -> None:
+        if (pending := self._forget(lookup_id)) is not None:
             pending.answer.set_exception(error)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext
 from inferencecenter.api.request_turns import MOST_SEPARATE, RequestTurns
-from inferencecenter.auth.account import client_of
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.close import CloseCode
@@ -48,12 +47,12 @@ def reasoning_token(text: str) -> events.Reasoning:
 
 def request_of_kitchen() -> RequestContext:
     """Return a request context of the client kitchen."""
-    return RequestContext(Caller(client=client_of(KITCHEN), account=KITCHEN, address="127.0.0.1", traceparent=None))
+    return RequestContext(Caller(client=KITCHEN, address="127.0.0.1", traceparent=None))
 
 
 def start_turn(context: ServerContext, turns: RequestTurns) -> str:
     """Start a turn in a new session and return its id."""
-    sessions, client = context.sessions, client_of(KITCHEN)
+    sessions, client = context.sessions, KITCHEN
     created = sessions.create(client, CreateSession(op="create_session"), _NullSink(), stateless=True)
     turns.begin(Infer(op="infer", session_id=created.session_id, prompt="Hi"))
     return list(_engine(context).turns)[-1]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.auth.clients_file import load_clients
+from inferencecenter.config.sections import AuthSettings
 from inferencecenter.config.limits import AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
@@ -24,7 +25,7 @@ def load(tmp_path: Path, text: str) -> dict[str, StaticClient]:
     """Write ``text`` and load it."""
     path = tmp_path / "clients.toml"
     path.write_text(text)
-    return load_clients(path, default_max_sessions=16, default_priority="normal")
+    return load_clients(AuthSettings(clients_file=path))
 
 
 def test_client_with_all_fields(tmp_path: Path) -> None:
@@ -123,5 +124,5 @@ def test_invalid_file_is_named(tmp_path: Path, text: str, words: str) -> None:
 def test_missing_file_is_named(tmp_path: Path) -> None:
     """The error has the path and the setting."""
     with pytest.raises(InferenceCenterError, match="cannot be read") as caught:
-        load_clients(tmp_path / "none.toml", default_max_sessions=1, default_priority="normal")
+        load_clients(AuthSettings(clients_file=tmp_path / "none.toml"))
     assert "auth.clients_file" in str(caught.value.hint)

@@ -22,7 +22,7 @@ from inferencecenter.auth.account import CLIENT_ID, Account
 from inferencecenter.auth.authentication import AuthUnavailableError
 from inferencecenter.auth.external import MAX_ANSWER_BYTES, ExternalAuth
 from inferencecenter.config.limits import AccessLimits
-from inferencecenter.config.sections import ExternalAuthSettings
+from inferencecenter.config.sections import AuthSettings, ExternalAuthSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 from tests.auth.auth_provider import FakeAuthProvider, fake_auth_provider
@@ -53,9 +53,7 @@ async def authenticator(
 ) -> AsyncIterator[ExternalAuth]:
     """An external authenticator with a timeout of 5 s whose answers are cached for 60 s."""
     chosen = {"url": provider.url, "cache_s": 60, "refused_cache_s": 6, **settings}
-    made = ExternalAuth(
-        ExternalAuthSettings(**chosen), default_max_sessions=16, default_priority="normal", clock=clock or Clock()
-    )
+    made = ExternalAuth(ExternalAuthSettings(**chosen), defaults=AuthSettings(), clock=clock or Clock())
     try:
         yield made
     finally:
@@ -406,7 +404,7 @@ async def test_unusable_files_are_named(tmp_path: Path, field: str, content: byt
         path.write_bytes(content)
     settings = ExternalAuthSettings(url="https://localhost/", **{field: path})
     with pytest.raises(InferenceCenterError) as caught:
-        ExternalAuth(settings, default_max_sessions=1, default_priority="normal", clock=Clock())
+        ExternalAuth(settings, defaults=AuthSettings(), clock=Clock())
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_CONFIG, f"external_auth.{field}")
     assert str(path) in caught.value.message
 
@@ -421,11 +419,10 @@ async def serve_external(
     """A server that uses the provider."""
     verifier = ExternalAuth(
         ExternalAuthSettings(url=provider.url, refused_cache_s=0),
-        default_max_sessions=2,
-        default_priority="normal",
+        defaults=AuthSettings(default_max_sessions=2),
         clock=Clock(),
     )
-    async with serve(others=verifier, **settings) as server:
+    async with serve(external=verifier, **settings) as server:
         yield server
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def test_delay_grows_up_to_a_bound() -> None:
     """The first refusals cost no time, each later one more than the previous, up to the bound."""
-    pace = RefusalBackoff()
-    delays = [pace.refused() for _ in range(1000)]
+    backoff = RefusalBackoff()
+    delays = [backoff.refused() for _ in range(1000)]
     assert delays[:FREE_REFUSALS] == [0] * FREE_REFUSALS
     growing = delays[FREE_REFUSALS : delays.index(MAX_DELAY_S) + 1]
     assert growing == sorted(set(growing))
@@ -33,23 +33,23 @@ def test_delay_grows_up_to_a_bound() -> None:
 
 def test_accepted_frame_halves_the_count() -> None:
     """A client that fails every second time never waits; after many refusals several successes are needed."""
-    pace = RefusalBackoff()
+    backoff = RefusalBackoff()
     for _ in range(1000):
-        assert pace.refused() == 0
-        pace.accepted()
+        assert backoff.refused() == 0
+        backoff.accepted()
     for _ in range(1000):
-        pace.refused()
+        backoff.refused()
     for _ in range(3):
-        pace.accepted()
-    assert pace.refused() == 0
+        backoff.accepted()
+    assert backoff.refused() == 0
 
 
 def test_few_accepted_frames_do_not_reset_the_delay() -> None:
     """Sixteen refusals for each accepted frame are still delayed."""
-    pace = RefusalBackoff()
+    backoff = RefusalBackoff()
     for _ in range(100):
-        waited = sum(pace.refused() for _ in range(FREE_REFUSALS))
-        pace.accepted()
+        waited = sum(backoff.refused() for _ in range(FREE_REFUSALS))
+        backoff.accepted()
     assert waited >= MAX_DELAY_S
 
 

@@ -228,7 +228,7 @@ def test_cancelled_lookup_is_not_answered(engine: Engine) -> None:
     engine.front.send(submit("t", "hello"))
     engine.front.wait_for("t")
     answers = [frame for frame in engine.front.frames if isinstance(frame, Tokenized | LookupFailed)]
-    assert [answer.ask_id for answer in answers] == [4]
+    assert [answer.lookup_id for answer in answers] == [4]
 
 
 def test_aborted_turn_reads_nothing_from_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ def test_tokens_are_looked_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     )
     kinds = (Tokenized, Detokenized, LookupFailed)
     engine.front.read_until(lambda: sum(isinstance(frame, kinds) for frame in engine.front.frames) == 6)
-    answers = {frame.ask_id: frame for frame in engine.front.frames if isinstance(frame, kinds)}
+    answers = {frame.lookup_id: frame for frame in engine.front.frames if isinstance(frame, kinds)}
     spelled = (b"<|im_start|>", b"\xc3", b"\xa9", *(bytes((byte,)) for byte in b"<|im_end|>"))
     assert answers[1] == Tokenized(1, pack_tokens([256, 0xC3, 0xA9, *b"<|im_end|>"]), spelled)
     assert answers[2] == Detokenized(2, "<|im_start|>é")

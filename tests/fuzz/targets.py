@@ -24,7 +24,7 @@ from inferencecenter.auth.authentication import AuthUnavailableError
 from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.auth.external import ExternalAuth
 from inferencecenter.config.loader import load_settings
-from inferencecenter.config.sections import ExternalAuthSettings
+from inferencecenter.config.sections import AuthSettings, ExternalAuthSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import gguf, memory
 from inferencecenter.hardware.model_shape import describe
@@ -123,7 +123,7 @@ def settings_file(data: bytes) -> None:
 def clients_file(data: bytes) -> None:
     """Read this ``clients.toml``."""
     with _file(data) as path, _refused_as(ErrorCode.INVALID_CONFIG):
-        load_clients(path, default_max_sessions=4, default_priority="normal")
+        load_clients(AuthSettings(clients_file=path))
 
 
 def kernel_files(data: bytes) -> None:
@@ -237,4 +237,4 @@ def _hub_answer(request: httpx2.Request, listing: bytes) -> httpx2.Response:
 @cache
 def _external_auth() -> ExternalAuth:
     settings = ExternalAuthSettings(url="http://127.0.0.1:9/")
-    return ExternalAuth(settings, default_max_sessions=4, default_priority="normal", clock=lambda: 0.0)
+    return ExternalAuth(settings, defaults=AuthSettings(), clock=lambda: 0.0)

@@ -20,6 +20,7 @@ from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.auth.quotas import AccessQuotas
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
+from inferencecenter.config.sections import AuthSettings
 from inferencecenter.config.settings import ServerSettings, SessionSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
@@ -335,14 +336,14 @@ async def running_server(
     tls: ssl.SSLContext | None = None,
     journal: Journal | None = None,
     limits: AccessLimits = NO_LIMITS,
-    others: ExternalAuthProvider | None = None,
+    external: ExternalAuthProvider | None = None,
     read_usage: UsageReader = no_usage,
     **settings: Any,
 ) -> AsyncIterator[Running]:
     """Run a server with some settings changed and short deadlines; without ``journal`` it stores no sessions."""
     clients = tmp_path / "clients.toml"
     clients.write_text(CLIENTS_TOML)
-    static: dict[str, StaticClient] = load_clients(clients, default_max_sessions=16, default_priority="normal")
+    static: dict[str, StaticClient] = load_clients(AuthSettings(clients_file=clients))
     accounts = Accounts.open(tmp_path / "accounts.sqlite3", clock=time.time, static=static)
     accounts.ensure_client("ada", max_sessions=8, priority="normal")
     new = accounts.create_token("ada", name="test")
@@ -371,7 +372,7 @@ async def running_server(
         metrics=metrics,
         stop=stop,
         read_usage=read_usage,
-        others=others,
+        external=external,
     )
     app = create_app(context, *api_routes(context))
     listener = Listener(app, chosen, drain=context.drain, tls=tls, refusal=context.upgrade_limiter.refusal)
@@ -452,7 +453,7 @@ class StubAccounts:
     def buffer_audit(self, line: AuditEntry) -> None:
         """Drop the audit record."""
 
-    def write_noted(self) -> None:
+    def flush_audit(self) -> None:
         """Do nothing."""
 
 

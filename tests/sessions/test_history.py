@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 def grown(
-    history: History, turn_id: str, text: str, *, goes_on: bool = True, view: HistoryView | None = None
+    history: History, turn_id: str, text: str, *, extends_tokens: bool = True, view: HistoryView | None = None
 ) -> History:
     """The history with one more turn, which adds ``text`` or leaves only ``text``."""
     messages = (*history.messages, ChatMessage(role="user", content=text))
-    covered = history.covered + text if goes_on else text
+    covered = history.covered + text if extends_tokens else text
     return history.with_turn(
-        turn_id, History(messages, packed(covered), covered, view or HistoryView()), goes_on=goes_on
+        turn_id, History(messages, packed(covered), covered, view or HistoryView()), extends_tokens=extends_tokens
     )
 
 
@@ -58,7 +58,7 @@ def test_every_turn_can_be_restored(texts: list[str], data: st.DataObject) -> No
 def test_a_new_rendering_clears_older_checkpoints() -> None:
     """Their messages and views stay, but none of the new tokens belong to them."""
     history = grown(grown(History(), "t0", "a"), "t1", "b")
-    history = grown(history, "t2", "new", goes_on=False, view=HistoryView(0, 2))
+    history = grown(history, "t2", "new", extends_tokens=False, view=HistoryView(0, 2))
     assert history.until("t2") == history
     back = history.until("t1")
     assert (len(back.messages), back.tokens, back.covered, back.view) == (2, b"", "", HistoryView())
@@ -118,7 +118,7 @@ def test_the_carried_size_equals_the_measured_size(batches: list[list[ChatMessag
         if data.draw(st.booleans()):
             history = history.appended(tuple(batch), limits=ROOM)
         else:
-            history = history.with_turn(f"t{number}", History((*history.messages, *batch)), goes_on=True)
+            history = history.with_turn(f"t{number}", History((*history.messages, *batch)), extends_tokens=True)
         assert history.size == HistorySize.of(history.messages)
     for turn in history.turns:
         assert history.until(turn.turn_id).size == HistorySize.of(history.until(turn.turn_id).messages)

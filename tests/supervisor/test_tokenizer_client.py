@@ -86,7 +86,7 @@ async def test_a_lost_engine_answers_no_more() -> None:
     desk.connect()
     desk.lookups.on_answer(Tokenized(1, b"", ()))
     desk.lookups.on_answer(Tokenized(2, b"", ()))
-    assert (await later).ask_id == 2
+    assert (await later).lookup_id == 2
     assert len(desk.sent) == 2
 
 
@@ -148,7 +148,7 @@ async def test_a_question_that_nothing_waits_for_is_withdrawn_from_the_engine() 
     desk.fire()
     assert await code_of(late) is ErrorCode.ENGINE_UNAVAILABLE
     assert desk.sent[6:] == [CancelLookup(4)]
-    assert (await answered).ask_id == 3
+    assert (await answered).lookup_id == 3
     assert isinstance(ended.exception(), ConnectionError)
     assert (len(desk.lookups), desk.pending) == (0, [])
 

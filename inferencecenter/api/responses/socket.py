@@ -137,7 +137,7 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         )
         self._streams = ResponseStreams(max_waiting_bytes=context.settings.max_body_bytes)
         self._stream_id: str | None = None  # of the frame that is processed
-        self._sign_in(caller.account)
+        self._sign_in(caller.client)
 
     def accepted(self) -> None:
         """Log the client."""

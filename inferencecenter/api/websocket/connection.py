@@ -88,8 +88,9 @@ class Connection(SocketConnection[Outbox]):
 
     def audit(self, event: AuditEvent, detail: str = "") -> None:
         """Record an action of its client in the audit log."""
+        client = self.client
         line = audit_entry(
-            event, client_id=self.client.client_id, token_id=self.token_id, address=self.address, detail=detail
+            event, client_id=client.client_id, token_id=client.token_id or None, address=self.address, detail=detail
         )
         self.context.authenticator.audit(line)
 

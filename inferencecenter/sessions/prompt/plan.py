@@ -174,9 +174,9 @@ def after_turn(
             now = History(
                 messages, history.tokens, history.covered, prompt.view, model_fingerprint=history.model_fingerprint
             )
-            return history.with_turn(answer.turn_id, now, goes_on=True)
+            return history.with_turn(answer.turn_id, now, extends_tokens=True)
         now = History(messages, view=prompt.view, model_fingerprint=history.model_fingerprint)
-        return history.with_turn(answer.turn_id, now, goes_on=False)
+        return history.with_turn(answer.turn_id, now, extends_tokens=False)
     kept_tokens, end_text = end.kept_tokens, end.end_text
     if end_text and not keeps_end:
         kept_tokens, end_text = kept_tokens - 1, ""
@@ -187,7 +187,7 @@ def after_turn(
         prompt.view,
         model_fingerprint=history.model_fingerprint,
     )
-    return history.with_turn(answer.turn_id, now, goes_on=bool(prompt.tokens))
+    return history.with_turn(answer.turn_id, now, extends_tokens=bool(prompt.tokens))
 
 
 _LEFT: Final = 1 / 2

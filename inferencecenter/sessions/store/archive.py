@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.core.sqlite_file import connect, transaction, unusable
+from inferencecenter.core.sqlite_file import checkpoint, connect, transaction, unusable
 from inferencecenter.sessions.store import bases
 from inferencecenter.sessions.store.database import hint_of, open_reading, open_writing, reason_of
 from inferencecenter.sessions.store.loader import SharedRows, read_one, read_pending_output
@@ -160,7 +160,7 @@ def purge_file(path: Path, kind: PurgeKind, name: str) -> None:
         with transaction(database):
             detach_sessions(database, Purge(kind, name))
             bases.sweep(database, bases.detached_rows(database))
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        checkpoint(database)
 
 
 def truncate_wal(path: Path) -> None:
@@ -170,7 +170,7 @@ def truncate_wal(path: Path) -> None:
         InferenceCenterError: ``storage_unavailable``.
     """
     with _mapped_errors(path), contextlib.closing(connect(path)) as database:
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        checkpoint(database)
 
 
 def _line(row: Row) -> SessionLine:

@@ -13,7 +13,7 @@ from inferencecenter.core.sqlite_file import (
     DAMAGE_CODES,
     DamagedFileError,
     FileMovedError,
-    bound_log,
+    limit_wal,
     check_version,
     code_of,
     connect,
@@ -80,7 +80,7 @@ def open_writing(path: Path) -> sqlite3.Connection:
             raise DamagedFileError(found)
         check_version(database, MIGRATIONS, path=path)
         database.execute("PRAGMA journal_mode = WAL")
-        bound_log(database)
+        limit_wal(database)
         database.execute("PRAGMA foreign_keys = ON")
         # Overwrites deleted data: a closed or purged conversation leaves nothing in the file.
         database.execute("PRAGMA secure_delete = ON")

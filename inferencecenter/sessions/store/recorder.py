@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import structlog
 
-from inferencecenter.core.sqlite_file import transaction
+from inferencecenter.core.sqlite_file import checkpoint, transaction
 from inferencecenter.sessions.history import MAX_FAILURES, History, TurnFailure
 from inferencecenter.sessions.journal import (
     EpochChanged,
@@ -179,7 +179,7 @@ class Recorder:
         if self._is_dirty:
             self._database.execute("UPDATE meta SET clean = 1")
         self._is_dirty = False
-        self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        checkpoint(self._database)
 
     def _synchronize(self, durable: bool) -> None:
         if durable is not self._durable:
@@ -191,17 +191,11 @@ class Recorder:
 
         Each statement releases and reacquires the GIL, so the number of statements determines the cost.
         """
-        if not 0 < len(entries) <= _MAX_ROWS:
+        outputs = [entry for entry in entries if isinstance(entry, TokensAppended)]
+        if not 0 < len(entries) <= _MAX_ROWS or len(outputs) < len(entries):
             return False
-        known = self._known
-        values: list[object] = []
         try:
-            for entry in entries:
-                if type(entry) is not TokensAppended:
-                    return False
-                parts = None if entry.parts is None else encode_parts(entry.parts)
-                values += (known[entry.session_id].row, entry.seq, entry.tokens, entry.text, parts)
-            self._database.execute(_insertion(len(entries)), values)
+            self._insert_output(outputs)
         except Exception as error:
             if not _is_about_record(error):
                 raise

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.core.sqlite_file import transaction
+from inferencecenter.core.sqlite_file import checkpoint, transaction
 from inferencecenter.protocol.params import Params
 from inferencecenter.sessions.session_config import SessionConfig
 from inferencecenter.sessions.store.database import open_writing
@@ -205,9 +205,9 @@ def salvage(path: Path, made: Path) -> SalvageReport:
         OSError: The file cannot be read, or the new one cannot be created.
         sqlite3.Error: The new one cannot be written.
     """
-    log = path.with_name(f"{path.name}-wal")
+    wal = path.with_name(f"{path.name}-wal")
     with _mapped(path) as content:
-        pages = PageFile(content, log.read_bytes() if log.exists() else b"")
+        pages = PageFile(content, wal.read_bytes() if wal.exists() else b"")
         found = _sort_rows(pages.rows())
     report = SalvageReport(damaged=pages.n_damaged)
     with contextlib.closing(open_writing(made)) as database:
@@ -219,7 +219,7 @@ def salvage(path: Path, made: Path) -> SalvageReport:
             database.executemany("INSERT OR IGNORE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?)", found.usage)
             # Clients may have received more events: the file must not look cleanly closed.
             database.execute("UPDATE meta SET clean = 0")
-        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        checkpoint(database)
     return report
 
 
@@ -290,7 +290,7 @@ def _save(database: sqlite3.Connection, row: int, found: _Found, report: Salvage
         return
     name, client_id = _text(config["session_id"]), _text(config["client_id"])
     n_lost = max(0, _n_messages(row, found) - len(messages))
-    is_uncertain = not n_lost and _lacks_marks(row, found)
+    is_uncertain = not n_lost and _may_lack_messages(row, found)
     for is_whole in (False,) if n_lost or is_uncertain or stored is None else (True, False):
         if _try_write(database, row, _session_rows(row, found, config, messages, is_whole=is_whole)):
             break
@@ -309,7 +309,7 @@ def _save(database: sqlite3.Connection, row: int, found: _Found, report: Salvage
         (report.restarted if is_whole else report.dropped).append(name)
 
 
-def _lacks_marks(row: int, found: _Found) -> bool:
+def _may_lack_messages(row: int, found: _Found) -> bool:
     """Return whether there are tokens of turns without rows, whose messages may be missing too."""
     if any(len(found.rows(table, row)) < found.n_shared(table, row) for table in ("marks", "turns")):
         return True

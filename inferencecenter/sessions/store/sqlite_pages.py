@@ -26,7 +26,7 @@ _INDEX_LEAF: Final = 10
 _INDEX_INTERIOR: Final = 2
 _HEADER_BYTES: Final[Mapping[int, int]] = {_TABLE_LEAF: 8, _INDEX_LEAF: 8, _INDEX_INTERIOR: 12}
 _INT_BYTES: Final[Mapping[int, int]] = {1: 1, 2: 2, 3: 3, 4: 4, 5: 6, 6: 8}
-_LOG_HEADER_BYTES: Final = 32
+_WAL_HEADER_BYTES: Final = 32
 _FRAME_HEADER_BYTES: Final = 24
 _MASK: Final = 0xFFFFFFFF
 
@@ -44,13 +44,13 @@ class PageFile:
 
     Args:
         content: The content of the file.
-        log: The content of its WAL; uncommitted and damaged frames are ignored.
+        wal: The content of its WAL; uncommitted and damaged frames are ignored.
     """
 
-    def __init__(self, content: bytes | mmap, log: bytes = b"") -> None:
+    def __init__(self, content: bytes | mmap, wal: bytes = b"") -> None:
         self._content = content
         self._page_bytes = _page_bytes(content)
-        self._newer = _logged_pages(log)
+        self._newer = _pages_in_wal(wal)
         self.n_pages = max(len(content) // self._page_bytes, max(self._newer, default=0))
         self.n_damaged = 0
         """Pages and rows that ``rows`` could not parse."""
@@ -128,23 +128,23 @@ def _page_bytes(content: bytes | mmap) -> int:
     return size if size >= 512 and size & (size - 1) == 0 else _DEFAULT_PAGE_BYTES
 
 
-def _logged_pages(log: bytes) -> dict[int, bytes]:
+def _pages_in_wal(wal: bytes) -> dict[int, bytes]:
     """Return the last committed content of each page in a WAL, by page number."""
-    if len(log) < _LOG_HEADER_BYTES:
+    if len(wal) < _WAL_HEADER_BYTES:
         return {}
-    magic, _version, page_bytes, _sequence, *salts = struct.unpack_from(">6I", log)
+    magic, _version, page_bytes, _sequence, *salts = struct.unpack_from(">6I", wal)
     if magic & ~1 != 0x377F0682:
         return {}
     order = ">" if magic & 1 else "<"
-    sums = _checksum(log[:24], (0, 0), order)
+    sums = _checksum(wal[:24], (0, 0), order)
     committed: dict[int, bytes] = {}
     pending: dict[int, bytes] = {}
     step = _FRAME_HEADER_BYTES + page_bytes
-    for at in range(_LOG_HEADER_BYTES, len(log) - step + 1, step):
-        number, size_after, *frame_salts = struct.unpack_from(">4I", log, at)
-        page = log[at + _FRAME_HEADER_BYTES : at + step]
-        sums = _checksum(log[at : at + 8] + page, sums, order)
-        if frame_salts != salts or struct.unpack_from(">2I", log, at + 16) != sums:
+    for at in range(_WAL_HEADER_BYTES, len(wal) - step + 1, step):
+        number, size_after, *frame_salts = struct.unpack_from(">4I", wal, at)
+        page = wal[at + _FRAME_HEADER_BYTES : at + step]
+        sums = _checksum(wal[at : at + 8] + page, sums, order)
+        if frame_salts != salts or struct.unpack_from(">2I", wal, at + 16) != sums:
             break
         pending[number] = page
         if size_after:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 import structlog
 
-from inferencecenter.core.sqlite_file import MAX_LOG_BYTES, FileMovedError
+from inferencecenter.core.sqlite_file import MAX_WAL_BYTES, FileMovedError, checkpoint
 from inferencecenter.sessions.history import chars_of
 from inferencecenter.sessions.journal import (
     RETRY_LATER_MS,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.store.recorder import Entry, Recorder
 
 
-RESERVE_BYTES: Final = MAX_LOG_BYTES
+RESERVE_BYTES: Final = MAX_WAL_BYTES
 """The size at which the WAL is checkpointed."""
 _LEAST_BYTES: Final = 64 * 1024
 
@@ -97,17 +97,6 @@ class DiskReserve:
         file, self._file = self._file, None
         if file is not None:
             os.close(file)
-
-
-def truncate_wal(database: sqlite3.Connection, reserve: DiskReserve) -> bool:
-    """Checkpoint and truncate the WAL; ``False`` if there is no room for that, or another process is reading."""
-    reserve.release()
-    try:
-        return bool(database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0)
-    except sqlite3.OperationalError:
-        return False
-    finally:
-        reserve.fill()
 
 
 RETRY_S: Final = 1.0
@@ -181,7 +170,7 @@ class StoreWriter:
         committed: Callable[[WriteBatch], None],
         fault_changed: Callable[[], None],
         retry_s: float,
-        probe_s: float = PROBE_S,
+        probe_s: float,
     ) -> None:
         self._path = path
         self._database = database
@@ -274,11 +263,8 @@ class StoreWriter:
                 self._commit_or_checkpoint(batch)
                 batch.is_written = True
             self._identity.check()
-        except (sqlite3.Error, FileMovedError) as error:
-            self._fail(error)
-            return False
         except Exception as error:  # noqa: BLE001 - a defect must not end the thread that all sessions depend on
-            self._fail(error, defect=error)
+            self._fail(error)
             return False
         if self.fault is not None:
             self._set_fault(None)
@@ -290,9 +276,19 @@ class StoreWriter:
         try:
             self._commit(batch)
         except sqlite3.OperationalError as error:
-            if not is_full(error) or not truncate_wal(self._database, self._reserve):
+            if not is_full(error) or not self._checkpoint():
                 raise
             self._commit(batch)
+
+    def _checkpoint(self) -> bool:
+        """Checkpoint with the reserve's space; ``False`` if that is not enough, or another process is reading."""
+        self._reserve.release()
+        try:
+            return checkpoint(self._database)
+        except sqlite3.OperationalError:
+            return False
+        finally:
+            self._reserve.fill()
 
     def _commit(self, batch: WriteBatch) -> None:
         while batch.entries or self._recorder.unswept:
@@ -306,10 +302,13 @@ class StoreWriter:
                 batch.entries = [entry for entry in batch.entries if entry is not refused.entry]
         batch.unswept = self._recorder.unswept
 
-    def _fail(self, error: Exception, *, defect: Exception | None = None) -> None:
+    def _fail(self, error: Exception) -> None:
         if self.fault is None:
-            reason, hint = (reason_of(error), hint_of(error)) if defect is None else (repr(error), None)
-            _log.error("store_fault", path=str(self._path), reason=reason, hint=hint, exc_info=defect)
+            is_defect = not isinstance(error, (sqlite3.Error, FileMovedError))
+            reason, hint = (repr(error), None) if is_defect else (reason_of(error), hint_of(error))
+            _log.error(
+                "store_fault", path=str(self._path), reason=reason, hint=hint, exc_info=error if is_defect else None
+            )
         self._set_fault(fault_of(error, name=self._path.name))
 
     def _set_fault(self, fault: StorageFault | None) -> None:
@@ -366,7 +365,7 @@ def size_of(entry: Entry) -> int:
     return _ROW_BYTES + content
 
 
-def _is_long(messages: Iterable[ChatMessage], notes: Iterable[str] = ()) -> bool:
+def _is_long(messages: Iterable[ChatMessage], notes: Iterable[str]) -> bool:
     total = 0
     for weight in chain(map(_message_size, messages), map(len, notes)):
         total += weight

@@ -212,7 +212,7 @@ async def test_session_limit_change_applies_to_running_requests(server: Running)
         await server.engine.submitted.wait()
         await socket.send(json.dumps({**create, "stream_id": "b"}))
         refused = await frame_of(socket, "error")
-        assert (guest.account.client_id, refused["stream_id"]) == ("ada", "b")
+        assert (guest.client.client_id, refused["stream_id"]) == ("ada", "b")
         assert refused["error"]["code"] == "session_limit"
 
 

@@ -110,7 +110,7 @@ def test_token_counts_are_preferred_to_characters() -> None:
     for number, n_tokens in ((1, 90), (2, 95)):
         messages = turns(number)
         now = History(messages, pack_tokens([0] * n_tokens), "")
-        history = history.with_turn(f"t{number}", now, goes_on=True)
+        history = history.with_turn(f"t{number}", now, extends_tokens=True)
     shift = plan(turns(2) + said(("user", 84)), total=100, n_ctx=100, history=history)
     assert shift == ContextShift(HistoryView(0, 2), dropped_turns=1, dropped_tokens=90)
 
