@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from inferencecenter.config.params import parse_config_params
+from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.config.settings import bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
@@ -70,7 +70,7 @@ def chosen_model(settings: Settings, wanted: str) -> ModelSpec:
     if "/" not in wanted and path.suffix != ".gguf" and not path.is_file():
         raise not_registered(wanted, {DEMO: None, **registry.models})
     draft = draft_file(settings.engine, registry.models, of=path.stem)
-    return ModelSpec(name=path.stem, path=path, engine=settings.engine, params={}, lora=(), draft=draft)
+    return ModelSpec(name=path.stem, path=path, engine=settings.engine, draft=draft)
 
 
 def complete(

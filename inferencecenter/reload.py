@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from inferencecenter.auth.clients_file import load_clients
-from inferencecenter.config.params import parse_config_params
+from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.config.sections import LogSettings
 from inferencecenter.config.settings import setting_fields
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError

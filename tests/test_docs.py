@@ -11,7 +11,7 @@ from typing import get_args
 import pytest
 
 from inferencecenter.config.loader import load_settings
-from inferencecenter.config.params import parse_config_params
+from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.config.settings import Settings, setting_fields
 from inferencecenter.core.errors import ErrorCode
 from inferencecenter.models.registry import read_registry

@@ -15,6 +15,7 @@ import msgspec
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.gguf import SHARD, read_gguf
 from inferencecenter.hardware.model_shape import describe
+from inferencecenter.models.reference import shard_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -112,6 +113,15 @@ def manifest_path(directory: Path, name: str) -> Path:
     return directory / f"{name}.json"
 
 
+def gguf_paths(directory: Path) -> list[Path]:
+    """Return the GGUF files in a directory, sorted.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return sorted(path for path in directory.iterdir() if path.suffix == ".gguf" and path.is_file())
+
+
 def list_models(directory: Path) -> tuple[ModelFiles, ...]:
     """Return the models in a directory, by name; none if it does not exist.
 
@@ -120,7 +130,7 @@ def list_models(directory: Path) -> tuple[ModelFiles, ...]:
     """
     groups: dict[str, list[Path]] = {}
     try:
-        paths = sorted(path for path in directory.iterdir() if path.suffix == ".gguf" and path.is_file())
+        paths = gguf_paths(directory)
     except FileNotFoundError:
         return ()
     except OSError as error:
@@ -232,10 +242,8 @@ def _missing(parts: list[Path]) -> tuple[str, ...]:
     part = SHARD.match(parts[-1].stem)
     if part is None:
         return ()
-    count = int(part["count"])
     names = {path.name for path in parts}
-    wanted = (f"{part['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
-    return tuple(name for name in wanted if name not in names)
+    return tuple(name for name in shard_names(part["stem"], int(part["count"])) if name not in names)
 
 
 def _read_manifest(directory: Path, name: str) -> Manifest | None:

@@ -114,8 +114,10 @@ def check_name(name: str) -> str:
 
 def file_names(name: str, count: int) -> tuple[str, ...]:
     """Return the local file names of a model; llama.cpp finds the parts of a split one by these names."""
-    if count == 1:
-        return (f"{name}.gguf",)
+    return (f"{name}.gguf",) if count == 1 else shard_names(name, count)
+
+
+def shard_names(name: str, count: int) -> tuple[str, ...]:
     return tuple(f"{name}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1))
 
 

@@ -14,6 +14,7 @@ from inferencecenter.config.sections import EngineSettings, expand
 from inferencecenter.config.settings import MODEL_NAME, bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware.gguf import SHARD, read_gguf, read_summary
+from inferencecenter.models.files import gguf_paths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -55,8 +56,8 @@ class ModelSpec:
     name: str
     path: Path
     engine: EngineSettings
-    params: Mapping[str, Any]
-    lora: tuple[LoraSettings, ...]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    lora: tuple[LoraSettings, ...] = ()
     draft: Path | None = None
 
     @property
@@ -128,10 +129,7 @@ def read_registry(settings: Settings) -> Registry:
 def _read(settings: Settings) -> Registry:
     scanned = _scan(settings.models_dir)
     shared = settings.engine.model_copy(update=_OF_THE_DAEMON)
-    found = {
-        name: ModelSpec(name=name, path=path, engine=shared, params={}, lora=())
-        for name, path in scanned.models.items()
-    }
+    found = {name: ModelSpec(name=name, path=path, engine=shared) for name, path in scanned.models.items()}
     entries = {name: _entry(name, entry, settings, scanned.models) for name, entry in settings.models.items()}
     default = _default(settings, found, entries, shared)
     if default != entries.get(default.name, default):
@@ -215,7 +213,7 @@ class _Directory:
 def _scan(directory: Path) -> _Directory:
     found = _Directory(directory, {}, {})
     try:
-        paths = sorted(path for path in directory.iterdir() if path.suffix == ".gguf" and path.is_file())
+        paths = gguf_paths(directory)
     except FileNotFoundError:
         return found
     except OSError as error:
@@ -272,7 +270,7 @@ def _default(
         )
     path = chosen.path or bundled_model()
     name = chosen.name or _stem_of(chosen.path, found) or _name_in_file(path, backend=shared.backend, taken=models)
-    return ModelSpec(name=name, path=path, engine=shared, params={}, lora=chosen.lora)
+    return ModelSpec(name=name, path=path, engine=shared, lora=chosen.lora)
 
 
 def _with_adapters(spec: ModelSpec, settings: Settings) -> ModelSpec:

@@ -111,23 +111,19 @@ class FrameError(InferenceCenterError):
         self.request_id = request_id
 
 
-def invalid_request(
-    error: ValidationError, *, known: Mapping[str, object] = MappingProxyType({}), path: str = ""
-) -> InferenceCenterError:
+def invalid_request(error: ValidationError, *, known: Mapping[str, object]) -> InferenceCenterError:
     """Convert the first validation error to one that names the field, the value and what is allowed.
 
     Args:
         error: The validation error of pydantic.
         known: Field names, from which the nearest is suggested for an unknown one.
-        path: Prefix of the field's path.
     """
     if (n_faults := error.error_count()) > _MOST_FAULTS:  # listing all could take seconds
         return InferenceCenterError(
             ErrorCode.INVALID_REQUEST, f"{n_faults} fields are unknown, missing or out of range"
         )
     first = error.errors(include_url=False)[0]
-    parts = [_cut(str(part), _MAX_ID_CHARS) for part in first["loc"]]
-    location = ".".join([path, *parts] if path else parts)
+    location = ".".join(_cut(str(part), _MAX_ID_CHARS) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         message, hint = f"unknown field {location}", _nearest(str(first["loc"][-1]), known)
     elif first["type"] == "missing":

@@ -10,6 +10,8 @@ from inferencecenter.telemetry.instruments import label_text
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from prometheus_client import Gauge
+
     from inferencecenter.telemetry.instruments import Count, Distribution, MetricRegistry
 
 # A GPU generates a token in some milliseconds, two old cores one of a large model in a second. People read ten a second
@@ -49,12 +51,14 @@ class EngineMetrics:
     """
 
     def __init__(self, registry: MetricRegistry) -> None:
+        self._registry = registry
+        self._gauges: list[Gauge] = []
         self._declare_state(registry)
         self._declare_steps(registry)
         self._declare_kv(registry)
 
     def _declare_state(self, registry: MetricRegistry) -> None:
-        self.info = registry.gauge(
+        self.info = self._gauge(
             "model_info",
             "Always 1 for each loaded model; the labels describe it.",
             "model",
@@ -62,15 +66,15 @@ class EngineMetrics:
             "backend",
             "library",
         )
-        self.ready = registry.gauge(
+        self.ready = self._gauge(
             "engine_ready", "1 while turns are accepted, including by a sleeping engine that they start.", "model"
         )
-        self.state = registry.gauge("engine_state", "1 for the current state of the engine process.", "model", "state")
+        self.state = self._gauge("engine_state", "1 for the current state of the engine process.", "model", "state")
         self.restarts = registry.counter("engine_restarts", "Restarts of the engine process after a loss.", "model")
-        self.gpu_layers = registry.gauge("gpu_layers", "Layers of the model on GPUs.", "model")
-        self.slots = registry.gauge("slots", "Maximum number of turns that run at once.", "model")
-        self.running_turns = registry.gauge("running_turns", "Turns with a slot.", "model")
-        self.waiting_turns = registry.gauge("waiting_turns", "Turns waiting for a slot.", "model")
+        self.gpu_layers = self._gauge("gpu_layers", "Layers of the model on GPUs.", "model")
+        self.slots = self._gauge("slots", "Maximum number of turns that run at once.", "model")
+        self.running_turns = self._gauge("running_turns", "Turns with a slot.", "model")
+        self.waiting_turns = self._gauge("waiting_turns", "Turns waiting for a slot.", "model")
 
     def _declare_steps(self, registry: MetricRegistry) -> None:
         self.tokens = registry.counter("generated_tokens", "Generated tokens.", "model")
@@ -115,10 +119,10 @@ class EngineMetrics:
             bounds=_MOVE_BOUNDS_S,
         )
         self.kv_fetches = registry.counter("kv_fetches", "Parked sequences read from disk.", "model")
-        self.parked_sessions = registry.gauge(
+        self.parked_sessions = self._gauge(
             "parked_sessions", "Sessions whose KV is parked outside the slots.", "model"
         )
-        self.parked_bytes = registry.gauge("parked_bytes", "Bytes of parked KV, by tier: ram or disk.", "model", "tier")
+        self.parked_bytes = self._gauge("parked_bytes", "Bytes of parked KV, by tier: ram or disk.", "model", "tier")
 
     def of(self, model: str) -> EngineMeters:
         """Return the instruments of a model that each step updates."""
@@ -140,15 +144,10 @@ class EngineMetrics:
 
     def clear(self) -> None:
         """Drop the gauges: a model that is gone has no state."""
-        for gauge in (
-            self.info,
-            self.ready,
-            self.state,
-            self.gpu_layers,
-            self.slots,
-            self.running_turns,
-            self.waiting_turns,
-            self.parked_sessions,
-            self.parked_bytes,
-        ):
+        for gauge in self._gauges:
             gauge.clear()
+
+    def _gauge(self, name: str, documentation: str, *labels: str) -> Gauge:
+        gauge = self._registry.gauge(name, documentation, *labels)
+        self._gauges.append(gauge)
+        return gauge

@@ -40,8 +40,12 @@ class MachineMetrics:
         )
 
     def _declare_gpus(self, registry: MetricRegistry) -> None:
+        self._gpu_gauges: list[Gauge] = []
+
         def gauge(name: str, documentation: str, *labels: str) -> Gauge:
-            return registry.gauge(f"gpu_{name}", documentation, "gpu", *labels)
+            made = registry.gauge(f"gpu_{name}", documentation, "gpu", *labels)
+            self._gpu_gauges.append(made)
+            return made
 
         self.gpu_info = gauge("info", "Always 1 for each GPU; the labels describe it.", "name", "uuid", "driver")
         self.gpu_temperature_c = gauge("temperature_celsius", "Temperature of a GPU.")
@@ -59,18 +63,7 @@ class MachineMetrics:
 
     def clear_gpus(self) -> None:
         """Drop the readings of GPUs: one that no longer responds has no temperature."""
-        for gauge in (
-            self.gpu_info,
-            self.gpu_temperature_c,
-            self.gpu_power_watts,
-            self.gpu_power_limit_watts,
-            self.gpu_fan_percent,
-            self.gpu_utilization_percent,
-            self.gpu_memory_used_bytes,
-            self.gpu_memory_total_bytes,
-            self.gpu_sm_clock_mhz,
-            self.gpu_slowdown,
-        ):
+        for gauge in self._gpu_gauges:
             gauge.clear()
 
     def clear_processes(self) -> None:

@@ -54,16 +54,13 @@ class DaemonMetrics:
     """The daemon's metrics in a registry of their own; two instances share nothing.
 
     All are updated and exposed on the event loop.
-
-    Args:
-        max_clients: Clients with series of their own.
     """
 
-    def __init__(self, *, max_clients: int = MAX_CLIENTS) -> None:
+    def __init__(self) -> None:
         self.registry = registry = MetricRegistry()
         self._declare_sockets(registry)
         self._declare_turns(registry)
-        self._clients = BoundedLabel(max_clients)
+        self._clients = BoundedLabel(MAX_CLIENTS)
         self.task_failures = registry.counter(
             "task_failures",
             "Unexpected exceptions of background tasks, by part of the daemon; permanent tasks are restarted.",

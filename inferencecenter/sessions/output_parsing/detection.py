@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -148,39 +149,19 @@ def _in_tags(found: Mapping[str, str], *, array: bool = False) -> ToolCallFormat
     )
 
 
-def _in_array(found: Mapping[str, str]) -> ToolCallFormat:
-    return _in_tags(found, array=True)
-
-
-def _in_parameter_tags(found: Mapping[str, str]) -> ToolCallFormat:
-    return TaggedCalls()
-
-
-def _behind_function(found: Mapping[str, str]) -> ToolCallFormat:
-    return NamedCalls(opens="<function=", then=">", closes="</function>", between=found["between"])
-
-
-def _behind_recipient(found: Mapping[str, str]) -> ToolCallFormat:
-    return NamedCalls(opens=">>>", then="\n", between=found["between"], recipients=True)
-
-
-def _behind_mark(found: Mapping[str, str]) -> ToolCallFormat:
-    return NamedCalls(opens="[TOOL_CALLS]", then="[ARGS]", call_ids=bool(found["id"]))
-
-
-def _bare(found: Mapping[str, str]) -> ToolCallFormat:
-    return JsonCalls(key=found["key"], between=found["between"] or "; ")
-
-
 _FORMATS: Final[tuple[tuple[re.Pattern[str], Callable[[Mapping[str, str]], ToolCallFormat]], ...]] = (
     (_IN_TAGS, _in_tags),
-    (_IN_ARRAY, _in_array),
-    (_IN_PARAMETER_TAGS, _in_parameter_tags),
-    (_BEHIND_FUNCTION, _behind_function),
-    (_BEHIND_RECIPIENT, _behind_recipient),
-    (_BEHIND_MARK, _behind_mark),
-    (_BARE, _bare),
+    (_IN_ARRAY, partial(_in_tags, array=True)),
+    (_IN_PARAMETER_TAGS, lambda _: TaggedCalls()),
+    (
+        _BEHIND_FUNCTION,
+        lambda found: NamedCalls(opens="<function=", then=">", closes="</function>", between=found["between"]),
+    ),
+    (_BEHIND_RECIPIENT, lambda found: NamedCalls(opens=">>>", then="\n", between=found["between"], recipients=True)),
+    (_BEHIND_MARK, lambda found: NamedCalls(opens="[TOOL_CALLS]", then="[ARGS]", call_ids=bool(found["id"]))),
+    (_BARE, lambda found: JsonCalls(key=found["key"], between=found["between"] or "; ")),
 )
+"""The formats that are detected, in this order, each by what a template writes for the probe's calls."""
 
 
 FALLBACK: Final = JsonCalls(opens="<tool_call>", closes="</tool_call>", lead="\n", trail="\n", between="\n")

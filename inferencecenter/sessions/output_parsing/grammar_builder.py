@@ -61,21 +61,16 @@ class GrammarBuilder:
         plain = ""
         for text in texts:
             if text in self._control:
-                expressions += [quoted(plain) if plain else "", special(text)]
+                expressions += [_literal(plain) if plain else "", f"<[{text}]>"]
                 plain = ""
             else:
                 plain += text
-        return joined(*expressions, quoted(plain) if plain else "")
+        return joined(*expressions, _literal(plain) if plain else "")
 
     def schema(self, name: str, schema: Any) -> str:
         """Add a rule for JSON that a JSON Schema accepts and return its name."""
         accepts = {**schema, "x-guidance": _SPACING} if isinstance(schema, dict) else schema
         return self.rule(name, f"%json {_literal(accepts)}")
-
-
-def special(text: str) -> str:
-    """Return the expression of a control token."""
-    return f"<[{text}]>"
 
 
 def joined(*expressions: str) -> str:
@@ -94,11 +89,6 @@ def repeated(expression: str) -> str:
 
 def optional(expression: str) -> str:
     return f"({expression})?"
-
-
-def quoted(text: str) -> str:
-    """Return the expression of literal text."""
-    return _literal(text)
 
 
 def escaped(text: str) -> str:

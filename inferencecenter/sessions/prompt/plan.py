@@ -98,11 +98,6 @@ def min_tokens(plan: PromptPlan, *, max_token_bytes: int, may_shift: bool) -> in
     return -(-n_chars // max_token_bytes)
 
 
-def next_view(history: History, messages: tuple[ChatMessage, ...], *, n_keep: int = 0) -> HistoryView:
-    """Return the view of ``messages``, which extend the history's."""
-    return HistoryView(n_kept(messages, n_keep), history.view.resumes_at)
-
-
 def prompt_of(history: History, plan: PromptPlan, rendered: RenderedPrompt, *, implied_bos: str) -> Prompt:
     """Return the prompt that answers the last of the plan's messages, which extend the history's.
 
@@ -124,7 +119,7 @@ def prompt_of(history: History, plan: PromptPlan, rendered: RenderedPrompt, *, i
 def plan_prompt(history: History, messages: tuple[ChatMessage, ...], spec: TurnSpec) -> tuple[PromptPlan, RenderInput]:
     """Return the plan of a turn's prompt, which adds ``messages`` to a history, and the conversation to render."""
     request, messages = spec.request, history.messages + messages
-    view = next_view(history, messages, n_keep=spec.params.n_keep) if spec.view is None else spec.view
+    view = spec.view or HistoryView(n_kept(messages, spec.params.n_keep), history.view.resumes_at)
     conversation = RenderInput(
         view.of(messages),
         datetime.fromisoformat(spec.rendered_at),

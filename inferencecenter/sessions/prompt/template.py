@@ -41,9 +41,6 @@ class ConversationRenderer(Protocol):
 
     implied_bos: str
     """Text of the BOS token that the engine prepends, empty if it does not."""
-    keeps_end: bool
-    """Whether the end-of-turn token is part of the rendered history."""
-
     capabilities: TemplateCapabilities
     """How the model writes tool calls and reasoning."""
 
@@ -60,7 +57,6 @@ class RawText:
     """Raw mode: concatenates all contents; no text is special."""
 
     implied_bos = ""
-    keeps_end = False
     capabilities = PLAIN
 
     def render(self, conversation: RenderInput, *, add_generation_prompt: bool = True) -> RenderedText:
@@ -88,8 +84,6 @@ class ChatTemplate:
     Raises:
         InferenceCenterError: ``internal`` if the template does not compile.
     """
-
-    keeps_end = True
 
     def __init__(self, model: ModelInfo | TemplateSource) -> None:
         source = model.chat_template or CHATML

@@ -372,7 +372,7 @@ class Recorder:
         self._delete_turn(known.row)
         row, written = self._write_history(known, record.history)
         self._touch(row, record)
-        ending = rows.ending_column(record.end) if record.turn_key is not None else None
+        ending = rows.event_column(record.end) if record.turn_key is not None else None
         values = (row, written.next_turn, *rows.turn_row(turn), record.turn_key, ending, record.note)
         self._database.execute(_INSERT_TURN, values)
         add_usage(self._database, record.remaining_usage())
@@ -394,7 +394,7 @@ class Recorder:
         self._touch(row, record)
         self._insert_turns(row, turns.end, turns.turns)
         if record.rewound:
-            delete_failures(self._database, row)
+            self._database.execute("DELETE FROM failures WHERE session = ?", (row,))
         written = replace(written, turns=record.turns, first_turn=turns.first)
         self._staged[record.session_id] = SessionRow(row, written, known.turn_id)
 
@@ -507,17 +507,13 @@ def insert_failure(database: sqlite3.Connection, session: int, record: TurnFaile
     """Write why a turn failed, if the turn has a note."""
     if record.failure is None or not record.failure.note:
         return
-    values = (session, record.seq, record.turn_id, rows.error_column(record.failure.error), record.failure.note)
+    values = (session, record.seq, record.turn_id, rows.event_column(record.failure.error), record.failure.note)
     database.execute("INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?, ?)", values)
     database.execute(
         "DELETE FROM failures WHERE session = ?1 AND seq <="
         " (SELECT seq FROM failures WHERE session = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
         (session, MAX_FAILURES),
     )
-
-
-def delete_failures(database: sqlite3.Connection, session: int) -> None:
-    database.execute("DELETE FROM failures WHERE session = ?", (session,))
 
 
 def read_failures(database: sqlite3.Connection, session: int) -> dict[str, TurnFailure]:

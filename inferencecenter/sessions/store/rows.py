@@ -108,17 +108,13 @@ def turns_of(rows: Sequence[Row]) -> tuple[TranscriptTurn, ...]:
     )
 
 
-def ending_column(end: End) -> str:
-    return end.model_dump_json(exclude_unset=True)
+def event_column(event: End | Error) -> str:
+    return event.model_dump_json(exclude_unset=True)
 
 
 def end_of(column: str) -> End:
     """Return the event in the column ``ending``."""
     return End.model_validate_json(column)
-
-
-def error_column(error: Error) -> str:
-    return error.model_dump_json(exclude_unset=True)
 
 
 def error_of(column: str) -> Error:

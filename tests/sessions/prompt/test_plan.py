@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inferencecenter.ipc.messages import Finished, unpack_tokens
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.history import History
-from inferencecenter.sessions.prompt.plan import GeneratedAnswer, Prompt, PromptPlan, after_turn, next_view, prompt_of
+from inferencecenter.sessions.prompt.plan import GeneratedAnswer, Prompt, PromptPlan, after_turn, n_kept, prompt_of
 from inferencecenter.sessions.prompt.renderer import RenderInput, render_prompt
 from inferencecenter.sessions.prompt.template import ChatTemplate, ConversationRenderer, RawText
 from tests.sessions.conftest import make_model, packed
@@ -57,7 +57,7 @@ def text_of(prompt: Prompt) -> str:
 def asked(history: History, new: tuple[ChatMessage, ...], renderer: ConversationRenderer, *, n_keep: int = 0) -> Prompt:
     """The prompt of a turn with the messages ``new``."""
     messages = history.messages + new
-    view = next_view(history, messages, n_keep=n_keep)
+    view = HistoryView(n_kept(messages, n_keep), history.view.resumes_at)
     rendered = render_prompt(renderer, RenderInput(view.of(messages), NOW))
     return prompt_of(history, PromptPlan(messages, view), rendered, implied_bos=renderer.implied_bos)
 
@@ -74,7 +74,7 @@ def run(
         prompt_tokens=prompt.tokens + packed(text_of(prompt)),
     )
     end_of_turn = finished(len(answer) + bool(end), len(answer), end)
-    return prompt, after_turn(history, prompt, answer=said, end=end_of_turn, keeps_end=renderer.keeps_end)
+    return prompt, after_turn(history, prompt, answer=said, end=end_of_turn, keeps_end=isinstance(renderer, ChatTemplate))
 
 
 @given(turns=st.lists(st.tuples(st.text(max_size=12), st.text(max_size=12)), min_size=1, max_size=4))
