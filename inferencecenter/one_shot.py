@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from inferencecenter.sessions.model_router import parse_config_params
-from inferencecenter.config.settings import bundled_model
+from inferencecenter.config.settings import SessionSettings, bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
 from inferencecenter.ipc.engine_options import KvCachePaths
@@ -73,7 +73,7 @@ def chosen_model(settings: Settings, wanted: str) -> ModelSpec:
     return ModelSpec(name=path.stem, path=path, engine=settings.engine, draft=draft)
 
 
-def complete(
+async def complete(
     spec: ModelSpec,
     question: OneShotRequest,
     settings: Settings,
@@ -81,7 +81,7 @@ def complete(
     on_status: Callable[[EngineStatus], None],
     on_event: Callable[[Shown], None],
 ) -> OneShotResult:
-    """Load a model, run one prompt, and unload the model; call it from the main thread.
+    """Load a model, run one prompt, and unload the model; to be run in the main thread.
 
     SIGINT and SIGTERM end the answer, and keep the text so far.
 
@@ -95,17 +95,6 @@ def complete(
     Raises:
         InferenceCenterError: Why there is no answer.
     """
-    return asyncio.run(_complete(spec, question, settings, on_status=on_status, on_event=on_event))
-
-
-async def _complete(
-    spec: ModelSpec,
-    question: OneShotRequest,
-    settings: Settings,
-    *,
-    on_status: Callable[[EngineStatus], None],
-    on_event: Callable[[Shown], None],
-) -> OneShotResult:
     config_params = parse_config_params(settings)
     supervisor = _supervisor(spec, settings)
     templates = TemplateProcessPool()
@@ -130,8 +119,7 @@ async def _complete(
             engines=_OneModel(spec, supervisor),
             renderers=templates,
             config_params=config_params,
-            max_sessions=1,
-            default_ttl_s=None,
+            settings=SessionSettings(max_sessions=1),
         )
         turn.begin(sessions, question)
         return OneShotResult(end=await turn.ended, interrupted=turn.interrupted)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import stat
@@ -133,7 +134,7 @@ def _as_asked(spec: ModelSpec, settings: Settings, **asked: int | None) -> Model
 def _run(spec: ModelSpec, question: OneShotRequest, settings: Settings, *, as_json: bool) -> OneShotResult:
     screen = _Screen(None if as_json else TerminalView(stdout) if stdout.is_terminal else PlainView(), spec.name)
     try:
-        answered = complete(spec, question, settings, on_status=screen.moved, on_event=screen.show)
+        answered = asyncio.run(complete(spec, question, settings, on_status=screen.moved, on_event=screen.show))
     except InferenceCenterError:
         screen.finish()
         raise

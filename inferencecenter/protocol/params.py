@@ -15,6 +15,20 @@ from inferencecenter.protocol.params_model import PARAM_DOCS, SAMPLER_ORDER, Par
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+__all__ = [
+    "PARAM_DOCS",
+    "SAMPLER_ORDER",
+    "ParamDoc",
+    "Params",
+    "SamplerName",
+    "cross_check",
+    "decode",
+    "encode",
+    "is_greedy",
+    "json_schema",
+    "merge",
+    "parse_params",
+]
 
 _GROUPS = ("sampling", "stopping", "memory")
 
@@ -282,22 +296,6 @@ def _truncates(params: Params) -> bool:
         "xtc": params.xtc_probability > 0 and params.xtc_threshold <= 0.5,
     }
     return any(on[name] for name in on if name in params.samplers)
-
-
-__all__ = [
-    "PARAM_DOCS",
-    "SAMPLER_ORDER",
-    "ParamDoc",
-    "Params",
-    "SamplerName",
-    "cross_check",
-    "decode",
-    "encode",
-    "is_greedy",
-    "json_schema",
-    "merge",
-    "parse_params",
-]
 
 
 def merge(base: Params, *overlays: Params) -> Params:

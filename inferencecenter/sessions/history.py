@@ -13,7 +13,7 @@ from inferencecenter.protocol.requests import START
 from inferencecenter.protocol.values import TranscriptTurn, Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
     from inferencecenter.protocol.events import End, Error
     from inferencecenter.protocol.values import ChatMessage
@@ -274,7 +274,7 @@ class TurnLog:
         self._notes = dict(notes)
         self._ends = OrderedDict(list(ends.items())[-MAX_TURN_KEYS:])
         self._failures = OrderedDict(list(failures.items())[-MAX_FAILURES:])
-        self.usage = _sum(self._turns) if usage is None else usage
+        self.usage = _sum([turn.usage for turn in self._turns]) if usage is None else usage
 
     @property
     def turns(self) -> tuple[TranscriptTurn, ...]:
@@ -307,7 +307,7 @@ class TurnLog:
             turn_id=end.turn_id, finish_reason=end.finish_reason, messages=n_messages, usage=end.usage
         )
         self._turns.append(turn)
-        self.usage = _add(self.usage, end.usage)
+        self.usage = _sum((self.usage, end.usage))
         if note:
             self._notes[end.turn_id] = note
         if turn_key is not None:
@@ -346,7 +346,7 @@ class TurnLog:
         length = self._length(turn)
         removed = {later.turn_id for later in self._turns[length:]}
         del self._turns[length:]
-        self.usage = _sum(self._turns)
+        self.usage = _sum([turn.usage for turn in self._turns])
         for key in [key for key, end in self._ends.items() if end.turn_id in removed]:
             del self._ends[key]
         for turn_id in removed:
@@ -359,20 +359,10 @@ class TurnLog:
         return next(index for index, known in enumerate(self._turns, start=1) if known.turn_id == turn)
 
 
-def _sum(turns: Iterable[TranscriptTurn]) -> Usage:
-    usages = [turn.usage for turn in turns]
+def _sum(usages: Collection[Usage]) -> Usage:
     return Usage(
         prompt_tokens=sum(usage.prompt_tokens for usage in usages),
         cached_tokens=sum(usage.cached_tokens for usage in usages),
         completion_tokens=sum(usage.completion_tokens for usage in usages),
         reasoning_tokens=sum(usage.reasoning_tokens for usage in usages),
-    )
-
-
-def _add(total: Usage, usage: Usage) -> Usage:
-    return Usage(
-        prompt_tokens=total.prompt_tokens + usage.prompt_tokens,
-        cached_tokens=total.cached_tokens + usage.cached_tokens,
-        completion_tokens=total.completion_tokens + usage.completion_tokens,
-        reasoning_tokens=total.reasoning_tokens + usage.reasoning_tokens,
     )

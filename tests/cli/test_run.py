@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -114,9 +115,8 @@ def answer(*, on_event: Any = None, **params: Any) -> tuple[str, End]:
 
     settings = load_settings(None, {"engine.n_ctx": 4096})
     question = OneShotRequest(prompt=QUESTION, params=params)
-    answered = complete(
-        chosen_model(settings, "demo"), question, settings, on_status=lambda _status: None, on_event=show
-    )
+    model = chosen_model(settings, "demo")
+    answered = asyncio.run(complete(model, question, settings, on_status=lambda _status: None, on_event=show))
     assert answered.end is not None
     return "".join(texts), answered.end
 
