@@ -48,7 +48,7 @@ from inferencecenter.sessions.journal import RETRY_LATER_MS
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
 from inferencecenter.sessions.store.archive import Archive
-from inferencecenter.sessions.store.recorder import utc_day
+from inferencecenter.sessions.store.rows import utc_day
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import SessionStore
 from inferencecenter.supervisor.crash_limit import CrashLimit

@@ -19,8 +19,8 @@ CLIENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,63}")
 class Account(Principal):
     """A client as authenticated by one credential.
 
-    ``expires_at`` (Unix seconds) belongs to the token; an API key has none. ``limits`` are the token's, and for those it
-    does not set the client's.
+    ``expires_at`` (Unix seconds) belongs to the token; an API key has none. ``limits`` are the token's, and for those
+    it does not set the client's.
     """
 
     expires_at: float | None = None

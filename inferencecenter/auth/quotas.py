@@ -10,7 +10,7 @@ from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from inferencecenter.auth.account import Account
     from inferencecenter.auth.accounts import Accounts
@@ -231,7 +231,7 @@ class AccessQuotas:
 
     def used_today(self, client_id: str) -> int:
         """Return the tokens used by all tokens of a client since midnight UTC."""
-        return sum(each.used_today for each in self._of_client(client_id))
+        return sum(each.used_today for each in self._quotas.get(client_id, {}).values())
 
     def _known(self, client_id: str, token_id: str) -> AccessQuota | None:
         return self._quotas.get(client_id, {}).get(token_id)
@@ -257,9 +257,6 @@ class AccessQuotas:
                 if not quotas:
                     del self._quotas[client_id]
         self._sweep_at = max(SWEEP_FROM, 2 * len(self._own))
-
-    def _of_client(self, client_id: str) -> Iterable[AccessQuota]:
-        return self._quotas.get(client_id, {}).values()
 
     def _set(self, client_id: str, token_id: str, own: AccessLimits) -> None:
         self._own[client_id, token_id] = own

@@ -253,15 +253,6 @@ def rate_limit_key(address: str) -> str:
     return str(ipaddress.ip_network((int(parsed) >> _IPV6_SITE_BITS << _IPV6_SITE_BITS, _IPV6_SITE_BITS)))
 
 
-# Back-off for clients that keep sending refused requests.
-#
-# A refusal is cheap for the client and not free for the server, and no bucket limits it: a request against an empty
-# bucket is refused as well. So the task that reads a socket or answers an HTTP request waits a little after a refusal,
-# longer with each consecutive one, up to a second. An accepted frame is never delayed and halves the count, so that a
-# client which errs now and then, or whose sessions were all closed, is not delayed, while one that mixes a few accepted
-# frames into its refusals is. Each socket has its own count, so that one program does not slow down another of the same
-# account; HTTP requests count per account.
-
 FREE_REFUSALS: Final = 16
 """Consecutive refusals without a delay."""
 MAX_DELAY_S: Final = 1.0
@@ -271,7 +262,15 @@ _MAX_CLIENTS: Final = 1000
 
 
 class RefusalBackoff:
-    """Counts consecutive refusals."""
+    """Delays the requests of a client that keeps sending refused ones.
+
+    A refusal is cheap for the client and not free for the server, and no bucket limits it: a request against an empty
+    bucket is refused as well. So the task that reads a socket or answers an HTTP request waits a little after a
+    refusal, longer with each consecutive one, up to a second. An accepted request is never delayed and halves the
+    count, so that a client which errs now and then is not delayed, while one that mixes a few accepted requests into
+    its refusals is. Each socket has its own count, so that one program does not slow down another of the same account;
+    HTTP requests count per account.
+    """
 
     def __init__(self) -> None:
         self._n_refused = 0

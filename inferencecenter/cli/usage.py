@@ -13,7 +13,7 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, print_rows
 from inferencecenter.config.loader import load_settings
 from inferencecenter.sessions.store.archive import Archive
-from inferencecenter.sessions.store.recorder import utc_day
+from inferencecenter.sessions.store.rows import utc_day
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 
 if TYPE_CHECKING:

@@ -309,8 +309,8 @@ def encode(params: Params) -> bytes:
     return params.model_dump_json(exclude_unset=True).encode()
 
 
-def decode(data: bytes) -> Params:
-    """Return the parameters in bytes made by ``encode``."""
+def decode(data: bytes | str) -> Params:
+    """Return the parameters in what ``encode`` made."""
     return Params.model_validate_json(data)
 
 

@@ -12,7 +12,7 @@ from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import ConnectedClient, UsageDay, UsageLeft
 from inferencecenter.server.context import UsageReader
-from inferencecenter.sessions.store.recorder import utc_day
+from inferencecenter.sessions.store.rows import utc_day
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,11 @@
-"""Grammars that constrain an answer: tool calls by their schemas, and structured output."""
+"""Grammars that constrain an answer: tool calls by their schemas, and structured output.
+
+An answer with tools is free text up to the trigger of a call, and then nothing but calls. A trigger that is a control
+token is matched as that token, so the text before it may be anything; one of ordinary characters ends a lazy rule,
+which matches no further than its first occurrence; in a format without a trigger (``initial_trigger``) only the start
+of the answer decides. Reasoning, where the model has it, precedes all this and ends with its closing tag. Invariant: a
+call that a grammar accepts is parsed (``parser``) as a call of an offered tool.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 if TYPE_CHECKING:
     import sqlite3
 
-_ROW_BYTES: Final = 128
+ROW_BYTES: Final = 128
+"""Approximate size of a row without its variable columns."""
 _BASE_BYTES: Final = 4096
 """Budget charged for deleting a row of ``sessions``: a dozen statements."""
 # SQL for the variable size in bytes of a row of each kind.
@@ -202,7 +203,7 @@ def _truncate(database: sqlite3.Connection, kind: str, row: int, n_kept: int, bu
     )
     for n, n_bytes in held:
         first = n
-        budget -= _ROW_BYTES + n_bytes
+        budget -= ROW_BYTES + n_bytes
         if budget <= 0:
             break
     held.close()

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
-from inferencecenter.sessions.history import MAX_TURN_KEYS, TOKEN_BYTES, History, HistoryView
+from inferencecenter.sessions.history import MAX_TURN_KEYS, TOKEN_BYTES, History, HistoryView, TurnFailure
 from inferencecenter.sessions.journal import PendingTurn, StoredSession
 from inferencecenter.sessions.output_parsing.assembler import decode_parts
-from inferencecenter.sessions.store import recorder, rows
+from inferencecenter.sessions.store import rows
 from inferencecenter.sessions.store.bases import Reach, base_of
 from inferencecenter.sessions.store.diff import PersistedState
 from inferencecenter.sessions.store.recorder import SessionRow
@@ -276,7 +276,7 @@ def read_one(
         ends=ends,
         pending_turn=pending_turn,
         notes=notes,
-        failures=recorder.read_failures(database, row),
+        failures=_failures(database, row),
     )
     written = PersistedState(session.history, _ends_of(read.pieces), read.turns, read.first_turn)
     return LoadedSession(session, SessionRow(row, written, pending_turn.spec.turn_id if pending_turn else None))
@@ -350,6 +350,12 @@ def _pending_turn(database: sqlite3.Connection, row: int, output: PendingOutput)
         text="".join(output.texts),
         parts=decode_parts(output.parts) if output.parts else None,
     )
+
+
+def _failures(database: sqlite3.Connection, row: int) -> dict[str, TurnFailure]:
+    """Return a session's failures by turn id, the latest last."""
+    held = database.execute("SELECT turn_id, error, note FROM failures WHERE session = ? ORDER BY seq", (row,))
+    return {turn_id: TurnFailure(rows.error_of(error), note) for turn_id, error, note in held.fetchall()}
 
 
 def _reason(error: Exception) -> str:

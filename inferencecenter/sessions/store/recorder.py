@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import sqlite3
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import cache
 from itertools import groupby
 from types import MappingProxyType
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 import structlog
 
 from inferencecenter.core.sqlite_file import checkpoint, transaction
-from inferencecenter.sessions.history import MAX_FAILURES, History, TurnFailure
+from inferencecenter.sessions.history import MAX_FAILURES, History
 from inferencecenter.sessions.journal import (
     EpochChanged,
     HistoryChanged,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from inferencecenter.protocol.values import TranscriptTurn
+    from inferencecenter.sessions.history import TurnFailure
 
 
 PurgeKind: TypeAlias = Literal["session", "client"]
@@ -247,7 +247,7 @@ class Recorder:
             case MetadataChanged() | EpochChanged():
                 self._update_session(entry)
             case UsageRecorded():
-                add_usage(self._database, entry)
+                self._add_usage(entry)
             case SessionDeleted() | Purge():
                 self._delete(entry)
 
@@ -375,16 +375,17 @@ class Recorder:
         ending = rows.event_column(record.end) if record.turn_key is not None else None
         values = (row, written.next_turn, *rows.turn_row(turn), record.turn_key, ending, record.note)
         self._database.execute(_INSERT_TURN, values)
-        add_usage(self._database, record.remaining_usage())
+        self._add_usage(record.remaining_usage())
         self._staged[record.session_id] = SessionRow(row, replace(written, turns=(*written.turns, turn)))
 
     def _fail_turn(self, record: TurnFailed) -> None:
         known = self._find(record.session_id)
         self._delete_turn(known.row)
         self._touch(known.row, record)
-        insert_failure(self._database, known.row, record)
+        if record.failure is not None and record.failure.note:
+            self._insert_failure(known.row, record, record.failure)
         if record.usage is not None:
-            add_usage(self._database, record.usage)
+            self._add_usage(record.usage)
         self._staged[record.session_id] = replace(known, turn_id=None)
 
     def _change_history(self, record: HistoryChanged) -> None:
@@ -451,6 +452,29 @@ class Recorder:
         ]
         self._database.executemany(_INSERT_TURN, values)
 
+    def _insert_failure(self, row: int, record: TurnFailed, failure: TurnFailure) -> None:
+        """Write why a turn failed, and delete the oldest failures of its session."""
+        values = (row, record.seq, record.turn_id, rows.event_column(failure.error), failure.note)
+        self._database.execute("INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?, ?)", values)
+        self._database.execute(
+            "DELETE FROM failures WHERE session = ?1 AND seq <="
+            " (SELECT seq FROM failures WHERE session = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
+            (row, MAX_FAILURES),
+        )
+
+    def _add_usage(self, record: UsageRecorded) -> None:
+        """Add usage to the totals of its day."""
+        self._database.execute(
+            "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET turns = turns + excluded.turns,"
+            " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
+            " cached_tokens = cached_tokens + excluded.cached_tokens,"
+            " completion_tokens = completion_tokens + excluded.completion_tokens",
+            (
+                *(record.client_id, record.token_id, rows.utc_day(record.at), record.turns),
+                *(record.prompt_tokens, record.cached_tokens, record.completion_tokens),
+            ),
+        )
+
     def _touch(self, row: int, record: TurnQueued | TurnEnded | TurnFailed | HistoryChanged) -> None:
         self._database.execute(
             "UPDATE sessions SET seq = ?, last_used_at = ? WHERE id = ?", (record.seq, record.last_used_at, row)
@@ -501,45 +525,3 @@ def detach_sessions(database: sqlite3.Connection, purge: Purge) -> list[tuple[in
 @cache
 def _insertion(n_rows: int) -> str:
     return "INSERT INTO said VALUES " + ", ".join(["(?, ?, ?, ?, ?)"] * n_rows)  # noqa: S608 - no values
-
-
-def insert_failure(database: sqlite3.Connection, session: int, record: TurnFailed) -> None:
-    """Write why a turn failed, if the turn has a note."""
-    if record.failure is None or not record.failure.note:
-        return
-    values = (session, record.seq, record.turn_id, rows.event_column(record.failure.error), record.failure.note)
-    database.execute("INSERT OR REPLACE INTO failures VALUES (?, ?, ?, ?, ?)", values)
-    database.execute(
-        "DELETE FROM failures WHERE session = ?1 AND seq <="
-        " (SELECT seq FROM failures WHERE session = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
-        (session, MAX_FAILURES),
-    )
-
-
-def read_failures(database: sqlite3.Connection, session: int) -> dict[str, TurnFailure]:
-    """Return a session's failures by turn id, the latest last.
-
-    Raises:
-        ValueError: A row is invalid.
-    """
-    held = database.execute("SELECT turn_id, error, note FROM failures WHERE session = ? ORDER BY seq", (session,))
-    return {turn_id: TurnFailure(rows.error_of(error), note) for turn_id, error, note in held.fetchall()}
-
-
-def add_usage(database: sqlite3.Connection, record: UsageRecorded) -> None:
-    """Add usage to the totals of its day."""
-    database.execute(
-        "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET turns = turns + excluded.turns,"
-        " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
-        " cached_tokens = cached_tokens + excluded.cached_tokens,"
-        " completion_tokens = completion_tokens + excluded.completion_tokens",
-        (
-            *(record.client_id, record.token_id, utc_day(record.at), record.turns),
-            *(record.prompt_tokens, record.cached_tokens, record.completion_tokens),
-        ),
-    )
-
-
-def utc_day(at: float) -> str:
-    """Return the UTC day of a time in Unix seconds, such as 2026-11-21."""
-    return datetime.fromtimestamp(at, UTC).date().isoformat()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import orjson
@@ -159,7 +160,7 @@ def order_of(row: Row) -> TurnSpec:
     return TurnSpec(
         turn_id=turn_id,
         request=Infer.model_validate_json(request),
-        params=decode(params.encode()),
+        params=decode(params),
         rank=rank,
         warnings=_texts(orjson.loads(warnings)),
         submitted_at=submitted_at,
@@ -187,3 +188,8 @@ def numbered(rows: Sequence[Row], first: int = 0) -> list[Row]:
     if [row[0] for row in rows] != list(range(first, first + len(rows))):
         raise ValueError("a row is missing")
     return [row[1:] for row in rows]
+
+
+def utc_day(at: float) -> str:
+    """Return the UTC day of a time in Unix seconds, such as 2026-11-21."""
+    return datetime.fromtimestamp(at, UTC).date().isoformat()

@@ -4,7 +4,7 @@ Rows are read directly from the pages (``sqlite_pages``), so a damaged page cost
 row is identified by the types of its values. Of each session the consistent part is kept: its first messages without a
 gap and the turns that ended among them; its tokens only if nothing is missing, since they can be computed again. An
 unfinished turn is restarted if nothing before it is missing. Shared rows are written for each session. The damaged file
-is only read.
+is only read. Invariant: the new file has only sessions that a daemon can load, since each is loaded before it is kept.
 """
 
 from __future__ import annotations

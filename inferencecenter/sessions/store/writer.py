@@ -45,6 +45,7 @@ from inferencecenter.sessions.journal import (
     TurnEnded,
     TurnQueued,
 )
+from inferencecenter.sessions.store.bases import ROW_BYTES
 from inferencecenter.sessions.store.database import fault_of, hint_of, is_full, reason_of
 from inferencecenter.sessions.store.recorder import CHUNK_BYTES, OpenedChunk, UnwritableError, session_of
 
@@ -331,7 +332,6 @@ BATCH_BYTES: Final = 512 * 1024
 """Approximate limit of a transaction, which takes milliseconds; a single larger entry may exceed it."""
 SHARE_BYTES: Final = 128 * 1024
 """Approximate bytes that one client contributes before the next one's turn."""
-_ROW_BYTES: Final = 128
 _MAX_NEW_MESSAGES: Final = 1000
 
 
@@ -362,7 +362,7 @@ def size_of(entry: Entry) -> int:
             content = min(n_chars, CHUNK_BYTES)
         case _:
             content = 0
-    return _ROW_BYTES + content
+    return ROW_BYTES + content
 
 
 def _is_long(messages: Iterable[ChatMessage], notes: Iterable[str]) -> bool:
@@ -383,7 +383,7 @@ def _chunks_of_opened(record: SessionOpened) -> Iterator[OpenedChunk]:
             total, is_first = 0, False
     n_messages = len(record.history.messages)
     for n, turn in enumerate(record.turns, 1):
-        total += _ROW_BYTES + len(record.notes.get(turn.turn_id, ""))
+        total += ROW_BYTES + len(record.notes.get(turn.turn_id, ""))
         if total >= CHUNK_BYTES:
             yield OpenedChunk(record, n_messages, n, is_first=is_first)
             total, is_first = 0, False
@@ -391,7 +391,7 @@ def _chunks_of_opened(record: SessionOpened) -> Iterator[OpenedChunk]:
 
 
 def _message_size(message: ChatMessage) -> int:
-    return _ROW_BYTES + chars_of(message)
+    return ROW_BYTES + chars_of(message)
 
 
 def _size_from(history: History, start: int) -> int:
