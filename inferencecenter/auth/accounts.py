@@ -120,7 +120,7 @@ class Accounts:
         Raises:
             InferenceCenterError: ``invalid_request`` for an invalid value, or ``storage_unavailable``.
         """
-        spelled = " ".join(sorted(parse_scopes(scopes)))
+        scope_names = " ".join(sorted(parse_scopes(scopes)))
         check_max_sessions(max_sessions)
         check_retention(retention_days)
         with self._file.transaction() as database:
@@ -132,10 +132,10 @@ class Accounts:
                 " VALUES (?, ?, ?, ?, ?, ?)"
                 " ON CONFLICT (client_id) DO UPDATE SET max_sessions = excluded.max_sessions,"
                 " priority = excluded.priority, scopes = excluded.scopes, retention_days = excluded.retention_days",
-                (client_id, max_sessions, priority, spelled, retention_days, self._clock()),
+                (client_id, max_sessions, priority, scope_names, retention_days, self._clock()),
             )
             event = AuditEvent.CLIENT_CHANGED if exists else AuditEvent.CLIENT_CREATED
-            self._record(database, audit_entry(event, client_id=client_id, detail=f"scopes {spelled}"))
+            self._record(database, audit_entry(event, client_id=client_id, detail=f"scopes {scope_names}"))
 
     def has_client(self, client_id: str) -> bool:
         with self._rows("SELECT 1 FROM clients WHERE client_id = ?", (client_id,)) as rows:
@@ -272,8 +272,8 @@ class Accounts:
         ) as rows:
             row = rows.fetchone()
         # Compared also for an unknown id, so that the duration does not reveal which ids exist.
-        right = hmac.compare_digest(tokens.hash_secret(secret), row[0] if row else _NO_HASH)
-        if not right or row is None or not self._lives(expires_at=row[1], revoked_at=row[2]):
+        matches = hmac.compare_digest(tokens.hash_secret(secret), row[0] if row else _NO_HASH)
+        if not matches or row is None or not self._is_valid(expires_at=row[1], revoked_at=row[2]):
             return None
         self._audit_buffer.add_use(token_id, at=self._clock())
         return Account(
@@ -293,8 +293,8 @@ class Accounts:
         The key is the one of ``clients.toml``, or any token of that client, for programs that support only such a pair.
         """
         client = self._static.get(client_id)
-        right = hmac.compare_digest(tokens.hash_secret(api_key), client.key_sha256 if client else _NO_HASH)
-        if right and client is not None:
+        matches = hmac.compare_digest(tokens.hash_secret(api_key), client.key_sha256 if client else _NO_HASH)
+        if matches and client is not None:
             return client.account
         account = self.verify_token(api_key)
         return account if account is not None and account.client_id == client_id else None
@@ -355,7 +355,7 @@ class Accounts:
     def _record(self, database: sqlite3.Connection, line: AuditEntry) -> None:
         self._audit_log.write(database, line, at=self._clock())
 
-    def _lives(self, *, expires_at: float | None, revoked_at: float | None) -> bool:
+    def _is_valid(self, *, expires_at: float | None, revoked_at: float | None) -> bool:
         return revoked_at is None and (expires_at is None or self._clock() < expires_at)
 
     @contextmanager

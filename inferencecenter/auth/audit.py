@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-TOGETHER_S: Final = 60.0
+MERGE_S: Final = 60.0
 """Equal lines within this time are merged."""
 PRUNE_ROWS: Final = 1000
 """Rows that one process writes between two prunings."""
@@ -94,10 +94,10 @@ def audit_entry(
     """Return the entry of an event; long text is truncated, and control characters are replaced."""
     return AuditEntry(
         event,
-        client_id=None if client_id is None else _plain(client_id),
-        token_id=None if token_id is None else _plain(token_id),
-        address=None if address is None else _plain(address),
-        detail=_plain(detail),
+        client_id=None if client_id is None else _sanitized(client_id),
+        token_id=None if token_id is None else _sanitized(token_id),
+        address=None if address is None else _sanitized(address),
+        detail=_sanitized(detail),
     )
 
 
@@ -122,7 +122,7 @@ class AuditLog:
     ) -> None:
         """Write entries up to ``at``, each merged into the equal row of the last minute if there is one."""
         for line, tally in tallies.items():
-            if not _count_up(database, line, tally):
+            if not _merge(database, line, tally):
                 self._insert(database, line, tally)
         self._prune(database, at)
 
@@ -176,14 +176,14 @@ class AuditLog:
         return float("-inf") if self._kept_s is None else at - self._kept_s
 
 
-def _count_up(database: sqlite3.Connection, line: AuditEntry, tally: EventCount) -> bool:
+def _merge(database: sqlite3.Connection, line: AuditEntry, tally: EventCount) -> bool:
     """Add to the equal row of the last minute; ``False`` if there is none."""
     changed = database.execute(
         "UPDATE audit SET count = count + ?1, last_at = MAX(last_at, ?2) WHERE id = ("
         "SELECT id FROM audit WHERE event = ?4 AND address IS ?7 AND at BETWEEN ?3 AND ?2"
         " AND client_id IS ?5 AND token_id IS ?6 AND detail = ?8 ORDER BY at DESC LIMIT 1)",
         (
-            *(tally.times, tally.last_at, tally.last_at - TOGETHER_S),
+            *(tally.times, tally.last_at, tally.last_at - MERGE_S),
             *(line.event, line.client_id, line.token_id, line.address, line.detail),
         ),
     )
@@ -204,10 +204,10 @@ def _line(at: float, last_at: float, count: int, event: str, *rest: Any) -> Audi
     )
 
 
-def _plain(text: str) -> str:
+def _sanitized(text: str) -> str:
     if len(text) <= _MAX_CHARS and text.isprintable():
         return text
-    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text[:_MAX_CHARS])
+    return "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in text[:_MAX_CHARS])
 
 
 MAX_BUFFERED: Final = 10_000

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from inferencecenter.config.limits import AccessLimits
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
-_WRITE_AFTER_S: Final = 1.0
+_FLUSH_AFTER_S: Final = 1.0
 _RETRY_AFTER_S: Final = 30.0
 _UNAVAILABLE_RETRY_MS: Final = 1000
 _MAX_CLAIM_CHARS: Final = 64
@@ -101,8 +101,8 @@ class Authenticator:
         self._attempts = AddressRateLimiter(at_once=attempts_per_minute, per_s=attempts_per_minute / 60, clock=clock)
         self._metrics = metrics
         self._tasks = TaskGroup("authenticator")
-        self._writing: asyncio.TimerHandle | None = None
-        self._to_write = False
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._has_buffered = False
         self._warned = False
         self._unreadable = False
 
@@ -130,7 +130,7 @@ class Authenticator:
         """
         if self._external is None or not isinstance(credential, KeyCredential):
             return False
-        with self._readable():
+        with self._accounts_errors():
             return public_id(credential.api_key) is None and not self._accounts.knows(credential.client_id)
 
     async def authenticate_anywhere(self, credential: Credential, *, address: str) -> Account:
@@ -167,8 +167,8 @@ class Authenticator:
 
     async def close(self) -> None:
         """Stop the writer of buffered entries; closing the accounts writes the rest."""
-        if self._writing is not None:
-            self._writing.cancel()
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
         await self._tasks.cancel()
         if self._external is not None:
             await self._external.close()
@@ -184,7 +184,7 @@ class Authenticator:
             )
 
     def _verify(self, credential: Credential) -> Account | None:
-        with self._readable():
+        with self._accounts_errors():
             match credential:
                 case TokenCredential(token):
                     return self._accounts.verify_token(token)
@@ -192,7 +192,7 @@ class Authenticator:
                     return self._accounts.verify_key(client_id, api_key)
 
     @contextmanager
-    def _readable(self) -> Iterator[None]:
+    def _accounts_errors(self) -> Iterator[None]:
         """Log once why accounts cannot be read, and hide the reason from the caller."""
         try:
             yield
@@ -232,31 +232,31 @@ class Authenticator:
     def audit(self, line: AuditEntry) -> None:
         """Buffer an audit line; it is written within a second, together with all others until then."""
         self._accounts.buffer_audit(line)
-        self._to_write = True
-        if self._writing is None:
-            self._write_after(_WRITE_AFTER_S)
+        self._has_buffered = True
+        if self._flush_timer is None:
+            self._schedule_flush(_FLUSH_AFTER_S)
 
-    def _write_after(self, delay_s: float) -> None:
-        self._writing = asyncio.get_running_loop().call_later(
-            delay_s, lambda: self._tasks.spawn(self._write(), name="flush_audit")
+    def _schedule_flush(self, delay_s: float) -> None:
+        self._flush_timer = asyncio.get_running_loop().call_later(
+            delay_s, lambda: self._tasks.spawn(self._flush(), name="flush_audit")
         )
 
-    async def _write(self) -> None:
+    async def _flush(self) -> None:
         """Write the buffered entries. Logins do not depend on it: a failure is logged once, and retried."""
-        self._to_write = False
+        self._has_buffered = False
         try:
             await asyncio.to_thread(self._accounts.flush_audit)
         except Exception as error:  # noqa: BLE001 - a defect must not end the writing for good
             if not self._warned:
                 _log.warning("logins_unwritten", error=str(error), hint=getattr(error, "hint", None))
             self._warned = True
-            self._write_after(_RETRY_AFTER_S)
+            self._schedule_flush(_RETRY_AFTER_S)
             return
         self._warned = False
         # Only now, so that a slow disk does not accumulate threads.
-        self._writing = None
-        if self._to_write:
-            self._write_after(_WRITE_AFTER_S)
+        self._flush_timer = None
+        if self._has_buffered:
+            self._schedule_flush(_FLUSH_AFTER_S)
 
 
 def refusal(credential: Credential, *, address: str, detail: str = "") -> AuditEntry:

@@ -177,7 +177,7 @@ class AccessQuotas:
         self._defaults = defaults
         self._clock = clock
         self._monotonic = monotonic
-        self._own: dict[tuple[str, str], AccessLimits] = {}
+        self._own_limits: dict[tuple[str, str], AccessLimits] = {}
         self._quotas: defaultdict[str, dict[str, AccessQuota]] = defaultdict(dict)
         self._in_use: Callable[[], Collection[tuple[str, str]]] = tuple
         self._sweep_at = SWEEP_FROM
@@ -187,7 +187,7 @@ class AccessQuotas:
         self._in_use = in_use
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._own_limits)
 
     def of(self, client_id: str, token_id: str) -> AccessQuota:
         """Return a quota, created from the accounts at the first use."""
@@ -227,7 +227,7 @@ class AccessQuotas:
         self._defaults = self._defaults if defaults is None else defaults
         for client_id, quotas in self._quotas.items():
             for token_id in quotas:
-                self._set(client_id, token_id, own.get((client_id, token_id), self._own[client_id, token_id]))
+                self._set(client_id, token_id, own.get((client_id, token_id), self._own_limits[client_id, token_id]))
 
     def used_today(self, client_id: str) -> int:
         """Return the tokens used by all tokens of a client since midnight UTC."""
@@ -237,7 +237,7 @@ class AccessQuotas:
         return self._quotas.get(client_id, {}).get(token_id)
 
     def _make(self, client_id: str, token_id: str, own: AccessLimits) -> AccessQuota:
-        if len(self._own) >= self._sweep_at:
+        if len(self._own_limits) >= self._sweep_at:
             self._forget_unused()
         made = AccessQuota(clock=self._clock, monotonic=self._monotonic)
         self._quotas[client_id][token_id] = made
@@ -250,16 +250,16 @@ class AccessQuotas:
         Runs when their number has doubled since the last run, so the amortized cost per token is constant.
         """
         in_use = frozenset(self._in_use())
-        for client_id, token_id in [key for key in self._own if key not in in_use]:
+        for client_id, token_id in [key for key in self._own_limits if key not in in_use]:
             quotas = self._quotas[client_id]
             if quotas[token_id].is_unused:
-                del quotas[token_id], self._own[client_id, token_id]
+                del quotas[token_id], self._own_limits[client_id, token_id]
                 if not quotas:
                     del self._quotas[client_id]
-        self._sweep_at = max(SWEEP_FROM, 2 * len(self._own))
+        self._sweep_at = max(SWEEP_FROM, 2 * len(self._own_limits))
 
     def _set(self, client_id: str, token_id: str, own: AccessLimits) -> None:
-        self._own[client_id, token_id] = own
+        self._own_limits[client_id, token_id] = own
         self._quotas[client_id][token_id].limits = self.effective(own)
 
 

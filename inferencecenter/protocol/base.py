@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Final
+from typing import TYPE_CHECKING, Annotated, ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_Base = TypeVar("_Base", bound=BaseModel)
 
 PROTOCOL_VERSION: Final = 1
 SUBPROTOCOL: Final = "inferencecenter.v1"
@@ -66,6 +71,12 @@ class TurnEvent(SessionEvent):
     """A session event that belongs to a turn."""
 
     turn_id: str = Field(description="The turn this belongs to.")
+
+
+def messages_in(module: Mapping[str, object], base: type[_Base]) -> tuple[type[_Base], ...]:
+    """Return the subclasses of ``base`` that a module, given by its ``vars()``, defines, in the order of definition."""
+    kinds = (kind for kind in module.values() if isinstance(kind, type) and issubclass(kind, base))
+    return tuple(kind for kind in kinds if kind.__module__ == module["__name__"])
 
 
 def build_messages(*bases: type[BaseModel]) -> None:

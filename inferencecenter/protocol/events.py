@@ -1,10 +1,10 @@
 """All events that the daemon sends."""
 
-from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from typing import Union, Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field
 
-from inferencecenter.protocol.base import DAGGER, Event, SessionEvent, TurnEvent
+from inferencecenter.protocol.base import DAGGER, Event, SessionEvent, TurnEvent, messages_in
 from inferencecenter.protocol.values import (
     ChatMessage,
     ClientLimits,
@@ -448,48 +448,7 @@ class Error(Event):
     retry_after_ms: int | None = Field(default=None, description="Earliest useful retry.")
 
 
-AnyEvent = (
-    Hello
-    | AuthSuccess
-    | AuthFailed
-    | SessionCreated
-    | SessionError
-    | Queued
-    | Progress
-    | ContextShifted
-    | Token
-    | Reasoning
-    | ToolCall
-    | End
-    | AbortStatus
-    | SessionClosed
-    | SessionExpired
-    | SessionResumed
-    | SessionDetached
-    | Appended
-    | SessionRewound
-    | MetadataSet
-    | Session
-    | Sessions
-    | Metrics
-    | MetricsSubscribed
-    | MetricsUnsubscribed
-    | Status
-    | UsageReport
-    | Clients
-    | Kicked
-    | Draining
-    | Pong
-    | EngineChanged
-    | Models
-    | Swap
-    | ModelChanged
-    | ModelUnloaded
-    | Thermal
-    | StorageChanged
-    | GoingAway
-    | Error
-)
+AnyEvent: Any = Union[messages_in(vars(), Event)]
 
 
 Text: TypeAlias = Token | Reasoning | ToolCall

@@ -1,10 +1,10 @@
 """All requests that a client may send."""
 
-from typing import Annotated, Any, ClassVar, Final, Literal, Self
+from typing import Union, Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from inferencecenter.protocol.base import DAGGER, Request, SessionId, TurnId
+from inferencecenter.protocol.base import DAGGER, Request, SessionId, TurnId, messages_in
 from inferencecenter.protocol.trace_context import Traceparent
 from inferencecenter.protocol.values import (
     ChatMessage,
@@ -375,30 +375,4 @@ class Ping(Request):
     op: Literal["ping"]
 
 
-AnyRequest = (
-    Hello
-    | Auth
-    | CreateSession
-    | Infer
-    | Abort
-    | CloseSession
-    | ResumeSession
-    | Append
-    | ForkSession
-    | RewindSession
-    | SetMetadata
-    | GetSession
-    | ListSessions
-    | ListModels
-    | LoadModel
-    | UnloadModel
-    | Metrics
-    | SubscribeMetrics
-    | UnsubscribeMetrics
-    | Status
-    | Usage
-    | ListClients
-    | Kick
-    | Drain
-    | Ping
-)
+AnyRequest: Any = Union[messages_in(vars(), Request)]

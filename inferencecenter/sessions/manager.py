@@ -78,10 +78,6 @@ def _local_time() -> datetime:
     return datetime.now().astimezone()
 
 
-def _admit() -> None:
-    pass
-
-
 class SessionManager:
     """All open sessions. All methods are called on the event loop and none blocks.
 
@@ -118,7 +114,7 @@ class SessionManager:
         journal: Journal | None = None,
         observer: TurnObserver | None = None,
         tracer: Tracer | None = None,
-        admit: Callable[[], None] = _admit,
+        admit: Callable[[], None] = lambda: None,
         quota_of: Callable[[str, str], Quota] = unlimited_quota,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,

@@ -15,7 +15,6 @@ import asyncio
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -36,14 +35,6 @@ BOUNDS_S: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _PACKAGE: Final = str(Path(inferencecenter.__file__).parent)
 
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoopActivity:
-    """A sample of the loop: the task it executed, and the innermost line of this package."""
-
-    task: str
-    line: str
 
 
 class LoopMonitor:
@@ -98,7 +89,7 @@ class LoopMonitor:
             return
         if self._answered.wait(SLOW_S):
             return
-        activity = self._activity()
+        task, line = self._activity()
         while not self._answered.wait(SLOW_S):
             if self._loop.is_closed():
                 return
@@ -106,8 +97,8 @@ class LoopMonitor:
             "loop_blocked",
             lag_ms=round((time.monotonic() - posted_s) * 1000),
             cpu_ms=round((self._cpu_s() - cpu_s) * 1000),
-            task=activity.task,
-            line=activity.line,
+            task=task,
+            line=line,
         )
 
     def _answer(self, posted_s: float) -> None:
@@ -117,10 +108,11 @@ class LoopMonitor:
     def _cpu_s(self) -> float:
         return time.clock_gettime(self._loop_cpu_clock)
 
-    def _activity(self) -> LoopActivity:
+    def _activity(self) -> tuple[str, str]:
+        """Sample the loop: the name of the task that it executes, and the innermost line of this package."""
         task = asyncio.current_task(self._loop)
         frame = sys._current_frames().get(self._loop_thread_id)
-        return LoopActivity(task="" if task is None else task.get_name(), line=_innermost_line(frame))
+        return "" if task is None else task.get_name(), _innermost_line(frame)
 
 
 def _innermost_line(frame: FrameType | None) -> str:

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from inferencecenter.auth import audit
 from inferencecenter.auth.accounts import Accounts
-from inferencecenter.auth.audit import MAX_ROWS, PRUNE_ROWS, TOGETHER_S, AuditEvent, AuditLine, audit_entry
+from inferencecenter.auth.audit import MAX_ROWS, PRUNE_ROWS, MERGE_S, AuditEvent, AuditLine, audit_entry
 from inferencecenter.auth.bootstrap import ensure_admin
 from inferencecenter.core.errors import InferenceCenterError
 
@@ -156,15 +156,15 @@ def test_logins_within_a_minute_share_an_entry(accounts: Accounts, clock: Clock)
         accounts.buffer_audit(LOGIN)
         accounts.buffer_audit(LOGIN)
         accounts.flush_audit()
-        clock.now_s += TOGETHER_S / 3
+        clock.now_s += MERGE_S / 3
     accounts.buffer_audit(OTHER)
     accounts.flush_audit()
     lines = accounts.audit_lines(last=10)
     assert [(line.address, line.count) for line in lines] == [("192.0.2.1", 6), ("192.0.2.2", 1)]
-    assert (lines[0].at, lines[0].last_at) == (began_s, began_s + 2 * TOGETHER_S / 3)
+    assert (lines[0].at, lines[0].last_at) == (began_s, began_s + 2 * MERGE_S / 3)
 
 
-@pytest.mark.parametrize("step_s", [TOGETHER_S + 1, -TOGETHER_S - 1])
+@pytest.mark.parametrize("step_s", [MERGE_S + 1, -MERGE_S - 1])
 def test_new_entry_begins_after_a_minute(accounts: Accounts, clock: Clock, step_s: float) -> None:
     """Also if the clock was set back."""
     accounts.buffer_audit(LOGIN)
@@ -332,12 +332,12 @@ def test_every_login_is_counted_once(
             accounts = Accounts.open(path, clock=clock)
         else:
             clock.now_s += STEPS[step]
-            if abs(STEPS[step]) > TOGETHER_S:
+            if abs(STEPS[step]) > MERGE_S:
                 accounts.flush_audit()
     with closing(accounts):
         lines = accounts.audit_lines(last=1000)
     assert sum(line.count for line in lines) == notes
-    assert all(0 <= line.last_at - line.at <= TOGETHER_S + 30 for line in lines)
+    assert all(0 <= line.last_at - line.at <= MERGE_S + 30 for line in lines)
 
 
 def _fail_to_write(accounts: Accounts) -> None:

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.telemetry.instruments import Distribution
-from inferencecenter.telemetry.loop_monitor import BOUNDS_S, LoopActivity, LoopMonitor
+from inferencecenter.telemetry.loop_monitor import BOUNDS_S, LoopMonitor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ class Seen(LoopMonitor):
         super().__init__(lag_s, is_idle=lambda: False)
         self.has_looked = threading.Event()
 
-    def _activity(self) -> LoopActivity:
+    def _activity(self) -> tuple[str, str]:
         activity = super()._activity()
         self.has_looked.set()
         return activity

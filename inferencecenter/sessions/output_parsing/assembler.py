@@ -55,7 +55,7 @@ class ResponseAssembler:
     _reasoning: list[str] = field(default_factory=list)
     _calls: list[tuple[str, list[str]]] = field(default_factory=list)
     _emitted: list[Part] = field(default_factory=list)
-    _due: Parts = ()
+    _pending: Parts = ()
     _logprobs: tuple[SampledLogprobs, ...] = ()
     _parser: OutputParser | None = None
     _n_reasoning_tokens: int = 0
@@ -122,7 +122,7 @@ class ResponseAssembler:
             n_tokens: Tokens of that text.
         """
         self._parser = spec.new_parser()
-        self._due = remaining_parts(self._emitted, self._feed(self._parser, text, n_tokens))
+        self._pending = remaining_parts(self._emitted, self._feed(self._parser, text, n_tokens))
         self._emitted = []
 
     def feed(self, delta: TokenDelta) -> OutputDelta:
@@ -134,7 +134,7 @@ class ResponseAssembler:
     def finish(self) -> OutputDelta:
         """Return what is left to send at the end of the answer."""
         parts = self._parser.finish() if self._parser is not None else ()
-        if not parts and not self._due and self._logprobs:
+        if not parts and not self._pending and self._logprobs:
             parts = (TextDelta(""),)
         return self._emit(parts, ())
 
@@ -143,14 +143,14 @@ class ResponseAssembler:
         is_reasoning = parser.chars_after_reasoning is None
         parts = parser.feed(text)
         if is_reasoning:
-            behind = parser.chars_after_reasoning or 0
+            n_after = parser.chars_after_reasoning or 0
             # Rounded up: the token that contains the end of the closing tag counts.
-            self._n_reasoning_tokens += n_tokens - (n_tokens * behind // len(text) if behind else 0)
+            self._n_reasoning_tokens += n_tokens - (n_tokens * n_after // len(text) if n_after else 0)
         return parts
 
     def _emit(self, parts: Parts, logprobs: tuple[SampledLogprobs, ...]) -> OutputDelta:
-        if self._due:
-            parts, self._due = (*self._due, *parts), ()
+        if self._pending:
+            parts, self._pending = (*self._pending, *parts), ()
         if self._logprobs:
             logprobs, self._logprobs = self._logprobs + logprobs, ()
         if not parts:

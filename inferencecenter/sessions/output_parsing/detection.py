@@ -73,11 +73,11 @@ _IN_PARAMETER_TAGS: Final = re.compile(
     r"<tool_call>\n<function=probe_alpha>\n<parameter=north>\nleft\n</parameter>\n</function>\n</tool_call>"
     r"(?P<between>\n)?"
 )
-_BEHIND_FUNCTION: Final = re.compile(
+_AFTER_FUNCTION: Final = re.compile(
     rf"<function=probe_alpha>{_ARGUMENTS}</function>(?:(?P<between>\s*)<function=probe_beta>)?"
 )
-_BEHIND_RECIPIENT: Final = re.compile(rf">>>probe_alpha\n{_ARGUMENTS}(?:(?P<between>\s*)>>>probe_beta)?")
-_BEHIND_MARK: Final = re.compile(
+_AFTER_RECIPIENT: Final = re.compile(rf">>>probe_alpha\n{_ARGUMENTS}(?:(?P<between>\s*)>>>probe_beta)?")
+_AFTER_TRIGGER: Final = re.compile(
     rf"\[TOOL_CALLS\]probe_alpha(?P<id>\[CALL_ID\]\w+)?\[ARGS\]{_ARGUMENTS}(?:(?P<between>)\[TOOL_CALLS\]probe_beta)?"
 )
 _BARE: Final = re.compile(rf'{_OBJECT}\}}(?:(?P<between>[\s;,]*)\{{"name": "probe_beta")?')
@@ -154,11 +154,11 @@ _FORMATS: Final[tuple[tuple[re.Pattern[str], Callable[[Mapping[str, str]], ToolC
     (_IN_ARRAY, partial(_in_tags, array=True)),
     (_IN_PARAMETER_TAGS, lambda _: TaggedCalls()),
     (
-        _BEHIND_FUNCTION,
+        _AFTER_FUNCTION,
         lambda found: NamedCalls(opens="<function=", then=">", closes="</function>", between=found["between"]),
     ),
-    (_BEHIND_RECIPIENT, lambda found: NamedCalls(opens=">>>", then="\n", between=found["between"], recipients=True)),
-    (_BEHIND_MARK, lambda found: NamedCalls(opens="[TOOL_CALLS]", then="[ARGS]", call_ids=bool(found["id"]))),
+    (_AFTER_RECIPIENT, lambda found: NamedCalls(opens=">>>", then="\n", between=found["between"], recipients=True)),
+    (_AFTER_TRIGGER, lambda found: NamedCalls(opens="[TOOL_CALLS]", then="[ARGS]", call_ids=bool(found["id"]))),
     (_BARE, lambda found: JsonCalls(key=found["key"], between=found["between"] or "; ")),
 )
 """The formats that are detected, in this order, each by what a template writes for the probe's calls."""

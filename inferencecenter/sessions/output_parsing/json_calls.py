@@ -63,7 +63,7 @@ class JsonCalls:
         if trigger == self.initial_trigger:
             called = yield from _read_members(stream, builder, tools=tools)
         else:
-            called = yield from self._read_behind_mark(stream, builder, tools=tools)
+            called = yield from self._read_after_trigger(stream, builder, tools=tools)
         if called and self.closes:
             yield from stream.read_blank()
             yield from stream.accept(self.closes)
@@ -71,7 +71,7 @@ class JsonCalls:
             yield from self._read_separator(stream)
         return called
 
-    def _read_behind_mark(
+    def _read_after_trigger(
         self, stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool]
     ) -> Reading[bool]:
         yield from stream.read_blank()

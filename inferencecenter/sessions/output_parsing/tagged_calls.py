@@ -48,7 +48,7 @@ class SchemaDefinitions:
         self._groups = {group: schema[group] for group in _GROUPS if isinstance(schema.get(group), dict)}
         self._refers: dict[_DefinitionKey, frozenset[_DefinitionKey] | None] = {}
 
-    def beside(self, part: Mapping[str, Any]) -> dict[str, Any]:
+    def resolve(self, part: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``part`` with the definitions that it refers to, transitively; its own take precedence.
 
         The run time is linear in the size of the result.
@@ -174,7 +174,7 @@ def _parameter(rule: str, key: str, subschema: Any, definitions: SchemaDefinitio
     if _is_text(subschema):
         return joined(head, "open_text")
     if isinstance(subschema, dict):
-        subschema = definitions.beside(subschema)
+        subschema = definitions.resolve(subschema)
     return joined(head, lark.schema(rule, subschema), lark.literal(ends))
 
 

@@ -91,9 +91,9 @@ def min_tokens(plan: PromptPlan, *, max_token_bytes: int, may_shift: bool) -> in
     """
     messages = plan.view.of(plan.messages)
     if may_shift:
-        asked = max((index for index, message in enumerate(messages) if message.role == "user"), default=0)
+        question = max((index for index, message in enumerate(messages) if message.role == "user"), default=0)
         kept = min(plan.view.kept, len(messages))
-        messages = messages[:kept] + messages[max(kept, asked) :]
+        messages = messages[:kept] + messages[max(kept, question) :]
     n_chars = sum(len(message.content.strip()) for message in messages if message.role != "assistant")
     return -(-n_chars // max_token_bytes)
 
@@ -185,8 +185,8 @@ def after_turn(
     return history.with_turn(answer.turn_id, now, extends_tokens=bool(prompt.tokens))
 
 
-_LEFT: Final = 1 / 2
-_MOST_LEFT: Final = 7 / 8
+_TARGET_FILL: Final = 1 / 2
+_MAX_FILL: Final = 7 / 8
 # Estimated characters that a template adds around a message.
 _AROUND_CHARS: Final = 16
 
@@ -219,17 +219,17 @@ def plan_context_shift(
     n_hidden = prompt.view.n_dropped
     messages = prompt.view.of(prompt.messages)
     costs = _message_tokens(messages, _known_tokens(history, prompt, n_hidden=n_hidden, total=total - answered))
-    left = float(total)
-    shift, asked = None, 0
+    remaining = float(total)
+    shift, n_turns = None, 0
     for index in range(kept, len(messages)):
         if messages[index].role == "user":
             if index > kept:
-                shift = ContextShift(HistoryView(kept, index + n_hidden), asked, round(total - left))
-                if left <= n_ctx * _LEFT:
+                shift = ContextShift(HistoryView(kept, index + n_hidden), n_turns, round(total - remaining))
+                if remaining <= n_ctx * _TARGET_FILL:
                     return shift
-            asked += 1
-        left -= costs[index]
-    if shift is None or total - shift.dropped_tokens > n_ctx * _MOST_LEFT:
+            n_turns += 1
+        remaining -= costs[index]
+    if shift is None or total - shift.dropped_tokens > n_ctx * _MAX_FILL:
         return None
     return shift
 

@@ -86,8 +86,8 @@ class SpecialTokenEscaper:
         self.texts = tuple(known)
         self._long = tuple(text for text in known if len(text) > 1)
         self._max_chars = max(map(len, self._long), default=0)
-        self._heads = frozenset(text[:size] for text in self._long for size in range(1, len(text)))
-        self._tails = frozenset(text[-size:] for text in self._long for size in range(1, len(text)))
+        self._prefixes = frozenset(text[:size] for text in self._long for size in range(1, len(text)))
+        self._suffixes = frozenset(text[-size:] for text in self._long for size in range(1, len(text)))
         self._grams = frozenset(
             text[start : start + size]
             for text in self._long
@@ -108,8 +108,8 @@ class SpecialTokenEscaper:
             return text
         cuts = {match.end() for match in self._occurrence.finditer(text)} if self._occurrence else set()
         begin, end = len(text) - len(text.lstrip()), len(text.rstrip())
-        cuts.update(stop for stop in (len(text), end) if self._may_go_on(text[:stop]))
-        cuts.update(start for start in (0, begin) if self._may_have_begun(text[start : start + self._max_chars]))
+        cuts.update(stop for stop in (len(text), end) if self._ends_in_prefix(text[:stop]))
+        cuts.update(start for start in (0, begin) if self._starts_with_suffix(text[start : start + self._max_chars]))
         if 0 < end - begin < self._max_chars and any(text[begin:end] in special for special in self._long):
             cuts.update((begin, end))
         literals = {match.start() for match in self._single.finditer(text)} if self._single else set()
@@ -129,19 +129,19 @@ class SpecialTokenEscaper:
             len(bare) < len(text)
             or bare[:_GRAM_CHARS] in self._grams
             or bare[-_GRAM_CHARS:] in self._grams
-            or bare[:1] in self._tails
-            or bare[:2] in self._tails
-            or bare[-1:] in self._heads
-            or bare[-2:] in self._heads
+            or bare[:1] in self._suffixes
+            or bare[:2] in self._suffixes
+            or bare[-1:] in self._prefixes
+            or bare[-2:] in self._prefixes
             or (self._occurrence is not None and self._occurrence.search(bare))
             or (self._single is not None and self._single.search(bare))
         )
 
-    def _may_go_on(self, text: str) -> bool:
-        return any(text[-size:] in self._heads for size in range(1, min(len(text), self._max_chars - 1) + 1))
+    def _ends_in_prefix(self, text: str) -> bool:
+        return any(text[-size:] in self._prefixes for size in range(1, min(len(text), self._max_chars - 1) + 1))
 
-    def _may_have_begun(self, text: str) -> bool:
-        return any(text[:size] in self._tails for size in range(1, min(len(text), self._max_chars - 1) + 1))
+    def _starts_with_suffix(self, text: str) -> bool:
+        return any(text[:size] in self._suffixes for size in range(1, min(len(text), self._max_chars - 1) + 1))
 
 
 def _first_characters(texts: tuple[str, ...]) -> re.Pattern[str] | None:

@@ -168,16 +168,16 @@ class SharedRows:
             limit = base.reach if limit is None else limit.shared(base.reach)
             own = self._own_of(base.row)
             chain[base.row] = own, limit
-        speller = row
+        text_row = row
         for each, (own, reach) in reversed(chain.items()):
             n_before = len(found.pieces)
             found.add(own, reach)
-            speller = each if len(found.pieces) > n_before else speller
-        # Sessions whose last piece is the same row share the concatenated text.
-        spelled = speller, len(found.pieces)
-        if spelled not in self._joined_pieces:
-            self._joined_pieces[spelled] = _joined(found.pieces)
-        found.tokens, found.covered = self._joined_pieces[spelled]
+            text_row = each if len(found.pieces) > n_before else text_row
+        # Sessions whose last piece is in the same row share the concatenated text.
+        key = text_row, len(found.pieces)
+        if key not in self._joined_pieces:
+            self._joined_pieces[key] = _joined(found.pieces)
+        found.tokens, found.covered = self._joined_pieces[key]
         return found
 
     def _own_of(self, row: int) -> _OwnRows:

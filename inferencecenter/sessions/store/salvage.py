@@ -314,9 +314,9 @@ def _may_lack_messages(row: int, found: _Found) -> bool:
     if any(len(found.rows(table, row)) < found.n_shared(table, row) for table in ("marks", "turns")):
         return True
     n_tokens, _ = _lengths(found.rows("tokens", row))
-    spelled = [_int(mark["n_tokens"]) for mark in found.rows("marks", row)]
-    if any(spelled):
-        return n_tokens > max(spelled)
+    n_covered = [_int(mark["n_tokens"]) for mark in found.rows("marks", row)]
+    if any(n_covered):
+        return n_tokens > max(n_covered)
     return n_tokens > 0 and not found.rows("turns", row)
 
 

@@ -408,7 +408,7 @@ class QueuedEntry:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _ClientQueue:
     """The queue of one client; ``parts`` are the remaining chunks of the entry that is being written."""
 
     items: deque[QueuedEntry | ReleaseCallback] = field(default_factory=deque)
@@ -420,19 +420,19 @@ class WriteQueue:
     """The queues of all clients, drained round-robin."""
 
     def __init__(self) -> None:
-        self._lanes: dict[str, _Lane] = {}
+        self._queues: dict[str, _ClientQueue] = {}
         self._n_pending: Counter[str] = Counter()
         self._unswept: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self._lanes or self._unswept)
+        return bool(self._queues or self._unswept)
 
     def add(self, client_id: str, item: QueuedEntry | ReleaseCallback) -> None:
         """Queue an entry of a client, or a callback that follows its entries."""
-        lane = self._lanes.get(client_id)
-        if lane is None:
-            lane = self._lanes[client_id] = _Lane()
-        lane.items.append(item)
+        queue = self._queues.get(client_id)
+        if queue is None:
+            queue = self._queues[client_id] = _ClientQueue()
+        queue.items.append(item)
         self._n_pending[client_id] += 1
 
     def n_pending(self, client_id: str) -> int:
@@ -443,7 +443,7 @@ class WriteQueue:
         """Return the next batch; clients with pending deletions are skipped."""
         batch = WriteBatch()
         left = BATCH_BYTES
-        while left > 0 and (ready := [client_id for client_id in self._lanes if client_id not in self._unswept]):
+        while left > 0 and (ready := [client_id for client_id in self._queues if client_id not in self._unswept]):
             for client_id in ready:
                 left -= self._move(client_id, batch, min(SHARE_BYTES, left))
                 if left <= 0:
@@ -452,8 +452,8 @@ class WriteQueue:
 
     def take_all(self) -> WriteBatch:
         batch = WriteBatch()
-        for client_id in tuple(self._lanes):
-            while client_id in self._lanes:
+        for client_id in tuple(self._queues):
+            while client_id in self._queues:
                 self._move(client_id, batch, BATCH_BYTES)
         return batch
 
@@ -462,7 +462,7 @@ class WriteQueue:
         self._unswept = frozenset(unswept)
         for client_id, callback in reversed(batch.callbacks):
             if client_id in self._unswept:
-                self._lanes.setdefault(client_id, _Lane()).items.appendleft(callback)
+                self._queues.setdefault(client_id, _ClientQueue()).items.appendleft(callback)
                 batch.counts[client_id] -= 1
         batch.callbacks = [each for each in batch.callbacks if each[0] not in self._unswept]
 
@@ -478,29 +478,29 @@ class WriteQueue:
 
         A client with more queued goes to the end of the line.
         """
-        lane = self._lanes.pop(client_id)
+        queue = self._queues.pop(client_id)
         weight = 0
-        while lane.items or lane.parts:
-            if not lane.parts:
-                item = lane.items[0]
+        while queue.items or queue.parts:
+            if not queue.parts:
+                item = queue.items[0]
                 if isinstance(item, QueuedEntry):
                     if weight >= share:
                         break
-                    lane.parts.extend(chunks_of(item.entry))
-                    lane.durable = item.durable
+                    queue.parts.extend(chunks_of(item.entry))
+                    queue.durable = item.durable
                 else:
                     # All entries before this callback are in this transaction or an earlier one.
                     batch.callbacks.append((client_id, item))
                     batch.counts[client_id] += 1
-                lane.items.popleft()
+                queue.items.popleft()
                 continue
             if weight >= share:
                 break
-            part = lane.parts.popleft()
+            part = queue.parts.popleft()
             batch.entries.append(part)
-            batch.durable |= lane.durable
-            batch.counts[client_id] += not lane.parts
+            batch.durable |= queue.durable
+            batch.counts[client_id] += not queue.parts
             weight += size_of(part)
-        if lane.items or lane.parts:
-            self._lanes[client_id] = lane
+        if queue.items or queue.parts:
+            self._queues[client_id] = queue
         return weight

@@ -49,7 +49,7 @@ def test_part_includes_exactly_its_definitions(links: dict[str, list[str]], part
         if name in links and name not in reached:
             reached.add(name)
             waiting += links[name]
-    standing = SchemaDefinitions({"$defs": defs}).beside({"items": [reference(name) for name in part]})
+    standing = SchemaDefinitions({"$defs": defs}).resolve({"items": [reference(name) for name in part]})
     assert standing.pop("$defs", {}) == {name: defs[name] for name in reached}
     assert standing == {"items": [reference(name) for name in part]}
 
@@ -58,7 +58,7 @@ def test_part_includes_exactly_its_definitions(links: dict[str, list[str]], part
 def test_a_reference_of_another_kind_may_mean_any_definition(other: str) -> None:
     """A reference that is not a pointer to a definition keeps all of them."""
     schema = {"$defs": {"a": {"$id": "else.json"}}, "definitions": {"b": {"$anchor": "anchor"}}}
-    assert SchemaDefinitions(schema).beside({"$ref": other}) == {**schema, "$ref": other}
+    assert SchemaDefinitions(schema).resolve({"$ref": other}) == {**schema, "$ref": other}
 
 
 def test_definitions_that_no_parameter_refers_to_are_left_out() -> None:

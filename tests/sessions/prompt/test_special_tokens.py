@@ -108,7 +108,7 @@ def test_schema_text_needs_no_markers() -> None:
     special = SpecialTokenEscaper(("<|im_start|>", "<|im_end|>", "<tool_call>"))
     texts = ("type", "object", "properties", "$ref", "#/$defs/d17", "d17", "Where the train starts.", "x" * 200, "")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(special, "_may_go_on", lambda _: pytest.fail("it was looked at closely"))
+        patch.setattr(special, "_ends_in_prefix", lambda _: pytest.fail("it was looked at closely"))
         assert [special.mark(text) for text in texts] == list(texts)
 
 
