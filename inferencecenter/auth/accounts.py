@@ -163,7 +163,6 @@ class Accounts:
         return frozenset(client_id for client_id, client in before.items() if static.get(client_id) != client)
 
     def remove_client(self, client_id: str) -> None:
-        """Remove a client and its tokens."""
         with self._file.transaction() as database:
             if database.execute("DELETE FROM clients WHERE client_id = ?", (client_id,)).rowcount:
                 self._record(database, audit_entry(AuditEvent.CLIENT_REMOVED, client_id=client_id))

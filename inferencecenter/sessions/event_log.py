@@ -368,7 +368,6 @@ class EventLog:
         )
 
     def progress(self, event: ipc.PrefillProgress) -> events.Progress:
-        """Return the progress of the prefill."""
         return events.Progress(
             session_id=self._session_id,
             seq=self._next(),
@@ -388,7 +387,6 @@ class EventLog:
         )
 
     def end(self, turn: Turn, outcome: TurnOutcome) -> events.End:
-        """Return the end of a turn."""
         stats = outcome.stats
         return events.End.model_validate(
             {
@@ -410,7 +408,6 @@ class EventLog:
         )
 
     def failed(self, turn: Turn, failure: ipc.Failed) -> events.Error:
-        """Return the error that ends a turn."""
         code = ErrorCode(failure.code) if failure.code in ERRORS else ErrorCode.INTERNAL
         return events.Error(
             id=turn.abort_request_id or turn.request_id,
@@ -437,7 +434,6 @@ class EventLog:
         )
 
     def expired(self) -> events.SessionExpired:
-        """Return the event that the session expired."""
         return events.SessionExpired(session_id=self._session_id, seq=self._next())
 
     # Publishing.

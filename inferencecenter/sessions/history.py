@@ -75,7 +75,6 @@ class HistorySize:
 
     @classmethod
     def of(cls, messages: Iterable[ChatMessage]) -> HistorySize:
-        """Return the size of messages."""
         n_chars = n_entries = 0
         for message in messages:
             n_chars += chars_of(message)
@@ -123,12 +122,10 @@ class History:
 
     @property
     def n_tokens(self) -> int:
-        """Number of tokens."""
         return len(self.tokens) // TOKEN_BYTES
 
     @property
     def size(self) -> HistorySize:
-        """The size of all messages."""
         if self._size is None:
             object.__setattr__(self, "_size", HistorySize.of(self.messages))
         assert self._size is not None
@@ -238,7 +235,6 @@ def _too_long(what: str) -> InferenceCenterError:
 
 
 def _without_tokens(turns: tuple[TurnCheckpoint, ...]) -> tuple[TurnCheckpoint, ...]:
-    """Return the checkpoints without tokens."""
     return tuple(replace(turn, n_tokens=0, n_chars=0) if turn.n_chars else turn for turn in turns)
 
 
@@ -293,7 +289,6 @@ class TurnLog:
 
     @property
     def n_note_chars(self) -> int:
-        """Characters of all notes."""
         return sum(map(len, self._notes.values()))
 
     def turn(self, turn_id: str) -> tuple[TranscriptTurn, str] | None:

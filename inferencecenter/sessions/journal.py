@@ -126,7 +126,6 @@ class MetadataChanged:
 
     @property
     def session_id(self) -> str:
-        """The session's id."""
         return self.config.session_id
 
 

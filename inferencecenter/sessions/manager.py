@@ -206,7 +206,6 @@ class SessionManager:
         self._notifier.subscribe(handler)
 
     def session_ids(self) -> tuple[str, ...]:
-        """Return the ids of all sessions."""
         return self._table.session_ids
 
     def purge(self, kind: Literal["session", "client"], name: str) -> int:

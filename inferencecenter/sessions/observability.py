@@ -297,7 +297,6 @@ def trace_turn(tracer: Tracer, config: SessionConfig, spec: TurnSpec, *, restore
 
 
 def end_trace(turn: Turn, outcome: TurnOutcome, *, failed: bool = False) -> None:
-    """End the trace of a turn."""
     if not turn.trace.wanted:
         return
     stats = outcome.stats

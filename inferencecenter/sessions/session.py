@@ -250,7 +250,6 @@ class LiveSession:
 
     @property
     def state(self) -> SessionState:
-        """The state of the session."""
         return self._state
 
     @property

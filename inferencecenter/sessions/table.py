@@ -152,7 +152,6 @@ class SessionTable:
 
     @property
     def session_ids(self) -> tuple[str, ...]:
-        """The ids of all sessions."""
         return tuple(self._sessions)
 
     def get(self, session_id: str) -> LiveSession | None:
@@ -266,7 +265,6 @@ class SessionTable:
         self._schedule_expiry(session)
 
     def remove(self, session: LiveSession) -> None:
-        """Remove a session."""
         name, config = session.config.session_id, session.config
         del self._sessions[name]
         self._stateless.pop(name, None)

@@ -228,7 +228,6 @@ class Turn:
 
     @property
     def turn_id(self) -> str:
-        """The turn's id."""
         return self.spec.turn_id
 
     @property
@@ -238,12 +237,10 @@ class Turn:
 
     @property
     def request_id(self) -> str | None:
-        """The id of the request frame."""
         return self.spec.request.id
 
     @property
     def state(self) -> TurnState:
-        """The state of the turn."""
         return self._state
 
     @property
@@ -429,7 +426,6 @@ class Turn:
         return TurnOutcome(finish, stats, warnings=(*self.spec.warnings, *warnings))
 
     def failed_outcome(self, failure: Failed, *, now: float) -> TurnOutcome:
-        """Return the outcome of a failed turn."""
         return TurnOutcome(failure.code, self._measured_stats(now=now, preempted=self._preempted))
 
     def _params_left(self, now: float) -> Params:

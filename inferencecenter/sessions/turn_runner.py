@@ -148,7 +148,6 @@ class TurnRunner:
 
     @property
     def turn_id(self) -> str:
-        """The turn's id."""
         return self.turn.turn_id
 
     @property

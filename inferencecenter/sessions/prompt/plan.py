@@ -61,7 +61,6 @@ class GeneratedAnswer:
 
 
 def messages_of(request: Infer) -> tuple[ChatMessage, ...]:
-    """Return the new messages of a request."""
     if request.messages is not None:
         return tuple(request.messages)
     assert request.prompt is not None, "the request model demands one of the two"

@@ -114,12 +114,10 @@ def event_column(event: End | Error) -> str:
 
 
 def end_of(column: str) -> End:
-    """Return the event in the column ``ending``."""
     return End.model_validate_json(column)
 
 
 def error_of(column: str) -> Error:
-    """Return the event in the column ``error``."""
     return Error.model_validate_json(column)
 
 
