@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.auth.account import Account
     from inferencecenter.config.limits import AccessLimits
+    from inferencecenter.config.settings import ServerSettings
     from inferencecenter.protocol.base import Event
     from inferencecenter.telemetry.metrics import DaemonMetrics
 
@@ -127,30 +128,20 @@ class ConnectionHub:
     Unauthenticated sockets are counted separately and never displace a client.
 
     Args:
-        max_connections: Maximum number of sockets and participants of all clients together.
-        max_per_client: Maximum number of sockets and participants of one client.
-        max_unauthenticated: Maximum number of unauthenticated sockets.
-        max_unauthenticated_per_address: Maximum number of those from one address.
+        settings: Maximum numbers of connections, to which sockets and participants count alike.
         on_authenticated: Called with the address of a socket that authenticates after its upgrade.
         metrics: Where they are counted.
     """
 
-    def __init__(  # noqa: PLR0913 - keyword-only
-        self,
-        *,
-        max_connections: int,
-        max_per_client: int,
-        max_unauthenticated: int,
-        max_unauthenticated_per_address: int,
-        on_authenticated: Callable[[str], object],
-        metrics: DaemonMetrics,
+    def __init__(
+        self, settings: ServerSettings, *, on_authenticated: Callable[[str], object], metrics: DaemonMetrics
     ) -> None:
-        self._max_connections = max_connections
+        self._max_connections = settings.max_connections
+        self._max_per_client = settings.max_connections_per_client
         self._unauthenticated: UnauthenticatedSockets[ClientSocket] = UnauthenticatedSockets(
-            most=max_unauthenticated, most_per_address=max_unauthenticated_per_address
+            most=settings.max_unauthenticated, most_per_address=settings.max_unauthenticated_per_address
         )
         self._on_authenticated = on_authenticated
-        self._max_per_client = max_per_client
         self._metrics = metrics
         self._connections: set[ClientSocket] = set()
         self._participants: set[Participant] = set()
