@@ -213,12 +213,12 @@ class SystemdNotifier:
     def _tick(self, notifier: Notifier, every_s: float) -> None:
         # Rescheduled before anything can fail: without ticks the service manager kills the daemon.
         self._timer = asyncio.get_running_loop().call_later(every_s, self._tick, notifier, every_s)
-        if not self._engine_outlives_its_kill():
+        if not self._engine_survives_kill():
             notifier.send(WATCHDOG=1)
         if self._status_inputs() != self._last_inputs:
             self._update_status()
 
-    def _engine_outlives_its_kill(self) -> bool:
+    def _engine_survives_kill(self) -> bool:
         pid = self._engine.status.pid
         if pid is None or not self._kill_pending(pid):
             self._killed = None

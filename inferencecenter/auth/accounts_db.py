@@ -164,7 +164,7 @@ class AccountsFile:
     def _prepare(self) -> None:
         with self._mapped_errors():
             sqlite_file.check_version(self._writer, MIGRATIONS, path=self._path)
-            if (found := sqlite_file.damage(self._writer)) is not None:
+            if (found := sqlite_file.integrity_error(self._writer)) is not None:
                 raise DamagedFileError(found)
             self._writer.execute("PRAGMA journal_mode = WAL")
             sqlite_file.limit_wal(self._writer)

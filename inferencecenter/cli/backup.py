@@ -15,7 +15,7 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.state_files import unavailable
 from inferencecenter.config.loader import load_settings
-from inferencecenter.core.sqlite_file import FileMovedError, connect, copy, damage
+from inferencecenter.core.sqlite_file import FileMovedError, connect, copy, integrity_error
 from inferencecenter.server.control import check_open_files
 from inferencecenter.sessions.store.database import reason_of
 from inferencecenter.sessions.store.schema import DATABASE_NAME as SESSIONS_NAME
@@ -69,7 +69,7 @@ def _copy(source: Path, target: Path) -> None:
     try:
         copy(source, target)
         with contextlib.closing(connect(target)) as copied:
-            if (found := damage(copied)) is not None:
+            if (found := integrity_error(copied)) is not None:
                 raise sqlite3.DatabaseError(found)
             if source.name == SESSIONS_NAME:
                 # Later events were already sent to clients: a daemon on this copy must start new epochs.

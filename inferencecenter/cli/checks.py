@@ -29,7 +29,7 @@ from inferencecenter.core.sqlite_file import (
     FileMovedError,
     check_version,
     connect_reading,
-    damage,
+    integrity_error,
     is_damage,
     version_of,
 )
@@ -315,7 +315,7 @@ def _file(name: str, path: Path, steps: Steps, *, damaged_hint: str) -> Check:
             return Check(name, CheckResult.OK, f"{path}: none yet")
         with closing(connect_reading(path)) as database:
             check_version(database, steps, path=path)
-            if (wrong := damage(database)) is not None:
+            if (wrong := integrity_error(database)) is not None:
                 raise DamagedFileError(wrong)
             unreadable = list(read_all(database).unreadable) if steps is MIGRATIONS and _is_current(database) else []
     except InferenceCenterError as error:

@@ -59,9 +59,9 @@ def as_json(error: InferenceCenterError) -> dict[str, Any]:
 def report(error: InferenceCenterError) -> None:
     """Write code, message and hint of each problem to standard error."""
     # Imported for an error: only the daemon logs.
-    from inferencecenter.telemetry.logs import goes_to_journal, with_priority  # noqa: PLC0415
+    from inferencecenter.telemetry.logs import is_journal, with_priority  # noqa: PLC0415
 
-    mark = with_priority("", "error") if goes_to_journal(sys.stderr) else ""
+    mark = with_priority("", "error") if is_journal(sys.stderr) else ""
     for problem in problems_of(error):
         stderr.print(Text.assemble(mark, (problem.code.value, "bold red"), ": ", problem.message), soft_wrap=True)
         if problem.hint:

@@ -22,9 +22,9 @@ from inferencecenter.core.sqlite_file import (
     connect,
     connect_reading,
     copy,
-    damage,
+    integrity_error,
     database_exists,
-    put_in_place,
+    replace_file,
     version_of,
 )
 from inferencecenter.sessions.store.database import reason_of
@@ -82,7 +82,7 @@ def _backup_in(source: Path) -> list[Path]:
         try:
             with contextlib.closing(connect_reading(path)) as database:
                 check_version(database, _STEPS[path.name], path=path)
-                if (wrong := damage(database)) is not None:
+                if (wrong := integrity_error(database)) is not None:
                     raise DamagedFileError(wrong)
                 if not version_of(database):
                     raise DamagedFileError("it is empty")
@@ -108,7 +108,7 @@ def _restore(found: list[Path], state_dir: Path) -> dict[str, str]:
             for path, made in copies:
                 target = state_dir / path.name
                 aside = aside_name(target, "before-restore") if database_exists(target) else None
-                put_in_place(made, target, aside=aside)
+                replace_file(made, target, aside=aside)
                 if aside is not None:
                     kept[target.name] = aside.name
         except (OSError, sqlite3.Error) as error:

@@ -11,7 +11,7 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, stdout
 from inferencecenter.cli.state_files import aside_name, unavailable, without_daemon
 from inferencecenter.config.loader import load_settings
-from inferencecenter.core.sqlite_file import check_version, connect_reading, damage, put_in_place, version_of
+from inferencecenter.core.sqlite_file import check_version, connect_reading, integrity_error, replace_file, version_of
 from inferencecenter.sessions.store.database import reason_of
 from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.salvage import salvage
@@ -59,7 +59,7 @@ def _is_whole(path: Path) -> bool:
     try:
         with contextlib.closing(connect_reading(path)) as database:
             check_version(database, MIGRATIONS, path=path)
-            if damage(database) is not None:
+            if integrity_error(database) is not None:
                 return False
             return version_of(database) != len(MIGRATIONS) or not read_all(database).unreadable
     except (OSError, sqlite3.Error):
@@ -80,7 +80,7 @@ def _salvage(path: Path) -> tuple[SalvageReport, Path]:
                     " daemon runs, which forgets all sessions.",
                 )
             aside = aside_name(path, "damaged")
-            put_in_place(made, path, aside=aside, write_back=False)
+            replace_file(made, path, aside=aside, write_back=False)
         except (OSError, sqlite3.Error) as error:
             raise unavailable(f"{path} cannot be salvaged: {reason_of(error)}", "Check the free disk space.") from error
     return report, aside

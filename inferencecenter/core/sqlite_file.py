@@ -56,7 +56,7 @@ class FileIdentity:
         Raises:
             OSError: A file does not exist.
         """
-        found = [(each, each.stat()) for each in (path, *_beside(path)) if each == path or each.exists()]
+        found = [(each, each.stat()) for each in (path, *_wal_files(path)) if each == path or each.exists()]
         return cls(tuple((each, stat.st_dev, stat.st_ino) for each, stat in found))
 
     def check(self) -> None:
@@ -83,7 +83,7 @@ def make_private(path: Path) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # SQLite gives the files beside it (-wal, -shm) the mode of this one.
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-    for each in (path, *_beside(path)):
+    for each in (path, *_wal_files(path)):
         if each.exists() and each.stat().st_mode & 0o077:
             each.chmod(0o600)
 
@@ -114,7 +114,7 @@ def connect_reading(path: Path) -> sqlite3.Connection:
     Raises:
         sqlite3.Error: It cannot be read, or only without the latest transactions.
     """
-    log = _beside(path)[0]
+    log = _wal_files(path)[0]
     try:
         return _connect_reading(path, "mode=ro")
     except sqlite3.OperationalError:
@@ -124,7 +124,7 @@ def connect_reading(path: Path) -> sqlite3.Connection:
         return _connect_reading(path, "immutable=1")
 
 
-def damage(database: sqlite3.Connection) -> str | None:
+def integrity_error(database: sqlite3.Connection) -> str | None:
     """Return what is wrong with the file, ``None`` if it is intact.
 
     Raises:
@@ -224,7 +224,7 @@ def copy(source: Path, target: Path) -> None:
         reading.close()
 
 
-def put_in_place(new: Path, path: Path, *, aside: Path | None, write_back: bool = True) -> None:
+def replace_file(new: Path, path: Path, *, aside: Path | None, write_back: bool = True) -> None:
     """Rename the file ``new`` to ``path``; an existing one and its log are renamed to ``aside``.
 
     A log without its file is moved as well: it would be read as that of ``new``.
@@ -243,7 +243,7 @@ def put_in_place(new: Path, path: Path, *, aside: Path | None, write_back: bool 
                 checkpoint(database)
         if path.exists():
             aside.hardlink_to(path)
-        for log, other in zip(_beside(path), _beside(aside), strict=True):
+        for log, other in zip(_wal_files(path), _wal_files(aside), strict=True):
             if log.exists():
                 log.rename(other)
     new.replace(path)
@@ -260,7 +260,7 @@ def _sync(path: Path) -> None:
 
 def database_exists(path: Path) -> bool:
     """Return whether the file, or one of SQLite's files beside it, exists."""
-    return any(each.exists() for each in (path, *_beside(path)))
+    return any(each.exists() for each in (path, *_wal_files(path)))
 
 
 def unusable(path: Path, reason: str, *, hint: str) -> InferenceCenterError:
@@ -294,6 +294,6 @@ def _writer_of(database: sqlite3.Connection) -> str | None:
     return None if row is None else str(row[0])
 
 
-def _beside(path: Path) -> tuple[Path, Path]:
+def _wal_files(path: Path) -> tuple[Path, Path]:
     """Return the paths of a file's log and of the log's index."""
     return path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 INCOMING: Final = ".incoming"
 """Subdirectory of the models for incomplete files, each named by its checksum."""
-_WAITS_S: Final = (1.0, 2.0, 4.0, 8.0)
+_RETRY_DELAYS_S: Final = (1.0, 2.0, 4.0, 8.0)
 """Seconds before each retry after an attempt that received nothing."""
 _HASHED_BYTES: Final = 2**22
 _DIGEST: Final = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -126,7 +126,7 @@ class _Fetch:
         """
         with _locked(self._part) as part:
             self._resume(part, report)
-            attempts = iter(_WAITS_S)
+            attempts = iter(_RETRY_DELAYS_S)
             while self._done < self._file.size_bytes:
                 before = self._done
                 try:
@@ -135,7 +135,7 @@ class _Fetch:
                     if error.code is not ErrorCode.HUB_UNREACHABLE:
                         raise
                     if self._done > before:
-                        attempts = iter(_WAITS_S)
+                        attempts = iter(_RETRY_DELAYS_S)
                     if (wait_s := next(attempts, None)) is None:
                         raise
                     self._sleep(wait_s)

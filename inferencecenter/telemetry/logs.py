@@ -102,7 +102,7 @@ _PRIORITIES: Final[Mapping[str, int]] = MappingProxyType(
     {"critical": 2, "error": 3, "exception": 3, "warning": 4, "info": 6, "debug": 7}
 )
 """Syslog priorities by level."""
-_FOREIGN: Final = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "websockets", "asyncio")
+_THIRD_PARTY_LOGGERS: Final = ("uvicorn", "uvicorn.error", "uvicorn.access", "uvicorn.asgi", "websockets", "asyncio")
 
 
 def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", stream: TextIO | None = None) -> None:
@@ -120,12 +120,12 @@ def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", strea
         structlog.processors.TimeStamper(fmt="iso", utc=not pretty),
     ]
     rendering = _pretty(colors=output.isatty()) if pretty else _json()
-    if goes_to_journal(output):
+    if is_journal(output):
         rendering[-1] = _prioritized(rendering[-1])
     structlog.configure(
         processors=[*common, *rendering],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _Unfailing(output))),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _LossyStream(output))),
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(output)
@@ -138,7 +138,7 @@ def configure(*, level: LogLevel = "info", log_format: LogFormat = "auto", strea
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(threshold)
-    for name in _FOREIGN:
+    for name in _THIRD_PARTY_LOGGERS:
         logger = logging.getLogger(name)
         # uvicorn logs each request with the whole URL, whose query may contain secrets.
         logger.handlers, logger.propagate = [], name != "uvicorn.access"
@@ -163,7 +163,7 @@ def apply(settings: LogSettings) -> None:
             each.close()
 
 
-def goes_to_journal(stream: TextIO) -> bool:
+def is_journal(stream: TextIO) -> bool:
     """Return whether ``stream`` is connected to systemd's journal, according to ``JOURNAL_STREAM``."""
     try:
         found = os.fstat(stream.fileno())
@@ -186,7 +186,7 @@ def _prioritized(render: Processor) -> Processor:
     return rendered
 
 
-class _Unfailing:
+class _LossyStream:
     """A stream that drops what cannot be written, because its terminal is gone or its disk full.
 
     A daemon whose terminal was closed must still stop on request, and no turn may fail because of a log line.

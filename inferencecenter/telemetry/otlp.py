@@ -36,7 +36,7 @@ ENGINE: Final = "inferencecenter-engine"
 FLUSH_S: Final = 2.0
 """How long stopping waits for the last spans to be sent."""
 _SEND_TIMEOUT_S: Final = 5.0
-_COMPLAIN_EVERY_S: Final = 60.0
+_WARN_EVERY_S: Final = 60.0
 _PATH: Final = "/v1/traces"
 _NS_PER_S: Final = 1_000_000_000
 
@@ -87,10 +87,10 @@ class Traces:
     @classmethod
     def to_collector(cls, address: str, *, headers: Mapping[str, str], ratio: float) -> Traces:
         """Return traces that are sent to the collector at ``address``, with ``headers`` on each request."""
-        complaints = ExporterLogHandler()
+        log_handler = ExporterLogHandler()
         base = address.rstrip("/").removesuffix(_PATH)
-        sender = OTLPSpanExporter(endpoint=base + _PATH, headers=headers, timeout=_SEND_TIMEOUT_S)
-        return cls(BatchSpanProcessor(BackgroundExporter(sender, complaints=complaints)), ratio=ratio)
+        exporter = OTLPSpanExporter(endpoint=base + _PATH, headers=headers, timeout=_SEND_TIMEOUT_S)
+        return cls(BatchSpanProcessor(BackgroundExporter(exporter, log_handler=log_handler)), ratio=ratio)
 
     def begin(self, traceparent: str | None) -> OtlpTurnTrace:
         """Begin the trace of a turn, inside the client's if ``traceparent`` names a span."""
@@ -169,39 +169,39 @@ class BackgroundExporter(SpanExporter):
     """Passes spans to an exporter; logs once when that fails, and when it works again.
 
     Args:
-        sender: Sends the spans, from a thread, for as long as it may take.
-        complaints: Holds what the libraries log about failures.
+        exporter: Sends the spans, from a thread, for as long as it may take.
+        log_handler: Holds what the libraries log about failures.
         monotonic: Monotonic clock in seconds.
     """
 
     def __init__(
-        self, sender: SpanExporter, *, complaints: ExporterLogHandler, monotonic: Callable[[], float] = time.monotonic
+        self, exporter: SpanExporter, *, log_handler: ExporterLogHandler, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
-        self._sender = sender
-        self._complaints = complaints
+        self._exporter = exporter
+        self._log_handler = log_handler
         self._monotonic = monotonic
         self._lost = 0
-        self._complained = False
-        self._complained_s = float("-inf")
+        self._warned = False
+        self._warned_s = float("-inf")
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Send spans; those that cannot be sent are lost."""
-        result = self._sender.export(spans)
+        result = self._exporter.export(spans)
         if result is SpanExportResult.SUCCESS:
-            if self._complained:
+            if self._warned:
                 _log.info("traces_sent_again", lost_spans=self._lost)
-            self._lost, self._complained = 0, False
+            self._lost, self._warned = 0, False
             return result
         self._lost += len(spans)
         now = self._monotonic()
-        if not self._complained and now >= self._complained_s + _COMPLAIN_EVERY_S:
-            self._complained, self._complained_s = True, now
-            _log.warning("traces_not_sent", reason=self._complaints.last)
+        if not self._warned and now >= self._warned_s + _WARN_EVERY_S:
+            self._warned, self._warned_s = True, now
+            _log.warning("traces_not_sent", reason=self._log_handler.last)
         return result
 
     def shutdown(self) -> None:
         """Abort sending."""
-        self._sender.shutdown()
+        self._exporter.shutdown()
 
 
 class ExporterLogHandler(logging.Handler):

@@ -15,7 +15,7 @@ from inferencecenter.core.sqlite_file import (
     FileMovedError,
     connect,
     copy,
-    damage,
+    integrity_error,
     make_private,
     migrate,
     transaction,
@@ -161,7 +161,7 @@ def test_backup_holds_committed_data_during_writes(path: Path, database: sqlite3
         copy(path, target)
     assert stat.S_IMODE(target.stat().st_mode) == 0o600
     with contextlib.closing(connect(target)) as copied:
-        assert damage(copied) is None
+        assert integrity_error(copied) is None
         assert copied.execute("SELECT * FROM a").fetchall() == [(1,)]
     with pytest.raises(FileExistsError):
         copy(path, target)

@@ -239,7 +239,7 @@ class FlakyExporter(SpanExporter):
 def test_collector_outage_logs_two_lines() -> None:
     """One at the start and one at the end, at most one per minute."""
     clock, sender = Clock(), FlakyExporter()
-    sending = BackgroundExporter(sender, complaints=otlp.ExporterLogHandler(), monotonic=clock.monotonic)
+    sending = BackgroundExporter(sender, log_handler=otlp.ExporterLogHandler(), monotonic=clock.monotonic)
     logging.getLogger("opentelemetry.anything").warning("refused %s", "by 127.0.0.1")
     span = _span()
     with structlog.testing.capture_logs() as lines:

@@ -18,7 +18,7 @@ from inferencecenter.core.sqlite_file import (
     code_of,
     connect,
     connect_reading,
-    damage,
+    integrity_error,
     is_damage,
     make_private,
     migrate,
@@ -76,7 +76,7 @@ def open_writing(path: Path) -> sqlite3.Connection:
     make_private(path)
     database = connect(path)
     try:
-        if (found := damage(database)) is not None:
+        if (found := integrity_error(database)) is not None:
             raise DamagedFileError(found)
         check_version(database, MIGRATIONS, path=path)
         database.execute("PRAGMA journal_mode = WAL")
