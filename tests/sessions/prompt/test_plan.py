@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from inferencecenter.ipc.messages import Finished, unpack_tokens
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.history import History
+from inferencecenter.sessions.history import History, HistoryView
 from inferencecenter.sessions.prompt.plan import GeneratedAnswer, Prompt, PromptPlan, after_turn, n_kept, prompt_of
 from inferencecenter.sessions.prompt.renderer import RenderInput, render_prompt
 from inferencecenter.sessions.prompt.template import ChatTemplate, ConversationRenderer, RawText
