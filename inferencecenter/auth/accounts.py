@@ -185,12 +185,15 @@ class Accounts:
     def limit_token(self, token_id: str, limits: AccessLimits) -> bool:
         """Set a token's own limits; ``False`` if there is no such token."""
         with self._file.transaction() as database:
-            client_id = accounts_db.set_token_limits(database, token_id, limits)
-            if client_id is not None:
+            changed = database.execute(
+                "UPDATE tokens SET limits = ? WHERE token_id = ? RETURNING client_id",
+                (accounts_db.limits_to_json(limits), token_id),
+            ).fetchall()
+            for (client_id,) in changed:
                 detail = f"limits {accounts_db.format_limits(limits)}"
                 line = audit_entry(AuditEvent.TOKEN_CHANGED, client_id=client_id, token_id=token_id, detail=detail)
                 self._record(database, line)
-        return client_id is not None
+        return bool(changed)
 
     def limit_client(self, client_id: str, limits: AccessLimits, *, max_sessions: int | None = None) -> bool:
         """Set a client's limits, and its maximum number of sessions if given; ``False`` if there is no such client.
@@ -201,12 +204,15 @@ class Accounts:
         if max_sessions is not None:
             check_max_sessions(max_sessions)
         with self._file.transaction() as database:
-            changed = accounts_db.set_client_limits(database, client_id, limits, max_sessions=max_sessions)
+            changed = database.execute(
+                "UPDATE clients SET limits = ?, max_sessions = coalesce(?, max_sessions) WHERE client_id = ?",
+                (accounts_db.limits_to_json(limits), max_sessions, client_id),
+            ).rowcount
             if changed:
                 sessions = "" if max_sessions is None else f"max_sessions={max_sessions} "
                 detail = f"{sessions}limits {accounts_db.format_limits(limits)}"
                 self._record(database, audit_entry(AuditEvent.CLIENT_CHANGED, client_id=client_id, detail=detail))
-        return changed
+        return bool(changed)
 
     def create_token(
         self, client_id: str, *, name: str = "", expires_at: float | None = None, limits: AccessLimits = NO_LIMITS

@@ -200,25 +200,6 @@ def read_limits(database: sqlite3.Connection) -> dict[tuple[str, str], AccessLim
     return found | {(client_id, ""): limits for client_id, limits in clients.items()}
 
 
-def set_token_limits(database: sqlite3.Connection, token_id: str, limits: AccessLimits) -> str | None:
-    """Set a token's own limits; return its client's id, ``None`` if there is no such token."""
-    changed = database.execute(
-        "UPDATE tokens SET limits = ? WHERE token_id = ? RETURNING client_id", (limits_to_json(limits), token_id)
-    ).fetchall()
-    return changed[0][0] if changed else None
-
-
-def set_client_limits(
-    database: sqlite3.Connection, client_id: str, limits: AccessLimits, *, max_sessions: int | None = None
-) -> bool:
-    """Set a client's limits, and its maximum number of sessions if given; ``False`` if there is no such client."""
-    changed = database.execute(
-        "UPDATE clients SET limits = ?, max_sessions = coalesce(?, max_sessions) WHERE client_id = ?",
-        (limits_to_json(limits), max_sessions, client_id),
-    )
-    return changed.rowcount == 1
-
-
 def client_from_row(row: tuple[Any, ...]) -> ClientInfo:
     """Return a client from the columns ``client_id`` to ``limits`` and the number of its tokens."""
     client_id, max_sessions, priority, scopes, retention_days, created_at, limits, n_tokens = row
