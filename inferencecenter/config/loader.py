@@ -189,12 +189,8 @@ class _Environment(EnvSettingsSource):
         return value
 
 
+@foreign_input(lambda reason: _invalid(f"environment: cannot be understood: {reason}"))
 def _environment() -> dict[str, Any]:
-    with foreign_input(lambda reason: _invalid(f"environment: cannot be understood: {reason}")):
-        return _read_environment()
-
-
-def _read_environment() -> dict[str, Any]:
     known = {environment_name(name) for name, _ in setting_fields()} | set(OTHER_ENVIRONMENT)
     params = environment_name("params.")
     for name in sorted(name.upper() for name in os.environ):

@@ -114,6 +114,19 @@ def not_registered(name: str, known: Mapping[str, object], *, field: str = "mode
     )
 
 
+def _unreadable(reason: str) -> InferenceCenterError:
+    return _invalid(
+        f"the models cannot be read: {reason}",
+        field="models_dir",
+        hint="model.path, models.NAME.path and models_dir must name files and a directory.",
+    )
+
+
+def _invalid(message: str, *, field: str, hint: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_CONFIG, message, field=field, hint=hint)
+
+
+@foreign_input(_unreadable)
 def read_registry(settings: Settings) -> Registry:
     """Return the models of the settings and those in ``models_dir``. Reads the headers of files there.
 
@@ -122,11 +135,6 @@ def read_registry(settings: Settings) -> Registry:
     Raises:
         InferenceCenterError: ``invalid_config``: two models of one name, or contradictory settings of a model.
     """
-    with foreign_input(_unreadable):
-        return _read(settings)
-
-
-def _read(settings: Settings) -> Registry:
     scanned = _scan(settings.models_dir)
     shared = settings.engine.model_copy(update=_OF_THE_DAEMON)
     found = {name: ModelSpec(name=name, path=path, engine=shared) for name, path in scanned.models.items()}
@@ -307,15 +315,3 @@ def _name_in_file(path: Path, *, backend: str, taken: Collection[str]) -> str:
     except InferenceCenterError:
         own = None
     return own[:_LONGEST_NAME] if isinstance(own, str) and own else path.stem
-
-
-def _unreadable(reason: str) -> InferenceCenterError:
-    return _invalid(
-        f"the models cannot be read: {reason}",
-        field="models_dir",
-        hint="model.path, models.NAME.path and models_dir must name files and a directory.",
-    )
-
-
-def _invalid(message: str, *, field: str, hint: str) -> InferenceCenterError:
-    return InferenceCenterError(ErrorCode.INVALID_CONFIG, message, field=field, hint=hint)
