@@ -81,10 +81,6 @@ class ClientSocket(Protocol):
     def client(self) -> Account:
         """The client, once it is authenticated."""
 
-    @property
-    def limits(self) -> AccessLimits:
-        """The limits of its token, once it is authenticated."""
-
     def send(self, event: Event) -> None:
         """Send an event."""
 
@@ -269,33 +265,21 @@ class ConnectionHub:
 
     def close_revoked(self, living_tokens: frozenset[str]) -> None:
         """Close the sockets whose token is not among ``living_tokens``."""
-
-        def revoked(client: Account) -> bool:
-            return bool(client.token_id) and client.token_id not in living_tokens
-
-        self._close(
-            [each for each in self._authenticated() if revoked(each.client)],
-            [each for each in self._participants if revoked(each.client)],
-            (CloseCode.NOT_AUTHENTICATED, "the token was revoked"),
-        )
+        tokens = [each for each in self._members() if each.client.token_id]
+        revoked = [each for each in tokens if each.client.token_id not in living_tokens]
+        _close(revoked, CloseCode.NOT_AUTHENTICATED, "the token was revoked")
 
     def set_max_sessions(self, max_sessions: Mapping[str, int]) -> None:
         """Set the maximum number of sessions of clients with tokens, by client id."""
-        for each in (*self._authenticated(), *self._participants):
+        for each in self._members():
             if each.client.token_id and (number := max_sessions.get(each.client.client_id)):
                 each.set_max_sessions(number)
 
     def close_clients(self, client_ids: Collection[str]) -> None:
         """Close the sockets of these clients that authenticated with an API key, which may have changed."""
-
-        def changed(client: Account) -> bool:
-            return not client.token_id and client.client_id in client_ids
-
-        self._close(
-            [each for each in self._authenticated() if changed(each.client)],
-            [each for each in self._participants if changed(each.client)],
-            (CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed"),
-        )
+        keys = [each for each in self._members() if not each.client.token_id]
+        changed = [each for each in keys if each.client.client_id in client_ids]
+        _close(changed, CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed")
 
     def of_client(self, client_id: str) -> list[ClientSocket]:
         """Return the sockets of a client."""
@@ -312,9 +296,7 @@ class ConnectionHub:
 
     def tokens_in_use(self) -> set[tuple[str, str]]:
         """Return the client and token ids of all sockets and participants; an API key has the empty token id."""
-        return {
-            (each.client.client_id, each.client.token_id) for each in (*self._authenticated(), *self._participants)
-        }
+        return {(each.client.client_id, each.client.token_id) for each in self._members()}
 
     def clients(self) -> dict[str, list[ClientSocket]]:
         """Return the sockets of each connected client, by client id."""
@@ -326,16 +308,12 @@ class ConnectionHub:
         Args:
             limits_of: Returns the limits of a token, given the ids of its client and of the token.
         """
-
-        def misplaced(participant: Participant) -> bool:
-            limits = limits_of(participant.client.client_id, participant.client.token_id)
-            return not limits.allows_address(participant.address)
-
-        self._close(
-            [each for each in self._authenticated() if not each.limits.allows_address(each.address)],
-            [each for each in self._participants if misplaced(each)],
-            (CloseCode.NOT_AUTHENTICATED, _MISPLACED),
-        )
+        misplaced = [
+            each
+            for each in self._members()
+            if not limits_of(each.client.client_id, each.client.token_id).allows_address(each.address)
+        ]
+        _close(misplaced, CloseCode.NOT_AUTHENTICATED, _MISPLACED)
 
     async def drain(self, deadline_s: float) -> None:
         """Announce the shutdown to all clients and wait until they have left, at most ``deadline_s``.
@@ -343,23 +321,17 @@ class ConnectionHub:
         A socket or participant leaves when its running turns have ended; at the deadline it is closed regardless.
         """
         self.draining = True
-        _each(self._connections, lambda each: each.drain(deadline_s))
-        _each(self._participants, lambda each: each.drain(deadline_s))
+        _each([*self._connections, *self._participants], lambda each: each.drain(deadline_s))
         try:
             async with asyncio.timeout(deadline_s):
                 await self._empty.wait()
         except TimeoutError:
             _log.warning("drain_deadline", connections=len(self._connections), guests=len(self._participants))
-            self._close(self._connections, self._participants, (CloseCode.RESTART, "the daemon stops"))
+            _close([*self._connections, *self._participants], CloseCode.RESTART, "the daemon stops")
 
-    def _authenticated(self) -> list[ClientSocket]:
-        return [each for each in self._connections if each.authenticated]
-
-    def _close(
-        self, connections: Iterable[ClientSocket], participants: Iterable[Participant], farewell: tuple[CloseCode, str]
-    ) -> None:
-        _each(connections, lambda each: each.close(*farewell))
-        _each(participants, lambda each: each.close(*farewell))
+    def _members(self) -> list[Participant]:
+        """Return the authenticated sockets and the participants."""
+        return [*(each for each in self._connections if each.authenticated), *self._participants]
 
     def _count_unauthenticated(self) -> None:
         self._metrics.unauthenticated_connections.set(len(self._unauthenticated))
@@ -367,6 +339,10 @@ class ConnectionHub:
     def _look_if_empty(self) -> None:
         if not self._connections and not self._participants:
             self._empty.set()
+
+
+def _close(members: Iterable[Participant], code: CloseCode, reason: str) -> None:
+    _each(members, lambda each: each.close(code, reason))
 
 
 def _each(them: Iterable[_Each], do: Callable[[_Each], None]) -> None:

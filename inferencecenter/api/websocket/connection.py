@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from inferencecenter.auth.account import Account
     from inferencecenter.auth.audit import AuditEvent
-    from inferencecenter.config.limits import AccessLimits
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.codec import Frame
     from inferencecenter.server.context import ServerContext
@@ -54,11 +53,6 @@ class Connection(SocketConnection[Outbox]):
         self._rest: Callable[[], Awaitable[None]] | None = None
         if v1:
             self.enable_v1()
-
-    @property
-    def limits(self) -> AccessLimits:
-        """Limits of the client's token; only once authenticated."""
-        return self.context.quotas.of(self.client.client_id, self.client.token_id).limits
 
     def enable_v1(self) -> None:
         """Send this socket all ops and fields from now on."""
@@ -107,7 +101,8 @@ class Connection(SocketConnection[Outbox]):
 
     def auth_success(self) -> events.AuthSuccess:
         """Return the client's own settings."""
-        client, limits = self.client, self.limits
+        client = self.client
+        limits = self.context.limits_of(client.client_id, client.token_id)
         return events.AuthSuccess(
             client_id=client.client_id,
             max_sessions=client.max_sessions,
