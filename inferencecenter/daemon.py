@@ -31,7 +31,6 @@ from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.auth.bootstrap import ensure_admin
 from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.auth.quotas import AccessQuotas
-from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import Gpu
@@ -46,6 +45,7 @@ from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, 
 from inferencecenter.server.tls import Certificate
 from inferencecenter.sessions.journal import RETRY_LATER_MS
 from inferencecenter.sessions.manager import SessionManager
+from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
 from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.rows import utc_day

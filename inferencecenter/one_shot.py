@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.config.settings import SessionSettings, bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
@@ -19,6 +18,7 @@ from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Reasoning, Token
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.manager import SessionManager
+from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
 from inferencecenter.supervisor.engine_options import engine_options
 from inferencecenter.supervisor.planning import Planner

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from inferencecenter.auth.clients_file import load_clients
-from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.config.sections import LogSettings
 from inferencecenter.config.settings import setting_fields
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models.registry import DAEMON_SETTINGS, read_registry
 from inferencecenter.server.control import ReloadProblem, ReloadReport
+from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.telemetry import logs
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from typing import get_args
 import pytest
 
 from inferencecenter.config.loader import load_settings
-from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.config.settings import Settings, setting_fields
 from inferencecenter.core.errors import ErrorCode
 from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import PARAM_DOCS
 from inferencecenter.protocol.requests import AnyRequest
+from inferencecenter.sessions.model_router import parse_config_params
 from tools.reference.pages import documents
 
 ROOT = Path(__file__).parents[1]

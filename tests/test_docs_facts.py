@@ -12,12 +12,12 @@ import pytest
 import typer
 
 from inferencecenter.auth.clients_file import load_clients
-from inferencecenter.config.sections import AuthSettings
 from inferencecenter.cli.app import app
 from inferencecenter.config.loader import OTHER_ENVIRONMENT, load_settings
-from inferencecenter.sessions.model_router import parse_config_params
+from inferencecenter.config.sections import AuthSettings
 from inferencecenter.config.settings import environment_name, setting_fields
 from inferencecenter.protocol.codec import read_frame
+from inferencecenter.sessions.model_router import parse_config_params
 from tests.documentation import GENERATED, ROOT, Block, Page, all_pages, commands_in, read_page
 
 if TYPE_CHECKING:

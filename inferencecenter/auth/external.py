@@ -83,9 +83,7 @@ class ExternalAuth:
         InferenceCenterError: ``invalid_config`` for an unusable file.
     """
 
-    def __init__(
-        self, settings: ExternalAuthSettings, *, defaults: AuthSettings, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, settings: ExternalAuthSettings, *, defaults: AuthSettings, clock: Callable[[], float]) -> None:
         self._settings = settings
         self._defaults = defaults
         self._clock = clock

@@ -14,11 +14,11 @@ from inferencecenter.cli import config_reference as reference
 from inferencecenter.cli.options import ConfigOption, JsonOption
 from inferencecenter.cli.output import as_json, print_json, problems_of, report, stdout
 from inferencecenter.config.loader import read_layers
-from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.config.settings import setting_fields
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.models.registry import default_model, read_registry
 from inferencecenter.protocol.params import cross_check, parse_params
+from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.telemetry.traces import check_installed
 
 if TYPE_CHECKING:

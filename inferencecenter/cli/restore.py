@@ -22,8 +22,8 @@ from inferencecenter.core.sqlite_file import (
     connect,
     connect_reading,
     copy,
-    integrity_error,
     database_exists,
+    integrity_error,
     replace_file,
     version_of,
 )

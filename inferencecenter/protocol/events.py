@@ -1,6 +1,8 @@
 """All events that the daemon sends."""
 
-from typing import Union, Annotated, Any, ClassVar, Final, Literal, TypeAlias
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar, Final, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -448,7 +450,7 @@ class Error(Event):
     retry_after_ms: int | None = Field(default=None, description="Earliest useful retry.")
 
 
-AnyEvent: Any = Union[messages_in(vars(), Event)]
+AnyEvent: Any = reduce(or_, messages_in(vars(), Event))
 
 
 Text: TypeAlias = Token | Reasoning | ToolCall

@@ -1,6 +1,8 @@
 """All requests that a client may send."""
 
-from typing import Union, Annotated, Any, ClassVar, Final, Literal, Self
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
@@ -375,4 +377,4 @@ class Ping(Request):
     op: Literal["ping"]
 
 
-AnyRequest: Any = Union[messages_in(vars(), Request)]
+AnyRequest: Any = reduce(or_, messages_in(vars(), Request))

@@ -22,7 +22,15 @@ import structlog
 from inferencecenter.core.errors import ERRORS, ErrorCode
 from inferencecenter.protocol import events
 from inferencecenter.protocol.codec import encode
-from inferencecenter.protocol.events import MAX_JOINED_BYTES, Reasoning, Token, ToolCall, continues_text, text_of, with_text
+from inferencecenter.protocol.events import (
+    MAX_JOINED_BYTES,
+    Reasoning,
+    Token,
+    ToolCall,
+    continues_text,
+    text_of,
+    with_text,
+)
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability, Usage
 from inferencecenter.sessions.journal import TokensAppended
 from inferencecenter.sessions.output_parsing import parts

@@ -119,9 +119,7 @@ class EngineMetrics:
             bounds=_MOVE_BOUNDS_S,
         )
         self.kv_fetches = registry.counter("kv_fetches", "Parked sequences read from disk.", "model")
-        self.parked_sessions = self._gauge(
-            "parked_sessions", "Sessions whose KV is parked outside the slots.", "model"
-        )
+        self.parked_sessions = self._gauge("parked_sessions", "Sessions whose KV is parked outside the slots.", "model")
         self.parked_bytes = self._gauge("parked_bytes", "Bytes of parked KV, by tier: ram or disk.", "model", "tier")
 
     def of(self, model: str) -> EngineMeters:

@@ -175,7 +175,11 @@ class BackgroundExporter(SpanExporter):
     """
 
     def __init__(
-        self, exporter: SpanExporter, *, log_handler: ExporterLogHandler, monotonic: Callable[[], float] = time.monotonic
+        self,
+        exporter: SpanExporter,
+        *,
+        log_handler: ExporterLogHandler,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._exporter = exporter
         self._log_handler = log_handler

@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 
 from inferencecenter.auth import audit
 from inferencecenter.auth.accounts import Accounts
-from inferencecenter.auth.audit import MAX_ROWS, PRUNE_ROWS, MERGE_S, AuditEvent, AuditLine, audit_entry
+from inferencecenter.auth.audit import MAX_ROWS, MERGE_S, PRUNE_ROWS, AuditEvent, AuditLine, audit_entry
 from inferencecenter.auth.bootstrap import ensure_admin
 from inferencecenter.core.errors import InferenceCenterError
 

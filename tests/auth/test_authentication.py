@@ -163,7 +163,7 @@ class FaultyDisk:
         self._loop = asyncio.get_running_loop()
         self._outcomes = asyncio.Queue[str]()
         monkeypatch.setattr(accounts, "flush_audit", self.write)
-        monkeypatch.setattr(authentication, "_WRITE_AFTER_S", 0.0)
+        monkeypatch.setattr(authentication, "_FLUSH_AFTER_S", 0.0)
         monkeypatch.setattr(authentication, "_RETRY_AFTER_S", 0.0)
 
     def write(self) -> None:

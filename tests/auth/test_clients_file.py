@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.auth.clients_file import load_clients
-from inferencecenter.config.sections import AuthSettings
 from inferencecenter.config.limits import AccessLimits
+from inferencecenter.config.sections import AuthSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 

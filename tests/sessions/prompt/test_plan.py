@@ -74,7 +74,9 @@ def run(
         prompt_tokens=prompt.tokens + packed(text_of(prompt)),
     )
     end_of_turn = finished(len(answer) + bool(end), len(answer), end)
-    return prompt, after_turn(history, prompt, answer=said, end=end_of_turn, keeps_end=isinstance(renderer, ChatTemplate))
+    return prompt, after_turn(
+        history, prompt, answer=said, end=end_of_turn, keeps_end=isinstance(renderer, ChatTemplate)
+    )
 
 
 @given(turns=st.lists(st.tuples(st.text(max_size=12), st.text(max_size=12)), min_size=1, max_size=4))
