@@ -141,7 +141,10 @@ def bench(  # noqa: PLR0913 - one argument an option
     _check_files(chosen, json, plot_file)
     date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     report = asyncio.run(_run(chosen, options))
-    (stderr if json == "-" else stdout).print(table.render(report))
+    printer = stderr if json == "-" else stdout
+    printer.print(table.render(report))
+    if report.markdown:
+        printer.print(report.markdown, markup=False, highlight=False, soft_wrap=True)
     _write(report, options, date=date, json=json, plot_file=plot_file)
 
 

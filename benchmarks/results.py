@@ -65,11 +65,12 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything one scenario found."""
+    """Everything one scenario found; ``markdown`` is to be copied into a page."""
 
     scenario: str
     sides: tuple[Side, ...]
     points: tuple[Point, ...]
+    markdown: str = ""
 
     def sides_of(self, point: Point) -> tuple[Side, ...]:
         """Return what the servers ran at a point."""

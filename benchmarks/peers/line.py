@@ -61,6 +61,7 @@ class Frame(msgspec.Struct):
     state: str | None = None
     transcript: list[Message] | None = None
     # Of models:
+    plan: msgspec.Raw = msgspec.Raw()
     phase: str | None = None
     detail: str = ""
 

@@ -17,6 +17,7 @@ from benchmarks.scenarios import (
     interference,
     overload,
     parking,
+    report,
     resend,
     restart,
     returning,
@@ -64,6 +65,7 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
             dialects,
             resend,
             structured,
+            report,
         )
     }
 )

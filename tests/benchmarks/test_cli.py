@@ -258,6 +258,7 @@ async def test_every_scenario_runs(name: str, given: Options, metric: str) -> No
         ("parking", Options(clients=(4,), slots=4), "--clients: 4 turns are no whole number of groups of 4"),
         ("parking", Options(clients=(6,), slots=4), "--clients: 6 turns are no whole number of groups of 4"),
         ("interference", Options(clients=(2,), max_tokens=8), "a stream of 8 tokens ended"),
+        ("report", Options(prompt_tokens=(20,), max_tokens=2, repeat=1), "--model: the daemon made no plan"),
     ],
 )
 @pytest.mark.asyncio(loop_scope="module")

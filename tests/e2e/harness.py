@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
 _LISTENING_PORTS = range(20_000, 32_768)  # the kernel takes those above for connections
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 240.0
 REPLY_TIMEOUT_S = 60.0
 LOOP_BOUND_MS = 250
 """CPU time that one step of the daemon's event loop may take."""
