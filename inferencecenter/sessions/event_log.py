@@ -66,12 +66,12 @@ class _Run:
 
     __slots__ = ("contents", "first", "first_seq", "logprobs", "plain_turn")
 
-    def __init__(self, event: Text) -> None:
+    def __init__(self, event: Text, text: str) -> None:
         self.first = event
         self.plain_turn = event.turn_id if type(event) is Token else None
         self.first_seq = event.seq
-        self.contents: deque[str] = deque()
-        self.logprobs: deque[tuple[TokenLogprobs, ...] | None] | None = None if event.logprobs is None else deque()
+        self.contents = deque([text])
+        self.logprobs = None if event.logprobs is None else deque([event.logprobs])
 
     def take(self, event: Text, text: str) -> bool:
         """Append the ``text`` of an event; return ``False`` if the event does not continue this run."""
@@ -84,7 +84,7 @@ class _Run:
         ):
             return False
         self.contents.append(text)
-        if self.logprobs is not None:
+        if self.logprobs is not None and event.logprobs is not None:
             self.logprobs.append(event.logprobs)
         return True
 
@@ -190,9 +190,7 @@ class ReplayBuffer:
         text = event.content if type(event) is Token else text_of(event)
         last = self._entries[-1] if self._entries else None
         if not isinstance(last, _Run) or not last.take(event, text):
-            last = _Run(event)
-            last.take(event, text)
-            self._entries.append(last)
+            self._entries.append(_Run(event, text))
         self._bytes += _token_bytes(text, event.logprobs)
 
     def _forget_oldest(self) -> None:
