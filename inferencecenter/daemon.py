@@ -45,8 +45,8 @@ from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, 
 from inferencecenter.server.tls import Certificate
 from inferencecenter.sessions.journal import RETRY_LATER_MS
 from inferencecenter.sessions.manager import SessionManager
-from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
+from inferencecenter.sessions.session_config import parse_config_params
 from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.rows import utc_day
 from inferencecenter.sessions.store.schema import DATABASE_NAME

@@ -18,8 +18,8 @@ from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Reasoning, Token
 from inferencecenter.sessions.client import Principal
 from inferencecenter.sessions.manager import SessionManager
-from inferencecenter.sessions.model_router import parse_config_params
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
+from inferencecenter.sessions.session_config import parse_config_params
 from inferencecenter.supervisor.engine_options import engine_options
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor

@@ -17,7 +17,7 @@ from inferencecenter.config.loader import OTHER_ENVIRONMENT, load_settings
 from inferencecenter.config.sections import AuthSettings
 from inferencecenter.config.settings import environment_name, setting_fields
 from inferencecenter.protocol.codec import read_frame
-from inferencecenter.sessions.model_router import parse_config_params
+from inferencecenter.sessions.session_config import parse_config_params
 from tests.documentation import GENERATED, ROOT, Block, Page, all_pages, commands_in, read_page
 
 if TYPE_CHECKING:

@@ -18,7 +18,6 @@ from inferencecenter.sessions.prompt.template import RawText
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inferencecenter.config.settings import Settings
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.ipc.port import EnginePort, EngineStatus, ModelsPort
     from inferencecenter.protocol.values import Mode
@@ -31,22 +30,6 @@ _RAW: Final = InlineRenderer(RawText())
 _LOST: Final = (EngineState.BACKOFF, EngineState.FAILED)
 
 _log = structlog.get_logger(__name__)
-
-
-def parse_config_params(settings: Settings) -> Params:
-    """Validate all parameters of the configuration and return those that apply to all models.
-
-    Raises:
-        InferenceCenterError: ``invalid_config``.
-    """
-    try:
-        for name, entry in settings.models.items():
-            parse_params(entry.params, path=f"models.{name}.params")
-        return parse_params(settings.params)
-    except InferenceCenterError as error:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_CONFIG, error.message, hint=error.hint, field=error.field
-        ) from error
 
 
 class LoadedModel:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from inferencecenter.protocol.params import cross_check
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.params import cross_check, parse_params
 from inferencecenter.sessions.history import HistoryLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
     from datetime import datetime
 
-    from inferencecenter.config.settings import SessionSettings
+    from inferencecenter.config.settings import SessionSettings, Settings
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.values import Mode, OnDisconnect, OnFull, Priority
     from inferencecenter.sessions.client import EventSink, Quota
@@ -102,3 +103,19 @@ class SessionConfig:
         if self.on_full == "stop" and "n_keep" in chosen:
             warnings = (*warnings, "n_keep has no effect: on_full is stop.")
         return warnings
+
+
+def parse_config_params(settings: Settings) -> Params:
+    """Validate all parameters of the configuration and return those that apply to all models.
+
+    Raises:
+        InferenceCenterError: ``invalid_config``.
+    """
+    try:
+        for name, entry in settings.models.items():
+            parse_params(entry.params, path=f"models.{name}.params")
+        return parse_params(settings.params)
+    except InferenceCenterError as error:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG, error.message, hint=error.hint, field=error.field
+        ) from error

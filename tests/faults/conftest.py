@@ -1,4 +1,4 @@
-"""One daemon on the echo backend for all tests, restarted when a test has ended it."""
+"""One daemon on the echo backend per module, restarted when a test has ended it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.fixture(scope="session")
-def shared_daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[DaemonHarness]:
-    """The daemon, not yet started."""
+@pytest.fixture(scope="module")
+def module_daemon(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[DaemonHarness]:
+    """The module's daemon."""
     settings = {"INFERENCECENTER_ENGINE__HANG_TIMEOUT_S": "1"}
     with daemon_harness(tmp_path_factory.mktemp("echo"), demo_model_path, **ECHO, **FEW_SLOTS, **settings) as found:
         yield found
 
 
 @pytest.fixture
-def echo(shared_daemon: DaemonHarness) -> DaemonHarness:
+def echo(module_daemon: DaemonHarness) -> DaemonHarness:
     """A daemon without faults: echo on two slots, with quanta of eight tokens."""
-    shared_daemon.ensure()
-    return shared_daemon
+    module_daemon.ensure()
+    return module_daemon
