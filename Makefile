@@ -33,7 +33,7 @@ INSTALLED_BY := prefix='$(prefix)' sysconfdir='$(sysconfdir)' bindir='$(bindir)'
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help run test test-slow test-all lint docs site clean wheels install install-files uninstall libraries
+.PHONY: help run test test-slow test-clients test-all lint docs site clean wheels install install-files uninstall libraries
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ test: $(VENV)/.installed-dev $(LIBRARIES) ## Run the tests that take a few minut
 
 test-slow: $(VENV)/.installed-dev $(LIBRARIES) ## Run the slow tests
 	$(BIN)/pytest -m slow
+
+test-clients: $(VENV)/.installed-dev $(LIBRARIES) ## Run the slow tests of clients, which installs them
+	$(BIN)/pytest -m slow tests/clients
 
 test-all: test test-slow ## Run every test, the slow ones too
 
@@ -87,9 +90,11 @@ clean: ## Remove the virtual environment, caches and what was built
 
 $(VENV)/.installed: pyproject.toml tools/install $(wildcard tools/llama/*)
 	@PYTHON='$(PYTHON)' tools/install '$(VENV)'
+	$(eval JUST_INSTALLED := yes)
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@PYTHON='$(PYTHON)' tools/install '$(VENV)' dev
+	$(eval JUST_INSTALLED := yes)
 
 $(VENV)/.llama libraries: | $(VENV)/.installed
-	@$(BIN)/python -m tools.llama install
+	@$(if $(JUST_INSTALLED),:,$(BIN)/python -m tools.llama install)

@@ -46,11 +46,11 @@ class DaemonSettings:
 
     ``store`` is whether conversations are written down that may be. ``loses_engines`` is set where the scenario kills
     engines. ``echo_delay_ms`` is what a decode of the echo backend takes. With ``lookup`` tokens are guessed from what
-    the text said before, with ``draft`` by that model. With ``two_models`` the file is there twice, under
-    ``MODEL_NAMES``.
+    the text said before, with ``draft`` by that model. The script backend answers by the rules of ``script``. With
+    ``two_models`` the file is there twice, under ``MODEL_NAMES``.
     """
 
-    backend: Literal["llama", "echo"]
+    backend: Literal["llama", "echo", "script"]
     model: Path | None
     slots: int
     n_ctx: int
@@ -61,6 +61,7 @@ class DaemonSettings:
     lookup: bool = False
     draft: Path | None = None
     two_models: bool = False
+    script: Path | None = None
 
     def environment(self, state_dir: Path) -> dict[str, str]:
         """Return the environment of the daemon's process: these settings, without inherited ones."""
@@ -83,6 +84,8 @@ class DaemonSettings:
             settings["MODEL__PATH"] = str(self.model)
         if self.draft is not None:
             settings["ENGINE__DRAFT"] = str(self.draft.absolute())
+        if self.script is not None:
+            settings["ENGINE__SCRIPT"] = str(self.script)
         if self.loses_engines:
             settings |= _RARELY
         if self.two_models:

@@ -29,6 +29,21 @@ def responses(spec: TargetSpec) -> TargetSpec:
     return replace(spec, kind="responses", url=_http(spec))
 
 
+def embeddings(spec: TargetSpec) -> TargetSpec:
+    """Return `/v1/embeddings` of our daemon or another server."""
+    return replace(spec, kind="embeddings", url=_http(spec) if spec.url.startswith("ws") else spec.url)
+
+
+def codex(spec: TargetSpec) -> TargetSpec:
+    """Return what Codex sends: `/v1/responses` over HTTP, with the whole conversation."""
+    return replace(spec, kind="codex", url=_http(spec))
+
+
+def claude_code(spec: TargetSpec) -> TargetSpec:
+    """Return what Claude Code sends: `/v1/messages`, with the whole conversation."""
+    return replace(spec, kind="claude-code", url=_http(spec))
+
+
 def _http(spec: TargetSpec) -> str:
     """Return the HTTP address of a daemon whose WebSocket address is known."""
     return "http" + spec.url.removeprefix("ws").rstrip("/")

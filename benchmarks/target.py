@@ -17,8 +17,21 @@ if TYPE_CHECKING:
 USUAL_TEMPERATURE: Final = 0.8
 """llama-server's default."""
 
-TargetKind: TypeAlias = Literal["inferencecenter", "llama-server", "openai", "chat-completions", "responses"]
-"""What is spoken; the last two are our own daemon's `/v1/chat/completions` and, over WebSocket, `/v1/responses`."""
+TargetKind: TypeAlias = Literal[
+    "inferencecenter",
+    "llama-server",
+    "openai",
+    "chat-completions",
+    "responses",
+    "embeddings",
+    "codex",
+    "claude-code",
+]
+"""What is spoken.
+
+`chat-completions` and, over WebSocket, `responses` are our own daemon's, as is what the agents `codex` and
+`claude-code` send; `embeddings` is any server's `/v1/embeddings`.
+"""
 
 
 @dataclass(frozen=True, slots=True)

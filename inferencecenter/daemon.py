@@ -35,23 +35,23 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import Gpu
 from inferencecenter.hardware.vram_calibration import PLAN_FILE, VramCalibration
-from inferencecenter.models.registry import read_registry
+from inferencecenter.models.library import ModelLibrary
+from inferencecenter.models.registry import configured_files, read_registry
 from inferencecenter.protocol.base import Event, Request, build_messages
 from inferencecenter.protocol.values import Value
 from inferencecenter.reload import ConfigReloader
 from inferencecenter.server.context import ServerContext, no_usage
 from inferencecenter.server.control import DAEMON_LOCK_NAME, ControlSocket, record_open_files
-from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, inherited_sockets
+from inferencecenter.server.listener import CLOSING_S, Listener, address, bind, bind_ollama, inherited_sockets
 from inferencecenter.server.tls import Certificate
+from inferencecenter.sessions.context import parse_config_params
 from inferencecenter.sessions.journal import RETRY_LATER_MS
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
-from inferencecenter.sessions.session_config import parse_config_params
 from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.rows import utc_day
 from inferencecenter.sessions.store.schema import DATABASE_NAME
 from inferencecenter.sessions.store.store import SessionStore
-from inferencecenter.supervisor.crash_limit import CrashLimit
 from inferencecenter.supervisor.engine_options import (
     cache_key,
     engine_options,
@@ -62,7 +62,7 @@ from inferencecenter.supervisor.engine_options import (
 from inferencecenter.supervisor.memory_pressure import MemoryPressureMonitor, reader
 from inferencecenter.supervisor.model_manager import ManagedModel, ModelManager
 from inferencecenter.supervisor.planning import Planner
-from inferencecenter.supervisor.poison_turn_store import PoisonTurnStore
+from inferencecenter.supervisor.poison_turns import CrashLimit, PoisonTurnStore
 from inferencecenter.supervisor.process import EXIT_GRACE_S, STOP_DEADLINE_S, SUSPEND_DEADLINE_S
 from inferencecenter.supervisor.step_metrics import StepMeter
 from inferencecenter.supervisor.supervisor import Supervisor
@@ -91,6 +91,7 @@ if TYPE_CHECKING:
     from inferencecenter.telemetry.otlp import Traces
 
 _SUSPECTS_FILE: Final = "suspects.json"
+_FREEZE_AFTER_S: Final = 0.1
 STOP_S: Final = CLOSING_S + SUSPEND_DEADLINE_S + STOP_DEADLINE_S + EXIT_GRACE_S + 5.0
 """How long stopping takes at most after the turns' time is over, including what the store needs at the end."""
 
@@ -190,7 +191,8 @@ class Announcement:
 class _Prepared:
     """What is opened before the event loop runs.
 
-    Without ``store`` sessions end with the daemon; without ``traces`` no turn is traced.
+    Without ``store`` sessions end with the daemon; without ``traces`` no turn is traced. ``plain`` are the sockets that
+    have no TLS.
     """
 
     accounts: Accounts
@@ -198,6 +200,7 @@ class _Prepared:
     config_params: Params
     registry: Registry
     sockets: list[socket.socket]
+    plain: list[socket.socket]
     certificate: Certificate | None
     traces: Traces | None
     reload_settings: Callable[[], Settings]
@@ -232,6 +235,9 @@ def serve(
         sockets = inherited_sockets(os.environ, pid=os.getpid()) or bind(server.host, server.port)
         for listening in sockets:
             held.callback(listening.close)
+        plain = bind_ollama() if server.ollama else []
+        for listening in plain:
+            held.callback(listening.close)
         certificate = Certificate(server.certfile, server.keyfile) if server.certfile and server.keyfile else None
         config_params, registry = parse_config_params(settings), read_registry(settings)
         registry.log_remarks()
@@ -253,7 +259,8 @@ def serve(
             store=store,
             config_params=config_params,
             registry=registry,
-            sockets=sockets,
+            sockets=[*sockets, *plain],
+            plain=plain,
             certificate=certificate,
             traces=traces,
             reload_settings=reload_settings,
@@ -304,6 +311,11 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     context = ServerContext.create(
         settings.server,
         models=models,
+        library=ModelLibrary(
+            directory=settings.models_dir,
+            configured=lambda: configured_files(settings) | configured_files(prepared.reload_settings()),
+            environment=os.environ,
+        ),
         sessions=sessions,
         accounts=accounts,
         quotas=quotas,
@@ -342,8 +354,10 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         settings.server,
         drain=drain,
         tls=prepared.tls,
+        plain=prepared.plain,
         refused=metrics.connection_refused,
         refusal=context.upgrade_limiter.refusal,
+        delay_s=context.connection_delay_s,
         connected=lambda: monitor.wake(),  # noqa: PLW0108 - it is made from the listener
     )
     monitor = LoopMonitor(metrics.loop_lag_s, is_idle=lambda: listener.n_connections == 0)
@@ -390,10 +404,19 @@ async def _listen(listener: Listener, sockets: list[socket.socket]) -> None:
 
     A full collection traverses every object that is not frozen: modules, message models and sessions. In an idle daemon
     that takes 40 to 70 ms, during which no stream gets a token, and closed connections trigger it every few seconds.
+    The one before freezing is done while the engine loads, and not before the engine has its options.
     """
+    freezing = asyncio.get_running_loop().call_later(_FREEZE_AFTER_S, _freeze)
+    try:
+        await listener.serve(sockets)
+    finally:
+        freezing.cancel()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
-    await listener.serve(sockets)
+    gc.enable()  # the command line disabled it for the imports
 
 
 async def _purge(kind: PurgeKind, name: str, sessions: SessionManager, store: SessionStore | None) -> None:
@@ -500,7 +523,7 @@ def make_models(
             return settings.engine.exit_when_failed and supervisor is models.engine(models.default)
         return supervisor.load_failure is not None and supervisor is first
 
-    def make(spec: ModelSpec, admit: Callable[[ManagedModel], Awaitable[bool]]) -> ManagedModel:
+    def make(spec: ModelSpec, admit: Callable[[Supervisor], Awaitable[bool]]) -> ManagedModel:
         planner = Planner(engine=spec.engine, gpu=settings.gpu, calibration=calibration)
         options = engine_options(spec, kv_cache_paths(settings.kv, settings.state_dir, spec))
         if first is None:
@@ -512,7 +535,7 @@ def make_models(
             live_sessions=live_sessions,
             plan_again=planner.again,
             ends_with_it=lambda: ends_daemon(supervisor),
-            admit=lambda: admit(model),
+            admit=lambda: admit(supervisor),
             on_step=meter.step,
             crash_limit=crash_limit,
             suspicion_file=suspicion_file,
@@ -520,8 +543,7 @@ def make_models(
         )
         supervisor.subscribe(planner.on_status)
         supervisor.subscribe(meter.engine_changed)
-        model = ManagedModel(spec, planner, supervisor)
-        return model
+        return ManagedModel(spec, planner, supervisor)
 
     models = ModelManager(
         registry,

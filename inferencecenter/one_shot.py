@@ -16,10 +16,9 @@ from inferencecenter.ipc.port import EngineState
 from inferencecenter.models.registry import DEMO, ModelSpec, draft_file, not_registered, read_registry
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.events import ContextShifted, End, Error, Progress, Queued, Reasoning, Token
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal, parse_config_params
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.prompt.template_process import TemplateProcessPool
-from inferencecenter.sessions.session_config import parse_config_params
 from inferencecenter.supervisor.engine_options import engine_options
 from inferencecenter.supervisor.planning import Planner
 from inferencecenter.supervisor.supervisor import Supervisor
@@ -201,6 +200,10 @@ class _OneModel:
     def names(self) -> tuple[str, ...]:
         return (self.spec.name,)
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        return {}
+
     def engine(self, name: str) -> Supervisor:
         if name != self.spec.name:
             raise not_registered(name, {self.spec.name: self.spec})
@@ -210,6 +213,10 @@ class _OneModel:
         """Raise if the model could not be loaded."""
         if (failure := self.engine(name).load_failure) is not None:
             raise failure
+
+    def kind_of(self, name: str) -> str:
+        self.engine(name)
+        return self.spec.kind
 
     def params_of(self, name: str) -> Mapping[str, Any]:
         self.engine(name)

@@ -16,7 +16,7 @@ from inferencecenter.config.settings import setting_fields
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models.registry import DAEMON_SETTINGS, read_registry
 from inferencecenter.server.control import ReloadProblem, ReloadReport
-from inferencecenter.sessions.session_config import parse_config_params
+from inferencecenter.sessions.context import parse_config_params
 from inferencecenter.telemetry import logs
 
 if TYPE_CHECKING:

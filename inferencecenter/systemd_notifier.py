@@ -227,7 +227,7 @@ class SystemdNotifier:
             self._killed = (pid, self._monotonic())
         if self._monotonic() - self._killed[1] < KILLED_ENGINE_S:
             return False
-        _log.error("watchdog_not_fed", reason="the engine was killed and does not go", pid=pid)
+        _log.error("watchdog_not_fed", reason="the killed engine has not exited", pid=pid)
         return True
 
     # Status.

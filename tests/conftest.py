@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +17,7 @@ import inferencecenter.engine.llama  # tests that import the bindings find the l
 from tests.leftovers import leftovers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 _MOST_WORKERS = 8
 for _name in ("COLUMNS", "LINES"):  # a zero terminal size, which readline passes on to child processes
@@ -42,6 +44,32 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Write bytecode to pytest's cache if none may be written beside the code.
+
+    It is for this process, the other workers, and the hundreds of processes that tests start. Each would compile every
+    module again, and pytest rewrite every assertion.
+    """
+    cache = config.cache if config.pluginmanager.hasplugin("cacheprovider") else None
+    if sys.dont_write_bytecode and cache is not None:
+        sys.dont_write_bytecode = False
+        sys.pycache_prefix = str(cache.mkdir("bytecode"))
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Exclude what stays until the end from garbage collection, which would traverse it over and over."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.fixture(scope="session")
 def demo_model_path() -> Path:
     """The bundled demo model, or the file named by ``INFERENCECENTER_TEST_MODEL``."""
@@ -52,19 +80,4 @@ def demo_model_path() -> Path:
 def _close_leftovers() -> Iterator[None]:
     """Close what a failed test has left open."""
     with leftovers:
-        yield
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _compiled_once(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Share bytecode in pytest's cache among the processes that tests start, if none may be written beside the code.
-
-    There are hundreds of such processes, and each would compile every module again.
-    """
-    with pytest.MonkeyPatch.context() as environment:
-        if os.environ.get("PYTHONDONTWRITEBYTECODE"):
-            cache = pytestconfig.cache if pytestconfig.pluginmanager.hasplugin("cacheprovider") else None
-            folder = tmp_path_factory.getbasetemp() / "bytecode" if cache is None else cache.mkdir("bytecode")
-            environment.delenv("PYTHONDONTWRITEBYTECODE")
-            environment.setenv("PYTHONPYCACHEPREFIX", str(folder))
         yield

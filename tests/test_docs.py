@@ -17,7 +17,7 @@ from inferencecenter.models.registry import read_registry
 from inferencecenter.protocol.events import AnyEvent
 from inferencecenter.protocol.params import PARAM_DOCS
 from inferencecenter.protocol.requests import AnyRequest
-from inferencecenter.sessions.session_config import parse_config_params
+from inferencecenter.sessions.context import parse_config_params
 from tools.reference.pages import documents
 
 ROOT = Path(__file__).parents[1]

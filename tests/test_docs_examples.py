@@ -18,6 +18,7 @@ import pytest
 
 from tests.documentation import Block, all_pages, read_page
 from tests.e2e.harness import Daemon, run_daemon
+from tests.embedding_models import write_embedding_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -32,7 +33,7 @@ PRELUDE = """
 set -euo pipefail
 curl() { command curl --silent --show-error --fail-with-body --max-time 60 "$@"; echo; }
 """
-RUN_ELSEWHERE = frozenset({"docs/sdk.md"})
+RUN_ELSEWHERE = frozenset({"docs/sdk.md", "docs/clients.md"})
 """Pages whose examples have tests of their own."""
 PAGES = [page for page in all_pages() if page.path not in RUN_ELSEWHERE]
 
@@ -45,8 +46,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def daemon(home: Path, demo_model_path: Path) -> Iterator[Daemon]:
-    """A daemon after its first start."""
-    with run_daemon(home / STATE_DIR, demo_model_path) as running:
+    """A daemon after its first start, with a model for embeddings beside the demo model."""
+    (home / "models").mkdir()
+    write_embedding_model(home / "models" / "my-embedder.gguf")
+    with run_daemon(home / STATE_DIR, demo_model_path, INFERENCECENTER_MODELS_DIR=str(home / "models")) as running:
         yield running
 
 

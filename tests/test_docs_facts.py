@@ -16,8 +16,9 @@ from inferencecenter.cli.app import app
 from inferencecenter.config.loader import OTHER_ENVIRONMENT, load_settings
 from inferencecenter.config.sections import AuthSettings
 from inferencecenter.config.settings import environment_name, setting_fields
+from inferencecenter.models.script import read_script
 from inferencecenter.protocol.codec import read_frame
-from inferencecenter.sessions.session_config import parse_config_params
+from inferencecenter.sessions.context import parse_config_params
 from tests.documentation import GENERATED, ROOT, Block, Page, all_pages, commands_in, read_page
 
 if TYPE_CHECKING:
@@ -149,11 +150,14 @@ def test_environment_variables_exist(page: Page) -> None:
 
 @pytest.mark.parametrize("block", blocks_of("toml"), ids=str)
 def test_configuration_is_valid(block: Block, tmp_path: Path) -> None:
-    """Each block is accepted as a configuration file or as ``clients.toml``."""
+    """Each block is accepted as a configuration file, as ``clients.toml``, or as rules of scripted answers."""
     config = tmp_path / "example.toml"
     config.write_text(block.text, encoding="utf-8")
     if block.text.startswith("[[client]]"):
         assert load_clients(AuthSettings(clients_file=config))
+        return
+    if "[[rules]]" in block.text:
+        assert read_script(config).rules
         return
     parse_config_params(load_settings(config, {"models_dir": tmp_path}))
 
@@ -193,7 +197,7 @@ def test_files_exist(page: Page) -> None:
 def test_addresses_exist(page: Page) -> None:
     """Every HTTP address is served."""
     described = json.loads((ROOT / "docs/openapi.json").read_text(encoding="utf-8"))["paths"]
-    plain = {"/", "/metrics", "/healthz", "/readyz", "/openapi.json"}
+    plain = {"/", "/metrics", "/healthz", "/readyz", "/health", "/v1/health", "/openapi.json"}
     for span in page.spans:
         if found := re.fullmatch(r"(GET|POST|DELETE) (/[^\s?]*)", span):
             path = re.sub(r"\{\w+\}", "{}", found[2])

@@ -1,4 +1,4 @@
-"""The servers that a benchmark can drive, behind the interfaces of ``bench.target``.
+"""The servers that a benchmark can drive, behind the interfaces of ``benchmarks.target``.
 
 What is the same on all of them: the prompt's words (``prompts``), the sampling parameters (``sampling``), one
 connection that is kept for each client, and a clock that starts when a turn is sent and notes each piece of text when
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import urllib.error
 import urllib.request
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
@@ -21,7 +22,9 @@ from benchmarks.target import TargetSpec
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from benchmarks.target import Target
+    from collections.abc import Callable
+
+    from benchmarks.target import Target, TargetKind
 
 __all__ = ["detect", "make_target"]
 
@@ -75,6 +78,8 @@ def make_target(spec: TargetSpec) -> Target:
         return Daemon(spec)
     try:
         # Not at the top: the daemon alone can be measured without the extra.
+        from benchmarks.peers.agents import AgentTarget, ClaudeCodeSession, CodexSession  # noqa: PLC0415
+        from benchmarks.peers.embeddings import EmbeddingSession  # noqa: PLC0415
         from benchmarks.peers.llama_server import LlamaServer  # noqa: PLC0415
         from benchmarks.peers.openai import ChatSession, CompletionsSession, OpenAITarget  # noqa: PLC0415
         from benchmarks.peers.responses import ResponsesSession  # noqa: PLC0415
@@ -84,15 +89,16 @@ def make_target(spec: TargetSpec) -> Target:
             f"{spec.url} is driven with the package {error.name}, which is not installed",
             hint="Install the extra: pip install 'inferencecenter[bench]'.",
         ) from error
-    match spec.kind:
-        case "llama-server":
-            return LlamaServer(spec)
-        case "chat-completions":
-            return OpenAITarget(spec, ChatSession.connect)
-        case "responses":
-            return OpenAITarget(spec, ResponsesSession.connect)
-        case "openai":
-            return OpenAITarget(spec, CompletionsSession.connect)
+    targets: dict[TargetKind, Callable[[TargetSpec], Target]] = {
+        "llama-server": LlamaServer,
+        "openai": partial(OpenAITarget, connect=CompletionsSession.connect),
+        "chat-completions": partial(OpenAITarget, connect=ChatSession.connect),
+        "responses": partial(OpenAITarget, connect=ResponsesSession.connect),
+        "embeddings": partial(OpenAITarget, connect=EmbeddingSession.connect),
+        "codex": partial(AgentTarget, agent=CodexSession),
+        "claude-code": partial(AgentTarget, agent=ClaudeCodeSession),
+    }
+    return targets[spec.kind](spec)
 
 
 def _detect(name: str, url: str, token: str | None) -> TargetSpec:

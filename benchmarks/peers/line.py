@@ -162,7 +162,14 @@ async def open_line(spec: TargetSpec) -> AsyncIterator[Line]:
     async with contextlib.AsyncExitStack() as stack:
         try:
             socket = await stack.enter_async_context(
-                connect(spec.url, subprotocols=[Subprotocol(SUBPROTOCOL)], compression=None, max_size=_MAX_FRAME_BYTES)
+                connect(
+                    spec.url,
+                    subprotocols=[Subprotocol(SUBPROTOCOL)],
+                    compression=None,
+                    max_size=_MAX_FRAME_BYTES,
+                    # Events of other sessions are not read between turns; a full queue would hold up the close frame.
+                    max_queue=None,
+                )
             )
         except (OSError, websockets.WebSocketException) as error:
             raise InferenceCenterError(

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Final
 from benchmarks.scenarios import (
     abort,
     abuse,
+    agents,
     burst,
     context,
     crash,
     dialects,
+    embeddings,
     gateway,
     idle,
     interference,
@@ -63,7 +65,9 @@ SCENARIOS: Final[Mapping[str, Scenario]] = MappingProxyType(
             store,
             speculation,
             dialects,
+            embeddings,
             resend,
+            agents,
             structured,
             report,
         )

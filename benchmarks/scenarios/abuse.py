@@ -1,10 +1,10 @@
-"""A noisy neighbour repeats operations that are cheap to ask for and dear to answer, while others stream.
+"""A noisy neighbour repeats operations that are cheap to request and expensive to answer, while others stream.
 
-The question is what the others notice. Each act has two stretches of the wanted time, one right after the other: in
-both the neighbours run turns all the time, in the second one the act is repeated at its rate by a client of another
-account. So each act is compared with the quiet just before it. Every act has a new account, since sessions that one
-act leaves would count towards the limits of the next. The load generator runs the neighbours, this process the act, so
-that neither waits for the other.
+The result is the effect on the others. Each action has two intervals of the requested time, one right after the other:
+the neighbours run turns in both, and in the second one a client of another account repeats the action at its rate. So
+each action is compared with the quiet interval just before it. Every action has a new account, since sessions left by
+one action would count towards the limits of the next. The load generator runs the neighbours, this process the action,
+so neither waits for the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from benchmarks import timeline
-from benchmarks.abuse.acts import ACTS, Act
+from benchmarks.abuse.actions import ACTIONS, Action
 from benchmarks.abuse.attacker import Attacker
 from benchmarks.jobs import ClosedLoop, Turns
 from benchmarks.options import Options
@@ -48,9 +48,9 @@ class Delays:
 
 @dataclass(frozen=True, slots=True)
 class Abuse:
-    """One act: the neighbours' delays without and with it, what it was answered, and how much the memory grew."""
+    """One action: the neighbours' delays without and with it, what it was answered, and how much the memory grew."""
 
-    act: str
+    action: str
     quiet: Delays
     noisy: Delays
     outcomes: Counter[str]
@@ -60,14 +60,14 @@ class Abuse:
         """Return the numbers of one repetition."""
         quiet, noisy = self.quiet, self.noisy
         return (
-            Metric(f"{self.act}: ITL p99, with / without", "", noisy.itl_p99_ms / quiet.itl_p99_ms, "lower"),
-            Metric(f"{self.act}: TTFT p50, with / without", "", noisy.ttft_p50_ms / quiet.ttft_p50_ms, "lower"),
-            Metric(f"{self.act}: TTFT p99, with / without", "", noisy.ttft_p99_ms / quiet.ttft_p99_ms, "lower"),
-            Metric(f"{self.act}: ITL p99, without", "ms", quiet.itl_p99_ms, "lower"),
-            Metric(f"{self.act}: ITL worst, without", "ms", quiet.itl_worst_ms, "lower"),
-            Metric(f"{self.act}: ITL worst, with", "ms", noisy.itl_worst_ms, "lower"),
-            Metric(f"{self.act}: RSS growth, both processes", "MiB", self.growth_bytes / _MIB, "lower"),
-            *(Metric(f"{self.act}: answered {name}", "", count) for name, count in sorted(self.outcomes.items())),
+            Metric(f"{self.action}: ITL p99, with / without", "", noisy.itl_p99_ms / quiet.itl_p99_ms, "lower"),
+            Metric(f"{self.action}: TTFT p50, with / without", "", noisy.ttft_p50_ms / quiet.ttft_p50_ms, "lower"),
+            Metric(f"{self.action}: TTFT p99, with / without", "", noisy.ttft_p99_ms / quiet.ttft_p99_ms, "lower"),
+            Metric(f"{self.action}: ITL p99, without", "ms", quiet.itl_p99_ms, "lower"),
+            Metric(f"{self.action}: ITL worst, without", "ms", quiet.itl_worst_ms, "lower"),
+            Metric(f"{self.action}: ITL worst, with", "ms", noisy.itl_worst_ms, "lower"),
+            Metric(f"{self.action}: RSS growth, both processes", "MiB", self.growth_bytes / _MIB, "lower"),
+            *(Metric(f"{self.action}: answered {name}", "", count) for name, count in sorted(self.outcomes.items())),
         )
 
 
@@ -84,52 +84,52 @@ def read(clients: Sequence[Sequence[TurnTrace]]) -> Delays:
 
 
 async def run(bench: Bench) -> Report:
-    """Measure each number of neighbours with every act."""
+    """Measure each number of neighbours with every action."""
     clients = required(bench.options.clients)
     turn_tokens = one_prompt_length(bench.options) + required(bench.options.max_tokens)
     settings = bench.settings(slots=max(clients) + _SPARE_SLOTS, n_ctx=context_tokens(turn_tokens))
     points = []
-    async with bench.stage(settings, points=len(clients) * len(ACTS)) as stage:
+    async with bench.stage(settings, points=len(clients) * len(ACTIONS)) as stage:
         for n_clients in clients:
             repetitions = []
             for repetition in range(bench.repeat):
                 metrics: list[Metric] = []
-                for number, act in enumerate(ACTS):
+                for number, action in enumerate(ACTIONS):
                     token = await stage.daemon.new_token(f"noisy-{n_clients}-{repetition}-{number}")
-                    with bench.run(f"{n_clients} neighbours: {act.name}"):
-                        found = await _one(bench, stage.daemon, act, n_clients=n_clients, token=token)
+                    with bench.run(f"{n_clients} neighbours: {action.name}"):
+                        found = await _one(bench, stage.daemon, action, n_clients=n_clients, token=token)
                     metrics += found.metrics()
                 repetitions.append(tuple(metrics))
             points.append(Point((Parameter("neighbours", n_clients),), (tuple(repetitions),)))
         return Report(SCENARIO.name, stage.sides, tuple(points))
 
 
-async def _one(bench: Bench, daemon: RunningDaemon, act: Act, *, n_clients: int, token: str) -> Abuse:
+async def _one(bench: Bench, daemon: RunningDaemon, action: Action, *, n_clients: int, token: str) -> Abuse:
     quiet = await _stream(bench, daemon, n_clients)
     before_bytes = _rss_bytes(daemon)
     async with Attacker(replace(daemon.spec, token=token)) as attacker:
-        given = await act.prepare(attacker)
+        given = await action.prepare(attacker)
         attacker.outcomes.clear()
         over = asyncio.Event()
         async with asyncio.TaskGroup() as group:
-            group.create_task(repeat(act, attacker, given, until=over))
+            group.create_task(repeat(action, attacker, given, until=over))
             try:
                 noisy = await _stream(bench, daemon, n_clients)
             finally:
                 over.set()
-        return Abuse(act.name, quiet, noisy, attacker.outcomes, _rss_bytes(daemon) - before_bytes)
+        return Abuse(action.name, quiet, noisy, attacker.outcomes, _rss_bytes(daemon) - before_bytes)
 
 
-async def repeat(act: Act, attacker: Attacker, given: str, *, until: asyncio.Event) -> None:
-    """Do an act at its rate, one after the other; one that takes longer is followed by the next at once.
+async def repeat(action: Action, attacker: Attacker, given: str, *, until: asyncio.Event) -> None:
+    """Do an action at its rate, one after the other; one that takes longer is followed by the next at once.
 
     Raises:
         InferenceCenterError: The daemon cannot be reached.
     """
     while not until.is_set():
         began_s = time.monotonic()
-        await act.once(attacker, given)
-        await asyncio.sleep(max(0.0, 1 / act.rate_per_s - (time.monotonic() - began_s)))
+        await action.once(attacker, given)
+        await asyncio.sleep(max(0.0, 1 / action.rate_per_s - (time.monotonic() - began_s)))
 
 
 async def _stream(bench: Bench, daemon: RunningDaemon, n_clients: int) -> Delays:

@@ -19,7 +19,7 @@ from benchmarks.concurrency import one_failure
 from benchmarks.options import Options
 from benchmarks.results import Metric, Parameter, Point, Report, metrics_if_known
 from benchmarks.scenario import OWN, Scenario, context_tokens, one_prompt_length, required
-from benchmarks.soak.acts import Bounds, acts
+from benchmarks.soak.actions import Bounds, actions
 from benchmarks.soak.client import SoakClient
 from benchmarks.soak.memory import Growth, Sample, growth
 from benchmarks.soak.tally import EXPECTED, Tally, thirds
@@ -60,7 +60,7 @@ class Soak:
     def _counts(self) -> tuple[Metric, ...]:
         tally = self.tally
         return (
-            *(Metric(f"acts: {kind.value}", "", count) for kind, count in sorted(tally.acts.items())),
+            *(Metric(f"acts: {kind.value}", "", count) for kind, count in sorted(tally.actions.items())),
             Metric("resumed in place", "", tally.resumed),
             Metric("turns not ended once", "", tally.not_ended_once, "lower"),
             Metric("texts unlike the transcript", "", tally.unlike_transcript, "lower"),
@@ -145,7 +145,7 @@ class _Crowd:
                 memory = group.create_task(self._watch(end_s, every_s=min(_SAMPLED_EVERY_S, duration_s / _SAMPLES)))
                 group.create_task(self._kill(after_s=duration_s / 2))
                 for index in range(n_clients):
-                    plan = acts(random.Random(first_seed + index), self._bounds)  # noqa: S311 - the same for a seed
+                    plan = actions(random.Random(first_seed + index), self._bounds)  # noqa: S311 - the same for a seed
                     client = SoakClient(
                         self._daemon.spec,
                         self._prompts,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from benchmarks.observed_turn import ObservedTurn
 from benchmarks.peers.line import Frame, Line, named, open_line, succeeded
-from benchmarks.soak.acts import TURNS, Act, Kind
+from benchmarks.soak.actions import TURNS, Action, Kind
 from benchmarks.soak.tally import ENDINGS
 from benchmarks.target import Work
 from benchmarks.turns import last_answer
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from benchmarks.target import TargetSpec
 
 ACT_LIMIT_S: Final = 120.0
-"""An act that takes longer counts as an error."""
+"""An action that takes longer counts as an error."""
 _FULL: Final = 0.5
 """Part of its context at which a session is left for a new one."""
 
 
 class SoakClient:
-    """Performs its acts and counts the results; an error costs it its session, and it continues."""
+    """Performs its actions and counts the results; an error costs it its session, and it continues."""
 
     def __init__(self, spec: TargetSpec, prompts: Prompts, tally: Tally, *, n_ctx: int, first_seed: int) -> None:
         self._spec = spec
@@ -47,8 +47,8 @@ class SoakClient:
         self._n_tokens = 0
         self._aborts: set[str] = set()
 
-    async def live(self, acts: Iterator[Act], *, until_s: float) -> None:
-        """Do one act after the other until it is ``until_s`` of ``time.monotonic``, then close the session.
+    async def live(self, actions: Iterator[Action], *, until_s: float) -> None:
+        """Do one action after the other until it is ``until_s`` of ``time.monotonic``, then close the session.
 
         Raises:
             InferenceCenterError: The daemon cannot be reached any more.
@@ -56,60 +56,60 @@ class SoakClient:
         async with self._open:
             await self._renew()
             while time.monotonic() < until_s:
-                await self._one(next(acts))
+                await self._one(next(actions))
             await self._here.ask(op="close_session", session_id=self._session_id)
 
-    async def _one(self, act: Act) -> None:
-        self._tally.acts[act.kind] += 1
+    async def _one(self, action: Action) -> None:
+        self._tally.actions[action.kind] += 1
         try:
             async with asyncio.timeout(ACT_LIMIT_S):
-                await self._do(act)
+                await self._do(action)
         except TimeoutError:
-            self._tally.error(act.kind, "timeout")
+            self._tally.error(action.kind, "timeout")
         except InferenceCenterError as error:
-            self._tally.error(act.kind, error.code.value)
+            self._tally.error(action.kind, error.code.value)
         else:
             return
         await self._renew()
 
-    async def _do(self, act: Act) -> None:
-        if act.kind in TURNS:
-            await self._turn(act)
+    async def _do(self, action: Action) -> None:
+        if action.kind in TURNS:
+            await self._turn(action)
             if self._n_tokens > self._n_ctx * _FULL:
                 await self._leave()
-        elif act.kind is Kind.FORK:
-            await self._fork(act)
-        elif act.kind is Kind.REWIND:
-            await self._rewind(act)
+        elif action.kind is Kind.FORK:
+            await self._fork(action)
+        elif action.kind is Kind.REWIND:
+            await self._rewind(action)
         else:
             await self._leave()
 
     # Turns.
 
-    async def _turn(self, act: Act) -> None:
+    async def _turn(self, action: Action) -> None:
         self._seed += 1
-        text = self._prompts.text(Work(act.prompt_tokens, act.max_tokens, self._seed), first=not self._turns)
+        text = self._prompts.text(Work(action.prompt_tokens, action.max_tokens, self._seed), first=not self._turns)
         shown = ObservedTurn(time.monotonic())
         shown.begin_at(self._seq)
-        params = {"max_tokens": act.max_tokens, "seed": self._seed, "ignore_eos": True}
+        params = {"max_tokens": action.max_tokens, "seed": self._seed, "ignore_eos": True}
         asked = await self._here.send(op="infer", session_id=self._session_id, prompt=text, params=params)
-        turn_id, is_due = "", act.kind is not Kind.TALK
+        turn_id, is_due = "", action.kind is not Kind.TALK
         while not shown.finishes:
             frame = await self._here.receive()
             if not self._is_of(frame, asked):
                 continue
             turn_id = frame.turn_id or turn_id
             shown.take(frame, now_s=time.monotonic())
-            if is_due and len(shown.times_s) >= act.after_pieces:
+            if is_due and len(shown.times_s) >= action.after_pieces:
                 is_due = False
-                await self._disturb(act, shown)
+                await self._disturb(action, shown)
 
         def late(frame: Frame) -> None:
             if self._is_of(frame, asked):
                 shown.take(frame, now_s=time.monotonic())
 
         transcript = await last_answer(self._here, self._session_id, on_other=late)
-        self._tally.turn(act.kind, shown, transcript=transcript)
+        self._tally.turn(action.kind, shown, transcript=transcript)
         if shown.finishes[0] not in ENDINGS | {"aborted"}:
             return await self._renew()
         self._seq = shown.seq
@@ -129,14 +129,14 @@ class SoakClient:
             succeeded(frame, "queued")
         return frame.id == asked or (frame.session_id == self._session_id and frame.turn_id is not None)
 
-    async def _disturb(self, act: Act, shown: ObservedTurn) -> None:
-        if act.kind is Kind.ABORT:
+    async def _disturb(self, action: Action, shown: ObservedTurn) -> None:
+        if action.kind is Kind.ABORT:
             self._aborts.add(await self._here.send(op="abort", session_id=self._session_id))
             return
-        if act.kind is Kind.DROP:
+        if action.kind is Kind.DROP:
             self._here.drop()
-        await asyncio.sleep(act.pause_s)
-        if act.kind is Kind.DROP:
+        await asyncio.sleep(action.pause_s)
+        if action.kind is Kind.DROP:
             await self._connect()
             await self._resume(shown)
 
@@ -156,9 +156,9 @@ class SoakClient:
 
     # Sessions.
 
-    async def _fork(self, act: Act) -> None:
+    async def _fork(self, action: Action) -> None:
         """Go on in a copy of the session, or of its beginning, and leave the session itself."""
-        turn = self._chosen(act)
+        turn = self._chosen(action)
         forked = succeeded(
             await self._here.ask(op="fork_session", session_id=self._session_id, turn=turn), "session_created"
         )
@@ -166,17 +166,17 @@ class SoakClient:
         self._adopt(forked)
         self._cut(turn)
 
-    async def _rewind(self, act: Act) -> None:
-        turn = self._chosen(act)
+    async def _rewind(self, action: Action) -> None:
+        turn = self._chosen(action)
         rewound = succeeded(
             await self._here.ask(op="rewind_session", session_id=self._session_id, turn=turn), "session_rewound"
         )
         self._seq = rewound.seq or self._seq
         self._cut(turn)
 
-    def _chosen(self, act: Act) -> str:
+    def _chosen(self, action: Action) -> str:
         places = [START, *self._turns]
-        return places[min(int(act.choice * len(places)), len(places) - 1)]
+        return places[min(int(action.choice * len(places)), len(places) - 1)]
 
     def _cut(self, turn: str) -> None:
         self._turns = [] if turn == START else self._turns[: self._turns.index(turn) + 1]

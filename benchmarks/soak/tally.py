@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from benchmarks.observed_turn import difference
-from benchmarks.soak.acts import Kind
+from benchmarks.soak.actions import Kind
 
 if TYPE_CHECKING:
     from benchmarks.observed_turn import ObservedTurn
@@ -29,9 +29,9 @@ class Timed:
 
 @dataclass(slots=True)
 class Tally:
-    """All clients' acts, errors, texts and delays."""
+    """All clients' actions, errors, texts and delays."""
 
-    acts: Counter[Kind] = field(default_factory=Counter)
+    actions: Counter[Kind] = field(default_factory=Counter)
     errors: Counter[tuple[Kind, str]] = field(default_factory=Counter)
     resumed: int = 0
     not_ended_once: int = 0
@@ -43,7 +43,7 @@ class Tally:
     itl: list[Timed] = field(default_factory=list)
 
     def error(self, kind: Kind, code: str) -> None:
-        """Count an error that an act met with."""
+        """Count an error of an action."""
         self.errors[(kind, code)] += 1
 
     def unexplained(self) -> Counter[tuple[Kind, str]]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Final
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
-from inferencecenter.api import endpoint, openapi, plain, responses
-from inferencecenter.api.openai import chat, completions, models
-from inferencecenter.api.websocket.endpoint import UnknownSocketPath, WebSocketEndpoint
+from inferencecenter.api import endpoint, ollama, openapi, plain, responses
+from inferencecenter.api.anthropic import messages
+from inferencecenter.api.openai import chat, completions, embeddings, infill, llama_server, models
+from inferencecenter.api.websocket.connection import UnknownSocketPath, WebSocketEndpoint
 from inferencecenter.server.status_pages import StatusPages
 from inferencecenter.server.web import WebPage, read_web_files
 
@@ -22,16 +23,24 @@ OPERATIONS: Final[tuple[endpoint.Operation, ...]] = (
     *models.OPERATIONS,
     *chat.OPERATIONS,
     *completions.OPERATIONS,
+    *infill.OPERATIONS,
+    *embeddings.OPERATIONS,
     *responses.OPERATIONS,
+    *llama_server.OPERATIONS,
+    *messages.OPERATIONS,
+    *ollama.OPERATIONS,
     *plain.OPERATIONS,
     openapi.operation(lambda: OPERATIONS),
 )
 """All HTTP operations; routes and the OpenAPI document derive from it."""
 
+FIELD_TABLES: Final = tuple(dict.fromkeys(row.fields for row in OPERATIONS if row.fields and row.body))
+"""The tables of the fields of bodies, one for each foreign dialect."""
+
 
 def api_routes(context: ServerContext) -> list[BaseRoute]:
     """Return the routes of all HTTP operations, and of the Responses socket."""
-    return [*endpoint.routes(context, OPERATIONS), responses.socket_route(context)]
+    return [*endpoint.routes(context, OPERATIONS), *responses.socket_routes(context)]
 
 
 SOCKET_PATHS: Final = ("/", "/ws", "/api/inference", "/api/inference/")
@@ -48,6 +57,8 @@ def create_app(context: ServerContext, *more: BaseRoute) -> Starlette:
     routes += [Route(path, pages.about) for path in paths]
     routes += [
         Route(base + "/healthz", pages.healthz),
+        Route(base + "/health", pages.health),
+        Route(base + "/v1/health", pages.health),
         Route(base + "/readyz", pages.readyz),
         Route(base + "/metrics", pages.metrics),
     ]

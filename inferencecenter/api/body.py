@@ -31,8 +31,9 @@ LARGE_BYTES: Final = 64 * 1024
 """From this size on a body takes milliseconds to parse, which is too long for the event loop."""
 
 BODIES_BYTES: Final = 256 * 1024 * 1024
-"""Maximum bytes of bodies in memory, shared by all clients; by default as much as the connections of one client can
-send.
+"""Maximum bytes of bodies and of large results in memory, shared by all clients.
+
+By default it is as much as the connections of one client can send.
 """
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -63,8 +64,13 @@ class RequestModel(BaseModel):
         return reference
 
 
+def invalid_field(field: str, message: str) -> InferenceCenterError:
+    """Return the error of an invalid field."""
+    return InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field=field)
+
+
 class BodyMemory:
-    """Memory held by one request's body, out of that shared by all clients; released when the context exits.
+    """Memory held by a request's body and result, out of that shared by all clients; released when the context exits.
 
     Args:
         share: Memory held by all requests.
@@ -84,6 +90,14 @@ class BodyMemory:
             self._share.remove(self.client_id, self._held)
             self._held = 0
 
+    def hold_result(self, size: int) -> None:
+        """Hold this many bytes beside the body; at most half of the memory, so that any single result fits.
+
+        Raises:
+            InferenceCenterError: ``queue_full``.
+        """
+        self.hold(self._held + min(size, BODIES_BYTES // 2))
+
     def hold(self, size: int) -> None:
         """Hold this many bytes in total; fewer than already held changes nothing.
 
@@ -96,7 +110,7 @@ class BodyMemory:
         if not self._share.fits(self.client_id, more):
             raise InferenceCenterError(
                 ErrorCode.QUEUE_FULL,
-                "The bodies of requests take too much memory, much of it for this client.",
+                "The bodies and results of requests take too much memory, much of it for this client.",
                 hint="Send fewer large requests concurrently.",
                 retry_after_ms=1000,
             )
@@ -145,8 +159,10 @@ async def read_body(
         ) from None
 
 
-def parse(kind: type[_Model], body: bytes) -> _Model:
+def parse(kind: type[_Model], body: bytes, *, context: object = None) -> _Model:
     """Parse a body into a model; to be called off the event loop from ``LARGE_BYTES`` on.
+
+    ``context`` is that of the validation: a ``FieldReport`` for the body of a foreign dialect.
 
     Raises:
         InferenceCenterError: ``message_too_large`` for too many values, ``invalid_json``, or ``invalid_request`` with
@@ -163,19 +179,19 @@ def parse(kind: type[_Model], body: bytes) -> _Model:
         ) from None
     if not isinstance(value, dict):
         raise InferenceCenterError(ErrorCode.INVALID_JSON, "the body is JSON, but not an object")
-    return checked(kind, value)
+    return checked(kind, value, context=context)
 
 
-def checked(kind: type[_Model], value: object) -> _Model:
+def checked(kind: type[_Model], value: object, *, context: object = None) -> _Model:
     """Validate a value as a model.
 
     Raises:
         InferenceCenterError: ``invalid_request`` with the first invalid field.
     """
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(value, context=context)
     except ValidationError as error:
-        raise invalid_request(error, known=kind.model_fields) from None
+        raise invalid_request(error, known=kind.model_fields, given=value) from None
 
 
 def _or_null(field: dict[str, Any]) -> dict[str, Any]:

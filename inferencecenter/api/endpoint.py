@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from asyncio import sleep
 from collections import defaultdict
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeVar
 
 import orjson
 import structlog
@@ -20,13 +21,15 @@ from starlette.routing import BaseRoute, Match, NoMatchFound, Route
 
 from inferencecenter.api import sse
 from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyMemory, checked, parse, read_body
-from inferencecenter.api.errors import error_body, error_headers
+from inferencecenter.api.errors import OPENAI_ERRORS, ErrorFormat, error_body, error_headers
+from inferencecenter.api.foreign_fields import FieldReport, FieldTable
 from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext, admit, paced
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.handshake import check_query_length, origin_allowed
+from inferencecenter.server.http import SCOPE_KEY
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping
@@ -35,9 +38,12 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Send
     from starlette.types import Scope as AsgiScope
 
-    from inferencecenter.server.context import ServerContext
+    from inferencecenter.server.context import ServedModels, ServerContext
+    from inferencecenter.server.http import HttpConnection
 
 
+_Body = TypeVar("_Body", bound=BaseModel)
+_VERSION: Final = "/v1"
 _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -52,13 +58,14 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Server-sent events, encoded by ``sse``.
+    """Encoded server-sent events, or lines of JSON.
 
     Nothing is sent before the first chunk: until then an error has its own HTTP status. Afterwards it is the last
     event. The generator is closed when the client disconnects.
     """
 
     chunks: AsyncGenerator[bytes, None]
+    media_type: str = sse.CONTENT_TYPE
 
 
 Reply: TypeAlias = Document | Stream
@@ -122,7 +129,13 @@ class Operation:
         answer: Model of the JSON response; ``None`` if it is of no fixed form, or empty.
         event: Model of the data of server-sent events, if the response can be a stream.
         errors: Errors in addition to ``COMMON_ERRORS`` and ``BODY_ERRORS``.
+        charged: Whether a POST counts as an operation of the client, as other methods do; one that runs a turn has
+            limits of its own.
         scope: Scope that the client needs; ``None`` needs no token.
+        fields: Table of the foreign dialect that the operation speaks; ``None`` refuses unknown fields.
+        error_format: How errors are written.
+        media_type: Media type of a stream.
+        local_account: Whether a program on this machine needs no token if ``server.ollama_account`` is set.
     """
 
     method: Literal["GET", "POST", "DELETE"]
@@ -134,22 +147,40 @@ class Operation:
     answer: type[BaseModel] | None = None
     event: type[BaseModel] | None = None
     errors: tuple[ErrorCode, ...] = ()
+    charged: bool = False
     scope: Scope | None = Scope.USER
+    fields: FieldTable | None = None
+    error_format: ErrorFormat = OPENAI_ERRORS
+    media_type: str = sse.CONTENT_TYPE
+    local_account: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """An admitted request for its handler, with validated body and query.
 
-    ``path`` has the path parameters.
+    ``path`` has the path parameters. ``report`` has the fields of a foreign dialect that have no effect. ``memory`` is
+    that of the body.
     """
 
     context: ServerContext
+    report: FieldReport | None = None
     admitted: RequestContext | None = None
+    memory: BodyMemory | None = None
     body: Any = None
     query: Any = None
     path: Mapping[str, str] = field(default_factory=lambda: _NOTHING)
     headers: Headers = field(default_factory=Headers)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Warnings about the request so far; until the response begins, they are its ``X-Warning`` header too."""
+        return [] if self.report is None else self.report.warnings
+
+    def hold_result(self, size: int) -> None:
+        """Count a large result, before it is computed, until the client has read it; see ``BodyMemory``."""
+        assert self.memory is not None, "the call is that of a request"
+        self.memory.hold_result(size)
 
     @property
     def request_context(self) -> RequestContext:
@@ -164,17 +195,50 @@ class Call:
 
 
 def routes(context: ServerContext, operations: Iterable[Operation]) -> list[BaseRoute]:
-    """Return the routes of all operations below the configured base path, and of unknown paths in ``/v1``."""
+    """Return the routes of all operations below the configured base path, and of unknown paths in ``/v1``.
+
+    Operations in ``/v1`` have a second path without it, for clients whose base URL lacks it.
+    """
     by_path: defaultdict[str, dict[str, Operation]] = defaultdict(dict)
     for operation in operations:
         by_path[operation.path][operation.method] = operation
     base = context.settings.base_path
     bodies = FairShare(BODIES_BYTES)
-    found: list[BaseRoute] = [
-        Route(base + path, CrossOrigin(Endpoint(context, methods, path=path, bodies=bodies), context, methods=methods))
-        for path, methods in by_path.items()
-    ]
-    return [*found, NotFoundRoute(base + "/v1/")]
+    found: list[BaseRoute] = []
+    for path, methods in by_path.items():
+        app = CrossOrigin(Endpoint(context, methods, path=path, bodies=bodies), context, methods=methods)
+        short = path.removeprefix(_VERSION)
+        found += [Route(base + each, app) for each in (path, *([] if short in by_path else [short]))]
+    return [*found, NotFoundRoute(f"{base}{_VERSION}/")]
+
+
+LATEST: Final = ":latest"
+"""The tag of Ollama that names the same model as no tag."""
+
+
+def known_name(models: ServedModels, name: str) -> str:
+    """Return the daemon's name of a model, which may be called by an alias and with a tag; an unknown name as it is."""
+    for each in (name, name.removesuffix(LATEST)):
+        if (known := models.aliases.get(each, each)) in models.names:
+            return known
+    return name
+
+
+def with_known_model(context: ServerContext, body: _Body, report: FieldReport) -> _Body:
+    """Return a request of a foreign dialect whose model is named as the daemon names it.
+
+    An alias and a tag are replaced, and an unknown name is left out where ``server.unknown_models`` says so.
+    """
+    name = getattr(body, "model", None)
+    if not isinstance(name, str):
+        return body
+    models = context.models
+    known = known_name(models, name)
+    if known not in models.names and context.settings.unknown_models == "default":
+        report.add("model", f"model has no effect: there is no model {name[:64]!r}, and the default answers")
+        is_required = type(body).model_fields["model"].is_required()
+        return body.model_copy(update={"model": models.default if is_required else None})
+    return body if known == name else body.model_copy(update={"model": known})
 
 
 class Endpoint:
@@ -198,7 +262,10 @@ class Endpoint:
 
     async def __call__(self, asgi: AsgiScope, receive: Receive, send: Send) -> None:
         """Handle one request."""
-        writer = _ResponseWriter(send, counted=self._count)
+        errors = next(iter(self._operations.values())).error_format
+        connection: HttpConnection | None = asgi.get("state", {}).get(SCOPE_KEY)
+        write_chunk = None if connection is None else connection.write_chunk
+        writer = _ResponseWriter(send, write_chunk=write_chunk, counted=self._count, errors=errors)
         try:
             operation = self._operation(asgi["method"])
             await self._answer(operation, asgi, receive, writer)
@@ -221,22 +288,29 @@ class Endpoint:
         if operation.scope is None:
             with BodyMemory(self._bodies, "") as memory:
                 call = await self._call(operation, asgi, receive, None, memory)
+                writer.warnings = call.warnings
                 await writer.answer(await operation.handler(call))
             return
         context = self._context
-        request_context = RequestContext((await admit(context, asgi, scope=operation.scope)).caller)
+        local_account = context.settings.ollama_account if operation.local_account else None
+        caller = await admit(context, asgi, scope=operation.scope, local_account=local_account)
+        request_context = RequestContext(caller, asgi.get("state", {}).get(SCOPE_KEY))
         client_id = request_context.client.client_id
         memory = BodyMemory(self._bodies, client_id)
         with self._counted(request_context), request_context.until_expiry(context.clock()), memory:
             async with paced(context, client_id):
-                if operation.method != "POST":  # what is posted is a turn, which has limits of its own
+                if operation.charged or operation.method != "POST":
                     context.operations.charge(client_id)
+                    await sleep(context.operation_delay_s(client_id))
                 call = await self._call(operation, asgi, receive, request_context, memory)
+                writer.warnings = call.warnings
                 leaving = self._tasks.spawn(_wait_disconnected(receive, request_context), name="notice_leaving")
                 try:
                     await writer.answer(await operation.handler(call))
                 finally:
                     leaving.cancel()
+                    if call.report is not None:
+                        context.metrics.count_fields(call.report.table.dialect, call.report.labels)
 
     async def _call(
         self,
@@ -247,22 +321,34 @@ class Endpoint:
         memory: BodyMemory,
     ) -> Call:
         check_query_length(asgi["query_string"])
-        query = checked(operation.query, dict(QueryParams(asgi["query_string"])))
+        report = None
+        if operation.fields is not None:
+            report = FieldReport(operation.fields, strict=self._context.settings.strict_dialects)
+        query = checked(operation.query, dict(QueryParams(asgi["query_string"])), context=report)
+        body = None
+        if operation.body is not None:
+            body = await self._body(partial(parse, operation.body, context=report), asgi, receive, memory)
+            if report is not None:
+                body = with_known_model(self._context, body, report)
         return Call(
             context=self._context,
+            report=report,
             admitted=request_context,
-            body=None if operation.body is None else await self._body(operation.body, asgi, receive, memory),
+            memory=memory,
+            body=body,
             query=query,
             path=asgi.get("path_params", _NOTHING),
             headers=Headers(scope=asgi),
         )
 
-    async def _body(self, kind: type[BaseModel], asgi: AsgiScope, receive: Receive, memory: BodyMemory) -> BaseModel:
+    async def _body(
+        self, parsed: Callable[[bytes], BaseModel], asgi: AsgiScope, receive: Receive, memory: BodyMemory
+    ) -> BaseModel:
         """Read and parse the body; a large one in a thread, round-robin over clients."""
         body = await read_body(receive, Headers(scope=asgi), self._context.settings, hold=memory.hold)
         if len(body) < LARGE_BYTES:
-            return parse(kind, body)
-        return await self._context.worker.run(memory.client_id, partial(parse, kind, body))
+            return parsed(body)
+        return await self._context.worker.run(memory.client_id, partial(parsed, body))
 
     @contextmanager
     def _counted(self, request_context: RequestContext) -> Iterator[None]:
@@ -291,15 +377,28 @@ class MethodNotAllowedError(InferenceCenterError):
 
 
 class _ResponseWriter:
-    """The response to one request; ``counted`` is called with its status, and with the error if there is one."""
+    """The response to one request; ``counted`` is called with its status, and with the error if there is one.
 
-    def __init__(self, send: Send, *, counted: Callable[[int, InferenceCenterError | None], None]) -> None:
+    ``write_chunk`` writes a part of a stream and returns whether it could; what it does not write takes ``send``.
+    ``warnings`` are sent as a header with the response's start.
+    """
+
+    def __init__(
+        self,
+        send: Send,
+        *,
+        write_chunk: Callable[[bytes], bool] | None,
+        counted: Callable[[int, InferenceCenterError | None], None],
+        errors: ErrorFormat,
+    ) -> None:
+        self.warnings: list[str] = []
         self._send = send
+        self._write_chunk = write_chunk
         self._counted = counted
+        self._errors = errors
         self._streaming = False
 
     async def answer(self, reply: Reply) -> None:
-        """Send the response."""
         if isinstance(reply, Document):
             await self._whole(reply.body, reply.status, reply.headers)
             self._counted(reply.status, None)
@@ -308,35 +407,48 @@ class _ResponseWriter:
 
     async def fail(self, error: InferenceCenterError) -> None:
         """Send an error as the response, or as the last event of a stream."""
-        body = error_body(error)
-        self._counted(error.spec.http_status, error)
+        body, status = self._errors.body(error), self._errors.status(error)
+        self._counted(status, error)
         if self._streaming:
-            await self._send({"type": "http.response.body", "body": sse.event(body), "more_body": False})
+            await self._send({"type": "http.response.body", "body": self._errors.last(body), "more_body": False})
             return
         headers = error_headers(error)
         if isinstance(error, MethodNotAllowedError):
             headers["allow"] = error.allowed
-        await self._whole(body, error.spec.http_status, headers)
+        await self._whole(body, status, headers)
 
     async def _stream(self, reply: Stream) -> None:
-        send = self._send
+        send, write_chunk = self._send, self._write_chunk
         async with aclosing(reply.chunks) as chunks:
             async for chunk in chunks:
                 if not self._streaming:
                     self._streaming = True
-                    await self._start(200, {"content-type": sse.MEDIA_TYPE, "cache-control": "no-store"})
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                    content_type = f"{reply.media_type}; charset=utf-8"
+                    await self._start(200, {"content-type": content_type, "cache-control": "no-store"})
+                if write_chunk is None or not write_chunk(chunk):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
         self._counted(200, None)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _whole(self, body: bytes, status: int, headers: Mapping[str, str]) -> None:
         length = {"content-type": "application/json", "content-length": str(len(body))}
         await self._start(status, headers if status == HTTPStatus.NOT_MODIFIED else {**length, **headers})
+        if len(body) >= LARGE_BYTES:
+            # The next message waits until the client has read nearly all: until then the request counts.
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            body = b""
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        if self.warnings:
+            headers = {**headers, "x-warning": _header_text("; ".join(self.warnings))}
         encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": encoded})
+
+
+def _header_text(text: str) -> str:
+    """Return a text, part of which may be a client's, as the value of a header, which has no spaces at its ends."""
+    return _NO_HEADER_TEXT.sub("?", text)[:_MAX_WARNING_CHARS].strip()
 
 
 async def _wait_disconnected(receive: Receive, request_context: RequestContext) -> None:
@@ -347,6 +459,8 @@ async def _wait_disconnected(receive: Receive, request_context: RequestContext) 
 
 
 _SHOWN_CHARS: Final = 100
+_MAX_WARNING_CHARS: Final = 2000
+_NO_HEADER_TEXT: Final = re.compile(r"[^\x20-\x7e]")
 
 
 class NotFoundRoute(BaseRoute):
@@ -387,7 +501,7 @@ class NotFoundRoute(BaseRoute):
 # allows credentials.
 
 _PREFLIGHT_S: Final = 600
-_READABLE: Final = "retry-after, retry-after-ms, x-should-retry"
+_READABLE: Final = "retry-after, retry-after-ms, x-should-retry, x-warning"
 _HEADER_NAME: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,64}")
 _MOST_HEADERS: Final = 64
 

@@ -1,17 +1,20 @@
-"""The error table in OpenAI's format. Pure."""
+"""The error table in OpenAI's format, and what an API with another format replaces. Pure."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
+from pydantic import BaseModel, Field
 
-from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.api import sse
+from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 CODES: Final[Mapping[ErrorCode, str]] = MappingProxyType(
     {
@@ -23,6 +26,11 @@ CODES: Final[Mapping[ErrorCode, str]] = MappingProxyType(
     }
 )
 """Codes of OpenAI that programs depend on; all other codes are those of the table."""
+
+STATUSES: Final[Mapping[ErrorCode, int]] = MappingProxyType(
+    {ErrorCode.PROMPT_TOO_LONG: 400, ErrorCode.CONTEXT_FULL: 400}
+)
+"""HTTP statuses by which OpenAI's clients choose the class of an error; all others are those of the table."""
 
 TYPES: Final[Mapping[int, str]] = MappingProxyType(
     {
@@ -68,3 +76,56 @@ def error_headers(error: InferenceCenterError) -> dict[str, str]:
         headers["retry-after"] = str(math.ceil(error.retry_after_ms / 1000))
         headers["retry-after-ms"] = str(error.retry_after_ms)
     return headers
+
+
+class ErrorDetail(BaseModel):
+    """An error, in OpenAI's format."""
+
+    message: str = Field(description="What is wrong, and what to do about it.")
+    type: str = Field(
+        description="Whose fault it is.",
+        json_schema_extra={"enum": [*sorted({"server_error", "invalid_request_error", *TYPES.values()})]},
+    )
+    param: str | None = Field(description="Path of the offending field.")
+    code: str = Field(
+        description="A row of the error table, or what OpenAI calls it.",
+        json_schema_extra={
+            "enum": [*sorted({CODES.get(code, code.value) for code in ErrorCode if ERRORS[code].on_http})]
+        },
+    )
+
+
+class ErrorAnswer(BaseModel):
+    """An error response."""
+
+    error: ErrorDetail
+
+
+def status_of(error: InferenceCenterError) -> int:
+    return error.spec.http_status
+
+
+def openai_status(error: InferenceCenterError) -> int:
+    return STATUSES.get(error.code, error.spec.http_status)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFormat:
+    """How one API writes errors.
+
+    Attributes:
+        answer: Model of the JSON body.
+        body: Returns the JSON body.
+        status: Returns the HTTP status.
+        last: Returns what ends a failed stream, given the body.
+    """
+
+    answer: type[BaseModel] = ErrorAnswer
+    body: Callable[[InferenceCenterError], bytes] = error_body
+    status: Callable[[InferenceCenterError], int] = status_of
+    last: Callable[[bytes], bytes] = sse.event
+
+
+OWN_ERRORS: Final = ErrorFormat()
+"""Errors of the daemon's own endpoints: OpenAI's format with the statuses of the table."""
+OPENAI_ERRORS: Final = ErrorFormat(status=openai_status)

@@ -15,9 +15,10 @@ from pydantic import BaseModel, Field
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 import inferencecenter
+from inferencecenter.api import sse
 from inferencecenter.api.endpoint import BODY_ERRORS, COMMON_ERRORS, Document, Operation
-from inferencecenter.api.errors import CODES, TYPES
-from inferencecenter.core.errors import ERRORS, ErrorCode
+from inferencecenter.api.errors import CODES, ErrorAnswer
+from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.server.web import has_etag
 
 if TYPE_CHECKING:
@@ -30,11 +31,16 @@ if TYPE_CHECKING:
 PATH: Final = "/openapi.json"
 _ETAG_DIGITS: Final = 32
 _REFERENCE: Final = "#/components/schemas/{model}"
-_SECURITY: Final[tuple[dict[str, list[str]], ...]] = ({"token": []}, {"client": [], "key": []})
+_SECURITY: Final[tuple[dict[str, list[str]], ...]] = ({"token": []}, {"key": []}, {"client": [], "key": []})
 _SCHEMES: Final = {
     "token": {"type": "http", "scheme": "bearer", "description": "A token, `ic_<id>_<secret>`."},
     "client": {"type": "apiKey", "in": "header", "name": "X-Client-ID", "description": "A client's id."},
-    "key": {"type": "apiKey", "in": "header", "name": "X-API-Key", "description": "The client's key."},
+    "key": {
+        "type": "apiKey",
+        "in": "header",
+        "name": "X-API-Key",
+        "description": "A token, or with `X-Client-ID` the client's key.",
+    },
 }
 _RETRY_AFTER: Final = {
     "description": "Seconds after which to retry, if known.",
@@ -44,29 +50,6 @@ _STREAM: Final = (
     "Server-sent events, this is one of them. An error ends the stream. OpenAI's streams end with `[DONE]` in place of "
     "JSON. Comments keep the connection alive."
 )
-
-
-class ErrorDetail(BaseModel):
-    """An error, in OpenAI's format."""
-
-    message: str = Field(description="What is wrong, and what to do about it.")
-    type: str = Field(
-        description="Whose fault it is.",
-        json_schema_extra={"enum": [*sorted({"server_error", "invalid_request_error", *TYPES.values()})]},
-    )
-    param: str | None = Field(description="Path of the offending field.")
-    code: str = Field(
-        description="A row of the error table, or what OpenAI calls it.",
-        json_schema_extra={
-            "enum": [*sorted({CODES.get(code, code.value) for code in ErrorCode if ERRORS[code].on_http})]
-        },
-    )
-
-
-class ErrorAnswer(BaseModel):
-    """An error response."""
-
-    error: ErrorDetail
 
 
 def operation(table: Callable[[], Iterable[Operation]]) -> Operation:
@@ -105,7 +88,6 @@ class OpenApiDocument(BaseModel, extra="allow"):
 
 
 def document(operations: Iterable[Operation], *, base_path: str = "") -> dict[str, Any]:
-    """Return the document of operations below ``base_path``."""
     table = tuple(operations)
     schemas, definitions = models_json_schema(list(_models(table)), ref_template=_REFERENCE)
     paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
@@ -129,6 +111,7 @@ def _models(table: Sequence[Operation]) -> dict[tuple[type[BaseModel], JsonSchem
     """Return all models of the table, once for each mode (validation, serialization) in which they are used."""
     found: dict[tuple[type[BaseModel], JsonSchemaMode], None] = {(ErrorAnswer, "serialization"): None}
     for row in table:
+        found[row.error_format.answer, "serialization"] = None
         if row.body is not None:
             found[row.body, "validation"] = None
         for kind in (row.answer, row.event):
@@ -179,12 +162,16 @@ def _answer(row: Operation, schemas: Schemas) -> dict[str, Any]:
     if row.answer is not None:
         content["application/json"] = {"schema": schemas[row.answer, "serialization"]}
     if row.event is not None:
-        content["text/event-stream"] = {"schema": _event(schemas[row.event, "serialization"], schemas)}
+        content[row.media_type] = {"schema": _event(row, schemas)}
     return {"description": "The answer.", **({"content": content} if content else {})}
 
 
-def _event(data: Mapping[str, Any], schemas: Schemas) -> dict[str, Any]:
-    """Return the schema of an event of a stream."""
+def _event(row: Operation, schemas: Schemas) -> dict[str, Any]:
+    """Return the schema of an event of a stream, or of one of its lines."""
+    assert row.event is not None, "it has a stream"
+    data, failure = schemas[row.event, "serialization"], schemas[row.error_format.answer, "serialization"]
+    if row.media_type != sse.CONTENT_TYPE:
+        return {"anyOf": [data, failure]}
     return {
         "type": "object",
         "description": _STREAM,
@@ -194,7 +181,7 @@ def _event(data: Mapping[str, Any], schemas: Schemas) -> dict[str, Any]:
             "data": {
                 "type": "string",
                 "contentMediaType": "application/json",
-                "contentSchema": {"anyOf": [data, schemas[ErrorAnswer, "serialization"]]},
+                "contentSchema": {"anyOf": [data, failure]},
             },
         },
     }
@@ -206,15 +193,15 @@ def _errors(row: Operation, schemas: Schemas) -> dict[str, Any]:
     by_status: defaultdict[int, list[ErrorCode]] = defaultdict(list)
     of_body = () if row.body is None else BODY_ERRORS
     for code in dict.fromkeys((*common, *of_body, *row.errors)):
-        by_status[ERRORS[code].http_status].append(code)
-    return {str(status): _failure(codes, schemas) for status, codes in sorted(by_status.items())}
+        by_status[row.error_format.status(InferenceCenterError(code))].append(code)
+    return {str(status): _failure(row, codes, schemas) for status, codes in sorted(by_status.items())}
 
 
-def _failure(codes: Sequence[ErrorCode], schemas: Schemas) -> dict[str, Any]:
+def _failure(row: Operation, codes: Sequence[ErrorCode], schemas: Schemas) -> dict[str, Any]:
     rows = [f"`{CODES.get(code, code.value)}`: {ERRORS[code].message}" for code in codes]
     retryable = any(ERRORS[code].retryable for code in codes)
     return {
         "description": " ".join(rows),
         **({"headers": {"Retry-After": _RETRY_AFTER}} if retryable else {}),
-        "content": {"application/json": {"schema": schemas[ErrorAnswer, "serialization"]}},
+        "content": {"application/json": {"schema": schemas[row.error_format.answer, "serialization"]}},
     }

@@ -6,7 +6,7 @@ from asyncio import sleep
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from starlette.datastructures import Headers
 
@@ -17,6 +17,7 @@ from inferencecenter.server.handshake import check_query, origin_allowed, read_c
 from inferencecenter.server.hub import EXPIRED, Deadline
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 
     from starlette.types import Scope as AsgiScope
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from inferencecenter.auth.account import Account
     from inferencecenter.protocol.scopes import Scope
     from inferencecenter.server.context import ServerContext
+    from inferencecenter.server.http import HttpConnection
+
+_Result = TypeVar("_Result")
 
 _DISMISSALS: Final[Mapping[CloseCode, ErrorCode]] = MappingProxyType(
     {
@@ -36,34 +40,20 @@ _DISMISSALS: Final[Mapping[CloseCode, ErrorCode]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The authenticated caller of a request.
+    """The sender of an admitted request or upgrade; ``account`` is ``None`` where none is needed, or not yet.
 
     ``address`` is the remote address, ``traceparent`` the span of the client's trace that the request's turns belong
     to.
     """
 
-    client: Account
-    address: str
-    traceparent: str | None
-
-    def allowed(self, max_sessions: int) -> Caller:
-        """Return a copy with another maximum number of sessions."""
-        return replace(self, client=replace(self.client, max_sessions=max_sessions))
-
-
-@dataclass(frozen=True, slots=True)
-class AdmittedRequest:
-    """An admitted request or upgrade; ``account`` is ``None`` for a socket that authenticates by a frame."""
-
-    address: str
-    traceparent: str | None
     account: Account | None
+    address: str
+    traceparent: str | None
 
     @property
-    def caller(self) -> Caller:
-        """The caller; only with an account."""
-        assert self.account is not None
-        return Caller(self.account, self.address, self.traceparent)
+    def client(self) -> Account:
+        assert self.account is not None, "the operation needs a scope"
+        return self.account
 
 
 class ClientDisconnectedError(Exception):
@@ -74,26 +64,29 @@ class RequestContext:
     """A request in progress, as the hub counts it; notifies its turns when the client disconnects.
 
     Implements ``server.hub.Participant``.
+
+    Args:
+        caller: The sender.
+        connection: Where parts of its response may be written directly.
     """
 
-    def __init__(self, caller: Caller) -> None:
+    def __init__(self, caller: Caller, connection: HttpConnection | None = None) -> None:
         self.caller = caller
+        self.connection = connection
         self._listeners: list[Callable[[Exception], None]] = []
         self._ended: Exception | None = None
 
     @property
     def client(self) -> Account:
-        """The authenticated client."""
         return self.caller.client
 
     @property
     def address(self) -> str:
-        """Remote address."""
         return self.caller.address
 
     def set_max_sessions(self, max_sessions: int) -> None:
         """Set the maximum number of sessions of its client."""
-        self.caller = self.caller.allowed(max_sessions)
+        self.caller = replace(self.caller, account=replace(self.client, max_sessions=max_sessions))
 
     def drain(self, deadline_s: float) -> None:
         """Nothing to do: a response ends by itself."""
@@ -129,13 +122,30 @@ class RequestContext:
             listener(self._ended)
 
     def forget(self, listener: Callable[[Exception], None]) -> None:
-        """Remove a listener."""
         self._listeners.remove(listener)
+
+    async def wait_for(self, asked: asyncio.Future[_Result]) -> _Result:
+        """Return the result of a future; if the response must end first, the reason becomes its exception."""
+
+        def give_up(reason: Exception) -> None:
+            if not asked.done():
+                asked.set_exception(reason)
+
+        self.listen(give_up)
+        try:
+            return await asked
+        finally:
+            self.forget(give_up)
 
 
 async def admit(
-    context: ServerContext, asgi: AsgiScope, *, scope: Scope | None, subprotocols: Sequence[str] = ()
-) -> AdmittedRequest:
+    context: ServerContext,
+    asgi: AsgiScope,
+    *,
+    scope: Scope | None,
+    subprotocols: Sequence[str] = (),
+    local_account: str | None = None,
+) -> Caller:
     """Admit an HTTP request, or the upgrade of a WebSocket that offers ``subprotocols``.
 
     Args:
@@ -143,6 +153,7 @@ async def admit(
         asgi: The request.
         scope: Scope that the client needs; with ``None`` a request without a credential is admitted too.
         subprotocols: May contain a token.
+        local_account: Account of requests without a credential from programs on this machine; ``None`` refuses them.
 
     Raises:
         InferenceCenterError: ``not_authenticated``, ``rate_limited`` after too many failures, ``forbidden`` for pages
@@ -162,6 +173,8 @@ async def admit(
     account = None
     if (credential := read_credential(headers, subprotocols)) is not None:
         account = await context.authenticator.authenticate_anywhere(credential, address=peer.address)
+    elif local_account is not None and peer.on_this_machine:
+        account = context.authenticator.admit_local(local_account, address=peer.address)
     if scope is not None:
         if account is None:
             raise InferenceCenterError(ErrorCode.NOT_AUTHENTICATED, hint="Send a token: Authorization: Bearer ic_…")
@@ -170,7 +183,7 @@ async def admit(
                 ErrorCode.FORBIDDEN, f"this requires the scope {scope}", hint="Use a token of a client that has it."
             )
         context.quotas.admit(account)
-    return AdmittedRequest(peer.address, read_traceparent(headers.get("traceparent")), account)
+    return Caller(account, peer.address, read_traceparent(headers.get("traceparent")))
 
 
 @asynccontextmanager

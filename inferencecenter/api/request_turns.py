@@ -1,10 +1,10 @@
-"""The turns of one request: a stream of their events, coalesced for a slow reader, and their end."""
+"""The sink of a turn, and the turns of one HTTP request: their events, coalesced for a slow reader, and their end."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Never, Self
+from typing import TYPE_CHECKING, Final, Generic, Never, Self, TypeVar
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
@@ -12,13 +12,16 @@ from inferencecenter.protocol.requests import Abort
 from inferencecenter.server.coalescing_queue import EventQueue
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Callable
 
     from inferencecenter.api.request_context import RequestContext
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.server.context import ServerContext
+    from inferencecenter.sessions.context import Principal
+    from inferencecenter.sessions.manager import SessionManager
 
+KeyT = TypeVar("KeyT")
 
 MOST_SEPARATE: Final = 32
 """Number of queued events from which text is coalesced: a reader that keeps up gets one event per token."""
@@ -26,29 +29,49 @@ MOST_SEPARATE: Final = 32
 _ENDS: Final = (events.End, events.Error, events.SessionClosed, events.SessionExpired, events.SessionDetached)
 
 
-class _TurnSink:
+class TurnSink(Generic[KeyT]):
     """Receives the events of one turn; implements ``sessions.client.EventSink``.
 
     Args:
-        index: Index of the turn within the request.
-        request: The turn's request.
-        turns: Receives the events.
+        key: Identifies the turn to the receiver of its events.
+        session_id: The session.
+        on_event: Called with this sink and each event; the sink is ``over`` with the last one.
+        outlived: Whether the turn continues when it is left, since its answer can be retrieved later.
+        discard: Whether the text of a turn that is left is discarded.
     """
 
-    __slots__ = ("_turns", "index", "over", "request")
+    __slots__ = ("_discard", "_on_event", "_outlived", "key", "over", "session_id")
 
-    def __init__(self, index: int, request: Infer, turns: RequestTurns) -> None:
-        self.index = index
-        self.request = request
+    def __init__(
+        self,
+        key: KeyT,
+        session_id: str,
+        *,
+        on_event: Callable[[TurnSink[KeyT], Event], None],
+        outlived: bool,
+        discard: bool = True,
+    ) -> None:
+        self.key = key
+        self.session_id = session_id
         self.over = False
-        self._turns = turns
+        self._on_event = on_event
+        self._outlived = outlived
+        self._discard = discard
 
     def send(self, event: Event) -> None:
         """Forward an event; events after the turn's end belong to other turns."""
         if self.over:
             return
         self.over = type(event) in _ENDS
-        self._turns.on_event(self.index, event)
+        self._on_event(self, event)
+
+    def leave(self, sessions: SessionManager, client: Principal) -> None:
+        """Detach from the turn, and abort it unless it has ended or is outlived."""
+        over, self.over = self.over, True
+        if not over and not self._outlived:
+            with suppress(InferenceCenterError):  # it has ended, and its end event is queued
+                sessions.abort(client, Abort(op="abort", session_id=self.session_id, discard=self._discard))
+        sessions.detach(self)
 
 
 class RequestTurns:
@@ -72,7 +95,7 @@ class RequestTurns:
         self._client = request_context.caller.client
         self._discard = discard
         self._outlived = outlived
-        self._sinks: list[_TurnSink] = []
+        self._sinks: list[TurnSink[int]] = []
         self._queue: EventQueue[int, Never] = EventQueue(
             limit_bytes=context.settings.outbox_bytes,
             overflowed=self._overflow,
@@ -81,6 +104,10 @@ class RequestTurns:
         )
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._connection = request_context.connection
+        self._encode: Callable[[int, Event], bytes] | None = None
+        self._written_s = 0.0
 
     def __enter__(self) -> Self:
         self._request_context.listen(self.fail)
@@ -88,6 +115,8 @@ class RequestTurns:
 
     def __exit__(self, *_: object) -> None:
         self._request_context.forget(self.fail)
+        if self._timer is not None:
+            self._timer.cancel()
         self._end()
 
     def begin(self, request: Infer, *, note: str = "") -> int:
@@ -99,10 +128,16 @@ class RequestTurns:
         traceparent = self._request_context.caller.traceparent
         if request.traceparent is None and traceparent is not None:
             request = request.model_copy(update={"traceparent": traceparent})
-        sink = _TurnSink(len(self._sinks), request, self)
+        sink = TurnSink(
+            len(self._sinks),
+            request.session_id,
+            on_event=self._on_event,
+            outlived=self._outlived,
+            discard=self._discard,
+        )
         self._context.sessions.infer(self._client, request, sink, note=note)
         self._sinks.append(sink)
-        return sink.index
+        return sink.key
 
     def fail(self, reason: Exception) -> None:
         """End all turns now; the reader of ``batches`` gets ``reason`` instead of queued events."""
@@ -111,12 +146,13 @@ class RequestTurns:
             self._end()
             self._wake()
 
-    def on_event(self, index: int, event: Event) -> None:
-        """Queue an event of a turn, coalesced with queued text if there is much."""
-        if self._failure is not None:
-            return
-        self._queue.put_event(index, event)
-        self._wake()
+    def write_through(self, encode: Callable[[int, Event], bytes]) -> None:
+        """Write tokens to the connection as they come, encoded, while the reader of ``batches`` waits for events.
+
+        The reader has sent everything before them, so the order is kept, and the client keeps up; no task is resumed
+        for them. All other events, and tokens that cannot be written now, go to the reader.
+        """
+        self._encode = encode
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Event]], None]:
         """Yield new events, each with the index of its turn, until all turns have ended.
@@ -132,6 +168,7 @@ class RequestTurns:
         while True:
             if not self._queue and self._failure is None:
                 await self._wait(quiet_until)
+                quiet_until = max(quiet_until, self._written_s + keepalive_s)
             if self._failure is not None:
                 raise self._failure
             queued = self._queue.pop_all()
@@ -146,15 +183,36 @@ class RequestTurns:
             if had_text:
                 quiet_until = clock() + keepalive_s
 
+    def _on_event(self, sink: TurnSink[int], event: Event) -> None:
+        """Queue an event of a turn, coalesced with queued text if there is much."""
+        if self._failure is not None or (type(event) is events.Token and self._has_written(sink.key, event)):
+            return
+        self._queue.put_event(sink.key, event)
+        self._wake()
+
+    def _has_written(self, key: int, token: events.Token) -> bool:
+        """Write a token to the connection if nothing is to be sent before it, and return whether this was so."""
+        encode, connection, waiter = self._encode, self._connection, self._waiter
+        if encode is None or connection is None or waiter is None or waiter.done() or not connection.takes_chunks:
+            return False
+        connection.write_chunk(encode(key, token))
+        self._written_s = asyncio.get_running_loop().time()
+        return True
+
     async def _wait(self, until: float) -> None:
+        """Wait for an event, or about until a time: a timer that is set already ends the wait too, for less cost."""
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
-        timer = loop.call_at(until, self._wake)
+        if self._timer is None:
+            self._timer = loop.call_at(until, self._time_out)
         try:
             await self._waiter
         finally:
-            timer.cancel()
             self._waiter = None
+
+    def _time_out(self) -> None:
+        self._timer = None
+        self._wake()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -168,14 +226,8 @@ class RequestTurns:
     def _end(self) -> None:
         """Drop what is queued, and abort unfinished turns or detach from them."""
         self._queue.clear()
-        sessions = self._context.sessions
         for sink in self._sinks:
-            over, sink.over = sink.over, True
-            if not over and not self._outlived:
-                abort = Abort(op="abort", session_id=sink.request.session_id, discard=self._discard)
-                with suppress(InferenceCenterError):  # it has ended, and its end event is queued
-                    sessions.abort(self._client, abort)
-            sessions.detach(sink)
+            sink.leave(self._context.sessions, self._client)
 
 
 class NullSink:

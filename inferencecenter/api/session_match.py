@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.protocol.values import ChatMessage, Mode, OnFull
     from inferencecenter.server.context import ServerContext
-    from inferencecenter.sessions.client import Principal
+    from inferencecenter.sessions.context import Principal
     from inferencecenter.sessions.manager import SessionManager
 
 
@@ -75,7 +75,23 @@ def resolve_session(sessions: SessionManager, client: Principal, conversation: C
         sessions.rewind(client, RewindSession(op="rewind_session", session_id=session_id, turn=found.turn), _NULL_SINK)
     elif found.turn is not None:
         session_id = fork_session(sessions, client, session_id, turn=found.turn)
-    return _append_history(sessions, client, session_id, conversation.messages[found.n_messages :])
+    rest = conversation.messages[found.n_messages :]
+    if found.call_ids:
+        rest = tuple(_with_call_ids(message, found.call_ids) for message in rest)
+    return _append_history(sessions, client, session_id, rest)
+
+
+def _with_call_ids(message: ChatMessage, call_ids: Mapping[str, str]) -> ChatMessage:
+    """Return a message with the session's ids of tool calls."""
+    if message.tool_call_id is not None:
+        call_id = call_ids.get(message.tool_call_id, message.tool_call_id)
+        return message.model_copy(update={"tool_call_id": call_id})
+    if not message.tool_calls:
+        return message
+    calls = (
+        call.model_copy(update={"call_id": call_ids.get(call.call_id, call.call_id)}) for call in message.tool_calls
+    )
+    return message.model_copy(update={"tool_calls": tuple(calls)})
 
 
 def fork_session(sessions: SessionManager, client: Principal, session_id: str, *, turn: str | None = None) -> str:

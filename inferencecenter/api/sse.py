@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-MEDIA_TYPE: Final = "text/event-stream; charset=utf-8"
+CONTENT_TYPE: Final = "text/event-stream"
 KEEPALIVE: Final = b": keepalive\n\n"
 """A comment, which readers skip: it prevents proxies from closing an idle connection."""
 DONE: Final = b"data: [DONE]\n\n"

@@ -8,7 +8,7 @@ from typing import Final
 
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 
 MAX_SESSIONS: Final = 100_000
 MAX_RETENTION_DAYS: Final = 36_500

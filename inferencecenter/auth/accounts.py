@@ -81,7 +81,6 @@ class Accounts:
 
     @property
     def identity(self) -> FileIdentity | None:
-        """Identity of the open file."""
         return self._file.identity
 
     @property
@@ -303,6 +302,26 @@ class Accounts:
             return client.account
         account = self.verify_token(api_key)
         return account if account is not None and account.client_id == client_id else None
+
+    def account_of(self, client_id: str) -> Account | None:
+        """Return the account of a client as a key would, ``None`` if there is no such client."""
+        if (client := self._static.get(client_id)) is not None:
+            return client.account
+        with self._rows(
+            "SELECT client_id, max_sessions, priority, scopes, retention_days, limits FROM clients WHERE client_id = ?",
+            (client_id,),
+        ) as rows:
+            row = rows.fetchone()
+        if row is None:
+            return None
+        return Account(
+            client_id=row[0],
+            max_sessions=row[1],
+            priority=row[2],
+            scopes=frozenset(map(Scope, row[3].split())),
+            retention_days=row[4],
+            limits=accounts_db.limits_from_json(row[5]),
+        )
 
     def valid_tokens(self) -> frozenset[str]:
         """Return the ids of all tokens that are neither revoked nor expired."""

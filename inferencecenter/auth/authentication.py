@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Protocol
 
 import structlog
@@ -15,6 +15,7 @@ from inferencecenter.auth.rate_limits import AddressRateLimiter, rate_limit_key
 from inferencecenter.auth.tokens import public_id
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
+from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -159,6 +160,25 @@ class Authenticator:
             raise self._refused(credential, address=address)
         self._attempts.refund(address)
         return self._admitted(account, address=address, detail="known elsewhere")
+
+    def admit_local(self, client_id: str, *, address: str) -> Account:
+        """Return the account that programs on this machine use without a credential; its scope is ``user`` only.
+
+        Raises:
+            InferenceCenterError: ``not_authenticated`` if it does not exist or allows no local address,
+                ``storage_unavailable`` if it cannot be read.
+        """
+        with self._accounts_errors():
+            account = self._accounts.account_of(client_id)
+        if account is None or not self._is_allowed_from(account, address):
+            raise InferenceCenterError(
+                ErrorCode.NOT_AUTHENTICATED,
+                "the account for requests without a token cannot be used",
+                hint="An operator sets it by server.ollama_account.",
+            )
+        return self._admitted(
+            replace(account, scopes=account.scopes & {Scope.USER}), address=address, detail="without a token"
+        )
 
     def forget(self, client_id: str) -> None:
         """Drop the external service's cached answers about a client."""

@@ -1,11 +1,16 @@
-"""Usage and quotas of all tokens, and of clients with an API key."""
+"""Usage and quotas of all tokens, and of clients with an API key: turns in a window, tokens in a bucket and per day.
+
+Retry times are exact: one millisecond earlier the turn is still refused.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.auth.rate_limits import MINUTE_MS, DailyUsage, SlidingWindow, TokenBucket
+from inferencecenter.auth.rate_limits import MINUTE_MS, TokenBucket
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
@@ -19,6 +24,76 @@ BUSY_RETRY_MS: Final = 1000
 """Retry hint with too many concurrent turns; when one ends is unknown."""
 SWEEP_FROM: Final = 1000
 """Number of tokens below which none is dropped."""
+TICK_MS: Final = 100
+"""Granularity of a window: events within a tick share an entry, so that a window holds at most some hundreds."""
+DAY_MS: Final = 86_400_000
+_MAX_OTHER_DAYS: Final = 4
+
+
+class SlidingWindow:
+    """Sliding window over the last minute in whole ticks: at most a tick longer than a minute."""
+
+    def __init__(self) -> None:
+        self._ticks: deque[tuple[int, int]] = deque()
+        self._total = 0
+
+    def total(self, *, now_ms: int) -> int:
+        """Return the number of events within the minute."""
+        while self._ticks and _leaves_ms(self._ticks[0][0]) <= now_ms:
+            self._total -= self._ticks.popleft()[1]
+        return self._total
+
+    def retry_after_ms(self, limit: int, *, now_ms: int) -> int | None:
+        """Return the time until fewer than ``limit`` events are within the minute; ``None`` if that is so now."""
+        excess = self.total(now_ms=now_ms) - limit
+        if excess < 0:
+            return None
+        for tick, count in self._ticks:
+            excess -= count
+            if excess < 0:
+                return _leaves_ms(tick) - now_ms
+        raise AssertionError("a limit is at least 1")
+
+    def count(self, *, now_ms: int) -> None:
+        tick = now_ms // TICK_MS
+        self.total(now_ms=now_ms)
+        if self._ticks and self._ticks[-1][0] == tick:
+            self._ticks[-1] = (tick, self._ticks[-1][1] + 1)
+        else:
+            self._ticks.append((tick, 1))
+        self._total += 1
+
+
+def _leaves_ms(tick: int) -> int:
+    return (tick + 1) * TICK_MS + MINUTE_MS
+
+
+@dataclass(slots=True)
+class DailyUsage:
+    """Tokens used since midnight UTC; ``ends_ms`` is the next one, in Unix milliseconds.
+
+    Each day keeps its own count, so that a clock set back over midnight loses no usage.
+    """
+
+    used: int = 0
+    ends_ms: int = 0
+    _others: dict[int, int] = field(default_factory=dict)
+
+    def at(self, now_ms: float) -> DailyUsage:
+        """Return this day, switching to the current one first; called per token, hence one comparison."""
+        if not 0 < self.ends_ms - now_ms <= DAY_MS:
+            if self.used:
+                self._others[self.ends_ms] = self.used
+                while len(self._others) > _MAX_OTHER_DAYS:
+                    del self._others[next(iter(self._others))]
+            self.ends_ms = (int(now_ms) // DAY_MS + 1) * DAY_MS
+            self.used = self._others.pop(self.ends_ms, 0)
+        return self
+
+    @property
+    def end(self) -> str:
+        """The end of the day as text."""
+        return datetime.fromtimestamp(self.ends_ms / 1000, UTC).strftime("%Y-%m-%d 00:00 UTC")
 
 
 class AccessQuota:

@@ -1,18 +1,18 @@
-"""Rate limits: requests in a window, tokens in a bucket, tokens per day, operations, failed logins, refusals.
+"""Rate limits: tokens in a bucket, operations, failed logins, refusals, pace.
 
 Retry times are exact: one millisecond earlier the request is still refused.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass
+from ipaddress import IPv6Network
 from typing import TYPE_CHECKING, Final
 
+from inferencecenter.core.addresses import peer_address
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
@@ -20,48 +20,6 @@ if TYPE_CHECKING:
 
 
 MINUTE_MS: Final = 60_000
-DAY_MS: Final = 86_400_000
-TICK_MS: Final = 100
-"""Granularity of a window: events within a tick share an entry, so that a window holds at most some hundreds."""
-_MAX_OTHER_DAYS: Final = 4
-
-
-class SlidingWindow:
-    """Sliding window over the last minute in whole ticks: at most a tick longer than a minute."""
-
-    def __init__(self) -> None:
-        self._ticks: deque[tuple[int, int]] = deque()
-        self._total = 0
-
-    def total(self, *, now_ms: int) -> int:
-        """Return the number of events within the minute."""
-        while self._ticks and _leaves_ms(self._ticks[0][0]) <= now_ms:
-            self._total -= self._ticks.popleft()[1]
-        return self._total
-
-    def retry_after_ms(self, limit: int, *, now_ms: int) -> int | None:
-        """Return the time until fewer than ``limit`` events are within the minute; ``None`` if that is so now."""
-        excess = self.total(now_ms=now_ms) - limit
-        if excess < 0:
-            return None
-        for tick, count in self._ticks:
-            excess -= count
-            if excess < 0:
-                return _leaves_ms(tick) - now_ms
-        raise AssertionError("a limit is at least 1")
-
-    def count(self, *, now_ms: int) -> None:
-        tick = now_ms // TICK_MS
-        self.total(now_ms=now_ms)
-        if self._ticks and self._ticks[-1][0] == tick:
-            self._ticks[-1] = (tick, self._ticks[-1][1] + 1)
-        else:
-            self._ticks.append((tick, 1))
-        self._total += 1
-
-
-def _leaves_ms(tick: int) -> int:
-    return (tick + 1) * TICK_MS + MINUTE_MS
 
 
 class TokenBucket:
@@ -95,34 +53,6 @@ class TokenBucket:
     def _regain(self, limit: int, now_ms: int) -> None:
         self._missing = max(0, self._missing - limit * max(0, now_ms - self._updated_ms))
         self._updated_ms = now_ms
-
-
-@dataclass(slots=True)
-class DailyUsage:
-    """Tokens used since midnight UTC; ``ends_ms`` is the next one, in Unix milliseconds.
-
-    Each day keeps its own count, so that a clock set back over midnight loses no usage.
-    """
-
-    used: int = 0
-    ends_ms: int = 0
-    _others: dict[int, int] = field(default_factory=dict)
-
-    def at(self, now_ms: float) -> DailyUsage:
-        """Return this day, switching to the current one first; called per token, hence one comparison."""
-        if not 0 < self.ends_ms - now_ms <= DAY_MS:
-            if self.used:
-                self._others[self.ends_ms] = self.used
-                while len(self._others) > _MAX_OTHER_DAYS:
-                    del self._others[next(iter(self._others))]
-            self.ends_ms = (int(now_ms) // DAY_MS + 1) * DAY_MS
-            self.used = self._others.pop(self.ends_ms, 0)
-        return self
-
-    @property
-    def end(self) -> str:
-        """The end of the day as text."""
-        return datetime.fromtimestamp(self.ends_ms / 1000, UTC).strftime("%Y-%m-%d 00:00 UTC")
 
 
 UNIT_CHARS: Final = 64 * 1024
@@ -242,15 +172,54 @@ class AddressRateLimiter:
 
 def rate_limit_key(address: str) -> str:
     """Return the key of an address's bucket: an IPv4 address, or the /64 that an IPv6 subscriber is assigned."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
+    parsed = peer_address(address)
+    if parsed is None:
         return address
     if parsed.version == 4:
-        return address
-    if parsed.ipv4_mapped is not None:
-        return str(parsed.ipv4_mapped)
-    return str(ipaddress.ip_network((int(parsed) >> _IPV6_SITE_BITS << _IPV6_SITE_BITS, _IPV6_SITE_BITS)))
+        return str(parsed)
+    return str(IPv6Network((int(parsed) >> _IPV6_SITE_BITS << _IPV6_SITE_BITS, _IPV6_SITE_BITS)))
+
+
+_MAX_PACED: Final = 10_000
+MAX_PACE_DELAY_S: Final = 5.0
+"""Longest delay of a paced piece of work."""
+
+
+class Pacer:
+    """Spreads the work that each key brings: a burst at once, then one piece per interval.
+
+    A rate limit refuses what exceeds a minute's worth, and lets a client spend that worth within a second. On a machine
+    whose cores all decode, each piece of work in the front lengthens one step of every stream, so pieces that come in a
+    row lengthen it most. While others' turns run, work of one key is therefore delayed, not refused, until it is due
+    (the generic cell rate algorithm).
+
+    Args:
+        interval_s: Time between two pieces of work.
+        burst: Pieces that are not delayed after a pause.
+        monotonic: Monotonic seconds.
+    """
+
+    def __init__(self, *, interval_s: float, burst: int, monotonic: Callable[[], float]) -> None:
+        self._interval_s = interval_s
+        self._burst_s = burst * interval_s
+        self._monotonic = monotonic
+        self._due_s: OrderedDict[str, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._due_s)
+
+    def delay_s(self, key: str) -> float:
+        """Count a piece of work, and return the seconds until it is due."""
+        now_s = self._monotonic()
+        due_s = min(
+            max(now_s, self._due_s.get(key, now_s)) + self._interval_s, now_s + self._burst_s + MAX_PACE_DELAY_S
+        )
+        self._due_s[key] = due_s
+        self._due_s.move_to_end(key)
+        # The least recent key is dropped first; nearly always its work is past due.
+        if len(self._due_s) > _MAX_PACED:
+            self._due_s.popitem(last=False)
+        return max(0.0, due_s - now_s - self._burst_s)
 
 
 FREE_REFUSALS: Final = 16

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -13,9 +14,13 @@ from typer.core import TyperGroup
 from inferencecenter import __version__
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 _COMMANDS: Final = {
     "serve": "Run the daemon.",
     "chat": "Chat with a daemon.",
+    "embed": "Compute the vectors of texts by a daemon.",
     "run": "Run one prompt without a daemon.",
     "model": "Download, inspect and delete models; load and unload them.",
     "token": "Create, list and revoke tokens.",
@@ -97,7 +102,7 @@ def _global_options(
 def main() -> None:
     """Run the command line; a known error prints one message to standard error and sets the exit code."""
     try:
-        with _engine_ahead():
+        with _faster_start():
             app()
     except InferenceCenterError as error:
         _end(error)
@@ -122,13 +127,23 @@ def main() -> None:
         )
 
 
-def _engine_ahead() -> AbstractContextManager[None]:
-    """Start the engine's interpreter before the daemon is imported, if that is what will run."""
-    if sys.argv[1:2] != ["serve"] or "--help" in sys.argv:
-        return nullcontext()
-    from inferencecenter.ipc.engine_child import started_ahead  # noqa: PLC0415 - other commands start no engine
+@contextmanager
+def _faster_start() -> Iterator[None]:
+    """Where the daemon will run, spawn the engine's interpreter first and import without collecting garbage.
 
-    return started_ahead()
+    Imports make next to none, and searching for it takes a tenth of their time. The daemon collects once it listens.
+    """
+    if sys.argv[1:2] != ["serve"] or "--help" in sys.argv:
+        yield
+        return
+    from inferencecenter.ipc.engine_child import prespawned  # noqa: PLC0415 - other commands start no engine
+
+    gc.disable()
+    try:
+        with prespawned():
+            yield
+    finally:
+        gc.enable()
 
 
 def _is_of_server(error: ModuleNotFoundError) -> bool:

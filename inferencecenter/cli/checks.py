@@ -43,7 +43,7 @@ from inferencecenter.server.status_pages import PROXY_NOT_TRUSTED
 from inferencecenter.sessions.store.database import DAMAGED_HINT, HINT, MOVED_HINT, reason_of
 from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.schema import DATABASE_NAME, MIGRATIONS
-from inferencecenter.supervisor.planning import placement_constraints, read_shape
+from inferencecenter.supervisor.planning import constraints_of, read_shape
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,14 +60,15 @@ _MB: Final = 10**6
 # Loading llama.cpp may crash the process, so it is done in a child process.
 _PROBE: Final = """
 import json, sys
+from importlib.metadata import version
 from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.engine.llama.library import load_library
 try:
     load_library()
 except InferenceCenterError as error:
     sys.exit(error.message)
-import llama_cpp
-print(json.dumps({"version": llama_cpp.__version__, "gpu": llama_cpp.llama_supports_gpu_offload()}))
+from llama_cpp import llama_cpp
+print(json.dumps({"version": version("llama-cpp-python"), "gpu": llama_cpp.llama_supports_gpu_offload()}))
 """
 
 
@@ -140,12 +141,12 @@ def placement(settings: Settings) -> list[Check]:
     if settings.engine.backend != "llama":
         return []
     try:
-        devices = find_devices(settings.gpu.devices)
+        devices = find_devices(settings.gpu.devices, settings.gpu.rpc_servers)
         if not devices:
             return []
         spec = default_model(settings)
         shape = read_shape(spec.path, spec.lora, spec.draft)
-        made = plan(shape, devices, read_host(), placement_constraints(spec.engine, settings.gpu))
+        made = plan(shape, devices, read_host(), constraints_of(spec.engine, settings.gpu, shape, spec.kind))
     except InferenceCenterError as error:
         return [Check("plan", CheckResult.FAILED, error.message, error.hint or "", error.code)]
     detail = "; ".join(f"{reason.name}: {reason.value}" for reason in made.reasons)

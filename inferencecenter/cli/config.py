@@ -18,7 +18,7 @@ from inferencecenter.config.settings import setting_fields
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.models.registry import default_model, read_registry
 from inferencecenter.protocol.params import cross_check, parse_params
-from inferencecenter.sessions.session_config import parse_config_params
+from inferencecenter.sessions.context import parse_config_params
 from inferencecenter.telemetry.traces import check_installed
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from inferencecenter.hardware.explain import mib
 from inferencecenter.hardware.host import read_host
 from inferencecenter.hardware.placement import Device, margin_bytes
 from inferencecenter.hardware.split import plan
-from inferencecenter.models.registry import draft_file, read_registry
-from inferencecenter.supervisor.planning import placement_constraints, plan_report, read_shape
+from inferencecenter.models.registry import draft_file, kind_of_file, read_registry
+from inferencecenter.supervisor.planning import constraints_of, plan_report, read_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,9 +60,12 @@ def show_plan(
     Raises:
         InferenceCenterError: ``invalid_model_file``, or ``invalid_config`` for a configured GPU that does not exist.
     """
-    shape = read_shape(model, draft=_draft_of(model, settings))
-    wished = placement_constraints(settings.engine, settings.gpu)
-    devices = gpus_of(vram_bytes) if vram_bytes else find_devices(settings.gpu.devices)
+    models = read_registry(settings).models
+    spec = next((each for each in models.values() if each.path == expand(model)), None)
+    draft = spec.draft if spec else draft_file(settings.engine, models, of=model.name)
+    shape = read_shape(model, draft=draft)
+    wished = constraints_of(settings.engine, settings.gpu, shape, spec.kind if spec else kind_of_file(model))
+    devices = gpus_of(vram_bytes) if vram_bytes else find_devices(settings.gpu.devices, settings.gpu.rpc_servers)
     host = read_host()
     if ram_bytes is not None:
         host = replace(host, available_bytes=ram_bytes)
@@ -74,15 +77,6 @@ def show_plan(
         stdout.print(table)
     for line in made.advice:
         stdout.print(Text(line, style="" if made.fits else "bold red"), soft_wrap=True)
-
-
-def _draft_of(model: Path, settings: Settings) -> Path | None:
-    """Return the file of a model's draft model by its own settings, or by those of ``[engine]`` if it has none."""
-    models = read_registry(settings).models
-    for spec in models.values():
-        if spec.path == expand(model):
-            return spec.draft
-    return draft_file(settings.engine, models, of=model.name)
 
 
 def gpus_of(vram_bytes: Sequence[int]) -> tuple[Device, ...]:

@@ -28,10 +28,9 @@ from inferencecenter.cli.options import ConfigOption, JsonOption, StateDirOption
 from inferencecenter.cli.output import print_json, print_rows, stderr, stdout
 from inferencecenter.cli.reach import TokenFileOption, TokenOption, UrlOption, admin_token_file, reach_daemon
 from inferencecenter.config.loader import load_settings
-from inferencecenter.config.sections import expand
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.models import files
-from inferencecenter.models.registry import files_in
+from inferencecenter.models.registry import configured_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -305,29 +304,6 @@ def verify(
             stdout.print(worded(verdict), soft_wrap=True)
     if any(verdict.problems for verdict in verdicts):
         raise typer.Exit(ERRORS[ErrorCode.INVALID_MODEL_FILE].exit_code)
-
-
-def configured_files(settings: Settings) -> dict[Path, str]:
-    """Return the configured files, with symbolic links resolved, and the setting that names each."""
-    there = files_in(settings.models_dir)
-    named: dict[Path | None, str] = {
-        (entry.path or there.get(name)): f"models.{name}" for name, entry in settings.models.items()
-    }
-    if settings.model.path is not None:
-        named[settings.model.path] = "model.path"
-    elif settings.model.name is not None and settings.model.name not in settings.models:
-        named[there.get(settings.model.name)] = "model.name"
-    adapters = {adapter.path: "model.lora" for adapter in settings.model.lora}
-    for name, entry in settings.models.items():
-        adapters |= {adapter.path: f"models.{name}.lora" for adapter in entry.lora}
-    wanted = {f"models.{name}.draft": entry.draft for name, entry in settings.models.items()}
-    wanted["engine.draft"] = settings.engine.draft
-    drafts = {
-        there.get(draft) or expand(Path(draft)): setting
-        for setting, draft in wanted.items()
-        if draft and draft not in settings.models
-    }
-    return {path.resolve(): setting for path, setting in (adapters | drafts | named).items() if path is not None}
 
 
 def described(facts: ModelFacts) -> dict[str, str]:

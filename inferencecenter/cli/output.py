@@ -47,12 +47,10 @@ def print_rows(columns: Iterable[str | Column], rows: Iterable[Iterable[str]]) -
 
 
 def problems_of(error: InferenceCenterError) -> tuple[InferenceCenterError, ...]:
-    """Return the individual problems of an error."""
     return error.problems if isinstance(error, InvalidSettingsError) else (error,)
 
 
 def as_json(error: InferenceCenterError) -> dict[str, Any]:
-    """Return an error as JSON data."""
     return {"code": error.code.value, "message": error.message, "field": error.field, "hint": error.hint}
 
 

@@ -34,7 +34,11 @@ def serve(  # noqa: PLR0913 - one argument an option
         str | None,
         typer.Option(help="GGUF file, or the name of a registered model.", metavar="FILE|NAME", show_default=False),
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="llama or echo.", show_default=False)] = None,
+    backend: Annotated[str | None, typer.Option(help="llama, echo or script.", show_default=False)] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option(help="File of rules to answer by, with --backend script.", metavar="FILE", show_default=False),
+    ] = None,
     slots: Annotated[int | None, typer.Option(help="Maximum sequences decoded at once.", show_default=False)] = None,
     n_ctx: Annotated[
         int | None, typer.Option("--n-ctx", help="Tokens of context per slot.", show_default=False)
@@ -56,6 +60,7 @@ def serve(  # noqa: PLR0913 - one argument an option
         server__port=port,
         **(_model_option(model) if model is not None else {}),
         engine__backend=backend,
+        engine__script=script and str(script),
         engine__slots=slots,
         engine__n_ctx=n_ctx,
         engine__n_gpu_layers=n_gpu_layers,

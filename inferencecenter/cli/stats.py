@@ -138,7 +138,6 @@ def line(snapshot: StatsSnapshot) -> str:
 
 
 def as_data(snapshot: StatsSnapshot) -> dict[str, Any]:
-    """Return the snapshot as JSON data."""
     metrics = snapshot.metrics
     return {
         "address": snapshot.address,

@@ -4,7 +4,7 @@ The client reconnects automatically and resumes its sessions and turns without l
 """
 
 from inferencecenter.client.answer import Answer, TurnStreamEvent, result
-from inferencecenter.client.client import Client
+from inferencecenter.client.client import Client, TextEmbeddings
 from inferencecenter.client.connection import Notice
 from inferencecenter.client.errors import (
     DaemonError,
@@ -51,6 +51,7 @@ __all__ = [
     "RequestError",
     "SessionOptions",
     "SessionTakenOverError",
+    "TextEmbeddings",
     "Timing",
     "TooLongError",
     "Tool",

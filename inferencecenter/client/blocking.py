@@ -16,10 +16,11 @@ from inferencecenter.client.errors import failure
 from inferencecenter.core.errors import ErrorCode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator, Mapping
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from inferencecenter.client.answer import Answer, TurnStreamEvent
+    from inferencecenter.client.client import TextEmbeddings
     from inferencecenter.client.options import ClientOptions, InferOptions, Messages, SessionOptions
     from inferencecenter.client.session import ClientSession
     from inferencecenter.client.turn import ClientTurn as AsyncTurn
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         Swap,
         UsageReport,
     )
-    from inferencecenter.protocol.values import ModelSummary, SessionSummary
+    from inferencecenter.protocol.values import ModelSummary, Priority, SessionSummary
 
 
 class LoopThread:
@@ -184,6 +185,17 @@ class BlockingClient:
     def models(self) -> tuple[ModelSummary, ...]:
         """Return the models available to this client, sorted by name."""
         return self._call(self._client.models())
+
+    def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        model: str | None = None,
+        dimensions: int | None = None,
+        priority: Priority | None = None,
+    ) -> TextEmbeddings:
+        """Return the vectors of texts, in their order."""
+        return self._call(self._client.embed(texts, model=model, dimensions=dimensions, priority=priority))
 
     def usage(self, *, days: int = 30, client_id: str | None = None) -> UsageReport:
         """Return the usage by day and the remaining quota."""

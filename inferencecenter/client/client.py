@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+from array import array
+from base64 import b64decode
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Unpack
 
 from inferencecenter.client.connection import DaemonConnection, expect
@@ -15,6 +19,7 @@ from inferencecenter.protocol import requests
 from inferencecenter.protocol.base import PROTOCOL_VERSION
 from inferencecenter.protocol.events import (
     AuthSuccess,
+    Embeddings,
     Hello,
     Metrics,
     Models,
@@ -25,18 +30,35 @@ from inferencecenter.protocol.events import (
     Swap,
     UsageReport,
 )
+from inferencecenter.protocol.requests import MAX_EMBEDDED_TEXTS
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Sequence
     from types import TracebackType
 
     from inferencecenter.client.options import SessionOptions
     from inferencecenter.protocol.base import Event, Request
-    from inferencecenter.protocol.values import ModelSummary, SessionSummary
+    from inferencecenter.protocol.values import ModelSummary, Priority, SessionSummary
 
 _PAGE_SESSIONS: Final = 1000
 _DRAIN_S: Final = 1.0
 """Seconds that ``close`` waits for abandoned turns to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextEmbeddings:
+    """The vectors of texts, each of length 1, by which model, and how many tokens the texts have."""
+
+    model: str
+    vectors: tuple[list[float], ...]
+    n_tokens: int
+
+
+def _floats(packed: str) -> list[float]:
+    floats = array("f", b64decode(packed))
+    if sys.byteorder == "big":
+        floats.byteswap()
+    return floats.tolist()
 
 
 class Client:
@@ -229,6 +251,38 @@ class Client:
         while True:
             yield expect(await self.request(requests.Metrics(op="metrics")), Metrics)
             await self._connection.timing.sleep(interval_s)
+
+    async def embed(
+        self,
+        texts: Sequence[str],
+        *,
+        model: str | None = None,
+        dimensions: int | None = None,
+        priority: Priority | None = None,
+    ) -> TextEmbeddings:
+        """Return the vectors of texts, in their order; many texts are sent in several requests.
+
+        Args:
+            texts: Any number of texts, none of them empty.
+            model: An embedding model; may be absent if there is one.
+            dimensions: Length of the vectors, if the model allows shorter ones.
+            priority: Priority class; raising it needs the scope ``priority``.
+
+        Raises:
+            InferenceCenterError: ``invalid_request``, ``prompt_too_long``, another refusal of the daemon, or
+                ``daemon_unreachable``.
+        """
+        vectors: list[list[float]] = []
+        found, n_tokens = model or "", 0
+        for start in range(0, len(texts), MAX_EMBEDDED_TEXTS):
+            part = list(texts[start : start + MAX_EMBEDDED_TEXTS])
+            request = new_request(
+                requests.EmbedTexts, texts=part, model=model, dimensions=dimensions, priority=priority
+            )
+            answer = expect(await self.request(request), Embeddings)
+            vectors += map(_floats, answer.vectors)
+            found, n_tokens = answer.model, n_tokens + answer.prompt_tokens
+        return TextEmbeddings(found, tuple(vectors), n_tokens)
 
     async def models(self) -> tuple[ModelSummary, ...]:
         """Return the models available to this client, sorted by name.

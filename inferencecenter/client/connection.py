@@ -56,6 +56,7 @@ _REPEATABLE: Final = (
     requests.GetSession,
     requests.ListSessions,
     requests.ListModels,
+    requests.EmbedTexts,
     requests.ResumeSession,
     requests.SetMetadata,
     requests.CloseSession,

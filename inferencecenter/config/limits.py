@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import ipaddress
+from ipaddress import ip_network
 from typing import Annotated, Any, Final
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+
+from inferencecenter.core.addresses import peer_address
 
 MAX_COUNT: Final = 10**12
 
 
 def _network(value: str) -> str:
-    ipaddress.ip_network(value, strict=False)
+    ip_network(value, strict=False)
     return value
 
 
@@ -68,13 +70,8 @@ class AccessLimits(BaseModel):
         """Return whether ``address`` may connect; text that is not an address is in no network."""
         if self.addresses is None:
             return True
-        try:
-            found = ipaddress.ip_address(address)
-        except ValueError:
-            return False
-        if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
-            found = found.ipv4_mapped
-        return any(found in ipaddress.ip_network(each, strict=False) for each in self.addresses)
+        found = peer_address(address)
+        return found is not None and any(found in ip_network(each, strict=False) for each in self.addresses)
 
 
 NO_LIMITS: Final = AccessLimits()

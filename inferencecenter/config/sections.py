@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
 
 Priority = Literal["interactive", "normal", "batch"]
+ModelKind = Literal["chat", "embedding", "reranking"]
+"""What a model does: it generates text, turns texts into vectors, or scores documents for a query."""
+
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 
 
@@ -156,8 +159,14 @@ class TelemetrySettings(Section):
 class EngineSettings(Section):
     """Engine processes, one for each loaded model; these settings apply to each of them."""
 
-    backend: Literal["llama", "echo"] = Field(
-        "llama", description="`llama` decodes with llama.cpp; `echo` repeats the prompt and needs no model."
+    backend: Literal["llama", "echo", "script"] = Field(
+        "llama",
+        description="`llama` decodes with llama.cpp; `echo` repeats the prompt and `script` answers by the rules of "
+        "`engine.script`, and both need no model.",
+    )
+    script: ExpandedPath | None = Field(
+        None,
+        description="File of rules, TOML or JSON, by which the backend `script` answers; read when the engine starts.",
     )
     slots: int = Field(
         0,
@@ -313,6 +322,8 @@ class EngineSettings(Section):
             raise ValueError(f"n_ubatch ({self.n_ubatch}) must not exceed n_batch ({self.n_batch})")
         if self.restart_backoff_min_s > self.restart_backoff_max_s:
             raise ValueError("restart_backoff_min_s must not exceed restart_backoff_max_s")
+        if self.backend == "script" and self.script is None:
+            raise ValueError("backend `script` needs script, a file of rules")
         if -1 < self.sleep_after_s <= 0:
             raise ValueError("sleep_after_s must be above 0, or -1 for never")
         return self

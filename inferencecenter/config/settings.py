@@ -23,6 +23,7 @@ from inferencecenter.config.sections import (
     KvType,
     LogSettings,
     LoraSettings,
+    ModelKind,
     Section,
     TelemetrySettings,
 )
@@ -86,6 +87,16 @@ class ServerSettings(Section):
         "https://example.org.",
     )
     web: bool = Field(True, description="Whether the web page is served.")
+    ollama: bool = Field(
+        False,
+        description="Whether to listen on 127.0.0.1:11434 too, where clients of Ollama look for it; without TLS.",
+    )
+    ollama_account: Annotated[str, StringConstraints(min_length=1, max_length=64)] | None = Field(
+        None,
+        description="Account of requests to Ollama's API that have no token and come from a program on this machine;"
+        " they have the scope `user` only. Without it they are refused. A reverse proxy on this machine that marks "
+        "nothing passes for such a program.",
+    )
     max_frame_bytes: int = Field(2**20, ge=1024, le=2**28, description="Maximum size of a frame from a client.")
     max_body_bytes: int = Field(
         8 * 2**20,
@@ -95,6 +106,16 @@ class ServerSettings(Section):
     )
     body_timeout_s: float = Field(
         10.0, gt=0, le=3600, description="Seconds within which the body of an HTTP request must arrive."
+    )
+    strict_dialects: bool = Field(
+        False,
+        description="Whether requests of foreign dialects (OpenAI's and others) are refused for fields that are unknown"
+        " or have no effect here; otherwise such fields are named in `warnings` and in the header `X-Warning`.",
+    )
+    unknown_models: Literal["refuse", "default"] = Field(
+        "refuse",
+        description="Answer to a request of a foreign dialect that names an unknown model: `refuse` is 404"
+        " `model_not_found`, `default` has the default model answer, with a warning.",
     )
     sse_keepalive_s: float = Field(
         15.0,
@@ -253,6 +274,12 @@ class GpuSettings(Section):
     devices: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = Field(
         (), description="GPUs to use, by index, UUID or PCI bus address; empty uses all."
     )
+    rpc_servers: tuple[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,253}:[0-9]{1,5}$")], ...] = Field(
+        (),
+        max_length=16,
+        description="Addresses (`host:port`) of llama.cpp's RPC servers, whose devices are used after this machine's "
+        "GPUs. What is sent to them is neither encrypted nor authenticated.",
+    )
     split_mode: Literal["auto", "layer", "none"] = Field(
         "auto",
         description="`layer` distributes layers over all GPUs, `none` uses one; `auto` uses as few as hold the model.",
@@ -377,6 +404,12 @@ LoraAdapters = Annotated[
 ]
 
 
+Aliases = Annotated[
+    tuple[Annotated[str, StringConstraints(min_length=1, max_length=256)], ...],
+    Field(description="Further names of the model, such as gpt-4o."),
+]
+
+
 class ModelSettings(Section):
     """The default model, used by sessions that name none."""
 
@@ -388,9 +421,9 @@ class ModelSettings(Section):
         None,
         min_length=1,
         max_length=256,
-        description="Name shown to clients; if not set, the stem of the file if it is in `models_dir`, otherwise "
-        "the name in the file.",
+        description="Name shown to clients; if not set, the name of the file without its ending.",
     )
+    aliases: Aliases = ()
     lora: LoraAdapters = ()
 
 
@@ -398,6 +431,7 @@ class ModelEntry(Section):
     """A model that sessions may name: `[models.NAME]`. Unset settings are those of `[engine]`."""
 
     path: ExpandedPath | None = Field(None, description="GGUF file; if not set, `NAME.gguf` in `models_dir`.")
+    aliases: Aliases = ()
     slots: int | None = Field(None, ge=0, le=256, description="Overrides `engine.slots`.")
     n_ctx: int | None = Field(None, ge=0, le=2**24, description="Overrides `engine.n_ctx`.")
     n_gpu_layers: int | None = Field(None, ge=-1, le=10_000, description="Overrides `engine.n_gpu_layers`.")
@@ -406,6 +440,16 @@ class ModelEntry(Section):
     speculative: Literal["off", "lookup"] | None = Field(None, description="Overrides `engine.speculative`.")
     draft: str | None = Field(
         None, max_length=4096, description="Overrides `engine.draft`; an empty text is no draft model."
+    )
+    kind: ModelKind | None = Field(
+        None,
+        description="What the model does: `chat` generates text, `embedding` turns texts into vectors, `reranking` "
+        "scores documents for a query; if not set, what the file says.",
+    )
+    matryoshka: bool = Field(
+        False,
+        description="Whether requests may shorten the vectors of an embedding model (`dimensions`): it was trained so "
+        "that their first numbers suffice.",
     )
     keep_alive_s: float | None = Field(
         None, ge=-1, le=2_592_000, description="Overrides `engine.sleep_after_s`; -1 is forever."

@@ -121,14 +121,12 @@ _ROWS = (
         ErrorCode.STREAM_LIMIT, "Too many responses run or wait on this socket.", 429, 75, retryable=True, on_wire=False
     ),
     ErrorSpec(ErrorCode.INVALID_CONFIG, "The configuration is not valid.", 500, 78, on_wire=False, on_http=False),
-    ErrorSpec(ErrorCode.INVALID_MODEL_FILE, "The model file cannot be loaded.", 500, 66, on_wire=False, on_http=False),
+    ErrorSpec(ErrorCode.INVALID_MODEL_FILE, "The model file cannot be loaded.", 500, 66, on_wire=False),
     ErrorSpec(ErrorCode.ADDRESS_IN_USE, "The address is in use.", 500, 69, on_wire=False, on_http=False),
     ErrorSpec(
         ErrorCode.DAEMON_UNREACHABLE, "No daemon answers there.", 503, 69, retryable=True, on_wire=False, on_http=False
     ),
-    ErrorSpec(
-        ErrorCode.HUB_UNREACHABLE, "No hub of models answers.", 503, 69, retryable=True, on_wire=False, on_http=False
-    ),
+    ErrorSpec(ErrorCode.HUB_UNREACHABLE, "No hub of models answers.", 503, 69, retryable=True, on_wire=False),
 )
 
 ERRORS: Mapping[ErrorCode, ErrorSpec] = MappingProxyType({row.code: row for row in _ROWS})
@@ -171,6 +169,21 @@ class InferenceCenterError(Exception):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.code.value}, {self.message!r}, field={self.field!r})"
+
+
+def prompt_too_long(n_tokens: str, *, n_ctx: int) -> InferenceCenterError:
+    """Return the error of a prompt that does not fit; OpenAI's clients recognize the first sentence.
+
+    Args:
+        n_tokens: The prompt's tokens in words, such as ``5000 tokens``.
+        n_ctx: Maximum tokens of prompt and answer.
+    """
+    return InferenceCenterError(
+        ErrorCode.PROMPT_TOO_LONG,
+        f"This model's maximum context length is {n_ctx} tokens. However, the prompt has {n_tokens}, and the answer "
+        "needs room too.",
+        hint="Shorten the prompt, start a new session, or serve the model with a larger n_ctx.",
+    )
 
 
 @contextmanager

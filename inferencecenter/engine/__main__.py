@@ -15,12 +15,13 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pydantic import ValidationError
 
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
-from inferencecenter.engine.echo import EchoBackend
+from inferencecenter.engine.echo import EchoBackend, EchoEmbedder
+from inferencecenter.engine.embedding import EmbeddingLoop
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.kv_cache.store import KvStore, TierOptions
 from inferencecenter.engine.loop import EngineLoop, FrontDisconnected, Inbox, KvFetched, ReceivedCommand
@@ -31,7 +32,7 @@ from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, LogLine, Ready
 
 if TYPE_CHECKING:
-    from inferencecenter.engine.backend import Backend
+    from inferencecenter.engine.backend import Backend, Embedder
 
 _PR_SET_PDEATHSIG = 1
 _GRACE_S = 1.0
@@ -71,7 +72,7 @@ def _serve(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) 
     inbox = Inbox()
     watch(pipe, inbox)
     try:
-        backend = _load(pipe, options, heartbeat)
+        loaded = _load(pipe, options, heartbeat)
     except InferenceCenterError as error:
         return _refuse(pipe, error.code, error.message, hint=error.hint or "")
     except ConnectionError:
@@ -81,27 +82,47 @@ def _serve(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) 
         message = f"{options.model_path or options.backend} cannot be loaded: {error!r}"
         return _refuse(pipe, ErrorCode.INVALID_MODEL_FILE, message)
     with ExitStack() as held:
-        held.callback(backend.close)
-        disk_worker = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="kv"))
-        kv = KvStore(
-            fingerprint=backend.fingerprint,
-            bytes_per_token=backend.kv_bytes_per_token,
-            ram=TierOptions(options.kv.ram_dir, options.kv.ram_bytes),
-            disk=TierOptions(options.kv.disk_dir, options.kv.disk_bytes),
-            client_share=options.kv.client_share,
-            adopt=RecoveryMode(options.kv_adopt),
-            can_truncate=backend.can_truncate,
-            worker=disk_worker,
-            on_fetched=lambda: inbox.put(KvFetched()),
-            on_log=lambda level, text: pipe.send(LogLine(level, text, "engine")),
-        )
-        held.callback(kv.close)
-        loop = EngineLoop(
-            backend, options, kv=kv, inbox=inbox, heartbeat=heartbeat, send=pipe.send, clock=time.monotonic
-        )
-        pipe.send(Ready(backend.model))
+        held.callback(loaded.close)
+        loop: EngineLoop | EmbeddingLoop
+        if options.kind == "chat":
+            loop = _text_loop(cast("Backend", loaded), pipe, options, heartbeat, inbox, held)
+        else:
+            loop = EmbeddingLoop(
+                cast("Embedder", loaded),
+                options,
+                inbox=inbox,
+                heartbeat=heartbeat,
+                send=pipe.send,
+                clock=time.monotonic,
+            )
+        pipe.send(Ready(loaded.model))
         loop.run()
     return os.EX_OK
+
+
+def _text_loop(  # noqa: PLR0913, PLR0917 - called by ``_serve`` alone, with what it has made
+    backend: Backend,
+    pipe: BlockingChannel,
+    options: EngineOptions,
+    heartbeat: Heartbeat,
+    inbox: Inbox,
+    held: ExitStack,
+) -> EngineLoop:
+    disk_worker = held.enter_context(ThreadPoolExecutor(1, thread_name_prefix="kv"))
+    kv = KvStore(
+        fingerprint=backend.fingerprint,
+        bytes_per_token=backend.kv_bytes_per_token,
+        ram=TierOptions(options.kv.ram_dir, options.kv.ram_bytes),
+        disk=TierOptions(options.kv.disk_dir, options.kv.disk_bytes),
+        client_share=options.kv.client_share,
+        adopt=RecoveryMode(options.kv_adopt),
+        can_truncate=backend.can_truncate,
+        worker=disk_worker,
+        on_fetched=lambda: inbox.put(KvFetched()),
+        on_log=lambda level, text: pipe.send(LogLine(level, text, "engine")),
+    )
+    held.callback(kv.close)
+    return EngineLoop(backend, options, kv=kv, inbox=inbox, heartbeat=heartbeat, send=pipe.send, clock=time.monotonic)
 
 
 def _refuse(pipe: BlockingChannel, code: ErrorCode, message: str, *, hint: str = "") -> int:
@@ -110,27 +131,35 @@ def _refuse(pipe: BlockingChannel, code: ErrorCode, message: str, *, hint: str =
     return ERRORS[code].exit_code
 
 
-def _load(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -> Backend:
+def _load(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -> Backend | Embedder:
     pipe.send(Loading(0.0))
+    if options.kind != "chat" and options.backend != "llama":
+        return EchoEmbedder(options)
     if options.backend == "echo":
         return EchoBackend(options)
+    if options.backend == "script":
+        from inferencecenter.engine.script import ScriptBackend  # noqa: PLC0415 - its vocabulary takes memory
+
+        return ScriptBackend(options)
     # llama.cpp's crash handler would attach a debugger to the process, which takes longer than a restart.
     os.environ["GGML_NO_BACKTRACE"] = "1"
-    from inferencecenter.engine.llama.library import load_library  # noqa: PLC0415 - the echo backend needs none
+    from inferencecenter.engine.llama.library import load_library  # noqa: PLC0415 - the others need none
 
-    load_library()
+    def logged(level: str, line: str) -> None:
+        pipe.send(LogLine(level, line, "llama.cpp"))
+
+    load_library(on_log=logged)
     from inferencecenter.engine.llama.backend import LlamaBackend  # noqa: PLC0415 - needs it loaded
     from inferencecenter.engine.llama.devices import offloads  # noqa: PLC0415
+    from inferencecenter.engine.llama.embedder import LlamaEmbedder  # noqa: PLC0415
 
     def progressed(fraction: float) -> None:
         heartbeat.tick()
         pipe.send(Loading(fraction, offloads()))
 
-    return LlamaBackend.load(
-        options,
-        on_progress=progressed,
-        on_log=lambda level, text: pipe.send(LogLine(level, text, "llama.cpp")),
-    )
+    if options.kind == "chat":
+        return LlamaBackend.load(options, on_progress=progressed, on_log=logged)
+    return LlamaEmbedder.load(options, on_progress=progressed, on_log=logged, on_tick=heartbeat.tick)
 
 
 def watch(pipe: BlockingChannel, inbox: Inbox) -> None:

@@ -1,4 +1,4 @@
-"""The interface between the engine and a decoder: llama.cpp, or the echo backend that needs no model.
+"""The interface between the engine and a decoder: llama.cpp, or the backends that need no model (echo, script).
 
 Slots are sequence ids ``0 .. model.slots - 1``; each holds its own KV stream of at most ``model.n_ctx`` tokens.
 """
@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    import numpy as np
+    from numpy.typing import NDArray
 
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.messages import ModelInfo, PromptSegment, SampledLogprobs
@@ -79,6 +82,10 @@ class DecodeError(Exception):
 class TurnSampler(Protocol):
     """The sampler chain of one turn; samplers of different turns run concurrently on several threads."""
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the next token may be sampled; 0 but for a scripted answer, which has a speed."""
+
     def sample(self, row: int) -> Sampled:
         """Sample and accept a token; ``row`` indexes the tokens with logits of the last decode."""
 
@@ -86,16 +93,57 @@ class TurnSampler(Protocol):
         """Free the chain."""
 
 
-class Backend(Protocol):
+class TextCodec(Protocol):
+    """The vocabulary of a loaded model; all methods may be called from any thread."""
+
+    @property
+    def model(self) -> ModelInfo:
+        """Properties of the loaded model."""
+
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
+        """Return the token ids of ``pieces``, with BOS where the model wants one and ``first`` is set."""
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return the bytes a token adds to the text; empty for control tokens."""
+
+    def token_text(self, token: int) -> str:
+        """Return a token's text in the template, control tokens included."""
+
+
+class EmbeddingError(Exception):
+    """A batch of texts could not be computed; other batches are unaffected."""
+
+
+class Embedder(TextCodec, Protocol):
+    """A model that computes one vector, or the score of a document, for each text of a batch; it keeps no state."""
+
+    @property
+    def max_texts(self) -> int:
+        """Maximum number of texts in a batch."""
+
+    def sequence(self, text: str) -> list[int]:
+        """Return the tokens of a whole text, with those that the model wants around it."""
+
+    def pair(self, query: str, document: str) -> list[int]:
+        """Return the tokens of a query and a document as a reranking model wants them."""
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Return a row for each tokenized text, none of which is empty or longer than ``model.n_ctx``.
+
+        Raises:
+            EmbeddingError: llama.cpp could not compute the batch.
+        """
+
+    def close(self) -> None:
+        """Free all resources."""
+
+
+class Backend(TextCodec, Protocol):
     """What the executor needs. Worker threads call only ``tokenize`` and the token lookups.
 
     A saved sequence is owned by the caller. It can be restored into any slot of any engine whose backend has the same
     ``fingerprint``, but is not protected against corruption: the owner keeps a checksum.
     """
-
-    @property
-    def model(self) -> ModelInfo:
-        """Properties of the loaded model."""
 
     @property
     def fingerprint(self) -> str:
@@ -112,15 +160,6 @@ class Backend(Protocol):
     @property
     def draft_model(self) -> DraftModel | None:
         """The draft model, if one is configured."""
-
-    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
-        """Return the token ids of ``pieces``, with BOS where the model wants one and ``first`` is set."""
-
-    def token_bytes(self, token: int) -> bytes:
-        """Return the bytes a token adds to the text; empty for control tokens."""
-
-    def token_text(self, token: int) -> str:
-        """Return a token's text in the template, control tokens included."""
 
     def is_end(self, token: int) -> bool:
         """Return whether the token ends a generation."""

@@ -5,20 +5,22 @@ It serves to test everything except decoding. A token is a byte; two more ids ar
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import time
-import zlib
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.engine.backend import DecodeError, Sampled
+from inferencecenter.engine.backend import Sampled
+from inferencecenter.engine.token_slots import TokenSlots, with_control_tokens
 from inferencecenter.ipc.messages import ModelInfo, SampledLogprobs, TokenLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from inferencecenter.engine.backend import Chunk, DraftModel
+    from numpy.typing import NDArray
+
+    from inferencecenter.engine.backend import Chunk
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import PromptSegment
@@ -30,10 +32,7 @@ _CONTROL_TOKENS = {"<|im_start|>": MESSAGE_START, "<|im_end|>": MESSAGE_END}
 _NAMES = {token: text for text, token in _CONTROL_TOKENS.items()}
 _VOCABULARY = 258
 _DEFAULT_CONTEXT_TOKENS = 4096
-# A saved sequence: magic, number of tokens and their checksum, then two bytes per token.
-_STATE_HEADER = struct.Struct("<4sII")
-_STATE_MARK = b"ECHO"
-_TOKEN_BYTES = 2
+_EMBEDDING_WIDTH = 16
 _USER_HEADER = [MESSAGE_START, *b"user\n"]
 _TEMPLATE = (
     "{% for message in messages %}"
@@ -43,80 +42,52 @@ _TEMPLATE = (
 )
 
 
-class EchoBackend:
-    """Slots of byte tokens.
+def _model_info(options: EngineOptions, description: str) -> ModelInfo:
+    n_ctx = options.n_ctx or _DEFAULT_CONTEXT_TOKENS
+    return ModelInfo(
+        name=options.model_name or "echo",
+        path="",
+        description=description,
+        architecture="echo",
+        backend="echo",
+        n_params=0,
+        size_bytes=0,
+        n_vocab=_VOCABULARY,
+        n_layers=0,
+        n_gpu_layers=0,
+        n_ctx_train=n_ctx,
+        n_ctx=n_ctx,
+        slots=options.slots,
+        n_threads=1,
+        chat_template=_TEMPLATE,
+        bos_token="",
+        eos_token=_NAMES[MESSAGE_END],
+        add_bos=False,
+        special_tokens=tuple(_CONTROL_TOKENS),
+        sampling_defaults_json=b"{}",
+        library="none",
+        max_token_bytes=max(4, *map(len, _CONTROL_TOKENS)),
+        kind=options.kind,
+        n_embd=_EMBEDDING_WIDTH,
+    )
 
-    Args:
-        options: Uses ``slots``, ``n_ctx``, ``model_name`` and ``echo_delay_ms``.
-        sleep: Called with the delay in seconds at each decode.
-    """
 
-    def __init__(self, options: EngineOptions, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._held: list[list[int]] = [[] for _ in range(options.slots)]
-        # Of each token with logits its slot, and how many tokens the slot held up to it.
-        self._rows: list[tuple[int, int]] = []
-        self._delay_s = options.echo_delay_ms / 1000
-        self._sleep = sleep
-        n_ctx = options.n_ctx or _DEFAULT_CONTEXT_TOKENS
-        self._model = ModelInfo(
-            name=options.model_name or "echo",
-            path="",
-            description="answers with the last user message",
-            architecture="echo",
-            backend="echo",
-            n_params=0,
-            size_bytes=0,
-            n_vocab=_VOCABULARY,
-            n_layers=0,
-            n_gpu_layers=0,
-            n_ctx_train=n_ctx,
-            n_ctx=n_ctx,
-            slots=options.slots,
-            n_threads=1,
-            chat_template=_TEMPLATE,
-            bos_token="",
-            eos_token=_NAMES[MESSAGE_END],
-            add_bos=False,
-            special_tokens=tuple(_CONTROL_TOKENS),
-            sampling_defaults_json=b"{}",
-            library="none",
-            max_token_bytes=max(4, *map(len, _CONTROL_TOKENS)),
-        )
+class EchoVocabulary:
+    """The tokens of the simulated model."""
+
+    _model: ModelInfo
 
     @property
     def model(self) -> ModelInfo:
         """Properties of the simulated model."""
         return self._model
 
-    @property
-    def fingerprint(self) -> str:
-        """The same digest for all echo backends: their states are tokens."""
-        return hashlib.sha256(_STATE_MARK).hexdigest()
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes per token of a saved sequence."""
-        return _TOKEN_BYTES
-
-    @property
-    def can_truncate(self) -> bool:
-        """Always true."""
-        return True
-
-    @property
-    def draft_model(self) -> DraftModel | None:
-        """Always none."""
-        return None
-
-    def held(self, slot: int) -> tuple[int, ...]:
-        """Return the tokens in a slot's KV."""
-        return tuple(self._held[slot])
-
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
         """Return the bytes of ``pieces``, with control tokens parsed in special ones; ``first`` has no effect."""
         tokens: list[int] = []
         for piece in pieces:
-            tokens += _with_control_tokens(piece.text) if piece.special else piece.text.encode()
+            control = _CONTROL_TOKENS if piece.special else {}
+            tokens += with_control_tokens(piece.text, control, str.encode)
         return tokens
 
     def token_bytes(self, token: int) -> bytes:
@@ -127,90 +98,74 @@ class EchoBackend:
         """Return a control token's name, or the byte's character."""
         return _NAMES.get(token) or bytes((token,)).decode(errors="replace")
 
+
+class EchoEmbedder(EchoVocabulary):
+    """Counts the tokens of a text: a vector of how many there are of each remainder, or what a query shares.
+
+    Args:
+        options: Uses ``n_ctx``, ``model_name``, ``kind`` and ``echo_delay_ms``.
+        sleep: Called with the delay in seconds at each batch.
+    """
+
+    max_texts = 256
+
+    def __init__(self, options: EngineOptions, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        self._delay_s = options.echo_delay_ms / 1000
+        self._sleep = sleep
+        self._model = _model_info(options, "counts the tokens of a text")
+
+    def sequence(self, text: str) -> list[int]:
+        """Return the bytes of a text."""
+        return list(text.encode())
+
+    def pair(self, query: str, document: str) -> list[int]:
+        """Return the bytes of both, separated by a control token."""
+        return [*query.encode(), MESSAGE_END, *document.encode()]
+
+    def embed(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
+        """Return the counts of each text, or how many different tokens of the query its document has."""
+        if self._delay_s:
+            self._sleep(self._delay_s)
+        if self._model.kind == "embedding":
+            return np.array(
+                [
+                    np.bincount([token % _EMBEDDING_WIDTH for token in text], minlength=_EMBEDDING_WIDTH)
+                    for text in texts
+                ],
+                np.float32,
+            )
+        cuts = [list(text).index(MESSAGE_END) for text in texts]
+        shared = [len({*text[:cut]} & {*text[cut + 1 :]}) for text, cut in zip(texts, cuts, strict=True)]
+        return np.array(shared, np.float32)[:, None]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class EchoBackend(EchoVocabulary, TokenSlots):
+    """Slots of byte tokens.
+
+    Args:
+        options: Uses ``slots``, ``n_ctx``, ``model_name`` and ``echo_delay_ms``.
+        sleep: Called with the delay in seconds at each decode.
+    """
+
+    def __init__(self, options: EngineOptions, *, sleep: Callable[[float], None] = time.sleep) -> None:
+        n_ctx = options.n_ctx or _DEFAULT_CONTEXT_TOKENS
+        super().__init__(slots=options.slots, n_ctx=n_ctx)
+        self._delay_s = options.echo_delay_ms / 1000
+        self._sleep = sleep
+        self._model = _model_info(options, "answers with the last user message")
+
     def is_end(self, token: int) -> bool:
         """Return whether the token ends a message."""
         return token == MESSAGE_END
 
-    def truncate(self, slot: int, n_tokens: int) -> bool:
-        """Keep the first ``n_tokens`` of a slot; never fails."""
-        held = self._held[slot]
-        if n_tokens > len(held):
-            raise ValueError(f"slot {slot} holds {len(held)} tokens, not {n_tokens}")
-        del held[n_tokens:]
-        return True
-
-    def swap(self, a: int, b: int) -> None:
-        """Swap the tokens of two slots."""
-        self._held[a], self._held[b] = self._held[b], self._held[a]
-
-    def copy(self, source: int, target: int, n_tokens: int) -> bool:
-        """Replace the content of ``target`` by the first ``n_tokens`` of ``source``; never fails.
-
-        Raises:
-            ValueError: The slots are the same, or ``source`` holds fewer tokens.
-        """
-        held = self._held[source]
-        if source == target or not 0 <= n_tokens <= len(held):
-            raise ValueError(f"slot {source} holds {len(held)} tokens; slot {target} cannot get {n_tokens} of them")
-        self._held[target] = held[:n_tokens]
-        return True
-
-    def state_bytes(self, slot: int) -> int:
-        """Return the bytes ``save`` would write now; 0 for an empty slot."""
-        held = self._held[slot]
-        return _STATE_HEADER.size + _TOKEN_BYTES * len(held) if held else 0
-
-    def save(self, slot: int, buffer: memoryview) -> int:
-        """Write the slot's tokens into ``buffer`` and return their bytes; 0 for an empty slot or too little room.
-
-        Raises:
-            ValueError: The buffer is read-only.
-        """
-        if buffer.readonly:
-            raise ValueError("the buffer is read-only")
-        size = self.state_bytes(slot)
-        if not size or size > len(buffer):
-            return 0
-        tokens = struct.pack(f"<{len(self._held[slot])}H", *self._held[slot])
-        _STATE_HEADER.pack_into(buffer, 0, _STATE_MARK, len(self._held[slot]), zlib.crc32(tokens))
-        buffer[_STATE_HEADER.size : size] = tokens
-        return size
-
-    def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:
-        """Replace a slot's content by saved tokens; ``False``, with the slot empty, for invalid or too many tokens."""
-        self._held[slot] = []
-        tokens = _saved_tokens(data)
-        if tokens is None or len(tokens) != n_tokens or n_tokens > self._model.n_ctx:
-            return False
-        self._held[slot] = tokens
-        return True
-
     def decode(self, chunks: Sequence[Chunk]) -> None:
-        """Append the chunks to their slots.
-
-        Raises:
-            DecodeError: A slot is full; nothing was appended.
-            ValueError: The chunks are not sorted, empty, or do not continue their slots.
-        """
-        slots = [chunk.slot for chunk in chunks]
-        if slots != sorted(set(slots)):
-            raise ValueError(f"slots {slots} are not ascending")
-        for chunk in chunks:
-            held = len(self._held[chunk.slot])
-            if chunk.start != held or not chunk.tokens:
-                raise ValueError(f"slot {chunk.slot} holds {held} tokens; {chunk} does not continue them")
-        full = [chunk.slot for chunk in chunks if chunk.start + len(chunk.tokens) > self._model.n_ctx]
-        if full:
-            raise DecodeError(full, f"slots {full} are full")
+        """Append the chunks to their slots, after the delay."""
         if self._delay_s:
             self._sleep(self._delay_s)
-        for chunk in chunks:
-            self._held[chunk.slot] += chunk.tokens
-        self._rows = [
-            (chunk.slot, len(self._held[chunk.slot]) - left)
-            for chunk in chunks
-            for left in range(chunk.n_sampled - 1, -1, -1)
-        ]
+        super().decode(chunks)
 
     def sampler(
         self, params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None
@@ -237,22 +192,14 @@ class EchoBackend:
             )
         return sampler
 
-    def row(self, row: int) -> tuple[int, ...]:
-        """Return the tokens in KV up to a row of the last decode."""
-        slot, n_tokens = self._rows[row]
-        return tuple(self._held[slot][:n_tokens])
-
-    def close(self) -> None:
-        """Clear all slots."""
-        for held in self._held:
-            held.clear()
-
 
 class EchoSampler:
     """Spells one answer and verifies at each token that the KV holds the prompt and the sampled tokens.
 
     ``answer`` was sampled before and follows the prompt in the KV.
     """
+
+    wait_s: float = 0.0
 
     def __init__(self, backend: EchoBackend, params: Params, prompt: Sequence[int], answer: Sequence[int] = ()) -> None:
         self._backend = backend
@@ -296,29 +243,6 @@ class EchoSampler:
         if self._closed:
             raise ValueError("the sampler is closed already")
         self._closed = True
-
-
-def _saved_tokens(data: memoryview) -> list[int] | None:
-    """Return the tokens of a saved sequence, after which ``data`` may continue; ``None`` if it is invalid."""
-    if len(data) < _STATE_HEADER.size:
-        return None
-    mark, n_tokens, checksum = _STATE_HEADER.unpack_from(data)
-    saved = data[_STATE_HEADER.size : _STATE_HEADER.size + _TOKEN_BYTES * n_tokens]
-    if mark != _STATE_MARK or not n_tokens or len(saved) != _TOKEN_BYTES * n_tokens or zlib.crc32(saved) != checksum:
-        return None
-    return list(struct.unpack(f"<{n_tokens}H", saved))
-
-
-def _with_control_tokens(text: str) -> list[int]:
-    tokens: list[int] = []
-    while text:
-        found = [(at, name) for name in _CONTROL_TOKENS if (at := text.find(name)) >= 0]
-        at, name = min(found, default=(len(text), ""))
-        tokens += text[:at].encode()
-        if name:
-            tokens.append(_CONTROL_TOKENS[name])
-        text = text[at + len(name) :]
-    return tokens
 
 
 def _last_message(prompt: Sequence[int]) -> list[int]:

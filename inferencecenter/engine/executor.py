@@ -397,11 +397,11 @@ class Executor:
     def _run_pass(self, each: DecodePass, outcome: StepOutcome) -> None:
         # Chunks of these turns no longer continue the content of their slots.
         skipped = outcome.ended | outcome.emptied | outcome.stalled
-        rows = [row for row in each.rows if row.turn_id not in skipped]
+        rows = self._due([row for row in each.rows if row.turn_id not in skipped], outcome)
         if not rows:
             return
         began_s = self._clock()
-        rows = self._with_drafts(rows)
+        rows = self._with_drafts(rows, outcome)
         try:
             self._backend.decode([row.chunk for row in rows])
         except DecodeError as error:
@@ -418,13 +418,25 @@ class Executor:
         else:
             outcome.decode_s += took_s
 
-    def _with_drafts(self, rows: list[DecodeRow]) -> list[DecodeRow]:
+    def _due(self, rows: list[DecodeRow], outcome: StepOutcome) -> list[DecodeRow]:
+        """Return the rows whose token may be sampled now; the others are unchanged and retry with the next step."""
+        waits = {row.turn_id: self._samplers[row.turn_id].wait_s for row in rows if row.chunk.sample}
+        waiting = {turn_id: wait_s for turn_id, wait_s in waits.items() if wait_s > 0}
+        if not waiting:
+            return rows
+        outcome.stalled |= waiting.keys()
+        outcome.wait_s = min(waiting.values())
+        return [row for row in rows if row.turn_id not in waiting]
+
+    def _with_drafts(self, rows: list[DecodeRow], outcome: StepOutcome) -> list[DecodeRow]:
         """Add what the draft model is asked for."""
         requests = [row.draft for row in rows if row.draft is not None]
         model = self._backend.draft_model
         if not requests or model is None:
             return rows
+        began_s = self._clock()
         drafts = dict(zip((request.slot for request in requests), model.draft(requests), strict=True))
+        outcome.draft_s += self._clock() - began_s
         self._progressed()
         return [row.with_drafts(drafts[row.chunk.slot]) if row.draft else row for row in rows]
 

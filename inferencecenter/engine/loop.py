@@ -32,6 +32,7 @@ from inferencecenter.engine.tokenization import (
     FairWorkers,
     GrammarReady,
     PreparationResult,
+    TextsTokenized,
     TokenizationFailed,
     TokenizationStage,
     TokenizedTurn,
@@ -41,6 +42,7 @@ from inferencecenter.ipc.messages import (
     AbortTurn,
     CancelLookup,
     DetokenizeRequest,
+    Embed,
     EngineLimits,
     KvRamLimit,
     LogLine,
@@ -73,6 +75,8 @@ QUIET_S: Final = 0.2
 _RSS_INTERVAL_S: Final = 1.0
 
 
+_SIZED: Final = (Submit, Embed, TokenizeRequest, DetokenizeRequest)
+
 INBOX_BYTES: Final = 256 * 1024 * 1024
 """Bytes of commands that are read while the loop is busy; beyond that the socket is not read."""
 # Below this count, pruning deadlines of ended turns is not worth it.
@@ -85,6 +89,7 @@ class ReceivedCommand:
 
     command: (
         Submit
+        | Embed
         | AbortTurn
         | ReleaseSession
         | RetainSessions
@@ -100,7 +105,7 @@ class ReceivedCommand:
 
     def __post_init__(self) -> None:
         command = self.command
-        self.size_bytes = command.size_bytes if isinstance(command, Submit | TokenizeRequest | DetokenizeRequest) else 0
+        self.size_bytes = command.size_bytes if isinstance(command, _SIZED) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +118,7 @@ class FrontDisconnected:
     """The connection to the front has closed."""
 
 
-Command: TypeAlias = ReceivedCommand | PreparationResult | KvFetched | FrontDisconnected
+Command: TypeAlias = ReceivedCommand | PreparationResult | TextsTokenized | KvFetched | FrontDisconnected
 
 
 class Inbox:
@@ -165,7 +170,6 @@ class Inbox:
         return command
 
     def drain(self) -> list[Command]:
-        """Return all queued commands."""
         # Cleared before the queue is emptied: a concurrent put may set ``urgent`` once too often, but it is never
         # missed.
         self._urgent = False
@@ -211,10 +215,10 @@ class StepThrottle:
         """Set the length of pauses from the next step on and end the current one."""
         self._length_s, self._until_s = length_s, -math.inf
 
-    def begin(self) -> None:
-        """Start the pause at the end of a step."""
-        if self._length_s:
-            self._until_s = self._clock() + self._length_s
+    def begin(self, *, least_s: float = 0.0) -> None:
+        """Start the pause at the end of a step, of at least ``least_s``."""
+        if length_s := max(self._length_s, least_s):
+            self._until_s = self._clock() + length_s
 
     def command(self) -> Command | None:
         """Return the next command during the pause, ``None`` when it is over."""
@@ -378,6 +382,14 @@ def draft_tokens(options: EngineOptions, backend: Backend, *, on_log: Callable[[
 
 
 _BLOCKED_S = 1.0
+_TOKENIZATION_S = 0.002
+# A step in which no scripted turn was due is repeated after this time at the latest, for the turns that arrive.
+_MOST_WAIT_S: Final = 0.02
+
+
+def wrong_kind(what: str) -> InferenceCenterError:
+    """Return the error for a request that this kind of model cannot run."""
+    return InferenceCenterError(ErrorCode.INVALID_REQUEST, f"this model {what}", field="model")
 
 
 class EngineLoop:
@@ -452,6 +464,8 @@ class EngineLoop:
             on_log=self._on_log,
         )
         self._deadlines = Deadlines(self._is_active)
+        # Turns whose submission was handled since the last step.
+        self._arrived: list[str] = []
         self._events: list[TurnEvent] = []
         self._work: StepStats | None = None
         self._gauges = (0, 0, 0, 0)
@@ -503,7 +517,24 @@ class EngineLoop:
             self._report()
         for command in self._inbox.drain():
             self._handle(command)
+        self._await_tokenization()
         return not self._closed
+
+    def _await_tokenization(self) -> None:
+        """Wait a moment for the tokens of turns that have just come in, if one of them could get a slot in this step.
+
+        Otherwise such a turn would be tokenized during a decode of the others, and read only after it.
+        """
+        arrived, self._arrived = self._arrived, []
+        until_s = self._clock() + _TOKENIZATION_S
+        while 0 < self._scheduler.running < self._backend.model.slots and not self._closed:
+            left_s = until_s - self._clock()
+            if left_s <= 0 or not any(map(self._tokenization.get, arrived)):
+                return
+            command = self._inbox.get(timeout_s=left_s)
+            if command is None:
+                return
+            self._handle(command)
 
     def _sleep_s(self, *, idle: bool) -> float | None:
         """Return the seconds until the next deadline; ``None`` for no deadline."""
@@ -539,7 +570,8 @@ class EngineLoop:
         self._heartbeat.step(plan.turn_ids)
         outcome = self._executor.run(plan)
         self._heartbeat.step(())
-        self._throttle.begin()
+        waits = outcome.stalled and not outcome.decoded
+        self._throttle.begin(least_s=min(outcome.wait_s, _MOST_WAIT_S) if waits else 0.0)
         return outcome
 
     def _report(self) -> None:
@@ -578,7 +610,7 @@ class EngineLoop:
 
     def _handle_received(self, received: ReceivedCommand) -> None:
         match received.command:
-            case Submit() as submit:
+            case Submit() | Embed() as submit:
                 self._submit(submit, at_s=received.at_s, size_bytes=received.size_bytes)
             case AbortTurn(turn_id=turn_id):
                 self._end(turn_id, "aborted", now=self._clock())
@@ -598,8 +630,12 @@ class EngineLoop:
             case Suspend(park_all=park_all):
                 self._suspend(park_all=park_all)
 
-    def _submit(self, submit: Submit, *, at_s: float, size_bytes: int) -> None:
+    def _submit(self, submit: Submit | Embed, *, at_s: float, size_bytes: int) -> None:
+        if isinstance(submit, Embed):
+            self._events.append(failed(submit.turn_id, wrong_kind("generates text and makes no embeddings")))
+            return
         self._tokenization.add(submit, at_s=at_s, size_bytes=size_bytes)
+        self._arrived.append(submit.turn_id)
         if not submit.answer:
             self._deadlines.add(submit.turn_id, (at_s + self._queue_timeout_s,))
 

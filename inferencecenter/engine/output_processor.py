@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.engine.backend import Sampled
     from inferencecenter.engine.sampling.constraint import Constraint
-    from inferencecenter.ipc.messages import TurnEvent
+    from inferencecenter.ipc.messages import Submit, TurnEvent
     from inferencecenter.protocol.params import Params
 
 
@@ -92,28 +92,6 @@ class Detokenizer(Protocol):
         """Return whether the token ends a generation."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """Input of an ``OutputProcessor``; ``submitted_s`` is monotonic, ``prompt_tokens`` counts the whole prompt.
-
-    ``answer`` is what the turn generated before its prompt was shortened or its engine was lost; the first
-    ``shown_chars`` characters of its text were already emitted. With ``may_shift`` a full context does not end the
-    turn. A ``traced`` turn records its stages. Control tokens named in ``markers`` are text where they are generated,
-    unless they end the answer. A ``constraint``, which has consumed ``answer``, restricts the next tokens.
-    """
-
-    turn_id: str
-    params: Params
-    submitted_s: float
-    prompt_tokens: int
-    answer: tuple[int, ...] = ()
-    shown_chars: int = 0
-    may_shift: bool = False
-    traced: bool = False
-    markers: tuple[str, ...] = ()
-    constraint: Constraint | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _End:
     """Why an answer is complete, and the stop string or pattern that matched."""
@@ -135,9 +113,14 @@ class OutputProcessor:
     generated.
 
     Args:
-        turn: The request; stopping parameters are applied here, the others by the sampler.
+        turn: The request.
         vocabulary: Token lookups.
+        params: Its parameters; those of stopping are applied here, the others by the sampler.
+        answer: The tokens of its earlier answer.
+        constraint: Restricts the next tokens; it has consumed ``answer``.
+        prompt_tokens: Tokens of the whole prompt.
         n_ctx: Tokens that prompt and answer may have together.
+        submitted_s: When it was submitted, in monotonic seconds.
         queue_timeout_s: Seconds within which the turn must get a slot; infinite for no limit.
         clock: CPU seconds of the calling thread, which stop patterns are charged for.
 
@@ -145,26 +128,30 @@ class OutputProcessor:
         InferenceCenterError: ``invalid_request`` when a stop pattern proves too slow for the earlier answer.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only
         self,
-        turn: GenerationRequest,
+        turn: Submit,
         vocabulary: Detokenizer,
         *,
+        params: Params,
+        prompt_tokens: int,
         n_ctx: int,
+        submitted_s: float,
+        answer: Sequence[int] = (),
+        constraint: Constraint | None = None,
         queue_timeout_s: float = math.inf,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        params = turn.params
         self.turn_id = turn.turn_id
         self.params = params
-        self.constraint = turn.constraint
+        self.constraint = constraint
         self._markers = turn.markers
         self.ended = False
-        self.n_answered = len(turn.answer)
+        self.n_answered = len(answer)
         self._may_shift = turn.may_shift
         self._vocabulary = vocabulary
-        self._prompt_tokens = turn.prompt_tokens
-        self._room_tokens = n_ctx - turn.prompt_tokens
+        self._prompt_tokens = prompt_tokens
+        self._room_tokens = n_ctx - prompt_tokens
         self._cached_tokens = 0
         self._preempted = 0
         self._generated_tokens = 0
@@ -174,18 +161,18 @@ class OutputProcessor:
         self._warnings: tuple[str, ...] = ()
         self._scanner = StopScanner(params.stop, params.stop_regex, clock=clock)
         self._repetition = RepetitionDetector(params.stop_on_repetition) if params.stop_on_repetition else None
-        self._submitted_s = turn.submitted_s
+        self._submitted_s = submitted_s
         limit_ms = params.max_time_ms
-        self._ends_s = math.inf if limit_ms is None else turn.submitted_s + limit_ms / 1000
+        self._ends_s = math.inf if limit_ms is None else submitted_s + limit_ms / 1000
         # A resumed turn has already had a slot.
-        self._starts_s = math.inf if turn.answer else turn.submitted_s + queue_timeout_s
+        self._starts_s = math.inf if answer else submitted_s + queue_timeout_s
         self._started_s: float | None = None
         self._first_s: float | None = None
         self._reads = True
-        self._timeline = Timeline(turn.submitted_s) if turn.traced else None
+        self._timeline = Timeline(submitted_s) if turn.traced else None
         self._end: _End | None = None
         # Text that was released but not emitted, and the number of characters emitted but not released.
-        self._unsent, self._ahead_chars = self._replay(turn)
+        self._unsent, self._ahead_chars = self._replay(answer)
 
     @property
     def complete(self) -> bool:
@@ -293,17 +280,17 @@ class OutputProcessor:
         self._first_s = now if self._first_s is None else self._first_s
         self._enter("decode", at_s=now, n_tokens=self._n_tokens)
 
-    def _replay(self, turn: GenerationRequest) -> tuple[str, int]:
+    def _replay(self, answer: Sequence[int]) -> tuple[str, int]:
         """Replay the earlier answer; return its text to emit and the number of characters already emitted beyond it."""
         texts: list[str] = []
-        for token in turn.answer:
+        for token in answer:
             released, end = self._take(token)
             texts.append(released)
             # The prompt may have been shorter before: an end after a full context is the actual end.
             if self._end is None or self._end.reason == "context_full":
                 self._end = end
         text = "".join(texts)
-        return text[turn.shown_chars :], max(0, turn.shown_chars - len(text))
+        return text[self._shown_chars :], max(0, self._shown_chars - len(text))
 
     def _take(self, token: int) -> tuple[str, _End | None]:
         """Add a token to the answer; return the text it releases and the end that it reaches, if any."""

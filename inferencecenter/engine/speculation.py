@@ -4,7 +4,7 @@ Drafts are decoded together with the turn's last token. The turn's own sampler s
 everything after the first mismatch is truncated again. So the answer is the same as without drafts; only the number of
 tokens per step differs (Saxena, Prompt Lookup Decoding, 2023).
 
-Nothing here reads a clock: drafts, and so the shapes of what is computed, depend on the tokens alone.
+Nothing here reads a clock. What drafts cost is learned from the times of steps (``DecodeCosts``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.engine.backend import DraftRequest
+from inferencecenter.engine.scheduler.policy import ewma
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 ROW_COST: Final = 0.25
-"""Cost of a further row relative to a step with one row: 0.02 (a GPU) to 0.3 (two cores, short contexts)."""
+"""Assumed cost of a further row relative to a step with one row: 0.02 (a GPU) to 3 (a small model of many tokens)."""
 
 _ENTRIES_A_TOKEN: Final = 4
 _FEWEST_ENTRIES: Final = 1 << 10
@@ -41,6 +42,11 @@ _OLD_OF_MODEL: Final = 0.9
 # What makes a single draft just worth its cost.
 _PROBE: Final = 1.02
 _FIRST_PAUSE_TOKENS: Final = 16
+# Weight of the newest step in measured costs, their bounds, and how much of an excess a step without drafts forgets.
+_COST_EWMA_WEIGHT: Final = 0.2
+_LEAST_COST: Final = 0.01
+_MOST_COST: Final = 4.0
+_COST_FORGOTTEN: Final = 0.005
 _LONGEST_PAUSE_TOKENS: Final = 128
 
 
@@ -101,15 +107,47 @@ def continuation(tokens: Sequence[int], position: int, n_tokens: int) -> list[in
     return drafts
 
 
-@dataclass(slots=True)
-class _Record:
-    """Recent acceptance of drafts of one kind.
+class DecodeCosts:
+    """What a draft costs a lone turn, in units of a decode of one row: ``row`` to verify it, ``draft`` to make it.
 
-    Below a likelihood of ``cost`` none are made, except a single one from ``resumes_at`` tokens on.
+    Learned from steps of one turn. More turns have the assumed cost of a row, which is above what it takes there. A
+    cost above the assumed one is slowly forgotten while nothing is drafted, so that it is measured again.
+
+    Args:
+        draft: Assumed cost of a decode of the draft model.
     """
 
+    def __init__(self, draft: float = 0.0) -> None:
+        self.row = ROW_COST
+        self.draft = draft
+        self._assumed = (ROW_COST, draft)
+        self._plain_s = 0.0
+
+    def row_of(self, n_turns: int) -> float:
+        """Return the cost of a further row in a step of ``n_turns``."""
+        return self.row if n_turns == 1 else ROW_COST
+
+    def observe(self, *, n_drafts: int, decode_s: float, draft_s: float) -> None:
+        """Learn from a step of a lone turn; making its ``n_drafts`` took ``draft_s`` of ``decode_s``."""
+        model_s = decode_s - draft_s
+        if not n_drafts:
+            self._plain_s = ewma(self._plain_s, model_s, weight=_COST_EWMA_WEIGHT)
+            row, draft = self._assumed
+            self.row -= _COST_FORGOTTEN * max(0.0, self.row - row)
+            self.draft -= _COST_FORGOTTEN * max(0.0, self.draft - draft)
+        elif self._plain_s > 0:
+            row = (model_s / self._plain_s - 1) / n_drafts
+            self.row = ewma(self.row, min(max(row, _LEAST_COST), _MOST_COST), weight=_COST_EWMA_WEIGHT)
+            if draft_s:
+                draft = min(draft_s / n_drafts / self._plain_s, _MOST_COST)
+                self.draft = ewma(self.draft, draft, weight=_COST_EWMA_WEIGHT)
+
+
+@dataclass(slots=True)
+class _Record:
+    """Recent acceptance of drafts of one kind."""
+
     prior: float
-    cost: float = ROW_COST
     old: float = _OLD
     right: float = 0.0
     tried: float = 0.0
@@ -121,11 +159,15 @@ class _Record:
         """Probability that a draft is accepted if those before it are."""
         return (self.right + self.prior * _PRIOR_TRIES) / (self.tried + _PRIOR_TRIES)
 
-    def chance(self, n_tokens: int) -> float:
-        """Return the likelihood for a sequence of ``n_tokens``, just worth a draft for a probe; 0 for no draft."""
-        if self.likelihood > self.cost:
+    def chance(self, n_tokens: int, cost: float) -> float:
+        """Return the likelihood for a sequence of ``n_tokens`` if a draft of ``cost`` is worth it, else 0.
+
+        From ``resumes_at`` tokens on it is one that makes a single draft just worth its cost.
+        """
+        if self.likelihood > cost:
             return self.likelihood
-        return _PROBE * self.cost if n_tokens >= self.resumes_at else 0.0
+        probes = n_tokens >= self.resumes_at and _PROBE * cost < 1
+        return _PROBE * cost if probes else 0.0
 
     def add(self, *, drafted: int, accepted: int, n_tokens: int) -> None:
         """Record the outcome of some drafts; the sequence has ``n_tokens`` by now."""
@@ -144,20 +186,15 @@ class _Record:
 
 
 class ModelOdds:
-    """Recent acceptance of a draft model's tokens in all turns: what a new turn may expect of it.
+    """Recent acceptance of a draft model's tokens in all turns: what a new turn may expect of it."""
 
-    Args:
-        draft_cost: Cost of a decode of the draft model, in units of one of the model.
-    """
+    def __init__(self) -> None:
+        self._record = _Record(_MODEL_LIKELIHOOD, _OLD_OF_MODEL)
 
-    def __init__(self, draft_cost: float) -> None:
-        self.draft_cost = draft_cost
-        self._record = _Record(_MODEL_LIKELIHOOD, ROW_COST + draft_cost, _OLD_OF_MODEL)
-
-    def new_record(self, n_tokens: int) -> _Record:
-        """Return the record of a turn of ``n_tokens``; where others' drafts were rejected it begins with a pause."""
-        record = _Record(self._record.likelihood, self._record.cost, self._record.old)
-        if record.likelihood <= record.cost:
+    def new_record(self, n_tokens: int, cost: float) -> _Record:
+        """Return the record of a turn of ``n_tokens``; where drafts were rejected too often it begins with a pause."""
+        record = _Record(self._record.likelihood, self._record.old)
+        if record.likelihood <= cost:
             record.pause(n_tokens)
         return record
 
@@ -173,11 +210,15 @@ class Drafter:
 
     Args:
         n_tokens: Maximum length of the turn's sequence.
+        costs: What drafts cost.
         lookup: Whether to draft from the turn's text.
         odds: Those of the draft model, if there is one.
     """
 
-    def __init__(self, n_tokens: int, *, lookup: bool = True, odds: ModelOdds | None = None) -> None:
+    def __init__(
+        self, n_tokens: int, *, costs: DecodeCosts, lookup: bool = True, odds: ModelOdds | None = None
+    ) -> None:
+        self._costs = costs
         self._index = TokenIndex([size for size, _ in _LIKELIHOODS], n_tokens) if lookup else None
         self._records = {size: _Record(likelihood) for size, likelihood in _LIKELIHOODS}
         self._odds = odds
@@ -185,20 +226,24 @@ class Drafter:
         self._size = 0
         self._position = 0
         self._drafted = 0
+        self._model_cost = 0.0
         self.by_model = False
 
-    def look(self, tokens: Sequence[int]) -> float:
+    def look(self, tokens: Sequence[int], *, n_turns: int) -> float:
         """Return the probability that the first draft for the current tokens is accepted; 0 for no draft.
 
         ``by_model`` then tells whether the draft model is to make it: where it is likelier by more than it costs.
+        ``n_turns`` decode in the step.
         """
         self._drafted = 0
-        chance, self.by_model = self._look_back(tokens), False
+        cost = self._costs.row_of(n_turns)
+        chance, self.by_model = self._look_back(tokens, cost), False
         if self._odds is not None:
+            self._model_cost = cost + self._costs.draft
             if self._of_model is None:
-                self._of_model = self._odds.new_record(len(tokens))
-            of_model = self._of_model.chance(len(tokens))
-            self.by_model = of_model > chance + self._odds.draft_cost
+                self._of_model = self._odds.new_record(len(tokens), self._model_cost)
+            of_model = self._of_model.chance(len(tokens), self._model_cost)
+            self.by_model = of_model > chance + self._costs.draft
             chance = of_model if self.by_model else chance
         return chance
 
@@ -220,7 +265,7 @@ class Drafter:
             assert self._of_model is not None
             assert self._odds is not None
             self._of_model.add(drafted=self._drafted, accepted=accepted, n_tokens=n_tokens)
-            if accepted and self._of_model.likelihood <= self._of_model.cost:
+            if accepted and self._of_model.likelihood <= self._model_cost:
                 # Too seldom all the same: unlike a draft from the text, a probe may cost most of what it brings.
                 self._of_model.pause(n_tokens)
             self._odds.add(drafted=self._drafted, accepted=accepted)
@@ -228,11 +273,11 @@ class Drafter:
             self._records[self._size].add(drafted=self._drafted, accepted=accepted, n_tokens=n_tokens)
         self._drafted = 0
 
-    def _look_back(self, tokens: Sequence[int]) -> float:
+    def _look_back(self, tokens: Sequence[int], cost: float) -> float:
         if self._index is None or not self._index.catch_up(tokens):
             return 0.0
         self._size, self._position = self._index.find(tokens)
-        return self._records[self._size].chance(len(tokens)) if self._size else 0.0
+        return self._records[self._size].chance(len(tokens), cost) if self._size else 0.0
 
 
 def allot(
@@ -240,8 +285,8 @@ def allot(
     *,
     each: int,
     together: int,
+    costs: DecodeCosts,
     by_model: Collection[int] = (),
-    draft_cost: float = 0.0,
 ) -> list[int]:
     """Return the number of tokens each turn of a step drafts, so that the step yields most tokens per time.
 
@@ -254,21 +299,22 @@ def allot(
         chances: Probability that a turn's draft is accepted if those before it are, by slot; 0 for none.
         each: Most drafts of one turn.
         together: Most drafts of all turns.
+        costs: What drafts cost.
         by_model: Turns whose drafts the draft model makes.
-        draft_cost: Cost of a decode of the draft model, in units of one of the model.
     """
-    wanting = [index for index, chance in enumerate(chances) if chance > ROW_COST]
+    row_cost = costs.row_of(len(chances))
+    wanting = [index for index, chance in enumerate(chances) if chance > row_cost]
     free = [index for index in wanting if index not in by_model]
     lengths = [0] * len(chances)
-    best = len(chances) / _cost(len(chances))
+    best = len(chances) / _cost(len(chances), row_cost)
     for drafting in (free, wanting) if len(free) < len(wanting) else (free,):
         if not drafting:
             continue
         n_modelled = len(drafting) - len(free)
-        pass_s = draft_cost * _cost(n_modelled) if n_modelled else 0.0
+        pass_s = costs.draft * _cost(n_modelled, row_cost) if n_modelled else 0.0
         gains = _gains([chances[index] for index in drafting], most=min(each, together // len(drafting)))
         for n_tokens, gained in enumerate(gains, start=1):
-            cost_s = _step_cost(drafting, n_tokens, n_turns=len(chances)) + n_tokens * pass_s
+            cost_s = _step_cost(drafting, n_tokens, len(chances), row_cost) + n_tokens * pass_s
             if (len(chances) + gained) / cost_s > best:
                 best = (len(chances) + gained) / cost_s
                 lengths = [n_tokens if index in drafting else 0 for index in range(len(chances))]
@@ -284,22 +330,22 @@ def _gains(chances: Sequence[float], *, most: int) -> Iterator[float]:
         yield gained
 
 
-def _step_cost(drafting: Sequence[int], n_tokens: int, *, n_turns: int) -> float:
+def _step_cost(drafting: Sequence[int], n_tokens: int, n_turns: int, row_cost: float) -> float:
     """Return the cost of a step in which some of its turns draft ``n_tokens`` each."""
     if len(drafting) == n_turns:
-        return _cost(n_turns * (1 + n_tokens))
+        return _cost(n_turns * (1 + n_tokens), row_cost)
     runs = [1]
     for before, index in pairwise(drafting):
         if index == before + 1:
             runs[-1] += 1
         else:
             runs.append(1)
-    return _cost(n_turns) + sum(_cost(run * n_tokens) for run in runs)
+    return _cost(n_turns, row_cost) + sum(_cost(run * n_tokens, row_cost) for run in runs)
 
 
-def _cost(rows: int) -> float:
+def _cost(rows: int, row_cost: float) -> float:
     """Return the cost of a computation of ``rows`` rows, in units of one with a single row."""
-    return 1 + ROW_COST * (rows - 1)
+    return 1 + row_cost * (rows - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,8 +378,9 @@ class DraftPlanner:
     ) -> None:
         self._draft_tokens = draft_tokens
         self._lookup = lookup
+        self._costs = DecodeCosts(draft_cost or 0.0)
         # A draft brings one token at most: a draft model that costs more is of no use.
-        self._odds = None if draft_cost is None or ROW_COST + draft_cost >= 1 else ModelOdds(draft_cost)
+        self._odds = None if draft_cost is None or ROW_COST + draft_cost >= 1 else ModelOdds()
         self._n_ctx = n_ctx
         self._pass_tokens = pass_tokens
 
@@ -341,7 +388,7 @@ class DraftPlanner:
         """Return the drafts of turns that decode one token each."""
         if not self._draft_tokens:
             return Drafts()
-        looked = [(self._look(request), request) for request in decoding]
+        looked = [(self._look(request, n_turns=len(decoding)), request) for request in decoding]
         if not any(chance for chance, _ in looked):
             return Drafts()
         looked.sort(key=lambda each: -1 if each[1].slot is None else each[1].slot)
@@ -349,8 +396,8 @@ class DraftPlanner:
             [chance for chance, _ in looked],
             each=self._draft_tokens,
             together=min(most_drafts(self._draft_tokens), self._pass_tokens - len(looked)),
+            costs=self._costs,
             by_model=[index for index, (_, each) in enumerate(looked) if each.drafter and each.drafter.by_model],
-            draft_cost=self._odds.draft_cost if self._odds else 0.0,
         )
         tokens: dict[str, list[int]] = {}
         requests: dict[str, DraftRequest] = {}
@@ -368,7 +415,15 @@ class DraftPlanner:
                 tokens[request.turn_id] = drafter.draft(request.tokens, n_tokens)
         return Drafts(tokens, requests)
 
-    def _look(self, request: EngineRequest) -> float:
+    def observe(self, *, n_turns: int, n_drafts: int, decode_s: float, draft_s: float) -> None:
+        """Learn what drafts cost from a step in which ``n_turns`` decoded with ``n_drafts`` in ``decode_s``.
+
+        The draft model took ``draft_s`` of it.
+        """
+        if self._draft_tokens and n_turns == 1 and decode_s > 0:
+            self._costs.observe(n_drafts=n_drafts, decode_s=decode_s, draft_s=draft_s)
+
+    def _look(self, request: EngineRequest, *, n_turns: int) -> float:
         if request.drafter is None:
-            request.drafter = Drafter(self._n_ctx, lookup=self._lookup, odds=self._odds)
-        return request.drafter.look(request.tokens)
+            request.drafter = Drafter(self._n_ctx, costs=self._costs, lookup=self._lookup, odds=self._odds)
+        return request.drafter.look(request.tokens, n_turns=n_turns)

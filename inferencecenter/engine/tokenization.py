@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, overload
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.fair_queue import FairQueue, FairShare
-from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor
+from inferencecenter.engine.output_processor import OutputProcessor
 from inferencecenter.engine.scheduler.state import EngineRequest
 from inferencecenter.ipc.framing import FramingError
 from inferencecenter.ipc.messages import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Executor
 
-    from inferencecenter.engine.backend import Backend
+    from inferencecenter.engine.backend import Backend, TextCodec
     from inferencecenter.engine.grammar_cache import CompiledGrammar, GrammarCache
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.heartbeat import Heartbeat
@@ -191,7 +191,6 @@ class TokenizedTurn:
 
     @property
     def turn_id(self) -> str:
-        """Id of the turn."""
         return self.request.turn_id
 
     @property
@@ -206,6 +205,14 @@ class TokenizationFailed:
 
     turn_id: str
     error: InferenceCenterError
+
+
+@dataclass(frozen=True, slots=True)
+class TextsTokenized:
+    """The inputs of an ``Embed`` are tokenized."""
+
+    turn_id: str
+    texts: Sequence[Sequence[int]]
 
 
 PreparationResult: TypeAlias = GrammarReady | TokenizedTurn | TokenizationFailed
@@ -287,7 +294,7 @@ class TokenizationStage:
         pending = PendingSubmission(submit, self._arrivals, at_s, size_bytes)
         begun = submit.accepted or submit.answer
         if not (begun or self._room.fits(submit.client_id, pending.size_bytes)):
-            self._on_ready(pending, TokenizationFailed(submit.turn_id, _no_room()))
+            self._on_ready(pending, TokenizationFailed(submit.turn_id, no_room()))
             return
         self._room.add(submit.client_id, pending.size_bytes)
         self._pending[submit.turn_id] = pending
@@ -355,7 +362,6 @@ class TokenizationStage:
     def _submit_job(
         self, pending: PendingSubmission, workers: FairWorkers, work: Callable[[Job], TokenizedTurn | GrammarReady]
     ) -> None:
-        """Submit the next job of a turn."""
         run = partial(self._run, pending.submit.turn_id, work)
         pending.job = Job(pending.submit.client_id, run, pending.size_bytes)
         workers.submit(pending.job)
@@ -406,20 +412,16 @@ class TokenizationStage:
         history = unpack_tokens(submit.tokens)
         pieces = job.each(submit.pieces)
         prompt = history + self._backend.tokenize(pieces, first=not history)
-        turn = GenerationRequest(
-            turn_id=submit.turn_id,
-            params=params,
-            submitted_s=pending.at_s,
-            prompt_tokens=len(prompt),
-            answer=tuple(answer),
-            shown_chars=submit.shown_chars,
-            may_shift=submit.may_shift,
-            traced=submit.traced,
-            markers=submit.markers,
-            constraint=constraint,
-        )
         output = OutputProcessor(
-            turn, self._backend, n_ctx=self._backend.model.n_ctx, queue_timeout_s=self._queue_timeout_s
+            submit,
+            self._backend,
+            params=params,
+            prompt_tokens=len(prompt),
+            n_ctx=self._backend.model.n_ctx,
+            submitted_s=pending.at_s,
+            answer=answer,
+            constraint=constraint,
+            queue_timeout_s=self._queue_timeout_s,
         )
         request = EngineRequest(
             turn_id=submit.turn_id,
@@ -454,7 +456,8 @@ class TokenizationStage:
         return len(prefix) if prompt[: len(prefix)] == prefix else 0
 
 
-def _no_room() -> InferenceCenterError:
+def no_room() -> InferenceCenterError:
+    """Return why a submission is refused that exceeds its client's share of the text that may wait."""
     return InferenceCenterError(
         ErrorCode.QUEUE_FULL,
         "The tokenization queue is full, and this client uses more than its share of it.",
@@ -475,7 +478,7 @@ class TokenizerService:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: TextCodec,
         *,
         workers: FairWorkers,
         send: Callable[[FromEngine], None],

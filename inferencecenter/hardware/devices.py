@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+
+import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import ggml, nvml
 from inferencecenter.hardware.placement import Device
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from inferencecenter.hardware.nvml import GpuReading
 
+_log: Final = structlog.get_logger(__name__)
 
-def find_devices(wanted: Sequence[str] = ()) -> tuple[Device, ...]:
-    """Return the wanted GPUs, or all; none if llama.cpp was built without GPU support. Blocks.
 
-    NVML is used if llama.cpp was built with CUDA. GPUs that it does not know (those of other vendors, MIG instances)
-    are listed by llama.cpp, in a process that takes about a second.
+def find_devices(wanted: Sequence[str] = (), rpc_servers: Sequence[str] = ()) -> tuple[Device, ...]:
+    """Return the wanted GPUs, or all: those of this machine, then those of RPC servers. Blocks.
+
+    There is none if llama.cpp was built without GPU support. NVML is used if llama.cpp was built with CUDA. GPUs that
+    it does not know (those of other vendors, MIG instances) are listed by llama.cpp, in a process that takes about a
+    second, as does one for each server.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` if a wanted GPU does not exist.
+        InferenceCenterError: ``invalid_config`` if a wanted GPU does not exist, or llama.cpp was built without RPC.
     """
+    return select_devices((*_local(), *_remote(rpc_servers)), wanted)
+
+
+def _local() -> Sequence[Device]:
     kinds = ggml.gpu_backends()
     readings = nvml.read_gpus().readings if "cuda" in kinds else ()
     if readings and not any(reading.mig for reading in readings):
-        return select_devices([from_reading(reading) for reading in readings], wanted)
-    return select_devices(ggml.probe() if kinds else (), wanted)
+        return [from_reading(reading) for reading in readings]
+    return ggml.probe() if kinds else ()
+
+
+def _remote(servers: Sequence[str]) -> Iterator[Device]:
+    if servers and not ggml.reaches_servers():
+        raise InferenceCenterError(
+            ErrorCode.INVALID_CONFIG,
+            "llama.cpp was built without RPC.",
+            hint="Build it with CMAKE_ARGS=-DGGML_RPC=ON, or remove gpu.rpc_servers.",
+            field="gpu.rpc_servers",
+        )
+    for server in servers:
+        found = ggml.probe_server(server)
+        if not found:
+            _log.warning("rpc_server_unavailable", server=server)
+        yield from found
 
 
 def from_reading(reading: GpuReading) -> Device:

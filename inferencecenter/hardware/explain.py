@@ -25,7 +25,6 @@ def reasons(
     constraints: PlacementConstraints,
 ) -> tuple[Reason, ...]:
     """Return each number of a plan with its reason."""
-    setup = chosen.setup
     experts = (Reason("expert_offload", _experts(chosen), _why_experts(model, chosen)),) if model.has_experts else ()
     adapters = (Reason("lora", mib(model.adapter_bytes), _why_lora(chosen), explicit=True),) * bool(model.adapter_bytes)
     return (
@@ -39,6 +38,20 @@ def reasons(
         *experts,
         *adapters,
         *((Reason("draft", model.draft.name, _why_draft(model.draft, chosen), explicit=True),) if model.draft else ()),
+        *(_embedding_reasons(model, chosen) if constraints.embeds else _turn_reasons(model, chosen, constraints)),
+        Reason(
+            "n_threads",
+            str(n_threads),
+            _why_threads(n_threads, model, chosen, constraints),
+            explicit=bool(constraints.n_threads),
+        ),
+    )
+
+
+def _turn_reasons(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> tuple[Reason, ...]:
+    """Return the numbers of a context for turns."""
+    setup = chosen.setup
+    return (
         Reason("slots", str(setup.slots), _why_slots(model, chosen, constraints), explicit=bool(constraints.slots)),
         Reason("n_ctx", str(setup.n_ctx), _why_n_ctx(model, chosen, constraints), explicit=bool(constraints.n_ctx)),
         Reason(
@@ -59,12 +72,25 @@ def reasons(
             _SET if constraints.n_ubatch or constraints.n_batch else _why_batch(chosen),
             explicit=bool(constraints.n_ubatch or constraints.n_batch),
         ),
+    )
+
+
+def _embedding_reasons(model: ModelShape, chosen: Placement) -> tuple[Reason, ...]:
+    """Return the numbers of a context for embeddings."""
+    setup = chosen.setup
+    return (
+        Reason("slots", str(setup.slots), "nothing is kept of a text once it is computed"),
         Reason(
-            "n_threads",
-            str(n_threads),
-            _why_threads(n_threads, model, chosen, constraints),
-            explicit=bool(constraints.n_threads),
+            "n_ctx",
+            str(setup.n_ctx),
+            f"the longest text, which is computed at once; the model was trained for {model.n_ctx_train}",
         ),
+        Reason(
+            "flash_attention",
+            "on" if setup.flash_attention else "off",
+            "all rows of a batch are computed together" if setup.flash_attention else _SET,
+        ),
+        Reason("n_batch, n_ubatch", f"{setup.n_batch}, {setup.n_ubatch}", "a batch of texts, or the longest one"),
     )
 
 

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Final, TypeAlias
@@ -25,11 +26,15 @@ _BINDINGS: Final = "llama_cpp"
 _GPU_LIBRARIES: Final = ("cuda", "hip", "musa", "vulkan", "metal", "sycl", "opencl", "cann")
 _PROBE: Final = "inferencecenter.engine.llama.devices"
 _PROBE_TIMEOUT_S: Final = 60.0
+_SERVER_TIMEOUT_S: Final = 20.0
 _Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 
 
 class GgmlDevice(msgspec.Struct, frozen=True, kw_only=True):
-    """A device as llama.cpp reports it; ``id`` is its PCI address, empty if unknown."""
+    """A device as llama.cpp reports it; ``id`` is its PCI address, empty if unknown.
+
+    The name of one on an RPC server says which: ``RPC0[host:port]``, as llama.cpp names its buffers.
+    """
 
     name: str
     description: str
@@ -62,16 +67,34 @@ def gpu_backends() -> tuple[str, ...]:
     return tuple(kind for kind in _GPU_LIBRARIES if next(place.glob(f"*ggml-{kind}*"), None))
 
 
+def reaches_servers() -> bool:
+    """Return whether llama.cpp was built with devices of RPC servers."""
+    place = library_dir()
+    return place is not None and next(place.glob("*ggml-rpc*"), None) is not None
+
+
 def probe() -> tuple[Device, ...]:
-    """Have a process load llama.cpp and list its GPUs; none if that fails.
+    """Have a process load llama.cpp and list the GPUs of this machine; none if that fails.
 
     A driver that is incompatible with the library may crash that process, which has nothing else to lose.
     """
+    return _listed(timeout_s=_PROBE_TIMEOUT_S)
+
+
+def probe_server(server: str) -> tuple[Device, ...]:
+    """Have a process list the devices of an RPC server; none if it cannot be reached or serves another program.
+
+    llama.cpp ends the process when the server is none, or of another version, and waits while it serves another.
+    """
+    return tuple(replace(device, remote=True) for device in _listed(server, timeout_s=_SERVER_TIMEOUT_S))
+
+
+def _listed(*arguments: str, timeout_s: float) -> tuple[Device, ...]:
     found: list[GgmlDevice] = []
     # The border to llama.cpp's drivers, which also write to the output: unreadable output means no devices.
     with suppress(Exception):
-        done = subprocess.run(  # noqa: S603 - this Python and a constant
-            [sys.executable, "-m", _PROBE], capture_output=True, timeout=_PROBE_TIMEOUT_S, check=True
+        done = subprocess.run(  # noqa: S603 - this Python, a constant and validated settings
+            [sys.executable, "-m", _PROBE, *arguments], capture_output=True, timeout=timeout_s, check=True
         )
         found = msgspec.json.decode(done.stdout.splitlines()[-1], type=list[GgmlDevice])
     return tuple(

@@ -34,7 +34,14 @@ _NAMES: Final = """
     smallthinker smollm3 stablelm starcoder starcoder2 xverse
 """
 
-KNOWN: Final = frozenset(_NAMES.split())
+_ENCODER_NAMES: Final = """
+    bert eurobert gemma-embedding jina-bert-v2 jina-bert-v3 modern-bert neo-bert nomic-bert nomic-bert-moe t5encoder
+"""
+
+ENCODERS: Final = frozenset(_ENCODER_NAMES.split())
+"""Architectures that turn a text into vectors at once: they generate none and keep no KV."""
+
+KNOWN: Final = frozenset(_NAMES.split()) | ENCODERS
 """Architectures whose rules were checked in llama.cpp's source; for others every layer is assumed to use full KV."""
 
 WINDOW_EVERY: Final[Mapping[str, int]] = {
@@ -282,6 +289,8 @@ class _Facts:
 
     def _layers_with_kv(self) -> int:
         """Return how many layers, from the first, have KV of their own; the others share that of earlier ones."""
+        if self.architecture in ENCODERS:
+            return 0
         if self.architecture in KV_FROM_START:
             return KV_FROM_START[self.architecture]
         return self.n_layers - self.number("attention.shared_kv_layers", 0)

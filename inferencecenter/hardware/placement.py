@@ -22,6 +22,7 @@ class Device:
         id: The engine's identifier: its PCI address, or llama.cpp's name for it.
         index: Its index in NVML, -1 if NVML does not know it.
         aliases: Other names: its index and UUID, or llama.cpp's name.
+        remote: Whether another process computes on it, mostly on another machine.
         correction_bytes: By how much the last usage exceeded the estimate; negative for less.
     """
 
@@ -32,6 +33,7 @@ class Device:
     correction_bytes: int = 0
     index: int = -1
     aliases: tuple[str, ...] = ()
+    remote: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,7 @@ class PlacementConstraints:
         prefer: ``many`` concurrent sessions, or ``long`` contexts for few.
         expert_offload: Whether experts may stay in the host's memory, all of them do, or none.
         most_gpu_layers: A limit after a failed start; ``None`` is no limit.
+        embeds: Whether the context is for embeddings, and sized for them.
     """
 
     slots: int = 0
@@ -71,6 +74,7 @@ class PlacementConstraints:
     prefer: str = "many"
     expert_offload: str = "auto"
     most_gpu_layers: int | None = None
+    embeds: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,6 @@ class DeviceDemand:
 
     @property
     def bytes(self) -> int:
-        """The total."""
         return self.weight_bytes + self.kv_bytes + self.compute_bytes + self.context_bytes
 
 

@@ -39,7 +39,7 @@ CONTEXT_BYTES: Final = 300 * MIB
 
 # Further embeddings on a GPU whose batches overlap with others': its own inputs, and those it is sent.
 _FIRST_TRANSFERS, _OTHER_TRANSFERS = 4, 8
-_FILLED_PERCENT: Final = range(10, 101, 5)
+_HALVINGS: Final = 30  # small models take less than a thousandth of a large GPU
 
 
 def place(  # noqa: PLR0913 - what is placed, and where
@@ -179,13 +179,18 @@ def _host_weight_bytes(model: ModelShape, start: int, experts_in_host: int, *, o
 
 def _evenly_filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
     """Return how many consecutive units each device gets when all are filled to about the same fraction."""
-    if len(rooms) == 1:
-        return (len(sizes),) if sum(sizes) <= rooms[0] else None
-    for percent in _FILLED_PERCENT:
-        counts = _filled(sizes, [room * percent // 100 for room in rooms])
-        if counts is not None:
-            return counts
-    return None
+    counts = _filled(sizes, rooms)
+    if counts is None or len(rooms) == 1:
+        return counts
+    low, high = 0.0, 1.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = _filled(sizes, [int(room * middle) for room in rooms])
+        if found is None:
+            low = middle
+        else:
+            counts, high = found, middle
+    return counts
 
 
 def _filled(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
@@ -288,8 +293,8 @@ class _Search:
         self._model = model
         self._host = host
         self._constraints = constraints
-        by_size = sorted(devices, key=lambda device: -device.free_bytes)
-        # As few GPUs as possible: a single one needs no transfers.
+        by_size = sorted(devices, key=lambda device: (device.remote, -device.free_bytes))
+        # As few GPUs as possible: a single one needs no transfers. Those of this machine first.
         self._teams = [
             tuple(device for device in devices if device in by_size[:count]) for count in range(1, len(devices) + 1)
         ]

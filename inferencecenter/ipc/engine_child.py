@@ -1,7 +1,7 @@
-"""Starts the interpreter of an engine, for the first engine of a daemon ahead of time.
+"""Spawns the interpreter of an engine; that of a daemon's first engine is prespawned.
 
 The imports of an engine and of the daemon each take a good part of a second, and neither needs the other. So ``serve``
-starts an interpreter before it imports the daemon (``started_ahead``), and the first engine takes that one (``take``).
+spawns an interpreter before it imports the daemon (``prespawned``), and the first engine takes that one (``take``).
 What only the daemon can give comes over the socket afterwards: descriptors (``send_descriptors``), then ``Configure``.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MODULE: Final = "inferencecenter.engine"
 _MAX_DESCRIPTORS: Final = 8
 
-_ahead: list[EngineChild] = []
+_prespawned: list[EngineChild] = []
 
 
 class EngineChild:
@@ -52,28 +52,28 @@ class EngineChild:
 
 
 @contextmanager
-def started_ahead() -> Iterator[None]:
-    """Have an interpreter ready for the next ``take``; to be entered in the main thread, with which the engine ends.
+def prespawned() -> Iterator[None]:
+    """Spawn an interpreter for the next ``take``; to be entered in the main thread, with which the engine ends.
 
     Raises:
         OSError: The process cannot be started.
     """
-    _ahead.append(EngineChild())
+    _prespawned.append(EngineChild())
     try:
         yield
     finally:
-        while _ahead:
-            _ahead.pop().discard()
+        while _prespawned:
+            _prespawned.pop().discard()
 
 
 def take() -> EngineChild:
-    """Return the interpreter that was started ahead, or a new one.
+    """Return the prespawned interpreter, or a new one.
 
     Raises:
         OSError: The process cannot be started.
     """
-    while _ahead:
-        child = _ahead.pop()
+    while _prespawned:
+        child = _prespawned.pop()
         if child.process.poll() is None:
             return child
         child.discard()

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field
 
-from inferencecenter.config.sections import EngineSettings, KvType, LoraSettings, Section
+from inferencecenter.config.sections import EngineSettings, KvType, LoraSettings, ModelKind, Section
 
 
 class KvCachePaths(Section):
@@ -46,6 +46,7 @@ class EngineOptions(EngineSettings):
     kv_type_v: KvType = "f16"
     worker_threads: int = Field(2, ge=1, le=256)
 
+    kind: ModelKind = "chat"
     model_path: str = ""
     model_name: str = ""
     lora: tuple[LoraSettings, ...] = ()

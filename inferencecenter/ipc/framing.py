@@ -75,16 +75,14 @@ class Decoder(Generic[Message]):
                 raise FramingError(f"a frame of {size} bytes exceeds {self._max_frame_bytes}")
             if len(self._buffer) - body < size:
                 break
-            messages.append(self._decode(bytes(self._buffer[body : body + size])))
+            payload = bytes(self._buffer[body : body + size])
+            try:
+                messages.append(self._decoder.decode(payload))
+            except msgspec.MsgspecError as error:
+                raise FramingError(f"a frame of {size} bytes is no message: {error}") from error
             start = body + size
         del self._buffer[:start]
         return messages
-
-    def _decode(self, payload: bytes) -> Message:
-        try:
-            return self._decoder.decode(payload)
-        except msgspec.MsgspecError as error:
-            raise FramingError(f"a frame of {len(payload)} bytes is no message: {error}") from error
 
 
 def to_engine_decoder(*, max_frame_bytes: int = MAX_FRAME_BYTES) -> Decoder[ToEngine]:

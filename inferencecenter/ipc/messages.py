@@ -112,8 +112,51 @@ class Submit(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return packed + form + sum(piece.size_bytes for piece in self.pieces)
 
 
+class EmbeddingInput(msgspec.Struct, frozen=True, array_like=True):
+    """A text to embed, or its packed tokens where it has no ``text``."""
+
+    text: str = ""
+    tokens: bytes = b""
+
+    @property
+    def size_bytes(self) -> int:
+        """Approximate size in memory."""
+        return getsizeof(self.text) + getsizeof(self.tokens)
+
+
+class Embed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Compute one vector for each of ``inputs``. Only for engines of embedding models.
+
+    The vectors arrive in order, in any number of ``EmbeddingDelta``; then ``EmbeddingDone``. With ``query`` the inputs
+    are documents, and a vector is the score of one of them: only for engines of reranking models. ``dimensions``
+    shortens the vectors, which is refused unless they are ``matryoshka``; 0 leaves them whole.
+
+    ``done`` inputs of the request precede these: an earlier engine computed them. ``priority`` and ``accepted`` are as
+    in ``Submit``.
+    """
+
+    turn_id: str
+    client_id: str
+    priority: int
+    inputs: tuple[EmbeddingInput, ...]
+    query: str | None = None
+    dimensions: int = 0
+    matryoshka: bool = False
+    done: int = 0
+    accepted: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """Approximate size in memory, at least 1."""
+        # Each document is tokenized after its own copy of the query.
+        return 1 + sum(each.size_bytes for each in self.inputs) + getsizeof(self.query) * len(self.inputs)
+
+
 class AbortTurn(msgspec.Struct, frozen=True, tag=True):
-    """End a turn now; its ``Finished`` has the reason ``aborted``. Unknown turns are ignored: they have just ended."""
+    """End a turn now; its ``Finished`` has the reason ``aborted``. Unknown turns are ignored: they have just ended.
+
+    An ``Embed`` ends with ``Cancelled``.
+    """
 
     turn_id: str
 
@@ -222,6 +265,7 @@ class Configure(msgspec.Struct, frozen=True, tag=True):
 ToEngine: TypeAlias = (
     Configure
     | Submit
+    | Embed
     | AbortTurn
     | ReleaseSession
     | RetainSessions
@@ -247,13 +291,27 @@ class BufferUse(msgspec.Struct, frozen=True, kw_only=True):
     output_bytes: int = 0
 
 
+class InfillTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Texts of the special tokens around the parts of a prompt whose middle is missing; empty without that token."""
+
+    prefix: str
+    suffix: str
+    middle: str
+    repository: str = ""
+    file: str = ""
+
+
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a loaded model; the front never opens the file itself.
 
     ``n_ctx`` is tokens per slot. ``special_tokens`` are the texts of control tokens, which must never be parsed in text
     of a user or a model. ``sampling_defaults_json`` is an object of parameters recommended by the file. With
     ``add_bos`` a sequence starts with ``bos_token``. ``memory`` is what loading used; ``lora`` are the adapters. No
-    token is longer than ``max_token_bytes``; 0 where one may stand for any text.
+    token is longer than ``max_token_bytes``; 0 where one may stand for any text. A model that fills in the middle of
+    texts has ``infill``.
+
+    ``kind`` is a ``config.sections.ModelKind``. An embedding model's vectors have ``n_embd`` numbers, and ``n_ctx`` is
+    the longest text.
     """
 
     name: str
@@ -280,6 +338,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     memory: tuple[BufferUse, ...] = ()
     lora: tuple[Adapter, ...] = ()
     max_token_bytes: int = 0
+    kind: str = "chat"
+    n_embd: int = 0
+    infill: InfillTokens | None = None
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True):
@@ -462,14 +523,43 @@ class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     stages: tuple[TraceStage, ...] = ()
 
 
+class EmbeddingDelta(msgspec.Struct, frozen=True, tag=True):
+    """The vectors of the next inputs of an ``Embed``, as little-endian float32, and how many tokens these had.
+
+    Vectors have length 1; scores of documents are the model's own numbers.
+    """
+
+    turn_id: str
+    vectors: bytes
+    n_inputs: int
+    n_tokens: int
+
+
+class EmbeddingDone(msgspec.Struct, frozen=True, tag=True):
+    """All inputs of an ``Embed`` have been computed. Times are milliseconds: before the first batch, and in all."""
+
+    turn_id: str
+    queue_ms: float
+    total_ms: float
+
+
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """A turn that was in no engine was aborted; its session knows what was generated. Created in the front."""
+    """A turn that was in no engine was aborted, or an ``Embed``. A session knows what was generated of its turn."""
 
     turn_id: str
 
 
 TurnEvent: TypeAlias = (
-    QueuePosition | Started | PrefillProgress | TokenDelta | ContextFull | Finished | Failed | Cancelled
+    QueuePosition
+    | Started
+    | PrefillProgress
+    | TokenDelta
+    | ContextFull
+    | Finished
+    | EmbeddingDelta
+    | EmbeddingDone
+    | Failed
+    | Cancelled
 )
 
 
@@ -499,6 +589,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
 
     Of ``step_s`` seconds, ``decode_s`` went to decoding ``rows`` turns at once and ``prefill_s`` to prefilling
     ``prefill_tokens``. ``fetches`` loads from disk were started. Of ``drafted`` tokens ``accepted`` were accepted.
+
+    A step of an embedding model computed ``texts`` with ``text_tokens``.
     """
 
     step_s: float
@@ -511,6 +603,8 @@ class StepStats(msgspec.Struct, frozen=True, array_like=True):
     moves: tuple[MoveTime, ...] = ()
     drafted: int = 0
     accepted: int = 0
+    texts: int = 0
+    text_tokens: int = 0
 
 
 class StepOutput(msgspec.Struct, frozen=True, tag=True):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping, Sequence
 
-    from inferencecenter.ipc.messages import Detokenized, ModelInfo, PromptSegment, Submit, Tokenized, TurnEvent
+    from inferencecenter.ipc.messages import Detokenized, Embed, ModelInfo, PromptSegment, Submit, Tokenized, TurnEvent
 
 
 class EngineState(StrEnum):
@@ -58,7 +58,10 @@ class EngineStatus:
 
 
 class EngineTurn(Protocol):
-    """A turn as the engine's side sees it. Its session owns it and everything it has generated."""
+    """A turn as the engine's side sees it. Its session owns it and everything it has generated.
+
+    A request for embeddings is one too: it has no session, and generates no tokens.
+    """
 
     @property
     def turn_id(self) -> str:
@@ -72,7 +75,7 @@ class EngineTurn(Protocol):
     def n_tokens(self) -> int:
         """Number of tokens generated so far."""
 
-    def submission(self, then: Callable[[], None]) -> Submit | None:
+    def submission(self, then: Callable[[], None]) -> Submit | Embed | None:
         """Return the turn, or the rest of it, as it should run now; called each time an engine may take it.
 
         ``None`` while its prompt is rendered: ``then`` is called when to ask again, and only the last one, on the event
@@ -83,7 +86,11 @@ class EngineTurn(Protocol):
         """
 
     def on_engine_event(self, event: TurnEvent) -> None:
-        """Handle an event; the last is ``Finished``, ``Failed``, ``Cancelled`` or, if it may shift, ``ContextFull``."""
+        """Handle an event.
+
+        The last is ``Finished``, ``Failed``, ``Cancelled`` or, if it may shift, ``ContextFull``; of a request for
+        embeddings ``EmbeddingDone``, ``Failed`` or ``Cancelled``.
+        """
 
     def on_delay(self, seconds: float) -> None:
         """Handle a delay of at least this long, because other models occupy the memory."""
@@ -154,6 +161,10 @@ class ModelsPort(Protocol):
     def names(self) -> tuple[str, ...]:
         """Names of all models."""
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names, each with the model's."""
+
     def engine(self, name: str) -> EnginePort:
         """Return the engine of a model, loaded or not. Its turns continue when a swap replaces it.
 
@@ -166,6 +177,13 @@ class ModelsPort(Protocol):
 
         Raises:
             InferenceCenterError: ``model_not_found``, or the reason it could not be loaded.
+        """
+
+    def kind_of(self, name: str) -> str:
+        """Return what a model does, a ``config.sections.ModelKind``, whether it is loaded or not.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
         """
 
     def params_of(self, name: str) -> Mapping[str, Any]:

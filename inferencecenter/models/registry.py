@@ -14,12 +14,14 @@ from inferencecenter.config.sections import EngineSettings, expand
 from inferencecenter.config.settings import MODEL_NAME, bundled_model
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, foreign_input
 from inferencecenter.hardware.gguf import SHARD, read_gguf, read_summary
+from inferencecenter.hardware.model_shape import ENCODERS
 from inferencecenter.models.files import gguf_paths
+from inferencecenter.models.script import read_script
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from inferencecenter.config.sections import LoraSettings
+    from inferencecenter.config.sections import LoraSettings, ModelKind
     from inferencecenter.config.settings import ModelEntry, Settings
 
 DEMO: Final = "demo"
@@ -31,6 +33,8 @@ DAEMON_SETTINGS: Final = frozenset(
 )
 
 _NAME: Final = re.compile(MODEL_NAME)
+_BUNDLED: Final = "InferenceCenter Demo"
+"""Name of the bundled model where another one is called ``DEMO``."""
 _LONGEST_NAME: Final = 256
 _SHOWN_NAMES: Final = 5
 _SHOWN_CHARS: Final = 80
@@ -51,6 +55,8 @@ class ModelSpec:
         params: Parameters with a precedence between the file's recommendations and the configuration.
         lora: LoRA adapters.
         draft: The GGUF file of the model that drafts tokens for it.
+        kind: What it does.
+        matryoshka: Whether its vectors may be shortened.
     """
 
     name: str
@@ -59,6 +65,8 @@ class ModelSpec:
     params: Mapping[str, Any] = field(default_factory=dict)
     lora: tuple[LoraSettings, ...] = ()
     draft: Path | None = None
+    kind: ModelKind = "chat"
+    matryoshka: bool = False
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -70,11 +78,13 @@ class ModelSpec:
 class Registry:
     """The models by name; sessions that name none get ``default``.
 
-    ``remarks`` are sentences about files in ``models_dir`` that cannot be used. ``reread`` reads it anew.
+    ``aliases`` are further names, each with the model's. ``remarks`` are sentences about files in ``models_dir`` that
+    cannot be used. ``reread`` reads it anew.
     """
 
     default: str
     models: Mapping[str, ModelSpec]
+    aliases: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     reread: Callable[[], Registry] | None = field(default=None, compare=False, repr=False)
 
@@ -133,8 +143,11 @@ def read_registry(settings: Settings) -> Registry:
     An entry hides a file of its name, and the model of ``model.path`` hides both.
 
     Raises:
-        InferenceCenterError: ``invalid_config``: two models of one name, or contradictory settings of a model.
+        InferenceCenterError: ``invalid_config``: two models of one name, contradictory settings of a model, or a wrong
+            file of scripted answers.
     """
+    if settings.engine.backend == "script" and settings.engine.script is not None:
+        read_script(settings.engine.script)
     scanned = _scan(settings.models_dir)
     shared = settings.engine.model_copy(update=_OF_THE_DAEMON)
     found = {name: ModelSpec(name=name, path=path, engine=shared) for name, path in scanned.models.items()}
@@ -148,9 +161,15 @@ def read_registry(settings: Settings) -> Registry:
             "or call the default something else with model.name.",
         )
     models = found | entries | {default.name: default}
-    models = {name: _with_draft(spec, models) for name, spec in models.items()}
+    models = {name: _with_kind(_with_draft(spec, models), settings) for name, spec in models.items()}
     remarks = scanned.remarks(named={spec.path for spec in models.values()})
-    return Registry(default.name, models, remarks, reread=lambda: read_registry(settings))
+    return Registry(
+        default.name,
+        models,
+        aliases=_aliases(settings, models, default=default.name),
+        remarks=remarks,
+        reread=lambda: read_registry(settings),
+    )
 
 
 def default_model(settings: Settings) -> ModelSpec:
@@ -186,6 +205,29 @@ def draft_file(engine: EngineSettings, models: Mapping[str, ModelSpec], *, of: s
 def files_in(directory: Path) -> dict[str, Path]:
     """Return the model files in a directory by stem; of a split model the first part, by the common stem."""
     return _scan(directory).models
+
+
+def configured_files(settings: Settings) -> dict[Path, str]:
+    """Return the configured files, with symbolic links resolved, and the setting that names each."""
+    there = files_in(settings.models_dir)
+    named: dict[Path | None, str] = {
+        (entry.path or there.get(name)): f"models.{name}" for name, entry in settings.models.items()
+    }
+    if settings.model.path is not None:
+        named[settings.model.path] = "model.path"
+    elif settings.model.name is not None and settings.model.name not in settings.models:
+        named[there.get(settings.model.name)] = "model.name"
+    adapters = {adapter.path: "model.lora" for adapter in settings.model.lora}
+    for name, entry in settings.models.items():
+        adapters |= {adapter.path: f"models.{name}.lora" for adapter in entry.lora}
+    wanted = {f"models.{name}.draft": entry.draft for name, entry in settings.models.items()}
+    wanted["engine.draft"] = settings.engine.draft
+    drafts = {
+        there.get(draft) or expand(Path(draft)): setting
+        for setting, draft in wanted.items()
+        if draft and draft not in settings.models
+    }
+    return {path.resolve(): setting for path, setting in (adapters | drafts | named).items() if path is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +306,41 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[st
     return ModelSpec(name=name, path=path, engine=engine, params=entry.params, lora=entry.lora)
 
 
+def _aliases(settings: Settings, models: Collection[str], *, default: str) -> dict[str, str]:
+    """Return the further names of models, each with the model's.
+
+    Raises:
+        InferenceCenterError: ``invalid_config`` for one that names two models.
+    """
+    given = [(alias, default, "model.aliases") for alias in settings.model.aliases]
+    for name, entry in settings.models.items():
+        given += [(alias, name, f"models.{name}.aliases") for alias in entry.aliases]
+    aliases: dict[str, str] = {}
+    for alias, name, where in given:
+        other = alias if alias in models else aliases.get(alias, name)
+        if other != name:
+            raise _invalid(
+                f"{alias} is an alias of {name} and names {other} too", field=where, hint="Give each name to one model."
+            )
+        aliases[alias] = name
+    former = _former_name(settings)
+    if former is not None and former not in models:
+        aliases.setdefault(former, default)
+    return aliases
+
+
+def _former_name(settings: Settings) -> str | None:
+    """Return the name of an unnamed default model up to version 0.1, which sessions may still ask for."""
+    chosen = settings.model
+    if chosen.name is not None or chosen.path is None or settings.engine.backend != "llama":
+        return None
+    try:
+        own = read_gguf(chosen.path).metadata.get("general.name")
+    except InferenceCenterError:  # its engine reports the error
+        return None
+    return own[:_LONGEST_NAME] if isinstance(own, str) and own else None
+
+
 def _default(
     settings: Settings, found: Mapping[str, ModelSpec], entries: Mapping[str, ModelSpec], shared: EngineSettings
 ) -> ModelSpec:
@@ -277,7 +354,7 @@ def _default(
             hint=f"There are {', '.join(sorted(models))}." if models else f"{settings.models_dir} has no models.",
         )
     path = chosen.path or bundled_model()
-    name = chosen.name or _stem_of(chosen.path, found) or _name_in_file(path, backend=shared.backend, taken=models)
+    name = chosen.name or _stem_of(chosen.path, found) or _name_of(path, backend=shared.backend, taken=models)
     return ModelSpec(name=name, path=path, engine=shared, lora=chosen.lora)
 
 
@@ -297,6 +374,25 @@ def _with_draft(spec: ModelSpec, models: Mapping[str, ModelSpec]) -> ModelSpec:
     return spec if draft is None else replace(spec, draft=draft)
 
 
+_POOLED: Final[Mapping[object, ModelKind]] = {1: "embedding", 2: "embedding", 3: "embedding", 4: "reranking"}
+"""Kinds by ``llama_pooling_type``: mean, first token, last token, rank."""
+
+
+def kind_of_file(path: Path) -> ModelKind:
+    """Return what the model in a file does; an unreadable file counts as a chat model, and its engine reports it."""
+    metadata = read_summary(path)
+    architecture = metadata.get("general.architecture")
+    pooled = _POOLED.get(metadata.get(f"{architecture}.pooling_type"))
+    return pooled or ("embedding" if architecture in ENCODERS else "chat")
+
+
+def _with_kind(spec: ModelSpec, settings: Settings) -> ModelSpec:
+    """Return a model with its kind, and whether its vectors may be shortened, as configured or as in the file."""
+    entry = settings.models.get(spec.name)
+    kind = kind_of_file(spec.path) if spec.engine.backend == "llama" else "chat"
+    return replace(spec, kind=(entry and entry.kind) or kind, matryoshka=bool(entry and entry.matryoshka))
+
+
 def _stem_of(path: Path | None, found: Mapping[str, ModelSpec]) -> str | None:
     """Return the name that a file has in ``models_dir``: by another name it would be a second model."""
     if path is None:
@@ -304,14 +400,11 @@ def _stem_of(path: Path | None, found: Mapping[str, ModelSpec]) -> str | None:
     return next((name for name, spec in found.items() if spec.path.resolve() == path.resolve()), None)
 
 
-def _name_in_file(path: Path, *, backend: str, taken: Collection[str]) -> str:
-    """Return the model's name in the file; for an unreadable file the stem, and its engine reports the error."""
+def _name_of(path: Path, *, backend: str, taken: Collection[str]) -> str:
+    """Return the name of a model that the settings do not name: that of its file."""
     if backend != "llama":
         return backend
-    if DEMO not in taken and path.resolve() == bundled_model().resolve():
-        return DEMO
-    try:
-        own = read_gguf(path).metadata.get("general.name")
-    except InferenceCenterError:
-        own = None
-    return own[:_LONGEST_NAME] if isinstance(own, str) and own else path.stem
+    if path.resolve() == bundled_model().resolve():
+        return _BUNDLED if DEMO in taken else DEMO
+    shard = SHARD.match(path.stem)
+    return shard["stem"] if shard else path.stem

@@ -20,6 +20,8 @@ from inferencecenter.protocol.requests import AnyRequest
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from pydantic_core import ErrorDetails
+
 _MAX_ID_CHARS: Final = 64
 _SHOWN_VALUE_CHARS: Final = 60
 _MOST_FAULTS: Final = 1000
@@ -111,19 +113,28 @@ class FrameError(InferenceCenterError):
         self.request_id = request_id
 
 
-def invalid_request(error: ValidationError, *, known: Mapping[str, object]) -> InferenceCenterError:
+def invalid_request(
+    error: ValidationError, *, known: Mapping[str, object], given: object = None
+) -> InferenceCenterError:
     """Convert the first validation error to one that names the field, the value and what is allowed.
 
     Args:
         error: The validation error of pydantic.
         known: Field names, from which the nearest is suggested for an unknown one.
+        given: The value that was validated; the location is then its path in the value, and of the branches of a union
+            the one that matched furthest is reported.
     """
     if (n_faults := error.error_count()) > _MOST_FAULTS:  # listing all could take seconds
         return InferenceCenterError(
             ErrorCode.INVALID_REQUEST, f"{n_faults} fields are unknown, missing or out of range"
         )
-    first = error.errors(include_url=False)[0]
-    location = ".".join(_cut(str(part), _MAX_ID_CHARS) for part in first["loc"])
+    faults = error.errors(include_url=False)
+    first, path = faults[0], faults[0]["loc"]
+    if given is not None:
+        paths = [_path_in(given, fault) for fault in faults]
+        index = max(range(len(faults)), key=lambda at: (paths[at][: len(paths[0])] == paths[0], len(paths[at]), -at))
+        first, path = faults[index], paths[index]
+    location = ".".join(_cut(str(part), _MAX_ID_CHARS) for part in path)
     if first["type"] == "extra_forbidden":
         message, hint = f"unknown field {location}", _nearest(str(first["loc"][-1]), known)
     elif first["type"] == "missing":
@@ -131,9 +142,22 @@ def invalid_request(error: ValidationError, *, known: Mapping[str, object]) -> I
     elif first["type"] == "value_error":
         message, hint = str(first["ctx"]["error"]), None
     else:
-        value = "not valid" if first["loc"][-1] in _SECRET_FIELDS else _shown(first["input"])
+        value = "not valid" if path[-1:] and path[-1] in _SECRET_FIELDS else _shown(first["input"])
         message, hint = f"{location} is {value}: {first['msg'][0].lower()}{first['msg'][1:]}", None
     return InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field=location or None, hint=hint)
+
+
+def _path_in(value: Any, fault: ErrorDetails) -> tuple[int | str, ...]:
+    """Return a fault's path in the validated value, without the names of a union's branches."""
+    path: list[int | str] = []
+    for n_parts, part in enumerate(fault["loc"], start=1):
+        is_item = isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
+        if is_item or (isinstance(value, dict) and part in value):
+            value = value[part]
+            path.append(part)
+        elif fault["type"] == "missing" and n_parts == len(fault["loc"]):
+            path.append(part)
+    return tuple(path)
 
 
 def encode(event: Event, *, dagger_only: bool = False) -> str | None:

@@ -367,6 +367,18 @@ class EngineChanged(Event):
     model: str | None = Field(default=None, description="The model, when it is not the default model.")
 
 
+class Embeddings(Event):
+    """The vectors of the texts of `embed`, in their order."""
+
+    op: Literal["embeddings"] = "embeddings"
+    model: str = Field(description="The model.")
+    dimensions: int = Field(description="Length of each vector.")
+    vectors: tuple[str, ...] = Field(
+        description="The vectors, each of length 1, as base64 of little-endian 32-bit floats."
+    )
+    prompt_tokens: int = Field(description="Tokens of the texts.")
+
+
 class Models(Event):
     """The available models, sorted by name."""
 

@@ -10,6 +10,7 @@ from inferencecenter.protocol.base import DAGGER, Request, SessionId, TurnId, me
 from inferencecenter.protocol.trace_context import Traceparent
 from inferencecenter.protocol.values import (
     ChatMessage,
+    Infill,
     Metadata,
     Mode,
     NamedTool,
@@ -23,6 +24,9 @@ from inferencecenter.protocol.values import (
 
 MAX_GRAMMAR_CHARS: Final = 262_144
 """Maximum characters of a grammar, a regular expression, or a serialized JSON Schema."""
+
+MAX_PREFIX_CHARS: Final = 262_144
+"""Maximum characters of the given start of an answer."""
 
 RawParams = dict[str, Any]
 """Parameters as given by the client; ``params.parse_params`` validates them."""
@@ -131,7 +135,13 @@ class Infer(Request):
     )
     parallel_tool_calls: bool = Field(default=True, description="Whether the model may call several tools at once.")
     json_schema: dict[str, Any] | bool | None = Field(
-        default=None, description="JSON Schema that the answer conforms to."
+        default=None,
+        description="JSON Schema that the answer conforms to; with tools, an answer that calls none of them.",
+    )
+    strict_schema: bool = Field(
+        default=True,
+        description="Whether a keyword of `json_schema` that cannot be enforced is refused; otherwise it is left to "
+        "the model, with a warning.",
     )
     regex: str | None = Field(
         default=None,
@@ -145,10 +155,27 @@ class Infer(Request):
         max_length=MAX_GRAMMAR_CHARS,
         description="Grammar that the answer conforms to: GBNF if its rules use `::=`, else Lark.",
     )
+    prefix: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_PREFIX_CHARS,
+        description="Start of the answer, which the model continues; events have only what follows it, the transcript "
+        "has both.",
+    )
     thinking: bool | None = Field(
         default=None,
         description="Whether the model reasons before it answers, if its template offers the choice; the template's "
         "default otherwise.",
+    )
+    thinking_required: bool = Field(
+        default=True,
+        description="Whether the turn is refused if `thinking` is set and the model's template does not offer the "
+        "choice; otherwise `thinking` has no effect, with a warning.",
+    )
+    infill: Infill | None = Field(
+        default=None,
+        description="Text after a gap, which the model fills in; for models that have tokens for this, in sessions "
+        "with mode `raw`. It is not part of the session's text.",
     )
     n_probs: int | None = Field(default=None, ge=0, le=20, description="Shorthand for `params.n_probs`.")
     priority: Priority | None = Field(
@@ -175,8 +202,8 @@ class Infer(Request):
         forms = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(forms) > 1:
             raise ValueError(f"{forms[0]} excludes {forms[1]}")
-        if forms and self.tools is not None and self.tool_choice != "none":
-            raise ValueError(f"{forms[0]} excludes tools, unless tool_choice is none")
+        if forms and self.prefix is not None:
+            raise ValueError(f"{forms[0]} excludes prefix: the form is that of the whole answer")
         return self
 
     @model_validator(mode="after")
@@ -285,6 +312,35 @@ class ListSessions(Request):
     op: Literal["list_sessions"]
     limit: int = Field(default=100, ge=1, le=1000, description="Page size.")
     after: SessionId | None = Field(default=None, description="`next` of the previous page.")
+
+
+MAX_EMBEDDED_TEXTS: Final = 256
+MAX_TEXT_CHARS: Final = 1_048_576
+
+
+class EmbedTexts(Request):
+    """Compute the vectors of texts by an embedding model; the reply is `embeddings`, when all are computed.
+
+    The socket can be used meanwhile; with more than 8 such requests at once further ones are refused.
+    """
+
+    op: Literal["embed"]
+    texts: list[Annotated[str, StringConstraints(min_length=1, max_length=MAX_TEXT_CHARS)]] = Field(
+        min_length=1, max_length=MAX_EMBEDDED_TEXTS, fail_fast=True, description="The texts."
+    )
+    model: ModelName | None = Field(
+        default=None, description="Name of an embedding model; may be absent if there is one."
+    )
+    dimensions: int | None = Field(
+        default=None,
+        ge=1,
+        le=65_536,
+        description="Length of the vectors, which are cut and scaled to length 1 again, if the model allows it "
+        "(`matryoshka`).",
+    )
+    priority: Priority | None = Field(
+        default=None, description="Priority class of the request; raising it needs the scope `priority`."
+    )
 
 
 class ListModels(Request):

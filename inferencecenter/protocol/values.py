@@ -1,6 +1,6 @@
 """Values shared by several messages."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -32,15 +32,22 @@ class Value(BaseModel):
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+MAX_CALLS: Final = 128
+"""Maximum number of tool calls of a message."""
 
 
 class Tool(Value):
     """A function of the client that the model may call."""
 
     name: ToolName = Field(description="Its name.")
-    description: str | None = Field(default=None, max_length=16_384, description="What it does, for the model.")
+    description: str | None = Field(default=None, max_length=131_072, description="What it does, for the model.")
     parameters: dict[str, Any] | None = Field(
         default=None, description="JSON Schema of its arguments, an object; absent for a tool without arguments."
+    )
+    strict: bool = Field(
+        default=True,
+        description="Whether a keyword of the schema that cannot be enforced is refused; otherwise it is left to the "
+        "model, with a warning.",
     )
 
 
@@ -71,7 +78,7 @@ class ChatMessage(Value):
         description="The assistant's reasoning; the model's template decides whether it is part of later prompts.",
     )
     tool_calls: (
-        Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=128, strict=False, fail_fast=True)] | None
+        Annotated[tuple[ToolCall, ...], Field(min_length=1, max_length=MAX_CALLS, strict=False, fail_fast=True)] | None
     ) = Field(default=None, description="Tool calls by the assistant.")
     tool_call_id: CallId | None = Field(default=None, description="The call whose result a tool message carries.")
 
@@ -82,6 +89,22 @@ class ChatMessage(Value):
         if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError("tool_call_id belongs to messages of role tool")
         return self
+
+
+class InfillFile(Value):
+    """Another text that the model should know, such as a part of a file."""
+
+    filename: Annotated[str, StringConstraints(max_length=4096)] = Field(default="tmp", description="Its name.")
+    text: str = Field(description="The text.")
+
+
+class Infill(Value):
+    """What surrounds the text to be generated, beside the session's text before it."""
+
+    suffix: str = Field(description="Text after the gap; may be empty.")
+    extra: Annotated[tuple[InfillFile, ...], Field(max_length=256, strict=False, fail_fast=True)] = Field(
+        default=(), description="Other texts, the least important first."
+    )
 
 
 class Usage(Value):
@@ -209,6 +232,9 @@ class ModelSummary(Value):
 
     name: str = Field(description="Its name for `create_session` and `load_model`.")
     default: bool = Field(description="Whether it is the default model, used by sessions that name none.")
+    kind: Literal["chat", "embedding", "reranking"] = Field(
+        default="chat", description="What it does: it has sessions, takes `embed`, or ranks documents over HTTP."
+    )
     state: Literal["unloaded", "loading", "loaded", "asleep", "failed"] = Field(
         description="Its state; a turn loads a model that is `unloaded` or `asleep`."
     )

@@ -28,15 +28,6 @@ ItemT = TypeVar("ItemT")
 OtherT = TypeVar("OtherT")
 
 
-class _Entry(Generic[KeyT, ItemT]):
-    __slots__ = ("item", "key", "n_bytes")
-
-    def __init__(self, key: KeyT, item: ItemT, n_bytes: int) -> None:
-        self.key = key
-        self.item = item
-        self.n_bytes = n_bytes
-
-
 class _Run(Generic[KeyT, TextT, PartT]):
     """Parts of one text, which become one item."""
 
@@ -51,7 +42,7 @@ class _Run(Generic[KeyT, TextT, PartT]):
 
 
 class CoalescingQueue(Generic[KeyT, TextT, PartT, ItemT]):
-    """A queue to one reader.
+    """A queue to one reader; an entry is a key, an item and its size, or parts of a text.
 
     Args:
         join: Returns the item of consecutive parts of a text, given also the number of the last part's event.
@@ -68,13 +59,14 @@ class CoalescingQueue(Generic[KeyT, TextT, PartT, ItemT]):
         overflowed: Callable[[], None],
         metrics: DaemonMetrics,
     ) -> None:
-        self.entries: deque[_Entry[KeyT, ItemT] | _Run[KeyT, TextT, PartT]] = deque()
+        self.entries: deque[tuple[KeyT, ItemT, int] | _Run[KeyT, TextT, PartT]] = deque()
         self.n_bytes = 0
         self._runs: dict[KeyT, _Run[KeyT, TextT, PartT]] = {}
         self._join = join
         self._limit_bytes = limit_bytes
         self._overflowed = overflowed
         self._metrics = metrics
+        self._queued = metrics.outbox_bytes
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -83,12 +75,13 @@ class CoalescingQueue(Generic[KeyT, TextT, PartT, ItemT]):
     def head(self) -> ItemT | None:
         """The first item, ``None`` if it is text."""
         first = self.entries[0]
-        return first.item if isinstance(first, _Entry) else None
+        return first[1] if type(first) is tuple else None
 
     def put(self, key: KeyT, item: ItemT, n_bytes: int) -> None:
         """Append an item; later text of its key is not joined to text before it."""
-        self._runs.pop(key, None)
-        self.entries.append(_Entry(key, item, n_bytes))
+        if self._runs:
+            self._runs.pop(key, None)
+        self.entries.append((key, item, n_bytes))
         self._grow(n_bytes)
 
     def put_text(self, key: KeyT, text: TextT, seq: int, part: PartT) -> None:
@@ -106,14 +99,20 @@ class CoalescingQueue(Generic[KeyT, TextT, PartT, ItemT]):
     def pop(self) -> tuple[KeyT, ItemT]:
         """Remove the first entry, and return its key and its item."""
         entry = self.entries.popleft()
+        if isinstance(entry, tuple):
+            self._grow(-entry[2])
+            return entry[:2]
         if self._runs.get(entry.key) is entry:
             del self._runs[entry.key]
         self._grow(-entry.n_bytes)
-        return entry.key, self._item(entry)
+        return entry.key, self._join(entry.text, entry.seq, entry.parts)
 
     def pop_all(self) -> list[tuple[KeyT, ItemT]]:
         """Remove all entries, and return their keys and items."""
-        items = [(entry.key, self._item(entry)) for entry in self.entries]
+        items = [
+            entry[:2] if isinstance(entry, tuple) else (entry.key, self._join(entry.text, entry.seq, entry.parts))
+            for entry in self.entries
+        ]
         self.clear()
         return items
 
@@ -123,12 +122,9 @@ class CoalescingQueue(Generic[KeyT, TextT, PartT, ItemT]):
         self.entries.clear()
         self._runs.clear()
 
-    def _item(self, entry: _Entry[KeyT, ItemT] | _Run[KeyT, TextT, PartT]) -> ItemT:
-        return entry.item if isinstance(entry, _Entry) else self._join(entry.text, entry.seq, entry.parts)
-
     def _grow(self, n_bytes: int) -> None:
         self.n_bytes += n_bytes
-        self._metrics.outbox_bytes.inc(n_bytes)
+        self._queued.value += n_bytes
         if self.n_bytes > self._limit_bytes:
             self.clear()
             self._metrics.outbox_overflows.inc()
@@ -153,12 +149,12 @@ class EventQueue(CoalescingQueue[KeyT, Text, str, "Event | OtherT"], Generic[Key
 
     def put_event(self, key: KeyT, event: Event) -> None:
         """Append an event, or its text to that of the last one of its key."""
-        if (type(event) is Token or isinstance(event, Text)) and event.logprobs is None:
-            run = self._runs.get(key)
-            joins = run is not None and len(self.entries) >= self._n_separate and continues_text(run.text, event)
-            self.put_text(key, run.text if run is not None and joins else event, event.seq, text_of(event))
-        else:
+        if len(self.entries) < self._n_separate or not isinstance(event, Text) or event.logprobs is not None:
             self.put(key, event, _size_of(event))
+            return
+        run = self._runs.get(key)
+        text = run.text if run is not None and continues_text(run.text, event) else event
+        self.put_text(key, text, event.seq, text_of(event))
 
 
 def _joined(first: Text, seq: int, parts: Sequence[str]) -> Text:
@@ -168,6 +164,8 @@ def _joined(first: Text, seq: int, parts: Sequence[str]) -> Text:
 
 
 def _size_of(event: Event) -> int:
+    if type(event) is Token and event.logprobs is None:  # by far the most frequent, so it is fast
+        return len(event.content)
     if not isinstance(event, Text):
         return _EVENT_BYTES
     return _TOKEN_BYTES + len(text_of(event)) + _LOGPROB_BYTES * sum(1 + len(each.top) for each in event.logprobs or ())

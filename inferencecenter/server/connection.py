@@ -70,6 +70,7 @@ class SocketConnection(ABC, Generic[OutboxT]):
         self._n_frames_before_login = 0
         self._backoffs = backoffs
         self._refused = False
+        self._delay_s = 0.0
         self._pause: asyncio.Future[None] | None = None
         self._outbox = outbox(
             wire, limit_bytes=context.settings.outbox_bytes, overflowed=self._too_slow, metrics=context.metrics
@@ -81,7 +82,6 @@ class SocketConnection(ABC, Generic[OutboxT]):
 
     @property
     def state(self) -> ConnectionState:
-        """State of the connection."""
         return self._state
 
     @property
@@ -91,12 +91,10 @@ class SocketConnection(ABC, Generic[OutboxT]):
 
     @property
     def authenticated(self) -> bool:
-        """Whether the socket is authenticated."""
         return self._state in (ConnectionState.AUTHENTICATED, ConnectionState.DRAINING)
 
     @property
     def client(self) -> Account:
-        """The authenticated client."""
         assert self._client is not None
         return self._client
 
@@ -129,13 +127,13 @@ class SocketConnection(ABC, Generic[OutboxT]):
         """
         if self.closed:
             return
-        self.context.metrics.frames_in.inc()
+        self.context.metrics.frames_in.value += 1
         if not self.authenticated:
             self._n_frames_before_login += 1
             if self._n_frames_before_login > MAX_FRAMES_BEFORE_LOGIN:
                 self.close(CloseCode.TOO_MANY, "too many frames before authentication")
                 return
-        self._refused = False
+        self._refused, self._delay_s = False, 0.0
         try:
             if text is None:
                 raise InferenceCenterError(
@@ -147,7 +145,7 @@ class SocketConnection(ABC, Generic[OutboxT]):
         except Exception:  # noqa: BLE001 - boundary: a defect in one frame must not close the socket
             _log.exception("frame_failed")
             self._fail_frame(InferenceCenterError(ErrorCode.INTERNAL))
-        await self._back_off()
+        await self._slow_down()
 
     async def aside(self, n_chars: int, work: Callable[[], _Result]) -> _Result:
         """Run ``work`` on a frame of this many characters; a large one in a thread."""
@@ -226,12 +224,23 @@ class SocketConnection(ABC, Generic[OutboxT]):
     def _move(self, event: ConnectionEvent) -> None:
         self._state = CONNECTION.next(self._state, event)
 
-    async def _back_off(self) -> None:
-        """Delay the next frame after many refused ones; see ``RefusalBackoff``."""
+    def charge(self, *, n_chars: int = 0, n_frame_chars: int = 0) -> None:
+        """Charge the client for the operation of this frame, which also delays the next frame; see ``Pacer``.
+
+        Raises:
+            InferenceCenterError: ``rate_limited``.
+        """
+        self.context.operations.charge(self.client_id, n_chars=n_chars, n_frame_chars=n_frame_chars)
+        self._delay_s = self.context.operation_delay_s(self.client_id)
+
+    async def _slow_down(self) -> None:
+        """Delay the next frame of a client that sends many operations or refused frames; see ``RefusalBackoff``."""
         if not self._refused:
             self._backoffs.accepted(self.client_id)
-        elif self.authenticated and (delay_s := self._backoffs.refused(self.client_id)):
-            await self._wait(delay_s)
+        elif self.authenticated:
+            self._delay_s = max(self._delay_s, self._backoffs.refused(self.client_id))
+        if self._delay_s and not self.closed:
+            await self._wait(self._delay_s)
 
     async def _wait(self, delay_s: float) -> None:
         """Wait, at most until the socket is closed."""

@@ -66,7 +66,6 @@ class ConnectionLimiter(Generic[ConnectionT]):
         self._waiting.pop(connection, None)
 
     def leave(self, connection: ConnectionT) -> None:
-        """Remove a connection."""
         self._waiting.pop(connection, None)
         self._connections.discard(connection)
 

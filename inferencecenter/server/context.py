@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import structlog
 
 from inferencecenter.auth.authentication import Authenticator
-from inferencecenter.auth.rate_limits import OperationRateLimiter, RefusalBackoffs
+from inferencecenter.auth.rate_limits import OperationRateLimiter, Pacer, RefusalBackoffs, rate_limit_key
 from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.pressure import Pressure
+from inferencecenter.ipc.port import ModelsPort
 from inferencecenter.protocol import events
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import event_factory
@@ -32,9 +33,11 @@ if TYPE_CHECKING:
     from inferencecenter.config.settings import ServerSettings
     from inferencecenter.hardware.nvml import Gpu, Gpus
     from inferencecenter.ipc.messages import ModelInfo
-    from inferencecenter.ipc.port import EnginePort, EngineStatus
+    from inferencecenter.ipc.port import EngineStatus
+    from inferencecenter.models.library import ModelLibrary
+    from inferencecenter.models.registry import ModelSpec
     from inferencecenter.protocol.values import EnginePlan, ModelSummary
-    from inferencecenter.sessions.client import Principal
+    from inferencecenter.sessions.context import Principal
     from inferencecenter.sessions.journal import StorageFault
     from inferencecenter.sessions.manager import SessionManager
     from inferencecenter.sessions.store.archive import UsageLine
@@ -49,15 +52,20 @@ def no_usage(_client_id: str, _since: str) -> Sequence[UsageLine]:
     return ()
 
 
+_OPERATION_INTERVAL_S: Final = 0.02
+_OPERATION_BURST: Final = 8
+"""A page that loads sends about as many operations."""
+_CONNECTION_INTERVAL_S: Final = 0.01
+_CONNECTION_BURST: Final = 4
+
 _log = structlog.get_logger(__name__)
 
 
-class ServedModels(Protocol):
-    """The server's interface to the models."""
+class ServedModels(ModelsPort, Protocol):
+    """The models as the server sees them: also their state, and what operators do with them."""
 
-    @property
-    def default(self) -> str:
-        """Model of sessions that name none."""
+    def spec_of(self, name: str) -> ModelSpec:
+        """Return what is configured of a model; ``model_not_found`` for an unknown one."""
 
     @property
     def status(self) -> EngineStatus:
@@ -71,11 +79,11 @@ class ServedModels(Protocol):
     def statuses(self) -> Mapping[str, EngineStatus]:
         """Status of the engines of all models used so far, by model name."""
 
-    def engine(self, name: str) -> EnginePort:
-        """Return the engine of a model, loaded or not; ``model_not_found`` for an unknown one."""
-
     def rescan(self) -> None:
         """Add models that were placed in ``models_dir``."""
+
+    def forget_removed(self) -> None:
+        """Forget models whose files were deleted from ``models_dir``; their running turns end first."""
 
     def describe(self) -> tuple[ModelSummary, ...]:
         """Return all models."""
@@ -105,6 +113,7 @@ class ServerContext:
 
     settings: ServerSettings
     models: ServedModels
+    library: ModelLibrary
     sessions: SessionManager
     accounts: Accounts
     gpu: Gpu
@@ -114,6 +123,8 @@ class ServerContext:
     quotas: AccessQuotas
     operations: OperationRateLimiter
     refusal_backoffs: RefusalBackoffs
+    operation_pacer: Pacer
+    connection_pacer: Pacer
     read_usage: UsageReader
     stop: Callable[[], None]
     authenticator: Authenticator
@@ -134,6 +145,7 @@ class ServerContext:
         settings: ServerSettings,
         *,
         models: ServedModels,
+        library: ModelLibrary,
         sessions: SessionManager,
         accounts: Accounts,
         quotas: AccessQuotas,
@@ -155,6 +167,7 @@ class ServerContext:
         context = cls(
             settings=settings,
             models=models,
+            library=library,
             sessions=sessions,
             accounts=accounts,
             gpu=gpu,
@@ -164,6 +177,8 @@ class ServerContext:
             quotas=quotas,
             operations=OperationRateLimiter(settings.operations_per_minute, monotonic=monotonic),
             refusal_backoffs=RefusalBackoffs(),
+            operation_pacer=Pacer(interval_s=_OPERATION_INTERVAL_S, burst=_OPERATION_BURST, monotonic=monotonic),
+            connection_pacer=Pacer(interval_s=_CONNECTION_INTERVAL_S, burst=_CONNECTION_BURST, monotonic=monotonic),
             read_usage=read_usage,
             stop=stop,
             authenticator=Authenticator(
@@ -194,6 +209,16 @@ class ServerContext:
     def uptime_s(self) -> float:
         """Seconds since the daemon was started."""
         return self.monotonic() - self.started_s
+
+    def operation_delay_s(self, client_id: str) -> float:
+        """Return how long a client that was charged for an operation waits; 0 while only its own turns run."""
+        return self.operation_pacer.delay_s(client_id) if self.sessions.runs_turns(besides=client_id) else 0.0
+
+    def connection_delay_s(self, address: str) -> float:
+        """Return how long a new connection waits; 0 while no turns run, and for trusted proxies."""
+        if not self.sessions.runs_turns() or self.proxies.trusts(address):
+            return 0.0
+        return self.connection_pacer.delay_s(rate_limit_key(address))
 
     def engine_changed(self, name: str, engine: EngineStatus) -> None:
         """Broadcast the new state of a model's engine to all clients."""

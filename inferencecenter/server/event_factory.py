@@ -100,7 +100,6 @@ def storage_changed(fault: StorageFault | None) -> events.StorageChanged:
 def error_event(
     error: InferenceCenterError, *, request_id: str | None = None, session_id: str | None = None
 ) -> events.Error:
-    """Return the ``error`` event for a failed request."""
     if error.code is ErrorCode.SESSION_NOT_FOUND:
         session_id = None  # A foreign session must be indistinguishable from one that does not exist.
     return events.Error(

@@ -19,6 +19,7 @@ import structlog
 from starlette.datastructures import Headers, QueryParams
 
 from inferencecenter.auth.authentication import Credential, KeyCredential, TokenCredential
+from inferencecenter.core.addresses import parse_address, peer_address
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.base import SUBPROTOCOL, TOKEN_SUBPROTOCOL_PREFIX
 from inferencecenter.telemetry.log_limit import LogLimit
@@ -53,7 +54,8 @@ class PeerInfo:
     @property
     def on_this_machine(self) -> bool:
         """Whether the caller is a program on this machine, rather than one behind a proxy that marks its requests."""
-        return self.direct and _is_loopback(self.address) and _names_loopback(self.host)
+        address = peer_address(self.address)
+        return self.direct and address is not None and address.is_loopback and _names_loopback(self.host)
 
 
 class TrustedProxies:
@@ -74,23 +76,23 @@ class TrustedProxies:
     def peer_info(self, peer: str, headers: Headers) -> PeerInfo:
         """Return the peer information of a request from ``peer``."""
         direct = not any(mark in headers for mark in _PROXY_MARKS)
-        if not self._trusts(peer):
+        if not self.trusts(peer):
             caller = PeerInfo(address=peer, host=headers.get("host", ""), direct=direct)
-            if _is_loopback(peer) and not caller.on_this_machine:
+            if (address := peer_address(peer)) is not None and address.is_loopback and not caller.on_this_machine:
                 self._note_untrusted(caller)
             return caller
         # Each proxy appends the address of its own peer, so the list is read from its end.
-        address = peer
+        hop_address = peer
         forwarded = [hop for line in headers.getlist("x-forwarded-for") for hop in line.split(",")]
         for hop in reversed(forwarded):
             found = _hop_address(hop)
             if found is None:  # a name or garbage: only the proxy that wrote it is known
                 break
-            address = found
-            if not self._trusts(address):
+            hop_address = found
+            if not self.trusts(hop_address):
                 break
         host = headers.get("x-forwarded-host") or headers.get("host", "")
-        return PeerInfo(address=address, host=host, direct=direct)
+        return PeerInfo(address=hop_address, host=host, direct=direct)
 
     def _note_untrusted(self, caller: PeerInfo) -> None:
         self.sees_untrusted = True
@@ -104,8 +106,9 @@ class TrustedProxies:
                 " the limits of one address.",
             )
 
-    def _trusts(self, address: str) -> bool:
-        parsed = _parsed(address)
+    def trusts(self, address: str) -> bool:
+        """Return whether ``address`` is that of a trusted proxy."""
+        parsed = peer_address(address)
         return parsed is not None and any(parsed in network for network in self._networks)
 
 
@@ -127,32 +130,19 @@ def origin_allowed(origin: str | None, host: str, allowed: Sequence[str]) -> boo
     return parts.netloc.lower().removesuffix(suffix) == host.lower().removesuffix(suffix)
 
 
-def _parsed(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return None
-    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
-    return mapped or parsed
-
-
-def _is_loopback(address: str) -> bool:
-    parsed = _parsed(address)
-    return parsed is not None and parsed.is_loopback
-
-
 def _names_loopback(host: str) -> bool:
     """Return whether a ``Host``, with or without a port, is a loopback name or address."""
     match = _BRACKETED.fullmatch(host) or _WITH_PORT.fullmatch(host)
     name = (match["address"] if match else host).lower().removesuffix(".")
-    return name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
+    address = parse_address(name)
+    return name == "localhost" or name.endswith(".localhost") or (address is not None and address.is_loopback)
 
 
 def _hop_address(hop: str) -> str | None:
     """Return the address in an entry of ``X-Forwarded-For``, which may have a port: ``1.2.3.4:56``, ``[::1]:80``."""
     hop = hop.strip()
     match = _BRACKETED.fullmatch(hop) or _WITH_PORT.fullmatch(hop)
-    parsed = _parsed(match["address"] if match else hop)
+    parsed = parse_address(match["address"] if match else hop)
     # Without its zone, which may be any text of any length.
     return None if parsed is None else str(parsed).partition("%")[0]
 
@@ -203,8 +193,10 @@ def check_query_length(query: bytes) -> None:
 def read_credential(headers: Headers, subprotocols: Sequence[str] = ()) -> Credential | None:
     """Return the credential of a request, ``None`` without one.
 
+    Clients of other services send a token as ``X-API-Key`` or ``API-Key`` alone.
+
     Raises:
-        InferenceCenterError: ``not_authenticated`` for half of a client id and key.
+        InferenceCenterError: ``not_authenticated`` for a client id without a key.
     """
     if (authorization := headers.get("authorization")) is not None:
         scheme, _, token = authorization.partition(" ")
@@ -216,11 +208,12 @@ def read_credential(headers: Headers, subprotocols: Sequence[str] = ()) -> Crede
     client_id, api_key = headers.get("x-client-id"), headers.get("x-api-key")
     if client_id is not None and api_key is not None:
         return KeyCredential(client_id, api_key)
-    if client_id is not None or api_key is not None:
-        missing = "X-API-Key" if api_key is None else "X-Client-ID"
+    if client_id is not None:
         raise InferenceCenterError(
-            ErrorCode.NOT_AUTHENTICATED, f"{missing} is missing", hint="X-Client-ID and X-API-Key go together."
+            ErrorCode.NOT_AUTHENTICATED, "X-API-Key is missing", hint="X-Client-ID and X-API-Key go together."
         )
+    if alone := api_key or headers.get("api-key"):
+        return TokenCredential(alone)
     for subprotocol in subprotocols:
         if subprotocol.startswith(TOKEN_SUBPROTOCOL_PREFIX):
             return TokenCredential(subprotocol.removeprefix(TOKEN_SUBPROTOCOL_PREFIX))

@@ -34,8 +34,12 @@ SMALL_CHUNKS: Final = 1024
 """Chunks of a body after which they must have an average size of ``SMALL_CHUNK_BYTES``."""
 SMALL_CHUNK_BYTES: Final = 128
 _HEAD_END: Final = re.compile(rb"\n\r?\n")
+_CHUNKED: Final = re.compile(rb"\ntransfer-encoding: chunked\r\n", re.IGNORECASE)
 STALL_S: Final = 30.0
 """Seconds that a response may wait without a single byte being read."""
+
+SCOPE_KEY: Final = "http"
+"""Where a request's scope has its connection, in ``state``."""
 
 _faults = logging.getLogger("uvicorn.error.http")
 # Errors of peers are counted and not logged, as they could flood the log.
@@ -43,17 +47,22 @@ _faults.setLevel(logging.ERROR)
 
 
 class _StrictHttp(h11.Connection):
-    """Rejects requests that are costly for h11 to parse, or that a proxy may parse differently.
+    """Rejects requests that are costly for h11 to parse, or that a proxy may parse differently; writes chunks fast.
 
     Each header and each chunk costs microseconds, so a head of thousands of headers, or a body of one-byte chunks,
     would block the event loop for a tenth of a second, without authentication. h11 checks the size of a head only once
     it is complete. If both ``Content-Length`` and ``Transfer-Encoding`` are present, it uses the chunks; behind a proxy
     that uses the length, a second request could be smuggled in the body of the first (RFC 9112, 6.3). HTTP/1.0 has no
     chunks.
+
+    Each token of a stream is a chunk. Data in the middle of a chunked body changes no state of h11, so ``chunk`` frames
+    it at a tenth of the cost; h11 does everything else, and knows that the body goes on.
     """
 
     _n_chunks = 0
     _n_chunked_bytes = 0
+    _is_chunked = False
+    _has_body = False
 
     def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
         if self.their_state is h11.IDLE:
@@ -61,6 +70,7 @@ class _StrictHttp(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._n_chunks = self._n_chunked_bytes = 0
+            self._has_body = event.method != b"HEAD"
             _check_length(event)
         elif isinstance(event, h11.Data):
             self._n_chunks += event.chunk_start
@@ -68,6 +78,22 @@ class _StrictHttp(h11.Connection):
             if self._n_chunks > SMALL_CHUNKS and self._n_chunked_bytes < self._n_chunks * SMALL_CHUNK_BYTES:
                 raise h11.RemoteProtocolError("the chunks of the body are too small")
         return event
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]  # it has an overload for each kind
+        """Return the bytes of an event; see ``h11.Connection.send``."""
+        output = super().send(event)
+        if type(event) is h11.Response:
+            self._is_chunked = self._has_body and output is not None and _CHUNKED.search(output) is not None
+        return output
+
+    def chunk(self, data: bytes) -> bytes | None:
+        """Return data as a chunk of the response's body, as ``send`` does; ``None`` if the body has no chunks now."""
+        return b"%x\r\n%b\r\n" % (len(data), data) if data and self.in_chunks else None
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether the body of a response is being sent, in chunks."""
+        return self._is_chunked and self.our_state is h11.SEND_BODY
 
 
 def _check_head(waiting: bytes) -> None:
@@ -121,8 +147,8 @@ class HttpConnection(H11Protocol):
         connected: Callable[[], object],
         refusal: Callable[[str, Headers], bytes | None],
     ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self.conn = _StrictHttp(h11.SERVER, config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
+        super().__init__(config, server_state, {**app_state, SCOPE_KEY: self}, _loop)
+        self.conn: _StrictHttp = _StrictHttp(h11.SERVER, config.h11_max_incomplete_event_size or MAX_HEAD_BYTES)
         self.logger = _faults
         self._refused = refused
         self._connected = connected
@@ -152,7 +178,6 @@ class HttpConnection(H11Protocol):
             self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Remove the connection."""
         self._leave()
         for timer in (self._end_timer, self._stall_timer):
             if timer is not None:
@@ -184,7 +209,24 @@ class HttpConnection(H11Protocol):
         self._is_socket = True
         self._leave()
         self.transport = self._raw
+        del self.app_state[SCOPE_KEY]
         super().handle_websocket_upgrade(event)
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether ``write_chunk`` would write a part of the body."""
+        return not self.flow.write_paused and not self.cycle.disconnected and self.conn.in_chunks
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Write a part of the body of the response in progress, and return whether that was possible.
+
+        Otherwise ASGI's ``send`` has to: the body has no chunks, the client is behind, or has disconnected. Each token
+        is such a part, and this takes a fifth of the time of ``send`` and the layers around it.
+        """
+        if self.flow.write_paused or self.cycle.disconnected or (chunk := self.conn.chunk(data)) is None:
+            return False
+        self.transport.write(chunk)
+        return True
 
     def on_response_complete(self) -> None:
         """Wait for the next request; if the peer still sends this one, read and discard it for a while, then reset."""
@@ -206,7 +248,6 @@ class HttpConnection(H11Protocol):
         self._watch_reader()
 
     def resume_writing(self) -> None:
-        """Resume the response."""
         super().resume_writing()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
@@ -314,6 +355,7 @@ class _Closing:
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self._transport = transport
         self.close = close
+        self.write = transport.write  # called for each token
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -40,7 +40,6 @@ class Deadline:
         self._timer = self._arm(delay_s)
 
     def cancel(self) -> None:
-        """Cancel the call."""
         self._timer.cancel()
 
     def _arm(self, delay_s: float) -> asyncio.TimerHandle:
@@ -170,7 +169,6 @@ class ConnectionHub:
             evicted.evict()
 
     def remove(self, connection: ClientSocket) -> None:
-        """Remove a socket."""
         self._connections.discard(connection)
         self._unauthenticated.discard(connection)
         self._count_unauthenticated()
@@ -190,7 +188,6 @@ class ConnectionHub:
         self._empty.clear()
 
     def exit(self, participant: Participant) -> None:
-        """Remove a participant."""
         self._participants.discard(participant)
         self.leave(participant.client.client_id)
         self._look_if_empty()
@@ -282,16 +279,13 @@ class ConnectionHub:
         _close(changed, CloseCode.NOT_AUTHENTICATED, "the client's API key or limits have changed")
 
     def of_client(self, client_id: str) -> list[ClientSocket]:
-        """Return the sockets of a client."""
         return list(self._of_client.get(client_id, ()))
 
     @property
     def participants(self) -> frozenset[Participant]:
-        """The participants of all clients."""
         return frozenset(self._participants)
 
     def participants_of(self, client_id: str) -> list[Participant]:
-        """Return the participants of a client."""
         return [each for each in self._participants if each.client.client_id == client_id]
 
     def tokens_in_use(self) -> set[tuple[str, str]]:

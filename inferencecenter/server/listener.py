@@ -62,6 +62,7 @@ class Acceptor:
         handshake_timeout_s: Timeout of a TLS handshake.
         max_handshakes: Maximum number of concurrent handshakes; one more aborts the oldest.
         make_room: Called when no more connections can be accepted; closes idle ones.
+        delay_s: Returns how long a connection from an address waits before it is read.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -73,12 +74,14 @@ class Acceptor:
         handshake_timeout_s: float,
         max_handshakes: int,
         make_room: Callable[[], object],
+        delay_s: Callable[[str], float],
     ) -> None:
         self._listening = listening
         self._protocol = protocol
         self._options: dict[str, Any] = {"ssl": tls, "ssl_handshake_timeout": handshake_timeout_s} if tls else {}
         self._max_handshakes = max_handshakes
         self._make_room = make_room
+        self._delay_s = delay_s
         self._loop = asyncio.get_running_loop()
         self._tasks = TaskGroup("acceptor")
         self._handshakes: dict[asyncio.Task[None], None] = {}  # the oldest first
@@ -104,14 +107,14 @@ class Acceptor:
     def _accept(self) -> None:
         """Accept one connection; for the backlog the event loop calls again, between its other sources."""
         try:
-            connection, _ = self._listening.accept()
+            connection, address = self._listening.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):  # the pending connection was aborted
             return
         except OSError as error:
             self._pause(error)
             return
         connection.setblocking(False)
-        self._take(connection)
+        self._take(connection, address[0])
 
     def _pause(self, error: OSError) -> None:
         """Make room and pause, as the listening socket stays readable; then accept again."""
@@ -127,17 +130,19 @@ class Acceptor:
         self._loop.remove_reader(self._listening.fileno())
         self._retry = self._loop.call_later(RETRY_S, self.open)
 
-    def _take(self, connection: socket.socket) -> None:
+    def _take(self, connection: socket.socket, address: str) -> None:
         if len(self._handshakes) >= self._max_handshakes:
             oldest = next(iter(self._handshakes))
             del self._handshakes[oldest]
             oldest.cancel()
-        task = self._tasks.spawn(self._connect(connection), name="connect")
+        task = self._tasks.spawn(self._connect(connection, self._delay_s(address)), name="connect")
         self._handshakes[task] = None
         task.add_done_callback(lambda done: self._handshakes.pop(done, None))
 
-    async def _connect(self, connection: socket.socket) -> None:
+    async def _connect(self, connection: socket.socket, delay_s: float) -> None:
         try:
+            if delay_s:
+                await asyncio.sleep(delay_s)
             await self._loop.connect_accepted_socket(self._protocol, connection, **self._options)
         except (OSError, ssl.SSLError):  # the peer has gone, does not speak TLS or took too long
             connection.close()
@@ -189,6 +194,27 @@ def bind(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
+OLLAMA_ADDRESS: Final = ("127.0.0.1", 11434)
+"""Where Ollama listens."""
+
+
+def bind_ollama(host: str = OLLAMA_ADDRESS[0], port: int = OLLAMA_ADDRESS[1]) -> list[socket.socket]:
+    """Return a socket that listens where clients of Ollama look for it.
+
+    Raises:
+        InferenceCenterError: ``address_in_use``.
+    """
+    try:
+        return bind(host, port)
+    except InferenceCenterError as error:
+        raise InferenceCenterError(
+            error.code,
+            error.message,
+            field="server.ollama",
+            hint="Stop Ollama, or set server.ollama to false.",
+        ) from error
+
+
 def address(sockets: Sequence[socket.socket], settings: ServerSettings) -> str:
     """Return the URL of the daemon that listens on these sockets.
 
@@ -234,6 +260,10 @@ def _accept_upgrade(_peer: str, _headers: Headers) -> None:
     pass
 
 
+def _connect_at_once(_address: str) -> float:
+    return 0.0
+
+
 class Listener(uvicorn.Server):
     """The server's port.
 
@@ -242,9 +272,11 @@ class Listener(uvicorn.Server):
         settings: Limits and keepalive.
         drain: Awaited after ``stop``, when no new connection is accepted: announces the shutdown and lets turns finish.
         tls: Server-side TLS context; without it the port is in plain text.
+        plain: Sockets that are in plain text all the same.
         refused: Called with the HTTP status when a connection is refused before a request is read.
         connected: Called when a connection was made.
         refusal: Returns the response to a refused upgrade, given the peer and the headers.
+        delay_s: Returns how long a new connection from an address waits before it is read.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -254,12 +286,16 @@ class Listener(uvicorn.Server):
         *,
         drain: Callable[[], Awaitable[None]],
         tls: ssl.SSLContext | None = None,
+        plain: Sequence[socket.socket] = (),
         refused: Callable[[int], object] = _ignore_refusal,
         connected: Callable[[], object] = lambda: None,
         refusal: Callable[[str, Headers], bytes | None] = _accept_upgrade,
+        delay_s: Callable[[str], float] = _connect_at_once,
     ) -> None:
         self._settings = settings
         self._tls = tls
+        self._plain = plain
+        self._delay_s = delay_s
         self.limiter: ConnectionLimiter[HttpConnection] = ConnectionLimiter(
             min(settings.max_connections, _descriptors_for_http())
         )
@@ -325,10 +361,11 @@ class Listener(uvicorn.Server):
             acceptor = Acceptor(
                 listening,
                 protocol,
-                tls=self._tls,
+                tls=None if listening in self._plain else self._tls,
                 handshake_timeout_s=self._settings.head_timeout_s,
                 max_handshakes=self._settings.max_connections,
                 make_room=partial(self.limiter.evict_idle, _ROOM),
+                delay_s=self._delay_s,
             )
             acceptor.open()
             self._acceptors.append(acceptor)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.nvml import Gpu, GpuReading
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.client import EventSink
+    from inferencecenter.sessions.context import EventSink
     from inferencecenter.sessions.manager import SessionManager
     from inferencecenter.sessions.observability import Totals
 
@@ -127,7 +127,6 @@ class MetricsSampler:
         self._begun_at_s = 0.0
 
     async def sample(self) -> Metrics:
-        """Return the current metrics."""
         gpu = await self._read_gpu()
         return readings(timestamp=self._clock(), gpu=gpu, engine=self._engine.status, totals=self._sessions.totals())
 

@@ -138,7 +138,6 @@ class SocketOutbox(ABC, Generic[QueueT]):
 
     @property
     def waiting_bytes(self) -> int:
-        """Queued bytes."""
         return self._queue.n_bytes
 
     def flush(self) -> None:
@@ -166,7 +165,7 @@ class SocketOutbox(ABC, Generic[QueueT]):
 
     def _write(self, frame: bytes) -> None:
         self._wire.write_text(frame)
-        self._frames_out.inc()
+        self._frames_out.value += 1
 
     def _flush_on(self) -> None:
         self._flushing = None
@@ -286,7 +285,7 @@ class Outbox(SocketOutbox[_FrameQueue]):
             self._write(piece)
         elif piece:
             self._wire.write_piece(piece, first=first, last=last)
-            self._frames_out.inc(last)
+            self._frames_out.value += last
         return max(len(piece), _LEAST_BYTES)
 
     def _end_replay(self) -> None:

@@ -63,6 +63,15 @@ class StatusPages:
         """Liveness: always 200."""
         return JSONResponse({"status": "ok"})
 
+    async def health(self, _request: Request) -> Response:
+        """Readiness in the form of llama-server: 200 if the default model is loaded or will be by a turn."""
+        engine = self._context.models.status
+        if engine.serves and not self._context.hub.draining:
+            return JSONResponse({"status": "ok"})
+        message = "Loading model" if engine.state is EngineState.STARTING else "The engine is not running"
+        error = {"code": 503, "message": message, "type": "unavailable_error"}
+        return JSONResponse({"error": error}, status_code=503)
+
     async def readyz(self, request: Request) -> Response:
         """Readiness: 200 if a turn could run now, which may wake an engine, else 503.
 
@@ -182,7 +191,6 @@ def show_processes(metrics: MachineMetrics, engines: Mapping[str, EngineStatus])
 
 
 def show_gpus(metrics: MachineMetrics, gpus: Gpus) -> None:
-    """Update the metrics of GPUs."""
     metrics.clear_gpus()
     for position, reading in enumerate(gpus.readings):
         gpu = str(position if reading.index is None else reading.index)

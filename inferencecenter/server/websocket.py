@@ -252,7 +252,6 @@ class WebSocket(WebSocketsSansIOProtocol):
         self.finish(CloseCode.INTERNAL, "keepalive ping timeout", linger_s=LAST_WORD_S)
 
     def send_keepalive_ping(self) -> None:
-        """Send a keepalive ping."""
         self._alive = False
         super().send_keepalive_ping()
 

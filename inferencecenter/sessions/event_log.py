@@ -21,7 +21,6 @@ import structlog
 
 from inferencecenter.core.errors import ERRORS, ErrorCode
 from inferencecenter.protocol import events
-from inferencecenter.protocol.codec import encode
 from inferencecenter.protocol.events import (
     MAX_JOINED_BYTES,
     Reasoning,
@@ -43,18 +42,19 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event, SessionEvent, TurnEvent
     from inferencecenter.protocol.events import Error, Text
     from inferencecenter.protocol.requests import ResumeSession
-    from inferencecenter.sessions.client import EventSink, ReplaySink
+    from inferencecenter.sessions.context import EventSink, ReplaySink, ScheduledCall
     from inferencecenter.sessions.journal import Journal, Record
     from inferencecenter.sessions.output_parsing.assembler import OutputDelta
     from inferencecenter.sessions.output_parsing.parts import Part
     from inferencecenter.sessions.prompt.plan import ContextShift
     from inferencecenter.sessions.session import LiveSession
-    from inferencecenter.sessions.session_config import ScheduledCall
     from inferencecenter.sessions.turn import Turn, TurnOutcome
 
 
 NumberedEvent: TypeAlias = "SessionEvent | Error"
 """An event with a number; an error has one if it ends a turn."""
+_EVENT_BYTES: Final = 512
+"""An event without text; its longest fields are ids and warnings."""
 _TOKEN_BYTES: Final = 64
 _LOGPROB_BYTES: Final = 64
 
@@ -124,7 +124,7 @@ class ReplayBuffer:
     def __init__(self, limit_bytes: int, *, seq: int = 0) -> None:
         self._limit_bytes = limit_bytes
         self._bytes = 0
-        self._entries: deque[_Run | tuple[NumberedEvent, int]] = deque()
+        self._entries: deque[_Run | NumberedEvent] = deque()
         self._lost_seq = seq
         self._last_seq = seq
         self._disabled = False
@@ -154,9 +154,8 @@ class ReplayBuffer:
         if type(event) is Token or isinstance(event, Reasoning | ToolCall):
             self._add_text(event)
         else:
-            size = len(encode(event) or "")
-            self._entries.append((event, size))
-            self._bytes += size
+            self._entries.append(event)
+            self._bytes += _EVENT_BYTES
         while self._bytes > self._limit_bytes:
             self._forget_oldest()
 
@@ -168,8 +167,8 @@ class ReplayBuffer:
         for entry in self._entries:
             if isinstance(entry, _Run):
                 missing.extend(entry.events_after(last_seq))
-            elif (entry[0].seq or 0) > last_seq:
-                missing.append(entry[0])
+            elif (entry.seq or 0) > last_seq:
+                missing.append(entry)
         return missing
 
     def disable(self) -> None:
@@ -201,8 +200,8 @@ class ReplayBuffer:
             if oldest.contents:
                 return
         else:
-            self._lost_seq = oldest[0].seq or 0
-            self._bytes -= oldest[1]
+            self._lost_seq = oldest.seq or 0
+            self._bytes -= _EVENT_BYTES
         self._entries.popleft()
 
 
@@ -430,7 +429,6 @@ class EventLog:
         )
 
     def appended(self, n_messages: int, *, request_id: str | None) -> events.Appended:
-        """Return the reply to ``append``."""
         return events.Appended(id=request_id, session_id=self._session_id, seq=self._next(), messages=n_messages)
 
     def rewound(self, turn: str, n_messages: int, *, request_id: str | None) -> events.SessionRewound:
@@ -560,7 +558,6 @@ class SessionNotifier:
         self._handlers: list[SessionEventHandler] = []
 
     def subscribe(self, handler: SessionEventHandler) -> None:
-        """Call ``handler`` for each notification."""
         self._handlers.append(handler)
 
     def notify_metadata(self, session: LiveSession, *, by: EventSink | None) -> None:

@@ -45,7 +45,6 @@ class HistoryView:
         return max(0, self.resumes_at - self.kept)
 
     def of(self, messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-        """Return the messages in the context."""
         return messages[: self.kept] + messages[max(self.kept, self.resumes_at) :]
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
     from inferencecenter.protocol.events import End
     from inferencecenter.protocol.values import TranscriptTurn
+    from inferencecenter.sessions.context import SessionConfig
     from inferencecenter.sessions.history import History, TurnFailure
     from inferencecenter.sessions.output_parsing.parts import Part
-    from inferencecenter.sessions.session_config import SessionConfig
     from inferencecenter.sessions.turn import TurnSpec
 
 

@@ -28,15 +28,21 @@ from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import merge, parse_params
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.client import bound_max_tokens, check_model, unlimited_quota
+from inferencecenter.sessions.context import (
+    SessionConfig,
+    SessionServices,
+    bound_max_tokens,
+    check_model,
+    unlimited_quota,
+)
 from inferencecenter.sessions.event_log import SessionNotifier
 from inferencecenter.sessions.history import History, TurnLog
 from inferencecenter.sessions.journal import EpochChanged, NullJournal, ResumeLimiter, SessionDeleted, check_writable
 from inferencecenter.sessions.model_router import ModelRouter
 from inferencecenter.sessions.observability import ActiveTurnCount, NullTracer, TextQuota, TurnMetrics
-from inferencecenter.sessions.prefix_match import find_longest_prefix
+from inferencecenter.sessions.prefix_match import begins_like, find_longest_prefix
+from inferencecenter.sessions.prompt_lookup import render_query
 from inferencecenter.sessions.session import LiveSession
-from inferencecenter.sessions.session_config import SessionConfig, SessionServices
 from inferencecenter.sessions.states import SessionState
 from inferencecenter.sessions.table import MAX_BATCH, SessionTable, ttl_warnings
 
@@ -49,16 +55,16 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import CreateSession
     from inferencecenter.protocol.values import Mode, OnFull
-    from inferencecenter.sessions.client import EventSink, Principal, Quota, ReplaySink
+    from inferencecenter.sessions.context import EventSink, Principal, Quota, ReplaySink, ScheduledCall
     from inferencecenter.sessions.event_log import SessionEventHandler
     from inferencecenter.sessions.history import HistoryLimits
-    from inferencecenter.sessions.journal import Journal, StorageFault, StoredSession
+    from inferencecenter.sessions.journal import Journal, StorageFault, StoredSession, UsageRecorded
     from inferencecenter.sessions.model_router import ServedModel
     from inferencecenter.sessions.observability import Totals, Tracer, TurnObserver
     from inferencecenter.sessions.prefix_match import PrefixMatch
     from inferencecenter.sessions.prompt.renderer import PromptRenderers
+    from inferencecenter.sessions.prompt_lookup import PromptQuery, PromptText
     from inferencecenter.sessions.session import TurnSnapshot
-    from inferencecenter.sessions.session_config import ScheduledCall
 
 
 DEFAULT_MAX_TRANSCRIPT_CHARS: Final = 16 * 1024 * 1024
@@ -163,6 +169,20 @@ class SessionManager:
     def n_skipped(self) -> int:
         """Records that were skipped because an internal error prevented writing them."""
         return self._journal.n_skipped
+
+    def admit(self) -> None:
+        """Refuse new work while memory is short.
+
+        Raises:
+            InferenceCenterError: ``overloaded``.
+        """
+        self._services.admit()
+
+    def record_usage(self, usage: UsageRecorded) -> None:
+        """Record the usage of a request without a session; while the store cannot write, it is only counted."""
+        journal = self._journal.of_client(usage.client_id)
+        if journal.fault is None:
+            journal.write(usage, flush=False)
 
     def journal_for(self, request: Request, client_id: str) -> Journal:
         """Return the journal that has to release the reply to a client's ``request``.
@@ -312,16 +332,31 @@ class SessionManager:
             mode: The mode of the session.
             on_full: The session's policy for a full context.
         """
+        if len(messages) == 1:
+            return None
         own = self._table.stateless_of(client.client_id) if stateless else self._table.of_client(client.client_id)
         kind = model, mode, on_full
         idle = [
             session
             for session in own
             if session.state is SessionState.IDLE
+            and begins_like(session.history, messages)
             and (session.config.chosen_model, session.config.mode, session.config.on_full) == kind
         ]
         idle.sort(key=lambda session: session.idle_s)
         return find_longest_prefix(((session.config.session_id, session.history) for session in idle), messages)
+
+    def tagged(self, client: Principal, name: str) -> dict[str, str]:
+        """Return the entry ``name`` of the metadata of the client's own sessions that have it, by session id."""
+        return {
+            session.config.session_id: session.config.metadata[name]
+            for session in self._table.of_client(client.client_id)
+            if name in session.config.metadata
+        }
+
+    def render_prompt(self, client: Principal, query: PromptQuery) -> asyncio.Future[PromptText]:
+        """Request the prompt that a turn with this conversation would have, without a session; see ``render_query``."""
+        return render_query(client, query, self._services)
 
     def infer(self, client: Principal, request: requests.Infer, sink: EventSink, *, note: str = "") -> None:
         """Start a turn; its events, ``queued`` first, go to ``sink``.
@@ -339,6 +374,14 @@ class SessionManager:
             )
         session.infer(request, client, sink, note=note)
         self._table.touch(session)
+
+    def default_params(self, model: str | None) -> Params:
+        """Return the default parameters of a model's sessions.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``, and see ``ServedModel.loaded``.
+        """
+        return self._services.models.base_params(self._services.models.resolve(model))
 
     def abort(self, client: Principal, request: requests.Abort) -> None:
         """Request the end of a session's running turn; its ``end`` answers the request.
@@ -406,13 +449,16 @@ class SessionManager:
         """Return the number of a client's open sessions, and how many of them run a turn."""
         return self._table.count_of(client_id), self._active_turns.of(client_id)
 
+    def runs_turns(self, *, besides: str = "") -> bool:
+        """Return whether turns run, other than those of the sessions of the client ``besides``."""
+        return self._active_turns.total > self._active_turns.of(besides)
+
     def session_chars(self, client: Principal, session_id: str) -> int:
         """Return the characters held by a client's session; 0 if the client has no such session."""
         session = self._table.get(session_id)
         return session.n_chars if session is not None and session.config.client_id == client.client_id else 0
 
     def totals(self) -> Totals:
-        """Return the totals over all sessions."""
         return self._metrics.totals(
             sessions=len(self._table), active=self._active_turns.total, now=self._services.monotonic()
         )

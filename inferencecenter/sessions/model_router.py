@@ -12,8 +12,7 @@ import structlog
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.params import Params, merge, parse_params
-from inferencecenter.sessions.prompt.renderer import InlineRenderer
-from inferencecenter.sessions.prompt.template import RawText
+from inferencecenter.sessions.prompt.renderer import InlineRenderer, RawText
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,12 +20,11 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import ModelInfo
     from inferencecenter.ipc.port import EnginePort, EngineStatus, ModelsPort
     from inferencecenter.protocol.values import Mode
+    from inferencecenter.sessions.context import SessionConfig
     from inferencecenter.sessions.prompt.renderer import PromptRenderer, PromptRenderers
-    from inferencecenter.sessions.session_config import SessionConfig
 
 _FINGERPRINT_CHARS: Final = 32
 _RETRY_MS: Final = 1000
-_RAW: Final = InlineRenderer(RawText())
 _LOST: Final = (EngineState.BACKOFF, EngineState.FAILED)
 
 _log = structlog.get_logger(__name__)
@@ -60,7 +58,11 @@ class LoadedModel:
         Raises:
             InferenceCenterError: ``internal`` if the model's template does not compile.
         """
-        return _RAW if mode == "raw" else self._template
+        return self._raw if mode == "raw" else self._template
+
+    @cached_property
+    def _raw(self) -> PromptRenderer:
+        return InlineRenderer(RawText(self.info.infill))
 
     @cached_property
     def _template(self) -> PromptRenderer:
@@ -112,11 +114,7 @@ class ServedModel:
         try:
             self._ensure_loaded(client_id)
         except InferenceCenterError as error:
-            if error.spec.on_wire:
-                raise
-            # The error code of a model file is for the operator; clients receive the message only.
-            message = f"{self.name} cannot be loaded: {error.message}"
-            raise InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, message, hint=error.hint) from error
+            raise load_refusal(self.name, error) from error
         raise _not_loaded(self.name, self.engine.status)
 
 
@@ -137,18 +135,21 @@ class ModelRouter:
 
     def name(self, chosen: str | None) -> str:
         """Return the name of the model that serves now, whether it exists or not."""
-        return self._port.default if chosen is None else chosen
+        return self._port.default if chosen is None else self._port.aliases.get(chosen, chosen)
 
     def resolve(self, chosen: str | None) -> ServedModel:
         """Return the model that serves now.
 
         Raises:
-            InferenceCenterError: ``model_not_found``.
+            InferenceCenterError: ``model_not_found``, or ``invalid_request`` for one that generates no text.
         """
         name = self.name(chosen)
         engine = self._port.engine(name)
         serving = self._served.get(name)
         if serving is None or serving.engine is not engine:
+            # A model of another kind has another engine.
+            if (kind := self._port.kind_of(name)) != "chat":
+                raise _generates_nothing(name, kind)
             serving = self._served[name] = ServedModel(
                 name, engine, ensure_loaded=partial(self._port.ensure_loaded, name), renderers=self._renderers
             )
@@ -183,7 +184,6 @@ class ModelRouter:
         return self.base_params(self.resolve(name)).model_copy(update=chosen)
 
     def release(self, session_id: str) -> None:
-        """Release a session in all engines."""
         self._port.release(session_id)
 
     def _known(self, chosen: str | None) -> LoadedModel | None:
@@ -191,6 +191,14 @@ class ModelRouter:
             return self.resolve(chosen).last_loaded
         except InferenceCenterError:
             return None
+
+
+def load_refusal(name: str, error: InferenceCenterError) -> InferenceCenterError:
+    """Return why a model cannot be loaded, for clients: the code of a defect in its file is for the operator."""
+    if error.spec.on_wire:
+        return error
+    message = f"{name} cannot be loaded: {error.message}"
+    return InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, message, hint=error.hint)
 
 
 def recommended_params(model: ModelInfo) -> Params:
@@ -219,6 +227,16 @@ def fingerprint(model: ModelInfo) -> str:
         model.special_tokens,
     )
     return hashlib.sha256(orjson.dumps(meaning)).hexdigest()[:_FINGERPRINT_CHARS]
+
+
+def _generates_nothing(name: str, kind: str) -> InferenceCenterError:
+    does, path = ("makes embeddings", "embeddings") if kind == "embedding" else ("ranks documents", "rerank")
+    return InferenceCenterError(
+        ErrorCode.INVALID_REQUEST,
+        f"{name} {does} and generates no text",
+        field="model",
+        hint=f"Choose a chat model, or send the texts to /v1/{path}.",
+    )
 
 
 def _not_loaded(name: str, engine: EngineStatus) -> InferenceCenterError:

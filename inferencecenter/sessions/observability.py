@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from inferencecenter.ipc.messages import TraceStage
-    from inferencecenter.sessions.session_config import SessionConfig
+    from inferencecenter.protocol.values import TurnStats
+    from inferencecenter.sessions.context import SessionConfig
     from inferencecenter.sessions.turn import Turn, TurnOutcome, TurnSpec
 
 
@@ -26,21 +27,14 @@ _log = structlog.get_logger("turn")
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """The figures of one turn. ``finish`` is the wire's ``finish_reason``, or the error code of a failed turn."""
+    """A turn that ended. ``finish`` is the wire's ``finish_reason``, or the error code of a failed turn."""
 
     client_id: str
     session_id: str
     turn_id: str
     model: str
     finish: str
-    queue_ms: float
-    ttft_ms: float
-    total_ms: float
-    prompt_tokens: int
-    cached_tokens: int
-    tokens: int
-    tps: float
-    preempted: int = 0
+    stats: TurnStats
 
 
 class TurnObserver(Protocol):
@@ -149,8 +143,8 @@ class WaitEstimator:
 
     def update(self, record: TurnRecord) -> None:
         """Update the estimate with an ended turn; a turn that never ran is ignored."""
-        if record.prompt_tokens:
-            held_ms = record.total_ms - record.queue_ms
+        if record.stats.prompt_tokens:
+            held_ms = record.stats.total_ms - record.stats.queue_ms
             old_ms = self._held_ms.get(record.model, held_ms)
             self._held_ms[record.model] = old_ms + _NEWEST * (held_ms - old_ms)
 
@@ -173,11 +167,10 @@ class TurnMetrics:
         self.meter = TokenMeter()
         self._observer = observer
         self._waits = WaitEstimator()
-        self._last: TurnRecord | None = None
+        self._last: TurnStats | None = None
 
     def turn_ended(self, record: TurnRecord) -> None:
-        """Handle the end of a turn."""
-        self._last = record
+        stats = self._last = record.stats
         self._waits.update(record)
         _log.info(
             "turn",
@@ -185,12 +178,12 @@ class TurnMetrics:
             session=record.session_id,
             turn=record.turn_id,
             model=record.model,
-            queue_ms=record.queue_ms,
-            ttft_ms=record.ttft_ms,
-            tokens=record.tokens,
-            tps=record.tps,
-            cached=record.cached_tokens,
-            preempted=record.preempted,
+            queue_ms=stats.queue_ms,
+            ttft_ms=stats.ttft_ms,
+            tokens=stats.tokens,
+            tps=stats.tps,
+            cached=stats.cached_tokens,
+            preempted=stats.preempted,
             finish=record.finish,
         )
         if self._observer is not None:

@@ -41,11 +41,10 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import Abort, Append, Infer, ResumeSession, RewindSession
     from inferencecenter.protocol.values import ChatMessage, Usage
-    from inferencecenter.sessions.client import EventSink, Principal, Quota, ReplaySink
+    from inferencecenter.sessions.context import EventSink, Principal, Quota, ReplaySink, SessionConfig, SessionServices
     from inferencecenter.sessions.event_log import ReplayLoss
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.journal import Journal, StoredSession
-    from inferencecenter.sessions.session_config import SessionConfig, SessionServices
     from inferencecenter.sessions.turn import TurnOutcome
 
 

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from inferencecenter.config.settings import SessionSettings
-    from inferencecenter.sessions.client import EventSink, Principal
+    from inferencecenter.sessions.context import EventSink, Principal, ScheduledCall
     from inferencecenter.sessions.session import LiveSession
-    from inferencecenter.sessions.session_config import ScheduledCall
 
 
 MAX_BATCH: Final = 100

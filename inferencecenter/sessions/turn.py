@@ -13,11 +13,11 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Submit
 from inferencecenter.protocol.params import Params, encode, merge, parse_params
 from inferencecenter.protocol.values import TurnStats
-from inferencecenter.sessions.client import PRIORITY_RANK, bound_max_tokens, check_model
+from inferencecenter.sessions.context import PRIORITY_RANK, bound_max_tokens, check_model
 from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.observability import NullTracer, TurnRecord
 from inferencecenter.sessions.output_parsing.assembler import ResponseAssembler, assembler_for
-from inferencecenter.sessions.output_parsing.parser import OutputSpec, output_spec
+from inferencecenter.sessions.output_parsing.output_spec import OutputSpec, output_spec, schema_warnings
 from inferencecenter.sessions.prompt.plan import GeneratedAnswer
 from inferencecenter.sessions.states import TURN, TurnChange, TurnState
 
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, TokenDelta
     from inferencecenter.protocol.requests import Abort, Infer
     from inferencecenter.protocol.values import ChatMessage
-    from inferencecenter.sessions.client import Principal
+    from inferencecenter.sessions.context import Principal, SessionConfig, SessionServices
     from inferencecenter.sessions.history import HistoryView
     from inferencecenter.sessions.journal import PendingTurn
     from inferencecenter.sessions.model_router import ServedModel
     from inferencecenter.sessions.observability import TurnSpan
     from inferencecenter.sessions.output_parsing.call_format import TemplateCapabilities
     from inferencecenter.sessions.prompt.plan import Prompt
-    from inferencecenter.sessions.session_config import SessionConfig, SessionServices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,17 +75,21 @@ def new_turn_spec(  # noqa: PLR0913 - keyword-only
     """Return the spec of a new turn within the limits of its token.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for conflicting or excessive parameters, ``model_loading``,
-            ``engine_unavailable`` or ``forbidden``.
+        InferenceCenterError: ``invalid_request`` for conflicting or excessive parameters and for ``infill`` in a chat,
+            ``model_loading``, ``engine_unavailable`` or ``forbidden``, and see ``schema_warnings``.
     """
     own = turn_params(request)
+    if request.infill is not None and config.mode != "raw":
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, 'only sessions with mode "raw" support infill', field="infill"
+        )
     priority = client.allow_priority(request.priority, otherwise=config.priority)
     check_model(serving.name, limits)
     loaded = serving.loaded(config.client_id)
     below = services.models.params(config, serving.name)
     overlay = bound_max_tokens(own, limits, session=below, chosen=config.chosen)
     params = merge(below, overlay)
-    warnings = config.warnings(params, chosen=config.chosen | overlay.model_fields_set)
+    warnings = (*schema_warnings(request), *config.warnings(params, chosen=config.chosen | overlay.model_fields_set))
     if params.seed is None:
         params = params.model_copy(update={"seed": services.new_seed()})
     return TurnSpec(
@@ -139,7 +142,21 @@ def spec_for_model(
     own = {name: getattr(spec.params, name) for name in Params.model_fields}
     own = {name: value for name, value in own.items() if name in own_fields or value != getattr(before, name)}
     params = now.model_copy(update=own)
-    return replace(spec, params=params, warnings=config.warnings(params, chosen=config.chosen | own_fields))
+    warnings = (*schema_warnings(spec.request), *config.warnings(params, chosen=config.chosen | own_fields))
+    return replace(spec, params=params, warnings=warnings)
+
+
+def _without_choice(spec: TurnSpec) -> TurnSpec:
+    """Return the spec of a turn whose choice of thinking the template does not offer, with a warning.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` if the choice is required.
+    """
+    reason = "the model's chat template does not support the choice of thinking"
+    if spec.request.thinking_required:
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, reason, field="thinking")
+    warning = f"thinking has no effect: {reason}"
+    return spec if warning in spec.warnings else replace(spec, warnings=(*spec.warnings, warning))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,21 +170,13 @@ class TurnOutcome:
 
     def record(self, config: SessionConfig, turn_id: str, *, model: str) -> TurnRecord:
         """Return the record of the ended turn for metrics and the log."""
-        stats = self.stats
         return TurnRecord(
             client_id=config.client_id,
             session_id=config.session_id,
             turn_id=turn_id,
             model=model,
             finish=self.finish,
-            queue_ms=stats.queue_ms,
-            ttft_ms=stats.ttft_ms,
-            total_ms=stats.total_ms,
-            prompt_tokens=stats.prompt_tokens,
-            cached_tokens=stats.cached_tokens,
-            tokens=stats.tokens,
-            tps=stats.tps,
-            preempted=stats.preempted,
+            stats=self.stats,
         )
 
 
@@ -302,8 +311,11 @@ class Turn:
         """Set the prompt to submit and its spec; ``capabilities`` of the template determine how output is parsed.
 
         Raises:
-            InferenceCenterError: See ``output_spec``.
+            InferenceCenterError: ``invalid_request`` if the template does not offer a choice that the request requires,
+                and see ``output_spec``.
         """
+        if spec.request.thinking is not None and not capabilities.chooses_thinking:
+            spec = _without_choice(spec)
         self.output_spec = output_spec(spec.request, capabilities=capabilities, prompt=prompt.text)
         self.spec, self.prompt = spec, prompt
         self.assembler = assembler_for(

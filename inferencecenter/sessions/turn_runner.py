@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Concatenate, Final, ParamSpec, Protocol
 import msgspec
 import structlog
 
-from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, prompt_too_long
 from inferencecenter.ipc.messages import (
     Cancelled,
     ContextFull,
@@ -32,12 +32,11 @@ from inferencecenter.ipc.messages import (
     Started,
     TokenDelta,
 )
-from inferencecenter.sessions.client import check_model
+from inferencecenter.sessions.context import check_model
 from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.journal import TurnQueued
 from inferencecenter.sessions.observability import end_trace, trace_turn
 from inferencecenter.sessions.prompt.plan import (
-    SHORTEN,
     after_turn,
     check_fits,
     plan_context_shift,
@@ -53,13 +52,12 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import Submit, TurnEvent
     from inferencecenter.protocol.requests import Abort
-    from inferencecenter.sessions.client import Quota
+    from inferencecenter.sessions.context import Quota, SessionConfig, SessionServices
     from inferencecenter.sessions.event_log import EventLog
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.model_router import LoadedModel, ServedModel
     from inferencecenter.sessions.prompt.plan import PromptPlan
     from inferencecenter.sessions.prompt.renderer import RenderResult
-    from inferencecenter.sessions.session_config import SessionConfig, SessionServices
     from inferencecenter.sessions.turn import Turn, TurnOutcome, TurnSpec
 
 COUNTED_TOKENS: Final = 256
@@ -152,7 +150,6 @@ class TurnRunner:
 
     @property
     def client_id(self) -> str:
-        """The client that owns the turn."""
         return self._config.client_id
 
     @property
@@ -330,7 +327,13 @@ class TurnRunner:
     def _set_prompt(self, rendering: _Rendering, result: RenderResult) -> None:
         if isinstance(result, InferenceCenterError):
             raise result
-        prompt = prompt_of(rendering.history, rendering.plan, result, implied_bos=rendering.implied_bos)
+        prompt = prompt_of(
+            rendering.history,
+            rendering.plan,
+            result,
+            implied_bos=rendering.implied_bos,
+            prefix=rendering.spec.request.prefix or "",
+        )
         self.turn.set_prompt(prompt, rendering.spec, capabilities=result.capabilities)
         self._history = rendering.history
         self._rendering = None
@@ -584,12 +587,7 @@ def _prompt_too_long(event: ContextFull, refusal: InferenceCenterError | None, *
         refusal: Why the shortened prompt was refused, if it was.
         n_ctx: Maximum tokens of prompt and answer.
     """
-    error = refusal or InferenceCenterError(
-        ErrorCode.PROMPT_TOO_LONG,
-        f"The prompt has {event.n_tokens} tokens and cannot be made shorter; "
-        f"the context holds {n_ctx}, answer included.",
-        hint=SHORTEN,
-    )
+    error = refusal or prompt_too_long(f"{event.n_tokens} tokens and cannot be made shorter", n_ctx=n_ctx)
     return Failed(turn_id=event.turn_id, code=error.code.value, message=error.message, hint=error.hint)
 
 

@@ -105,6 +105,7 @@ def engine_options(spec: ModelSpec, kv: KvCachePaths) -> EngineOptions:
     }
     return EngineOptions(
         **(dict(engine) | resolved),
+        kind=spec.kind,
         model_path=str(spec.path),
         model_name=spec.name,
         lora=spec.lora,

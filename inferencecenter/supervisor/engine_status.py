@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from inferencecenter.supervisor.restart_policy import fewer_layers, lacks_memory
+from inferencecenter.supervisor.lifecycle import fewer_layers, lacks_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable

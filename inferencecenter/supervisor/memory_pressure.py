@@ -110,7 +110,6 @@ class MemoryPressureMonitor:
             self._rest()
 
     async def close(self) -> None:
-        """Stop monitoring."""
         await self._tasks.cancel()
 
     @property

@@ -23,6 +23,7 @@ from inferencecenter.supervisor.request_queue import unavailable
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from inferencecenter.config.sections import ModelKind
     from inferencecenter.ipc.messages import EngineLimits, ModelInfo
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.models.registry import ModelSpec, Registry
@@ -42,75 +43,11 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ManagedModel:
-    """A requested model, with what plans and runs its engines. Implements ``model_cache.ResidentModel``."""
+    """A requested model, with what plans and runs its engines."""
 
     spec: ModelSpec
     planner: Planner
     supervisor: Supervisor
-
-    @property
-    def name(self) -> str:
-        """The name that clients use."""
-        return self.spec.name
-
-    @property
-    def wanted(self) -> bool:
-        """Whether it still waits to be loaded."""
-        return self.supervisor.wanted
-
-    @property
-    def holds_memory(self) -> bool:
-        """Whether it is loaded, loading or being unloaded."""
-        return self.supervisor.holds_memory
-
-    @property
-    def busy(self) -> bool:
-        """Whether its engine has turns."""
-        return self.supervisor.busy
-
-    @property
-    def last_used_s(self) -> float:
-        """When it was last used, in monotonic seconds."""
-        return self.supervisor.last_used_s
-
-    @property
-    def clients(self) -> frozenset[str]:
-        """The clients that wait for it to be loaded, as far as they are known."""
-        return self.supervisor.clients
-
-    @property
-    def users(self) -> frozenset[str]:
-        """The clients whose turns it has run since it was loaded."""
-        return self.supervisor.users
-
-    @property
-    def loaded_at_s(self) -> float | None:
-        """When it was loaded, in monotonic seconds; now while it is loading, ``None`` otherwise."""
-        return self.supervisor.loaded_at_s
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether an operator requested it."""
-        return self.supervisor.is_urgent
-
-    def delay(self, seconds: float) -> None:
-        """Notify the turns that wait for it how long they have to wait at least."""
-        self.supervisor.delay(seconds)
-
-    async def evict(self) -> None:
-        """Unload it as soon as its turns have ended, or have had their time."""
-        await self.supervisor.evict(patience_s=self.spec.engine.swap_patience_s)
-
-
-async def fits_beside(model: ManagedModel, others: Sequence[ManagedModel]) -> bool:
-    """Return whether a model gets as much beside the others, which are loaded, as it would alone.
-
-    Raises:
-        InferenceCenterError: The model cannot be planned, whatever the planner raised.
-    """
-    planners = [each.planner for each in others]
-    with foreign_input(partial(_not_planned, model.name)):
-        return await asyncio.to_thread(model.planner.fits_beside, planners, model.supervisor.options)
 
 
 def _not_planned(name: str, reason: str) -> InferenceCenterError:
@@ -119,19 +56,20 @@ def _not_planned(name: str, reason: str) -> InferenceCenterError:
     )
 
 
-def summary(name: str, model: ManagedModel | None, *, default: bool) -> ModelSummary:
+def summary(name: str, model: ManagedModel | None, *, default: bool, kind: ModelKind) -> ModelSummary:
     """Return a model's entry in a list; ``None`` is a model that was never requested."""
     status = model.supervisor.status if model else None
     loaded = status.model if status else None
     if status is None:
-        return ModelSummary(name=name, default=default, state="unloaded")
+        return ModelSummary(name=name, default=default, kind=kind, state="unloaded")
     if loaded is None:
         return ModelSummary(
-            name=name, default=default, state=_STATES.get(status.state, "unloaded"), detail=status.detail
+            name=name, default=default, kind=kind, state=_STATES.get(status.state, "unloaded"), detail=status.detail
         )
     return ModelSummary(
         name=name,
         default=default,
+        kind=kind,
         state=_STATES.get(status.state, "asleep"),
         detail=status.detail,
         n_ctx=loaded.n_ctx,
@@ -159,7 +97,7 @@ class ModelManager:
         self,
         registry: Registry,
         *,
-        make: Callable[[ModelSpec, Callable[[ManagedModel], Awaitable[bool]]], ManagedModel],
+        make: Callable[[ModelSpec, Callable[[Supervisor], Awaitable[bool]]], ManagedModel],
         max_resident: int,
         min_residency_s: float = 0.0,
     ) -> None:
@@ -168,11 +106,11 @@ class ModelManager:
         self._default = registry.default
         self._models: dict[str, ManagedModel] = {}
         self._started = False
-        self._begun: list[ManagedModel] = []
-        self._model_cache: ModelCache[ManagedModel] = ModelCache(
+        self._begun: dict[Supervisor, ManagedModel] = {}
+        self._model_cache: ModelCache[Supervisor] = ModelCache(
             max_resident=max_resident,
             min_residency_s=min_residency_s,
-            fits=fits_beside,
+            fits=self._fits_beside,
             changed=self._state_changed,
         )
         self._listeners = StatusListeners()
@@ -195,8 +133,12 @@ class ModelManager:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all models."""
         return tuple(sorted(self._registry.models))
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Further names, each with the model's."""
+        return self._registry.aliases
 
     @property
     def status(self) -> EngineStatus:
@@ -216,7 +158,19 @@ class ModelManager:
     @property
     def supervisors(self) -> tuple[Supervisor, ...]:
         """All that were begun, with those that are to replace another and those that finish their turns."""
-        return tuple(model.supervisor for model in self._begun)
+        return tuple(self._begun)
+
+    def spec_of(self, name: str) -> ModelSpec:
+        """Return what is configured of a model.
+
+        Raises:
+            InferenceCenterError: ``model_not_found``.
+        """
+        return self._registry.get(name)
+
+    def kind_of(self, name: str) -> str:
+        """Return what a model does; see ``ModelsPort``."""
+        return self.spec_of(name).kind
 
     def params_of(self, name: str) -> Mapping[str, Any]:
         """Return the parameters that a model's entry sets; none for a model that was removed."""
@@ -233,7 +187,10 @@ class ModelManager:
 
     def describe(self) -> tuple[ModelSummary, ...]:
         """Return all models, by name."""
-        return tuple(summary(name, self._models.get(name), default=name == self._default) for name in self.names)
+        return tuple(
+            summary(name, self._models.get(name), default=name == self._default, kind=self.spec_of(name).kind)
+            for name in self.names
+        )
 
     def subscribe(self, listener: Callable[[EngineStatus], None]) -> None:
         """Call ``listener`` when the state of the default's engine changes, or another model becomes the default."""
@@ -255,6 +212,15 @@ class ModelManager:
             self._registry = self._registry.with_new_files()
         except InferenceCenterError as error:
             _log.warning("models_dir", reason=error.message)
+
+    def forget_removed(self) -> None:
+        """Forget models whose files were deleted from ``models_dir``; see ``apply``.
+
+        Raises:
+            InferenceCenterError: See ``read_registry``.
+        """
+        if self._registry.reread is not None:
+            self.apply(self._registry.reread())
 
     def start(self, *, after_crash: bool = False) -> None:
         """Load the default and begin what was requested before; call it once, from the main thread.
@@ -323,7 +289,7 @@ class ModelManager:
         """
         self._registry.get(name, field="name")
         if (model := self._models.get(name)) is not None:
-            self._tasks.spawn(model.supervisor.evict(patience_s=None), name="unload")
+            self._tasks.spawn(model.supervisor.evict(interrupts=False), name="unload")
 
     def apply(self, registry: Registry) -> None:
         """Change over to other entries; a running model whose entry differs is replaced."""
@@ -366,7 +332,7 @@ class ModelManager:
             failure = await self._load(model, on_progress)
             if failure is None:
                 self._default = name
-                _log.info("model_changed", model=name, before=old.name)
+                _log.info("model_changed", model=name, before=old.spec.name)
                 self._listeners.notify(self.status)
                 old.supervisor.recall()
             return failure
@@ -385,8 +351,8 @@ class ModelManager:
                 return None
             if status.state not in _ON_ITS_WAY:
                 return status.detail or f"its engine is {status.state}"
-            phase = "draining" if self._model_cache.waits(model) else "loading"
-            now = Swap(model=model.name, phase=phase, done=round(status.load_fraction, 2))
+            phase = "draining" if self._model_cache.waits(model.supervisor) else "loading"
+            now = Swap(model=model.spec.name, phase=phase, done=round(status.load_fraction, 2))
             if now != told:
                 on_progress(now)
                 told = now
@@ -424,10 +390,10 @@ class ModelManager:
         """
         new = self._make(spec, self._model_cache.admit)
         same_place = cache_key(spec) == cache_key(old.spec)
-        was_loaded = old.holds_memory
+        was_loaded = old.supervisor.holds_memory
         if same_place:
             old.supervisor.pause(paused=True)
-            await old.evict()
+            await old.supervisor.evict()
         self._begin(new, asleep=True)
         failure = await self._load(new, lambda _: None) if was_loaded else None
         if failure is not None:
@@ -444,6 +410,16 @@ class ModelManager:
         self._retire(old)
         self._on_status(new, new.supervisor.status)
 
+    async def _fits_beside(self, engine: Supervisor, others: Sequence[Supervisor]) -> bool:
+        """Return whether an engine gets as much beside the others, which are loaded, as it would alone.
+
+        Raises:
+            InferenceCenterError: It cannot be planned, whatever the planner raised.
+        """
+        planners = [self._begun[each].planner for each in others]
+        with foreign_input(partial(_not_planned, engine.name)):
+            return await asyncio.to_thread(self._begun[engine].planner.fits_beside, planners, engine.options)
+
     def _get(self, name: str) -> ManagedModel:
         """Return a model, built at the first request.
 
@@ -457,23 +433,23 @@ class ModelManager:
         return model
 
     def _begin(self, model: ManagedModel, *, asleep: bool, after_crash: bool = False) -> None:
-        self._begun.append(model)
-        self._model_cache.add(model)
+        self._begun[model.supervisor] = model
+        self._model_cache.add(model.supervisor)
         model.supervisor.subscribe(lambda status: self._on_status(model, status))
         model.supervisor.start(asleep=asleep, after_crash=after_crash)
 
     def _on_status(self, model: ManagedModel, status: EngineStatus) -> None:
         self._state_changed()
         self._model_cache.reevaluate()
-        if self._models.get(model.name) is not model:
+        if self._models.get(model.spec.name) is not model:
             return
         for listener in self._model_listeners:
             try:
-                listener(model.name, status)
+                listener(model.spec.name, status)
             # The same border as in ``StatusListeners``.
             except Exception:  # noqa: BLE001
-                _log.exception("engine_listener_failed", model=model.name, state=status.state.value)
-        if model.name == self._default:
+                _log.exception("engine_listener_failed", model=model.spec.name, state=status.state.value)
+        if model.spec.name == self._default:
             self._listeners.notify(status)
 
     def _state_changed(self) -> None:
@@ -482,14 +458,16 @@ class ModelManager:
 
     def _forget(self, model: ManagedModel) -> None:
         """Remove a model that could not be loaded; the next request builds it again."""
-        if self._models.get(model.name) is model:
-            del self._models[model.name]
+        if self._models.get(model.spec.name) is model:
+            del self._models[model.spec.name]
         self._retire(model)
 
     def _renew(self, model: ManagedModel) -> ManagedModel:
         """Replace a failed engine by a new one, which is asleep, with the turns that wait for it."""
-        _log.info("engine_renewed", model=model.name, detail=model.supervisor.status.detail)
-        renewed = self._models[model.name] = self._make(self._registry.get(model.name), self._model_cache.admit)
+        _log.info("engine_renewed", model=model.spec.name, detail=model.supervisor.status.detail)
+        renewed = self._models[model.spec.name] = self._make(
+            self._registry.get(model.spec.name), self._model_cache.admit
+        )
         renewed.supervisor.inherit(model.supervisor.status.model)
         self._begin(renewed, asleep=True)
         model.supervisor.recall(begun=True)
@@ -497,14 +475,14 @@ class ModelManager:
         return renewed
 
     def _retire(self, model: ManagedModel) -> None:
-        self._retiring.spawn(self._finish(model), name=model.name)
+        self._retiring.spawn(self._finish(model), name=model.spec.name)
 
     async def _finish(self, model: ManagedModel) -> None:
         await model.supervisor.retire()
-        self._begun.remove(model)
-        self._model_cache.remove(model)
+        del self._begun[model.supervisor]
+        self._model_cache.remove(model.supervisor)
 
 
 def _runs_alike(spec: ModelSpec, other: ModelSpec | None) -> bool:
-    # Parameters are looked up for each turn, so they need no other engine.
-    return other is not None and replace(spec, params={}) == replace(other, params={})
+    # These are looked up for each turn or request, so they need no other engine.
+    return other is not None and replace(spec, params={}, matryoshka=other.matryoshka) == replace(other, params={})

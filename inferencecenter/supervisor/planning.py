@@ -19,14 +19,14 @@ from inferencecenter.hardware.gguf import read_gguf
 from inferencecenter.hardware.host import read_host
 from inferencecenter.hardware.model_shape import describe, with_adapters
 from inferencecenter.hardware.placement import MIB, PlacementConstraints, margin_bytes
-from inferencecenter.hardware.split import CONTEXT_BYTES, plan
+from inferencecenter.hardware.split import CONTEXT_BYTES, USUAL_N_UBATCH, plan
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol.values import EnginePlan, PlannedDevice, PlannedHost, PlanReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from inferencecenter.config.sections import EngineSettings, LoraSettings
+    from inferencecenter.config.sections import EngineSettings, LoraSettings, ModelKind
     from inferencecenter.config.settings import GpuSettings
     from inferencecenter.hardware.model_shape import ModelShape
     from inferencecenter.hardware.placement import Device, Host, PlacementPlan
@@ -65,6 +65,38 @@ def placement_constraints(engine: EngineSettings, gpu: GpuSettings) -> Placement
         prefer=gpu.prefer,
         expert_offload=gpu.expert_offload,
     )
+
+
+USUAL_TEXT_TOKENS: Final = 2048
+"""Longest text of an embedding model that allows longer ones: a text is computed at once, attention and all."""
+
+
+def embedding_constraints(constraints: PlacementConstraints, model: ModelShape) -> PlacementConstraints:
+    """Return the constraints of a model that makes embeddings: its longest text is one batch, in one sequence.
+
+    Flash attention pays on processors too, because all rows of a batch are computed together and no history precedes
+    them: full batches take 40 % less time.
+    """
+    n_ctx = min(constraints.n_ctx or USUAL_TEXT_TOKENS, model.n_ctx_train)
+    n_batch = max(n_ctx, constraints.n_ubatch or USUAL_N_UBATCH)
+    flash_attention = "on" if constraints.flash_attention == "auto" else constraints.flash_attention
+    return replace(
+        constraints,
+        slots=1,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_ubatch=n_batch,
+        flash_attention=flash_attention,
+        embeds=True,
+    )
+
+
+def constraints_of(
+    engine: EngineSettings, gpu: GpuSettings, model: ModelShape, kind: ModelKind
+) -> PlacementConstraints:
+    """Return the constraints on the plan of a model of this kind."""
+    constraints = placement_constraints(engine, gpu)
+    return constraints if kind == "chat" else embedding_constraints(constraints, model)
 
 
 def lora_bytes(paths: Iterable[Path]) -> int:
@@ -107,7 +139,7 @@ class Planner:
         engine: EngineSettings,
         gpu: GpuSettings,
         calibration: VramCalibration,
-        devices: Callable[[Sequence[str]], tuple[Device, ...]] = find_devices,
+        devices: Callable[[Sequence[str], Sequence[str]], tuple[Device, ...]] = find_devices,
         host: Callable[[], Host] = read_host,
         used_bytes: Callable[[int, int], int | None] = nvml.process_bytes,
     ) -> None:
@@ -230,6 +262,8 @@ class Planner:
                 with foreign_input(partial(_unplannable, options)):
                     draft = Path(options.draft_path) if options.draft_path else None
                     self._model = read_shape(Path(options.model_path), options.lora, draft)
+                    if options.kind != "chat":
+                        self._constraints = embedding_constraints(self._constraints, self._model)
             except InferenceCenterError as error:
                 # llama.cpp may read what this parser does not; if it cannot either, the engine reports it.
                 _log.warning("plan_impossible", reason=error.message)
@@ -268,7 +302,7 @@ class Planner:
         assert self._model is not None, "its header was read"
         return tuple(
             replace(device, correction_bytes=self._calibration.extra_bytes(self._model.digest, device.id))
-            for device in self._find_devices(self._gpu.devices)
+            for device in self._find_devices(self._gpu.devices, self._gpu.rpc_servers)
         )
 
     def _used(self, device: Device, pid: int, memory: Sequence[BufferUse]) -> int | None:
@@ -280,7 +314,7 @@ class Planner:
             own = self._used_bytes(device.index, pid)
             if own is not None:
                 return own
-            now = next((each for each in self._find_devices(self._gpu.devices) if each.id == device.id), None)
+            now = next((each for each in self._find_devices((), ()) if each.id == device.id), None)
             return None if now is None else max(0, device.free_bytes - now.free_bytes)
         names = {device.id, *device.aliases}
         buffers = [use for use in memory if use.name in names]
@@ -325,7 +359,10 @@ def _worth(made: PlacementPlan) -> tuple[int, int, int]:
 
 def _with_setup(options: EngineOptions, made: PlacementPlan) -> EngineOptions:
     flash_attention = options.flash_attention if made.setup.flash_attention else "off"
-    return options.replace(**(asdict(made.setup) | {"flash_attention": flash_attention}))
+    setup = asdict(made.setup) | {"flash_attention": flash_attention}
+    if options.kind != "chat":  # how many tokens are computed at once; only a single text may exceed it
+        setup |= {"n_batch": options.n_batch, "n_ubatch": options.n_ubatch}
+    return options.replace(**setup)
 
 
 def _report(made: PlacementPlan) -> None:

@@ -1,4 +1,4 @@
-"""Identifies turns that kill engines (poison turns). Pure.
+"""Turns that kill engines (poison turns): their identification, the clients that send them, and the file of suspects.
 
 The turns that a dead engine was busy with are suspects. A suspect that generates ``PROVEN_TOKENS`` more tokens is
 cleared, alone or in company. One that is suspected a second time before that is isolated: it runs with no other turn in
@@ -7,24 +7,44 @@ killed from outside, by an operator or the OOM killer, need not have died of the
 
 The death of a daemon counts as a death of its engines. The turns that the next daemon resumes are suspected of it, or
 only the isolated one; so a turn that kills daemon and engine together is identified by the fifth death. A turn that
-made progress between two deaths of daemons is not suspected of the first.
+made progress between two deaths of daemons is not suspected of the first. For this the suspicions are written to
+``suspects.json`` when they change, which is only after an engine's death and while suspects run in isolation.
+
+Convicting a turn resets the engine's restart budget, so a client could repeat its poison prompt for ever; and a client
+that cancels its turn before it is isolated is never convicted. So deaths are also counted by client (``CrashLimit``). A
+dead engine names the turns of its step, most of which are innocent: the death counts against the client of each until
+that turn is cleared, by as many further tokens as clear a suspect or by ending on its own. A cancelled turn is not
+cleared.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+import structlog
+
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, reason_of
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
 
 PROVEN_TOKENS: Final = 16
 TRIED_AFTER: Final = 2
 """Suspicions after which a turn is isolated."""
+_MAX_FILE_BYTES: Final = 2**20
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Suspicion:
+class Suspicion:
     """A turn was suspected ``times`` times and is cleared at ``clear_at_tokens`` generated tokens."""
 
     times: int
@@ -35,13 +55,10 @@ class PoisonTurnDetector:
     """The suspected turns, and which of them is isolated."""
 
     def __init__(self) -> None:
-        self._suspicions: dict[str, _Suspicion] = {}
+        self.suspicions: dict[str, Suspicion] = {}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.times}, on_trial={self.isolated})"
-
-    def __len__(self) -> int:
-        return len(self._suspicions)
 
     @property
     def isolated(self) -> str | None:
@@ -49,21 +66,21 @@ class PoisonTurnDetector:
 
         Between two deaths of an engine it changes only when this turn is cleared or ends.
         """
-        return next((name for name, suspicion in self._suspicions.items() if suspicion.times >= TRIED_AFTER), None)
+        return next((name for name, suspicion in self.suspicions.items() if suspicion.times >= TRIED_AFTER), None)
 
     @property
     def times(self) -> dict[str, int]:
         """How often each suspect was named."""
-        return {turn_id: suspicion.times for turn_id, suspicion in self._suspicions.items()}
+        return {turn_id: suspicion.times for turn_id, suspicion in self.suspicions.items()}
 
     @property
     def n_tokens(self) -> dict[str, int]:
         """The generated tokens of each suspect when it was last named."""
-        return {name: suspicion.clear_at_tokens - PROVEN_TOKENS for name, suspicion in self._suspicions.items()}
+        return {name: suspicion.clear_at_tokens - PROVEN_TOKENS for name, suspicion in self.suspicions.items()}
 
     def restore(self, turn_id: str, *, times: int, n_tokens: int) -> None:
         """Restore a suspicion that an earlier daemon stored."""
-        self._suspicions[turn_id] = _Suspicion(times, n_tokens + PROVEN_TOKENS)
+        self.suspicions[turn_id] = Suspicion(times, n_tokens + PROVEN_TOKENS)
 
     def lost(self, named: Mapping[str, int], *, from_outside: bool = False) -> str | None:
         """Record the death of an engine; return the turn that is convicted of it, if any.
@@ -74,24 +91,163 @@ class PoisonTurnDetector:
         """
         on_trial = self.isolated
         if on_trial is not None and named.keys() == {on_trial}:
-            died_alone_before = self._suspicions[on_trial].times > TRIED_AFTER
+            died_alone_before = self.suspicions[on_trial].times > TRIED_AFTER
             if not from_outside or died_alone_before:
-                del self._suspicions[on_trial]
+                del self.suspicions[on_trial]
                 return on_trial
         for turn_id, n_tokens in named.items():
-            before = self._suspicions.get(turn_id)
+            before = self.suspicions.get(turn_id)
             times = before.times + 1 if before else 1
-            self._suspicions[turn_id] = _Suspicion(times, n_tokens + PROVEN_TOKENS)
+            self.suspicions[turn_id] = Suspicion(times, n_tokens + PROVEN_TOKENS)
         return None
 
     def clears(self, turn_id: str, n_tokens: int) -> bool:
         """Return whether a turn is cleared by the tokens it has generated, and if so drop the suspicion."""
-        suspicion = self._suspicions.get(turn_id)
+        suspicion = self.suspicions.get(turn_id)
         if suspicion is None or n_tokens < suspicion.clear_at_tokens:
             return False
-        del self._suspicions[turn_id]
+        del self.suspicions[turn_id]
         return True
 
     def forget(self, turn_id: str) -> None:
         """Drop a turn that has ended."""
-        self._suspicions.pop(turn_id, None)
+        self.suspicions.pop(turn_id, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Death:
+    """The time of an engine's death in seconds and, by client, the suspected turns that are not cleared yet."""
+
+    at_s: float
+    suspected: dict[str, set[str]]
+
+
+class CrashLimit:
+    """Counts deaths of engines within a time window by the clients whose turns may have caused them.
+
+    Args:
+        max_deaths: Deaths at which a client's new turns are refused; 0 disables the limit.
+        window_s: How long a death counts, in seconds.
+        monotonic: Monotonic clock in seconds.
+    """
+
+    def __init__(self, *, max_deaths: int, window_s: float, monotonic: Callable[[], float]) -> None:
+        self._max_deaths = max_deaths
+        self._window_s = window_s
+        self._monotonic = monotonic
+        self._deaths: deque[_Death] = deque()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self._deaths)} deaths)"
+
+    def engine_died(self, suspects: Mapping[str, str]) -> frozenset[str]:
+        """Count a death against the clients of ``suspects``, which maps turns to clients.
+
+        Returns:
+            The clients that are refused from now on and were not before.
+        """
+        if not self._max_deaths or not suspects:
+            return frozenset()
+        self._expire()
+        suspected: dict[str, set[str]] = {}
+        for turn_id, client_id in suspects.items():
+            suspected.setdefault(client_id, set()).add(turn_id)
+        self._deaths.append(_Death(self._monotonic(), suspected))
+        refused = frozenset(client_id for client_id in suspected if len(self._counted(client_id)) == self._max_deaths)
+        for client_id in refused:
+            _log.warning("client_refused", client=client_id, engine_deaths=self._max_deaths)
+        return refused
+
+    def cleared(self, turn_id: str) -> None:
+        """Clear a turn of all deaths."""
+        if not self._deaths:
+            return
+        for death in self._deaths:
+            for client_id, turn_ids in list(death.suspected.items()):
+                turn_ids.discard(turn_id)
+                if not turn_ids:
+                    del death.suspected[client_id]
+        self._deaths = deque(death for death in self._deaths if death.suspected)
+
+    def check(self, client_id: str) -> None:
+        """Raise if a client's turns have caused too many deaths.
+
+        Raises:
+            InferenceCenterError: ``rate_limited``, with the time after which to retry.
+        """
+        if (error := self.refusal(client_id)) is not None:
+            raise error
+
+    def refusal(self, client_id: str) -> InferenceCenterError | None:
+        """Return the error with which a client's new turns are refused, if they are."""
+        if not self._deaths:
+            return None
+        self._expire()
+        counted = self._counted(client_id)
+        if len(counted) < self._max_deaths:
+            return None
+        left_s = counted[-self._max_deaths] + self._window_s - self._monotonic()
+        return InferenceCenterError(
+            ErrorCode.RATE_LIMITED,
+            f"turns of this client have crashed {len(counted)} engines within {self._window_s:g} s",
+            hint="Do not repeat turns that failed with engine_crashed. Retry after retry_after_ms; "
+            "the operator's limit is engine.max_client_crashes.",
+            retry_after_ms=max(1, round(1000 * left_s)),
+        )
+
+    def _counted(self, client_id: str) -> list[float]:
+        return [death.at_s for death in self._deaths if client_id in death.suspected]
+
+    def _expire(self) -> None:
+        oldest_s = self._monotonic() - self._window_s
+        while self._deaths and self._deaths[0].at_s <= oldest_s:
+            self._deaths.popleft()
+
+
+class SuspectedTurns(msgspec.Struct, frozen=True):
+    """By turn of a model: the deaths it was suspected of, and the tokens it had generated at the last one.
+
+    ``alone`` is the turn that ran in isolation.
+    """
+
+    times: dict[str, int] = {}
+    n_tokens: dict[str, int] = {}
+    alone: str | None = None
+
+
+class PoisonTurnStore:
+    """The suspected turns by model. A file that cannot be read or written only loses the suspicions."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._models: dict[str, SuspectedTurns] = {}
+        try:
+            self._models = _read(path)
+        except FileNotFoundError:
+            pass
+        except Exception as error:  # noqa: BLE001 - other programs may have changed the file
+            _log.warning("suspects_unreadable", path=str(path), reason=reason_of(error))
+
+    def of(self, model: str) -> SuspectedTurns:
+        """Return the suspicions stored for a model."""
+        return self._models.get(model, SuspectedTurns())
+
+    def put(self, model: str, suspected: SuspectedTurns) -> None:
+        """Store a model's suspicions if they have changed."""
+        if suspected == self.of(model):
+            return
+        self._models[model] = suspected
+        self._models = {name: each for name, each in self._models.items() if each.times}
+        fresh = self._path.with_suffix(".new")
+        try:
+            fresh.write_bytes(msgspec.json.encode(self._models))
+            os.replace(fresh, self._path)  # noqa: PTH105 - atomic, and one call
+        except OSError as error:
+            _log.warning("suspects_not_written", path=str(self._path), reason=reason_of(error))
+            with contextlib.suppress(OSError):
+                fresh.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, SuspectedTurns]:
+    with path.open("rb") as file:
+        return msgspec.json.decode(file.read(_MAX_FILE_BYTES), type=dict[str, SuspectedTurns])

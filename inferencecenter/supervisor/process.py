@@ -10,23 +10,140 @@ import signal
 import threading
 from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 import structlog
 
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.ipc import engine_child
-from inferencecenter.ipc.channel import Channel
+from inferencecenter.ipc.framing import MAX_FRAME_BYTES, FramingError, encode, from_engine_decoder
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, Suspend
 
 if TYPE_CHECKING:
+    import socket
     import subprocess
     from collections.abc import AsyncIterator, Callable, Sequence
     from pathlib import Path
 
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import FromEngine, LogLine, Suspended, ToEngine
+
+
+MAX_UNREAD_BYTES: Final = 3 * MAX_FRAME_BYTES
+"""Most bytes that may wait for an engine that does not read; beyond that it counts as lost."""
+WINDOW_BYTES: Final = 8 * 2**20
+"""Bytes that may wait before turns are held back. One more turn and all lookups still fit below the limit."""
+
+
+class Channel(asyncio.Protocol):
+    """Frames over a connected socket.
+
+    Args:
+        on_message: Called on the event loop with each message, in order; must not raise.
+        on_drain: Called on the event loop when there is room again; must not raise.
+        window_bytes: Unread bytes beyond which there is no room.
+        max_unread_bytes: Unread bytes beyond which the channel gives up.
+    """
+
+    def __init__(
+        self,
+        on_message: Callable[[FromEngine], None],
+        *,
+        on_drain: Callable[[], None] = lambda: None,
+        window_bytes: int = WINDOW_BYTES,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
+        self._on_message = on_message
+        self._on_drain = on_drain
+        self._window_bytes = window_bytes
+        self._max_unread_bytes = max_unread_bytes
+        self._has_room = True
+        self._decoder = from_engine_decoder()
+        self._transport: asyncio.Transport | None = None
+        self._fault = ""
+        self._lost = asyncio.Event()
+
+    @classmethod
+    async def open(
+        cls,
+        sock: socket.socket,
+        on_message: Callable[[FromEngine], None],
+        *,
+        on_drain: Callable[[], None] = lambda: None,
+        window_bytes: int = WINDOW_BYTES,
+    ) -> Channel:
+        """Return a channel that owns a connected Unix socket."""
+        _, channel = await asyncio.get_running_loop().create_unix_connection(
+            lambda: cls(on_message, on_drain=on_drain, window_bytes=window_bytes), sock=sock
+        )
+        return channel
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the unread bytes are within the window; ``on_drain`` is called when they are again."""
+        return self._has_room
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message; does nothing once the channel is lost.
+
+        Raises:
+            FramingError: The message is too large for a frame.
+        """
+        frame = encode(message)
+        if self._transport is None or self._transport.is_closing():
+            return
+        self._transport.write(frame)
+        unread = self._transport.get_write_buffer_size()
+        if unread > self._max_unread_bytes:
+            self._give_up(f"the engine left {unread} bytes unread")
+
+    def close(self) -> None:
+        """Close the socket after sending what is buffered."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def lost(self) -> str:
+        """Wait until nothing more will arrive; return the cause, empty after a plain end of file."""
+        await self._lost.wait()
+        return self._fault
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=self._window_bytes)
+
+    def pause_writing(self) -> None:
+        """Record that the window is exceeded."""
+        self._has_room = False
+
+    def resume_writing(self) -> None:
+        """Call ``on_drain``: a good part of the window has been read."""
+        self._has_room = True
+        self._on_drain()
+
+    def data_received(self, data: bytes) -> None:
+        """Deliver the complete messages."""
+        try:
+            messages = self._decoder.feed(data)
+        except FramingError as error:
+            self._give_up(str(error))
+            return
+        for message in messages:
+            self._on_message(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wake the callers of ``lost``."""
+        self._fault = self._fault or (str(exc) if exc else "")
+        self._lost.set()
+
+    def _give_up(self, fault: str) -> None:
+        self._fault = self._fault or fault
+        self.abort()
+
 
 # The lock ensures that the engine of a dead daemon is gone before the next one starts: the engine inherits a locked
 # file that its daemon then closes. So the lock is held exactly as long as the engine lives, whatever happens to the
@@ -146,6 +263,7 @@ class EngineProcess:
     ) -> None:
         self._process = process
         self._channel = channel
+        self.send = channel.send  # does nothing if the engine is gone
         self._killed = False
         self._killed_because = ""
         self._heartbeat: Heartbeat | None = heartbeat
@@ -157,7 +275,6 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
         return self._process.pid
 
     @property
@@ -205,14 +322,6 @@ class EngineProcess:
             undone.pop_all()
         channel.send(Configure(options.replace(parent_pid=os.getpid()).model_dump_json().encode()))
         return cls(child.process, output, channel, heartbeat)
-
-    def send(self, message: ToEngine) -> None:
-        """Send a message; does nothing if the engine is gone.
-
-        Raises:
-            FramingError: The message is too large for a frame.
-        """
-        self._channel.send(message)
 
     def close(self) -> None:
         """Request the engine's exit by closing the pipe."""

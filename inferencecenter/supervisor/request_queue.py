@@ -22,9 +22,16 @@ from msgspec import structs
 
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.ipc.framing import FramingError
-from inferencecenter.ipc.messages import AbortTurn, Cancelled, ContextFull, Failed, Finished, TokenDelta
-from inferencecenter.supervisor.poison_turn_store import SuspectedTurns
-from inferencecenter.supervisor.poison_turns import PoisonTurnDetector
+from inferencecenter.ipc.messages import (
+    AbortTurn,
+    Cancelled,
+    ContextFull,
+    EmbeddingDone,
+    Failed,
+    Finished,
+    TokenDelta,
+)
+from inferencecenter.supervisor.poison_turns import PoisonTurnDetector, SuspectedTurns
 from inferencecenter.supervisor.process import EngineExit
 
 if TYPE_CHECKING:
@@ -32,7 +39,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import LoadFailed, ToEngine, TurnEvent
     from inferencecenter.ipc.port import EngineStatus, EngineTurn
-    from inferencecenter.supervisor.crash_limit import CrashLimit
+    from inferencecenter.supervisor.poison_turns import CrashLimit
 
 _RETRY_MS: Final = 1000
 _GIVEN_UP: Final = (
@@ -40,7 +47,7 @@ _GIVEN_UP: Final = (
     "daemon, inferencecenter model load or a restart of the daemon starts it again."
 )
 _BY_ITSELF: Final = ("stop", "length")
-_LAST: Final = (Finished, Failed, ContextFull, Cancelled)
+_LAST: Final = (Finished, EmbeddingDone, Failed, ContextFull, Cancelled)
 _log = structlog.get_logger(__name__)
 
 
@@ -177,7 +184,6 @@ class RequestQueue:
 
     @property
     def engine_is_busy(self) -> bool:
-        """Whether the engine has turns."""
         return bool(self._given or self._draining)
 
     def add(self, turn: EngineTurn) -> bool:
@@ -258,7 +264,7 @@ class RequestQueue:
         if turn_id not in self._given:
             return
         if is_last:
-            if isinstance(event, Finished) and event.reason in _BY_ITSELF:
+            if isinstance(event, EmbeddingDone) or (isinstance(event, Finished) and event.reason in _BY_ITSELF):
                 self._crash_limit.cleared(turn_id)
             self._end(event)
             return
@@ -268,7 +274,11 @@ class RequestQueue:
         # The same border as in ``_notify``.
         except Exception:  # noqa: BLE001
             _log.exception("turn_listener_failed", turn=turn_id)
-        if isinstance(event, TokenDelta) and self._detector and self._detector.clears(turn_id, turn.n_tokens):
+        if (
+            isinstance(event, TokenDelta)
+            and self._detector.suspicions
+            and self._detector.clears(turn_id, turn.n_tokens)
+        ):
             _log.info("turn_cleared", turn=turn_id)
             self._crash_limit.cleared(turn_id)
             self._note_suspects()

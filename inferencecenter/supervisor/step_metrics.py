@@ -58,11 +58,13 @@ class StepMeter:
                     if before_s == since_s:
                         n_alike += 1
                     elif before_s is not None:
-                        meters.inter_token_s.observe(now - since_s, n_alike)
+                        if n_alike:
+                            meters.inter_token_s.observe(now - since_s, n_alike)
                         since_s, n_alike = before_s, 1
             elif isinstance(event, _LAST):
                 last_token_s.pop(event.turn_id, None)
-        meters.inter_token_s.observe(now - since_s, n_alike)
+        if n_alike:
+            meters.inter_token_s.observe(now - since_s, n_alike)
         meters.tokens.value += n_bytes // _TOKEN_BYTES
         if (work := step.work) is not None:
             _count(work, meters)
@@ -77,6 +79,10 @@ def _count(work: StepStats, meters: EngineMeters) -> None:
         meters.prefill_s.value += work.prefill_s
     if work.rows or work.prefill_tokens:
         meters.step_s.observe(work.step_s)
+    if work.texts:
+        meters.embedded_texts.observe(work.texts)
+        meters.embedded_tokens.value += work.text_tokens
+        meters.embedding_s.value += work.step_s
     if work.fetches:
         meters.fetches.value += work.fetches
     if work.drafted:

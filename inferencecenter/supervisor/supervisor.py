@@ -28,9 +28,17 @@ from inferencecenter.ipc.messages import (
     Tokenized,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.supervisor.crash_limit import CrashLimit
-from inferencecenter.supervisor.demand import EngineDemand, IdleTimer
 from inferencecenter.supervisor.engine_status import LoadProgress, StatusListeners, log_ready, with_fewer_layers
+from inferencecenter.supervisor.lifecycle import (
+    EngineDemand,
+    IdleTimer,
+    RestartBackoff,
+    RestartBudget,
+    Watchdog,
+    call_later,
+    call_soon,
+)
+from inferencecenter.supervisor.poison_turns import CrashLimit
 from inferencecenter.supervisor.process import (
     STOP_DEADLINE_S,
     SUSPEND_DEADLINE_S,
@@ -40,10 +48,8 @@ from inferencecenter.supervisor.process import (
     log_line,
 )
 from inferencecenter.supervisor.request_queue import QueueLengthAlarm, RequestQueue, not_loaded, queue_full, unavailable
-from inferencecenter.supervisor.restart_policy import RestartBackoff, RestartBudget
 from inferencecenter.supervisor.states import ENGINE, EngineChange
 from inferencecenter.supervisor.tokenizer_client import TokenizerClient
-from inferencecenter.supervisor.watchdog import Watchdog, call_later, call_soon
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -58,7 +64,7 @@ if TYPE_CHECKING:
         PromptSegment,
     )
     from inferencecenter.ipc.port import EngineTurn
-    from inferencecenter.supervisor.poison_turn_store import PoisonTurnStore, SuspectedTurns
+    from inferencecenter.supervisor.poison_turns import PoisonTurnStore, SuspectedTurns
     from inferencecenter.supervisor.process import EngineProcess
 
 _HOLDS_MEMORY: Final = (EngineState.STARTING, EngineState.READY, EngineState.BACKOFF, EngineState.SUSPENDING)
@@ -70,10 +76,10 @@ _log = structlog.get_logger(__name__)
 class Supervisor:
     """Starts the engine, restarts it when it is lost, and carries turns to it and their events back.
 
-    Implements ``ipc.port.EnginePort``. ``_change`` is the only writer of the engine's state. A model that cannot be
-    loaded at first is not tried again: the engine stays ``failed``, with the reason in ``load_failure``. Once a model
-    was loaded, every failure is treated as temporary until there are too many: then the engine is ``given_up``. In both
-    cases its turns fail, or wait for the next daemon if this one ``ends_with_it``.
+    Implements ``ipc.port.EnginePort`` and ``model_cache.ResidentModel``. ``_change`` is the only writer of the engine's
+    state. A model that cannot be loaded at first is not tried again: the engine stays ``failed``, with the reason in
+    ``load_failure``. Once a model was loaded, every failure is treated as temporary until there are too many: then the
+    engine is ``given_up``. In both cases its turns fail, or wait for the next daemon if this one ``ends_with_it``.
 
     An engine without turns for ``sleep_after_s`` is ended, and the next turn starts another; so is one that is evicted,
     whose turns continue on the next. An engine that slept or was lost and may not be started, because its GPU is gone,
@@ -187,6 +193,11 @@ class Supervisor:
         )
 
     @property
+    def name(self) -> str:
+        """The model's name."""
+        return self._options.model_name
+
+    @property
     def options(self) -> EngineOptions:
         """The options of the last engine, and of the next one unless it is planned anew."""
         return self._options
@@ -284,12 +295,13 @@ class Supervisor:
         """Notify the waiting turns how long they have to wait at least."""
         self._turns.delay(seconds)
 
-    async def evict(self, *, patience_s: float | None) -> None:
+    async def evict(self, *, interrupts: bool = True) -> None:
         """End the engine when its turns have ended, and wait until it is gone; turns that arrive meanwhile wait.
 
-        One that is loading gets ready first, and takes the waiting turns. Turns that are not done after ``patience_s``
-        are interrupted and continue on the next engine; ``None`` waits for them without a limit.
+        One that is loading gets ready first, and takes the waiting turns. If it ``interrupts``, turns that are not done
+        after ``swap_patience_s`` continue on the next engine; otherwise it waits for them without a limit.
         """
+        patience_s = self._options.swap_patience_s if interrupts else None
         while self.holds_memory:
             if self._state is EngineState.READY:
                 await self._drain(patience_s)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from inferencecenter.ipc.messages import PromptSegment, ToEngine
-    from inferencecenter.supervisor.watchdog import TimerHandle
+    from inferencecenter.supervisor.lifecycle import TimerHandle
 
 MAX_LOOKUPS: Final = 64
 """How many requests may be pending, shared by the clients; an engine answers one in milliseconds."""
@@ -108,7 +108,6 @@ class TokenizerClient:
             self._fail(lookup_id, error)
 
     def fail(self, error: InferenceCenterError) -> None:
-        """Fail all requests with ``error``."""
         self._send = None
         for lookup_id in list(self._pending):
             self._fail(lookup_id, error)

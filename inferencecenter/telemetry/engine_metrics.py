@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _TOKEN_BOUNDS_S: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
 # A step with prefill aims at engine.target_step_ms, 150 unless set.
 _STEP_BOUNDS_S: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5)
+_TEXT_BOUNDS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TURN_BOUNDS: Final = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 # About 2 ms for 1500 tokens of a small model, a hundred times as much for a long conversation with a large one.
 _MOVE_BOUNDS_S: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1)
@@ -40,6 +41,9 @@ class EngineMeters:
     drafted: Count
     accepted: Count
     fetches: Count
+    embedded_texts: Distribution
+    embedded_tokens: Count
+    embedding_s: Count
     sources: Mapping[str, Count]
     moves: Mapping[str, Distribution]
 
@@ -55,6 +59,7 @@ class EngineMetrics:
         self._gauges: list[Gauge] = []
         self._declare_state(registry)
         self._declare_steps(registry)
+        self._declare_embeddings(registry)
         self._declare_kv(registry)
 
     def _declare_state(self, registry: MetricRegistry) -> None:
@@ -103,6 +108,18 @@ class EngineMetrics:
             "accepted_tokens", "Drafted tokens that were accepted; they are included in the generated ones.", "model"
         )
 
+    def _declare_embeddings(self, registry: MetricRegistry) -> None:
+        self.embedding_batch_texts = registry.histogram(
+            "embedding_batch_texts",
+            "Texts that an embedding or reranking model computes together.",
+            "model",
+            bounds=_TEXT_BOUNDS,
+        )
+        self.embedding_tokens = registry.counter(
+            "embedding_tokens", "Tokens of texts computed by an embedding or reranking model.", "model"
+        )
+        self.embedding_s = registry.counter("embedding_seconds", "Time spent on computing embeddings.", "model")
+
     def _declare_kv(self, registry: MetricRegistry) -> None:
         self.prompt_tokens = registry.counter(
             "prompt_tokens",
@@ -136,6 +153,9 @@ class EngineMetrics:
             drafted=self.drafted_tokens.labels(model),
             accepted=self.accepted_tokens.labels(model),
             fetches=self.kv_fetches.labels(model),
+            embedded_texts=self.embedding_batch_texts.labels(model),
+            embedded_tokens=self.embedding_tokens.labels(model),
+            embedding_s=self.embedding_s.labels(model),
             sources={source: self.prompt_tokens.labels(model, source) for source in _SOURCES},
             moves={kind: self.kv_move_s.labels(model, kind) for kind in _MOVE_KINDS},
         )

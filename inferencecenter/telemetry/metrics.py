@@ -28,14 +28,8 @@ _QUEUE_BOUNDS_S: Final = (0.001, 0.01, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
 
 
 class TurnFigures(Protocol):
-    """A turn's figures. ``finish`` is its ``finish_reason``, or the error code of a failed one."""
+    """The figures of a turn."""
 
-    @property
-    def client_id(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def finish(self) -> str: ...
     @property
     def queue_ms(self) -> float: ...
     @property
@@ -50,6 +44,19 @@ class TurnFigures(Protocol):
     def preempted(self) -> int: ...
 
 
+class EndedTurn(Protocol):
+    """A turn that ended. ``finish`` is its ``finish_reason``, or the error code of a failed one."""
+
+    @property
+    def client_id(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def finish(self) -> str: ...
+    @property
+    def stats(self) -> TurnFigures: ...
+
+
 class DaemonMetrics:
     """The daemon's metrics in a registry of their own; two instances share nothing.
 
@@ -60,6 +67,7 @@ class DaemonMetrics:
         self.registry = registry = MetricRegistry()
         self._declare_sockets(registry)
         self._declare_turns(registry)
+        self._declare_embeddings(registry)
         self._clients = BoundedLabel(MAX_CLIENTS)
         self.task_failures = registry.counter(
             "task_failures",
@@ -75,6 +83,11 @@ class DaemonMetrics:
         ).labels()
         build = registry.gauge("build_info", "Always 1; the labels are the versions.", "version", "python")
         build.labels(__version__, platform.python_version()).set(1)
+
+    def count_fields(self, dialect: str, fields: Iterable[str]) -> None:
+        """Count a request with fields that have no effect."""
+        for field in fields:
+            self.foreign_fields.labels(dialect, field).inc()
 
     def _declare_sockets(self, registry: MetricRegistry) -> None:
         self.connections = registry.gauge("connections", "Open WebSockets.")
@@ -108,6 +121,12 @@ class DaemonMetrics:
         self.http_responses = registry.counter(
             "http_responses", "HTTP responses to clients, by path pattern and status.", "path", "status"
         )
+        self.foreign_fields = registry.counter(
+            "foreign_fields",
+            "Requests with a field that has no effect, by dialect and field; fields in no table are unknown.",
+            "dialect",
+            "field",
+        )
         self.login_failures = registry.counter("login_failures", "Failed authentication attempts.").labels()
 
     def _declare_turns(self, registry: MetricRegistry) -> None:
@@ -139,22 +158,36 @@ class DaemonMetrics:
             "kind",
         )
 
+    def _declare_embeddings(self, registry: MetricRegistry) -> None:
+        self.embedding_requests = registry.counter(
+            "embedding_requests",
+            "Ended requests for embeddings or scores, by model and by done, cancelled or a code of the error table.",
+            "model",
+            "finish",
+        )
+
+    def embedding_ended(self, *, model: str, client_id: str, finish: str, n_tokens: int) -> None:
+        """Count a request for embeddings that ended, successfully or not, and the tokens that were computed for it."""
+        self.embedding_requests.labels(label_text(model), finish).inc()
+        self.client_tokens.labels(self._clients.of(client_id), "prompt").inc(n_tokens)
+
     def connection_refused(self, status: int) -> None:
         self.refused_connections.labels(str(status)).inc()
 
-    def turn_ended(self, record: TurnFigures) -> None:
+    def turn_ended(self, record: EndedTurn) -> None:
         """Count a turn that ended, successfully or not."""
+        stats = record.stats
         model, client = label_text(record.model), self._clients.of(record.client_id)
         self.turns.labels(model, record.finish).inc()
-        self.queue_s.labels(model).observe(record.queue_ms / 1000)
+        self.queue_s.labels(model).observe(stats.queue_ms / 1000)
         first_token_s = self.first_token_s.labels(model)
-        if record.tokens:
-            first_token_s.observe(record.ttft_ms / 1000)
-        self.preemptions.labels(model).inc(record.preempted)
+        if stats.tokens:
+            first_token_s.observe(stats.ttft_ms / 1000)
+        self.preemptions.labels(model).inc(stats.preempted)
         self.client_turns.labels(client).inc()
-        self.client_tokens.labels(client, "prompt").inc(record.prompt_tokens)
-        self.client_tokens.labels(client, "cached").inc(record.cached_tokens)
-        self.client_tokens.labels(client, "generated").inc(record.tokens)
+        self.client_tokens.labels(client, "prompt").inc(stats.prompt_tokens)
+        self.client_tokens.labels(client, "cached").inc(stats.cached_tokens)
+        self.client_tokens.labels(client, "generated").inc(stats.tokens)
 
     def set_thermal(self, state: str, *, states: Iterable[str]) -> None:
         _mark(self.machine.thermal_state, state, states)

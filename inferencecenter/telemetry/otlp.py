@@ -135,7 +135,6 @@ class OtlpTurnTrace:
         self._span.set_attributes(figures)
 
     def add_stages(self, stages: Iterable[SpanStage]) -> None:
-        """Add a span for each stage of the engine."""
         for stage in stages:
             span = self._engine.start_span(
                 stage.name, set_span_in_context(self._span, Context()), start_time=self._at(stage.began_s)

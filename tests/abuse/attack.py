@@ -1,10 +1,7 @@
-"""Runs the abusive client in its own process: ``python -m tests.abuse.attack ACT COUNT URL [--at-once]``.
+"""Runs the abusive client in its own process: ``python -m tests.abuse.attack ACTION COUNT URL [--at-once]``.
 
-It reads its token from standard input, repeats one of ``benchmarks.abuse.acts`` at the act's rate or without pauses,
-and writes the number of answers of each kind as JSON.
-
-It reads its token from standard input, does one of ``bench.abuse.acts`` so many times, at its rate or without pauses,
-and writes what it was answered as JSON.
+It reads its token from standard input, repeats one of ``benchmarks.abuse.actions`` at its rate or without pauses, and
+writes the number of answers of each kind as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import sys
 import time
 from typing import Final
 
-from benchmarks.abuse.acts import ACTS
+from benchmarks.abuse.actions import ACTIONS
 from benchmarks.abuse.attacker import Attacker
 from benchmarks.target import TargetSpec
 
@@ -23,16 +20,16 @@ LONGEST_S: Final = 20.0
 
 
 async def attack(name: str, count: int, spec: TargetSpec, *, at_once: bool) -> dict[str, int]:
-    """Repeat an act ``count`` times, for at most ``LONGEST_S``; return how often each answer came."""
-    (act,) = (each for each in ACTS if each.name == name)
+    """Repeat an action ``count`` times, for at most ``LONGEST_S``; return the number of each answer."""
+    (action,) = (each for each in ACTIONS if each.name == name)
     async with Attacker(spec) as attacker:
-        given = await act.prepare(attacker)
+        given = await action.prepare(attacker)
         ends = time.monotonic() + LONGEST_S
         for _ in range(count):
             if time.monotonic() > ends:  # refusals are paced
                 break
-            await act.once(attacker, given)
-            await asyncio.sleep(0 if at_once else 1 / act.rate_per_s)
+            await action.once(attacker, given)
+            await asyncio.sleep(0 if at_once else 1 / action.rate_per_s)
         return dict(attacker.outcomes)
 
 

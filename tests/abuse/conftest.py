@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 async def attack(daemon: Daemon, token: str, name: str, count: int, *, at_once: bool = False) -> dict[str, int]:
     """Run the abusive client in its own process and return how often it received each answer.
 
-    A separate process keeps its CPU time off the observed client. ``at_once`` disables the pauses of the act's rate.
+    A separate process keeps its CPU time off the observed client. ``at_once`` disables the pauses of the action's rate.
     """
     arguments = [name, str(count), daemon.url, *(["--at-once"] if at_once else [])]
     process = await asyncio.create_subprocess_exec(

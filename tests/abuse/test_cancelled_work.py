@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.abuse.acts import ACTS
+from benchmarks.abuse.actions import ACTIONS
 from inferencecenter.auth.rate_limits import FREE_REFUSALS
 from tests.abuse.conftest import attack
 from tests.e2e.harness import Daemon, command_line, connect_client, run_daemon
@@ -34,7 +34,7 @@ async def test_new_schema_does_not_wait_for_cancelled_requests(daemon: Daemon, n
 
     Processing the cancelled work would take minutes; the answer must come within one minute.
     """
-    assert name in {act.name for act in ACTS}
+    assert name in {action.name for action in ACTIONS}
     token = await asyncio.to_thread(lambda: command_line(daemon, "token", "create", f"noisy-{len(name)}")["token"])
     outcomes = await attack(daemon, token, name, 100, at_once=True)
     assert sum(outcomes.values()) > 2 * FREE_REFUSALS, "the attack ended before its refusals were paced"

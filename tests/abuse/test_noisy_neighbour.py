@@ -1,6 +1,6 @@
 """A client that repeats cheap operations with a valid token does not degrade another client's stream.
 
-Each act runs beside a neighbour that streams continuously, on one daemon with the echo backend. The neighbour's texts
+Each action runs beside a neighbour that streams continuously, on one daemon with the echo backend. Its texts
 and errors equal those of an undisturbed run, its worst gap stays close to that run's, the event loop never blocks, and
 the memory of both processes stays bounded.
 """
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks.abuse.acts import ACTS
+from benchmarks.abuse.actions import ACTIONS
 from inferencecenter.hardware.process_usage import read_usage
 from tests.abuse.conftest import attack
 from tests.abuse.neighbour import StreamObservation, stream_until
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from benchmarks.abuse.acts import Act
+    from benchmarks.abuse.actions import Action
 
 pytestmark = pytest.mark.slow
 
@@ -35,10 +35,10 @@ SETTINGS = {
     "INFERENCECENTER_ENGINE__N_CTX": "4096",
 }
 GAP_TICKS = 100
-"""What the worst gap may be above that of the undisturbed run: one second of a machine that runs."""
+"""Limit of the worst gap above that of the undisturbed run: one second of a running machine."""
 GROWTH_BYTES = 192 * 2**20
-"""What both processes may grow by in one act: buffers of the largest requests, and what the allocator keeps of them."""
-SECONDS_OF_AN_ACT = 4
+"""Limit of the memory growth of both processes in one action: the largest requests, and what the allocator keeps."""
+SECONDS_OF_AN_ACTION = 4
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AbuseSetup:
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> Iterator[AbuseSetup]:
-    """A daemon shared by all acts, and the baseline of the neighbour."""
+    """A daemon shared by all actions, and the baseline of the neighbour."""
     with run_daemon(tmp_path_factory.mktemp("abuse") / "state", demo_model_path, **SETTINGS) as daemon:
         token = command_line(daemon, "token", "create", "noisy")["token"]
         undisturbed = asyncio.run(stream_until(daemon, asyncio.sleep(0), least_turns=4))
@@ -66,8 +66,8 @@ def rss_bytes(daemon: Daemon) -> int:
     return sum(read_usage(pid).rss_bytes for pid in (daemon.process.pid, daemon.engine_pid()))
 
 
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.name)
-async def test_abusive_client_does_not_degrade_another_clients_stream(setup: AbuseSetup, act: Act) -> None:
+@pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.name)
+async def test_abusive_client_does_not_degrade_another_clients_stream(setup: AbuseSetup, action: Action) -> None:
     """Texts, errors and gaps match the undisturbed run; memory and event loop delays stay bounded."""
     engine, before_bytes, log_bytes = (
         setup.daemon.engine_pid(),
@@ -78,7 +78,9 @@ async def test_abusive_client_does_not_degrade_another_clients_stream(setup: Abu
 
     async def disturb() -> None:
         outcomes.update(
-            await attack(setup.daemon, setup.token, act.name, max(4, round(act.rate_per_s * SECONDS_OF_AN_ACT)))
+            await attack(
+                setup.daemon, setup.token, action.name, max(4, round(action.rate_per_s * SECONDS_OF_AN_ACTION))
+            )
         )
 
     observed = await stream_until(setup.daemon, disturb(), least_turns=2)
@@ -86,7 +88,7 @@ async def test_abusive_client_does_not_degrade_another_clients_stream(setup: Abu
     assert observed.errors == []
     assert observed.texts == setup.undisturbed.texts
     assert observed.worst_gap_ticks <= setup.undisturbed.worst_gap_ticks + GAP_TICKS
-    assert outcomes, "the act was answered"
+    assert outcomes, "the action was answered"
     assert outcomes.keys().isdisjoint({"internal", "closed 4408"})
     assert setup.daemon.engine_pid() == engine
     assert rss_bytes(setup.daemon) - before_bytes <= GROWTH_BYTES

@@ -20,6 +20,7 @@ from inferencecenter.config.limits import AccessLimits
 from inferencecenter.core.errors import ErrorCode
 from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE
+from inferencecenter.server.context import ServerContext
 from tests.api.http_client import TIMEOUT_S, exchange, parse_response, post, request
 from tests.api.streaming import CHAT, HI, next_chunk, next_turn, open_stream, requests_done, send_answer
 from tests.server.harness import ask as ask_socket
@@ -166,9 +167,9 @@ async def test_large_body_is_parsed_off_the_event_loop(server: Running, monkeypa
     """A small one is parsed on the loop, where a thread would cost more."""
     threads: list[int] = []
 
-    def noting(kind: Any, body: bytes) -> Any:
+    def noting(kind: Any, body: bytes, **options: Any) -> Any:
         threads.append(threading.get_ident())
-        return parse(kind, body)
+        return parse(kind, body, **options)
 
     monkeypatch.setattr(endpoint, "parse", noting)
     for text in ("x", "x" * LARGE_BYTES):
@@ -430,6 +431,39 @@ async def test_refusals_for_the_operation_budget_are_delayed(serve: Serve, monke
             assert (await request(server, "GET", "/v1/models")).status == 429
     assert len(waited) == 3
     assert waited == sorted(set(waited))
+
+
+async def test_large_response_counts_until_it_is_read(server: Running) -> None:
+    """Its client can have no more of them in memory than requests at once."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.port, limit=1024)
+    body = json.dumps({"text": "x" * 1_000_000, "with_pieces": True}).encode()
+    head = f"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {server.token}\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    begun = await asyncio.wait_for(reader.readexactly(100), 60)
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert len(server.context.hub.participants) == 1
+    assert begun.startswith(b"HTTP/1.1 200")
+    while await reader.read(2**20):
+        pass
+    writer.close()
+    await requests_done(server)
+
+
+async def test_operations_are_paced_and_turns_are_not(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read over HTTP waits as what is read over a socket, while turns of others run."""
+    waited: list[float] = []
+
+    async def noting(delay_s: float) -> None:
+        waited.append(delay_s)
+
+    monkeypatch.setattr(endpoint, "sleep", noting)
+    monkeypatch.setattr(ServerContext, "operation_delay_s", lambda _context, _client_id: 7.0)
+    async with serve() as server:
+        assert (await request(server, "GET", "/v1/models")).status == 200
+        assert waited == [7.0]
+        await request(server, "POST", "/v1/chat/completions", body={"messages": []})
+        assert waited == [7.0]
 
 
 async def test_long_conversation_is_mapped_in_a_thread(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,13 +254,35 @@ def test_arguments_are_parsed_into_a_pydantic_class(client: OpenAI) -> None:
     assert call.function.parsed_arguments == GetWeather(city="Paris")
 
 
-def test_tools_with_a_schema_are_refused(client: OpenAI) -> None:
-    """The error names a field."""
-    with pytest.raises(BadRequestError) as refused:
-        complete(client, ASKED, tools=[WEATHER], response_format={"type": "json_object"})
+def test_tools_with_a_schema_give_a_call_or_the_schema(client: OpenAI) -> None:
+    """Text that is no call keeps to the form, and a call is still possible."""
+    schema = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": schema}}
+    asked: list[Any] = [{"role": "user", "content": "Hello! Who are you?"}]
 
-    assert refused.value.type == "invalid_request_error"
-    assert refused.value.param
+    said = complete(client, asked, tools=[WEATHER], response_format=form).choices[0].message
+    called = complete(client, ASKED, tools=[WEATHER], tool_choice="required", response_format=form).choices[0].message
+
+    assert said.tool_calls or json.loads(said.content or "")["city"] in ("Paris", "Rome")
+    assert called.tool_calls
+
+
+def test_schema_keywords_that_cannot_be_enforced_are_named(client: OpenAI) -> None:
+    """They are left to the model unless the schema is strict."""
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "format": "uri-reference"}}}
+    tool: Any = {"type": "function", "function": {"name": "get_weather", "parameters": parameters}}
+
+    answer = complete(client, ASKED, tools=[tool])
+    tool["function"]["strict"] = True
+    with pytest.raises(BadRequestError) as refused:
+        complete(client, ASKED, tools=[tool])
+
+    named = "the schema of the tool get_weather"
+    assert (answer.model_extra or {})["warnings"] == [
+        f"{named} is enforced without format uri-reference at properties.city: this is left to the model"
+    ]
+    assert refused.value.param == "tools.0.parameters"
+    assert f"{named} has format uri-reference at properties.city, which cannot be enforced" in refused.value.message
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from inferencecenter.api.body import RequestModel
 from inferencecenter.api.endpoint import Call, Operation
 from inferencecenter.api.errors import CODES
 from inferencecenter.api.openapi import document
-from inferencecenter.core.errors import ERRORS, ErrorCode
+from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from tests.api.http_client import request
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def test_each_operation_is_described(row: Operation) -> None:
         f"{{{parameter['name']}}}" for parameter in description.get("parameters", ()) if parameter["in"] == "path"
     }
     content = description["responses"]["200"].get("content", {})
-    assert ("text/event-stream" in content) == (row.event is not None)
+    assert (row.media_type in content) == (row.event is not None)
     for code in row.errors:
-        failure = description["responses"][str(ERRORS[code].http_status)]
+        failure = description["responses"][str(row.error_format.status(InferenceCenterError(code)))]
         assert f"`{CODES.get(code, code.value)}`" in failure["description"]
 
 

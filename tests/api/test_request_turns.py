@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext
-from inferencecenter.api.request_turns import MOST_SEPARATE, RequestTurns
+from inferencecenter.api.request_turns import MOST_SEPARATE, NullSink, RequestTurns
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.close import CloseCode
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.protocol.base import Event
     from inferencecenter.server.context import ServerContext
+    from inferencecenter.server.http import HttpConnection
 
 SESSION = "s_1"
 
@@ -45,29 +46,37 @@ def reasoning_token(text: str) -> events.Reasoning:
     return events.Reasoning(session_id=SESSION, seq=1, turn_id="t_1", content=text)
 
 
-def request_of_kitchen() -> RequestContext:
+class FakeConnection:
+    """A connection that keeps what is written, while ``takes_chunks``."""
+
+    def __init__(self) -> None:
+        self.takes_chunks = True
+        self.written: list[bytes] = []
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Keep the data."""
+        assert self.takes_chunks
+        self.written.append(data)
+        return True
+
+
+def request_of_kitchen(connection: FakeConnection | None = None) -> RequestContext:
     """Return a request context of the client kitchen."""
-    return RequestContext(Caller(client=KITCHEN, address="127.0.0.1", traceparent=None))
+    caller = Caller(account=KITCHEN, address="127.0.0.1", traceparent=None)
+    return RequestContext(caller, cast("HttpConnection | None", connection))
 
 
 def start_turn(context: ServerContext, turns: RequestTurns) -> str:
     """Start a turn in a new session and return its id."""
     sessions, client = context.sessions, KITCHEN
-    created = sessions.create(client, CreateSession(op="create_session"), _NullSink(), stateless=True)
+    created = sessions.create(client, CreateSession(op="create_session"), NullSink(), stateless=True)
     turns.begin(Infer(op="infer", session_id=created.session_id, prompt="Hi"))
     return list(_engine(context).turns)[-1]
 
 
-def two_turn_stream() -> RequestTurns:
-    """Return a stream of two turns that a test feeds."""
-    turns = RequestTurns(stub_context(), request_of_kitchen())
-    vars(turns)["_sinks"] = [object(), object()]
-    return turns
-
-
-class _NullSink:
-    def send(self, event: Any) -> None:
-        """Discard it."""
+def stream() -> RequestTurns:
+    """Return the turns of a request; a test puts events into their queue."""
+    return RequestTurns(stub_context(), request_of_kitchen())
 
 
 def _engine(context: ServerContext) -> StubEngine:
@@ -110,10 +119,10 @@ _TEXTS = st.lists(
 @given(groups=st.lists(st.tuples(st.integers(0, 1), _TEXTS), max_size=4))
 def test_coalesced_text_is_equal(groups: list[tuple[int, list[Any]]]) -> None:
     """The text of each turn and kind stays whole and in order, and so do logprobs."""
-    turns = two_turn_stream()
+    turns = stream()
     given_events = [(index, event) for index, group in groups for event in group]
     for index, event in given_events:
-        turns.on_event(index, event)
+        turns._queue.put_event(index, event)
     taken = turns._queue.pop_all()
     assert _spelled(taken) == _spelled(given_events)
     assert len(taken) <= len(given_events)
@@ -136,9 +145,9 @@ def _spelled(pairs: list[tuple[int, Any]]) -> dict[int, list[Any]]:
 
 def test_queue_length_is_bounded_by_coalescing() -> None:
     """Beyond a number of separate tokens they are joined."""
-    turns = two_turn_stream()
+    turns = stream()
     for number in range(1000):
-        turns.on_event(0, token("x", seq=number + 1))
+        turns._queue.put_event(0, token("x", seq=number + 1))
     taken = turns._queue.pop_all()
     assert len(taken) <= MOST_SEPARATE + 1
     assert taken[-1][1].seq == 1000  # type: ignore[attr-defined]
@@ -241,9 +250,86 @@ async def test_turn_without_events_yields_keepalives() -> None:
         batches = aiter(turns.batches())
         assert [type(event).__name__ for _, event in await anext(batches)] == ["Queued"]
         for done in range(2):
-            turns.on_event(0, events.Progress(session_id=SESSION, seq=1, turn_id=turn, done=done, total=9))
+            turns._sinks[0].send(events.Progress(session_id=SESSION, seq=1, turn_id=turn, done=done, total=9))
             assert await _next_events(batches) == ["Progress"]
             assert await anext(batches) == []
         _engine(context).say(turn, "x")
         assert await _next_events(batches) == ["Token"]
         await batches.aclose()  # type: ignore[attr-defined]  # it is a generator
+
+
+def _encoded(_index: int, event: Event) -> bytes:
+    assert isinstance(event, events.Token)
+    return event.content.encode()
+
+
+async def test_token_is_written_while_the_reader_waits() -> None:
+    """No task is resumed for it; what a slow client or an event before it holds up goes to the reader, in order."""
+    context, connection = stub_context(), FakeConnection()
+    with RequestTurns(context, request_of_kitchen(connection)) as turns:
+        engine, turn = _engine(context), start_turn(context, turns)
+        turns.write_through(_encoded)
+        read: list[str] = []
+
+        async def reading() -> None:
+            async for batch in turns.batches():
+                read.append("+".join(type(event).__name__ for _, event in batch))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(reading())
+            engine.begin(turn)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            for text, takes in (("a", True), ("b", True), ("c", False), ("d", True)):
+                connection.takes_chunks = takes
+                engine.say(turn, text)
+            engine.finish(turn)
+    assert connection.written == [b"a", b"b"]
+    assert read[-1] == "Token+Token+End"
+
+
+async def test_keepalive_counts_from_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from one that no task was resumed for: the timer that was set before it is early."""
+    context, now_s = stub_context(), 100.0
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
+    vars(context.settings)["sse_keepalive_s"] = 10
+    with RequestTurns(context, request_of_kitchen(FakeConnection())) as turns:
+        engine, turn = _engine(context), start_turn(context, turns)
+        turns.write_through(_encoded)
+        n_read: list[int] = []
+
+        async def reading() -> None:
+            async for batch in turns.batches():
+                n_read.append(len(batch))
+
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(reading())
+            engine.begin(turn)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            now_s = 105.0
+            engine.say(turn, "x")
+            for passed_s, batches in ((110.0, [1]), (115.0, [1, 0])):
+                now_s = passed_s
+                turns._time_out()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+                assert n_read == batches
+            engine.finish(turn)
+
+
+async def test_waits_for_tokens_share_a_timer() -> None:
+    """A token sets no timer: the one of the keepalive is kept until it is due."""
+    context = stub_context()
+    with RequestTurns(context, request_of_kitchen()) as turns:
+        turn = start_turn(context, turns)
+        _engine(context).begin(turn)
+        batches = turns.batches()
+        await anext(batches)
+        timers = []
+        for text in "ab":
+            asyncio.get_running_loop().call_soon(_engine(context).say, turn, text)
+            assert len(await anext(batches)) == 1
+            timers.append(turns._timer)
+        assert timers[0] is timers[1] is not None
+        await batches.aclose()

@@ -14,6 +14,7 @@ import pytest
 
 from inferencecenter.auth.account import Account, StaticClient
 from inferencecenter.auth.accounts import Accounts
+from inferencecenter.config.limits import AccessLimits
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.scopes import Scope
 
@@ -252,6 +253,18 @@ def test_token_works_as_api_key_of_its_client(accounts: Accounts) -> None:
     assert account is not None
     assert account.client_id == "ada"
     assert accounts.verify_key("kitchen", token) is None
+
+
+def test_account_without_a_credential(accounts: Accounts) -> None:
+    """It is the one of a key: without token, with the client's own limits."""
+    assert accounts.account_of("kitchen") == KITCHEN
+    assert accounts.account_of("missing") is None
+    limits = AccessLimits(tokens_per_day=5)
+    accounts.limit_client("ada", limits)
+    account = accounts.account_of("ada")
+    assert account is not None
+    assert (account.client_id, account.token_id, account.limits) == ("ada", "", limits)
+    assert account.scopes == {Scope.USER, Scope.OPERATOR}
 
 
 def test_accounts_persist_across_reopening(accounts: Accounts, path: Path, clock: Clock) -> None:

@@ -82,6 +82,18 @@ async def test_logins_are_logged(authenticator: Authenticator, accounts: Account
     ]
 
 
+async def test_programs_on_this_machine_get_no_scope_but_user(authenticator: Authenticator, accounts: Accounts) -> None:
+    """Their account may have others, and what they do is logged as without a token."""
+    accounts.ensure_client("eve", max_sessions=1, priority="normal", scopes=("user", "operator", "admin"))
+    account = authenticator.admit_local("eve", address="127.0.0.1")
+    assert (account.client_id, account.token_id) == ("eve", "")
+    assert account.scopes == {Scope.USER}
+    assert accounts.audit_lines(last=1)[0].detail == "without a token"
+    with pytest.raises(InferenceCenterError) as caught:
+        authenticator.admit_local("missing", address="127.0.0.1")
+    assert caught.value.code is ErrorCode.NOT_AUTHENTICATED
+
+
 async def test_refused_logins_are_logged(authenticator: Authenticator, accounts: Accounts) -> None:
     """With the address and the claimed client, known or not."""
     new = accounts.create_token("ada")

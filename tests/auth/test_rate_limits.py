@@ -7,7 +7,8 @@ from typing import Final
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.auth.rate_limits import DAY_MS, MINUTE_MS, TICK_MS, DailyUsage, SlidingWindow, TokenBucket
+from inferencecenter.auth.quotas import DAY_MS, TICK_MS, DailyUsage, SlidingWindow
+from inferencecenter.auth.rate_limits import MINUTE_MS, TokenBucket
 
 LIMITS: Final = st.integers(1, 8)
 WAITS: Final = st.lists(st.one_of(st.integers(0, 400), st.integers(0, 90_000)), max_size=60)

@@ -224,6 +224,11 @@ async def test_peer_with_other_slots_has_no_ratio(daemon: RunningDaemon) -> None
             "tokens read a turn",
         ),
         pytest.param(
+            "agents",
+            Options(clients=(1,), count=3, prompt_tokens=(60,), repeat=1),
+            "tokens read for each new one",
+        ),
+        pytest.param(
             "soak",
             Options(backend="echo", clients=(3,), duration_s=1.0, repeat=2),
             "unexplained errors",

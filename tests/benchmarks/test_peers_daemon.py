@@ -131,7 +131,7 @@ async def test_facts(random_weights: Daemon) -> None:
     """Everything that must be equal for a comparison."""
     facts = await _target(random_weights).facts()
 
-    assert (facts.kind, facts.model, facts.n_ctx) == ("inferencecenter", "tiny, random weights", 1024)
+    assert (facts.kind, facts.model, facts.n_ctx) == ("inferencecenter", "tiny", 1024)
     assert facts.slots
     assert facts.threads
     assert facts.model_bytes

@@ -15,7 +15,7 @@ from benchmarks.jobs import ClosedLoop, Turns
 from benchmarks.options import Options, resolve
 from benchmarks.results import Metric, Side
 from benchmarks.runner import run_scenario
-from benchmarks.scenarios import dialects, find, resend, structured
+from benchmarks.scenarios import agents, dialects, find, resend, structured
 from benchmarks.stage import Bench, Server, Stage, protocol_sides
 from benchmarks.target import TargetFacts, TargetSpec
 from inferencecenter.core.errors import InferenceCenterError
@@ -119,6 +119,18 @@ async def test_resend_requires_a_history() -> None:
     options = resolve("resend", Options(prompt_tokens=(200,)), defaults=scenario.defaults, takes=scenario.takes)
     with pytest.raises(InferenceCenterError, match="--prompt-tokens: a history of 200 tokens"):
         await run_scenario(scenario, options, RecordingProgress())
+
+
+def test_agents_compare_what_is_read_with_what_is_new() -> None:
+    """The first request is no measure; what follows is new beyond the prompt before and its answer of two tokens."""
+    requests = [
+        replace(turn(number, number + 0.5, number + 0.6, tokens=2), prompt_tokens=prompt, cached_tokens=cached)
+        for number, prompt, cached in ((0, 100, 0), (1, 152, 100), (2, 204, 150))
+    ]
+    found = agents.read(measured(requests))
+
+    assert (found.new_tokens, found.read_tokens) == (50, 53)
+    assert values(found)["tokens read for each new one"] == pytest.approx(1.06)
 
 
 def test_structured_reports_answer_lengths() -> None:

@@ -33,7 +33,7 @@ from benchmarks.scenarios import (
     store,
     throughput,
 )
-from benchmarks.soak.acts import Kind
+from benchmarks.soak.actions import Kind
 from benchmarks.soak.memory import Growth
 from benchmarks.soak.tally import Tally, Timed
 from benchmarks.stage import Measured
@@ -361,7 +361,7 @@ def test_store_counts_turns_of_the_busy_window() -> None:
 
 
 def test_abuse_is_compared_with_the_baseline() -> None:
-    """Delays of counted turns as ratios, with the answers of the act and the memory that remains."""
+    """Delays of counted turns as ratios, with the answers of the action and the memory that remains."""
     quiet = abuse.read([[turn(0, 50), turn(50, 51, 52, 53)]])
     noisy = abuse.read([[turn(0, 50), turn(50, 53, 54, 57)], [turn(0, 1), turn(1, 3, 4)]])
     assert (quiet.itl_p99_ms, quiet.ttft_p50_ms) == (1000, 1000)
@@ -378,7 +378,7 @@ def test_abuse_is_compared_with_the_baseline() -> None:
 def test_soak_reports_errors_and_drift() -> None:
     """Expected errors separately; delays of the last third over those of the first."""
     tally = Tally()
-    tally.acts.update({Kind.TALK: 4, Kind.ABORT: 2})
+    tally.actions.update({Kind.TALK: 4, Kind.ABORT: 2})
     tally.error(Kind.ABORT, "nothing_to_abort")
     tally.error(Kind.TALK, "internal")
     tally.ttft += [Timed(0, 100), Timed(50, 900), Timed(80, 150)]

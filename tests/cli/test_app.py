@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import gc
 import io
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter import __version__
-from inferencecenter.cli import checks
+from inferencecenter import __version__, daemon
+from inferencecenter.cli import app, checks
 from inferencecenter.cli.checks import Check, CheckResult
 from inferencecenter.core.errors import ERRORS, ErrorCode
+from inferencecenter.ipc import engine_child
+from inferencecenter.server.listener import Listener
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Callable
     from pathlib import Path
 
@@ -88,6 +94,53 @@ print([name for name in {unneeded!r} if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("process", "unneeded"),
+    [
+        ("inferencecenter.daemon", ("jinja2", "llama_cpp", "numpy", "llguidance", "huggingface_hub", "httpx2")),
+        ("inferencecenter.engine.llama.backend", ("jinja2", "llama_cpp.llama", "uvicorn", "sqlite3", "structlog")),
+    ],
+)
+def test_process_imports_only_its_dependencies(process: str, unneeded: tuple[str, ...]) -> None:
+    """Templates are rendered elsewhere, and of llama.cpp's bindings the engine needs the declarations."""
+    code = f"import sys, {process}\nprint([name for name in {unneeded!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
+def test_daemon_starts_without_garbage_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other command does; afterwards it is collected again."""
+    collects: list[bool] = []
+    monkeypatch.setattr(app, "app", lambda: collects.append(gc.isenabled()))
+    monkeypatch.setattr(engine_child, "prespawned", nullcontext)
+    for command in ("serve", "stats"):
+        monkeypatch.setattr(sys, "argv", ["inferencecenter", command])
+        app.main()
+        assert gc.isenabled()
+    assert collects == [False, True]
+
+
+async def test_listening_daemon_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was started with is left out from then on."""
+    frozen = asyncio.Event()
+
+    class Listening(Listener):
+        def __init__(self) -> None:
+            pass
+
+        async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+            assert not sockets
+            await frozen.wait()
+
+    monkeypatch.setattr(gc, "freeze", frozen.set)
+    gc.disable()
+    try:
+        await daemon._listen(Listening(), [])
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_command_list_is_not_truncated(cli: Cli) -> None:

@@ -12,8 +12,9 @@ from rich.console import Console
 
 from inferencecenter.cli import model as model_module
 from inferencecenter.cli import output
-from inferencecenter.cli.model import configured_files, count, size
+from inferencecenter.cli.model import count, size
 from inferencecenter.config.settings import ModelEntry, ModelSettings, Settings
+from inferencecenter.models.registry import configured_files
 from tests.models.conftest import hub, offline
 from tests.models.hub_stub import StubFile
 

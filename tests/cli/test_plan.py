@@ -14,6 +14,7 @@ from inferencecenter.cli.checks import Check, CheckResult
 from inferencecenter.cli.doctor import gpus_of, parse_size
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.nvml import GpuReading, Gpus
+from tests.embedding_models import write_embedding_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +32,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "7b.gguf"
     write_header(path, HEADERS["qwen2.5-7b"], name="qwen2.5-7b")
     return path
+
+
+def test_plan_of_an_embedding_model_is_for_its_longest_text(tmp_path: Path, cli: Cli) -> None:
+    """One sequence as long as the model reads, computed in one batch."""
+    write_embedding_model(tmp_path / "bert.gguf")
+    figures = json.loads(cli.run("doctor", "--plan", str(tmp_path / "bert.gguf"), "--json").out)
+    assert (figures["slots"], figures["n_ctx"], figures["n_ubatch"]) == (1, 128, 512)
+    reasons = {reason["name"]: reason for reason in figures["reasons"]}
+    assert "trained for 128" in reasons["n_ctx"]["why"]
+    assert not any(reason["explicit"] for reason in reasons.values())
 
 
 @pytest.mark.parametrize(
@@ -142,9 +153,9 @@ def examined(cli: Cli, monkeypatch: pytest.MonkeyPatch, model: Path) -> Cli:
 
 def test_doctor_includes_a_plan_with_a_gpu(examined: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU it has none."""
-    monkeypatch.setattr(checks, "find_devices", lambda _wanted: ())
+    monkeypatch.setattr(checks, "find_devices", lambda _wanted, _rpc_servers: ())
     assert "plan" not in _found(examined)
-    monkeypatch.setattr(checks, "find_devices", lambda _wanted: _gpus([3]))
+    monkeypatch.setattr(checks, "find_devices", lambda _wanted, _rpc_servers: _gpus([3]))
     plan = _found(examined)["plan"]
     assert plan["verdict"] == "ok"
     assert "n_gpu_layers: 14 of 29" in plan["detail"]
@@ -155,7 +166,7 @@ def test_doctor_includes_a_plan_with_a_gpu(examined: Cli, monkeypatch: pytest.Mo
 def test_doctor_reports_a_missing_gpu(examined: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     """Like the daemon, which does not start then."""
 
-    def missing(_wanted: Sequence[str]) -> tuple[Device, ...]:
+    def missing(_wanted: Sequence[str], _rpc_servers: Sequence[str]) -> tuple[Device, ...]:
         raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.", hint="0")
 
     monkeypatch.setattr(checks, "find_devices", missing)

@@ -70,6 +70,14 @@ def test_options_override_settings(cli: Cli, stub_daemon: list[Settings], tmp_pa
     assert settings.state_dir == tmp_path / "here"
 
 
+def test_script_is_an_option_of_its_backend(cli: Cli, stub_daemon: list[Settings], tmp_path: Path) -> None:
+    """The backend needs its file, and the file its backend."""
+    rules = tmp_path / "rules.toml"
+    assert cli.run("serve", "--backend", "script", "--script", str(rules)).code == 0
+    assert stub_daemon[0].engine.script == rules
+    assert "needs script, a file of rules" in cli.run("serve", "--backend", "script").err
+
+
 @pytest.fixture
 def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function that makes standard output a terminal, to be called in the test after pytest's capturing."""

@@ -61,7 +61,7 @@ async def _answers(daemon: Daemon, *prompts: str) -> list[Answer]:
 
 
 @pytest.mark.parametrize("prompts", [*((prompt,) for prompt in PROMPTS), PROMPTS])
-async def test_a_draft_model_keeps_greedy_answers(plain: Daemon, drafting: Daemon, prompts: tuple[str, ...]) -> None:
+async def test_draft_model_keeps_greedy_answers(plain: Daemon, drafting: Daemon, prompts: tuple[str, ...]) -> None:
     """Alone, and where two turns take the only slot from each other; most tokens were drafted."""
     before = drafting.metric("accepted_tokens_total")
     ours, theirs = await _answers(drafting, *prompts), await _answers(plain, *prompts)
@@ -71,7 +71,7 @@ async def test_a_draft_model_keeps_greedy_answers(plain: Daemon, drafting: Daemo
     assert drafting.metric("accepted_tokens_total") - before > GREEDY["max_tokens"] / 2 * len(prompts)
 
 
-async def test_a_draft_model_keeps_seeded_answers(plain: Daemon, drafting: Daemon) -> None:
+async def test_draft_model_keeps_seeded_answers(plain: Daemon, drafting: Daemon) -> None:
     """The turn's own sampler draws each token."""
     params = {"temperature": 0.8, "max_tokens": 80}
     for seed in range(3):
@@ -99,7 +99,7 @@ async def test_turns_after_an_abort_draft_on(plain: Daemon, drafting: Daemon) ->
     assert texts[0] == texts[1]
 
 
-async def test_a_draft_model_follows_a_context_shift(plain: Daemon, drafting: Daemon) -> None:
+async def test_draft_model_follows_a_context_shift(plain: Daemon, drafting: Daemon) -> None:
     """The oldest turns are dropped within an answer, which continues the same."""
     told = []
     for daemon in (plain, drafting):
@@ -115,7 +115,7 @@ async def test_a_draft_model_follows_a_context_shift(plain: Daemon, drafting: Da
     assert told[0].agrees_with(told[1])
 
 
-async def test_a_new_engine_loads_the_draft_model_too(plain: Daemon, drafting: Daemon) -> None:
+async def test_new_engine_loads_the_draft_model_too(plain: Daemon, drafting: Daemon) -> None:
     """An answer that is interrupted by a crash continues the same, with drafts."""
     (expected,) = await _answers(plain, PROMPTS[1])
     async with connect_client(drafting) as client:

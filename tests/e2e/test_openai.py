@@ -204,10 +204,8 @@ def test_failures_raise_the_client_s_exceptions(openai_client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         openai_client.chat.completions.create(model="gpt-99", messages=[{"role": "user", "content": "Hi"}])
     with pytest.raises(openai.BadRequestError) as caught:
-        openai_client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": "Hi"}], verbosity="low"
-        )
-    assert caught.value.param == "verbosity"
+        openai_client.chat.completions.create(model=model, messages=[{"role": "user", "content": "Hi"}], n=99)
+    assert caught.value.param == "n"
     with pytest.raises(openai.APIStatusError) as too_long:
         openai_client.chat.completions.create(model=model, messages=[{"role": "user", "content": "word " * 20_000}])
     assert too_long.value.code == "context_length_exceeded"

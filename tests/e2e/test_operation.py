@@ -78,12 +78,14 @@ async def test_sigterm_drains_running_turns(tmp_path: Path, demo_model_path: Pat
 
 
 def test_startup_objects_are_frozen_for_the_collector(tmp_path: Path, demo_model_path: Path) -> None:
-    """When the daemon accepts connections nearly all objects are frozen, so full collections stay short."""
+    """Soon after the daemon accepts connections nearly all objects are frozen, so full collections stay short."""
     program = (
-        "import gc\n"
+        "import asyncio, gc\n"
         "from inferencecenter.cli import main\n"
         "from inferencecenter.server.listener import Listener\n"
         "async def serve(self, sockets):\n"
+        "    while not gc.get_freeze_count():\n"
+        "        await asyncio.sleep(0.01)\n"
         "    print(gc.get_freeze_count(), len(gc.get_objects()), flush=True)\n"
         "Listener.serve = serve\n"
         "main()\n"

@@ -1,4 +1,4 @@
-"""An echo backend in which each kind of move can be made to fail, as it does on a real one."""
+"""An echo backend whose moves can be made to fail as on a real one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FaultyEcho(EchoBackend):
         return done if "copy" not in self.refuse else not super().truncate(target, 0)
 
     def save(self, slot: int, buffer: memoryview) -> int:
-        """Save, or say that it could not."""
+        """Save, or return nothing."""
         return 0 if "save" in self.refuse else super().save(slot, buffer)
 
     def restore(self, slot: int, data: memoryview, n_tokens: int) -> bool:

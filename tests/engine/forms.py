@@ -1,4 +1,4 @@
-"""What a turn is held to by a grammar that may not be compiled yet."""
+"""Constraints of turns whose grammar may not be compiled yet."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ if TYPE_CHECKING:
 def constraint_of(
     grammars: GrammarCache, grammar: Grammar, markers: Sequence[str] = (), answer: Sequence[int] = ()
 ) -> Constraint:
-    """Compile a grammar, if that is not known, and return what a turn is held to that has begun with ``answer``."""
+    """Compile a grammar if it is not cached, and return the constraint of a turn that begins with ``answer``."""
     return grammars.constraint(grammars.compile(grammar, markers), answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from inferencecenter.engine.echo import EchoBackend
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.loop import EngineLoop, FrontDisconnected, Inbox, KvFetched, ReceivedCommand
+from inferencecenter.engine.output_processor import OutputProcessor
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel, encode, from_engine_decoder
 from inferencecenter.ipc.heartbeat import Heartbeat
@@ -32,13 +34,16 @@ from inferencecenter.ipc.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from inferencecenter.protocol import params as turn_params
 from tests.engine.parked import MIB, open_store
 from tests.leftovers import leftovers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-TIMEOUT_S = 60  # nothing takes so long, on a machine however busy, but what hangs
+    from inferencecenter.engine.output_processor import Detokenizer
+
+TIMEOUT_S = 60  # only a hang takes so long, even on a busy machine
 
 
 def submit(
@@ -74,6 +79,30 @@ def submit(
     )
 
 
+def output_of_turn(
+    turn: Submit,
+    vocabulary: Detokenizer,
+    *,
+    prompt_tokens: int = 10,
+    n_ctx: int = 100,
+    submitted_s: float = 0.0,
+    queue_timeout_s: float = math.inf,
+    clock: Callable[[], float] = time.thread_time,
+) -> OutputProcessor:
+    """Return the output of a turn, as it is after tokenization."""
+    return OutputProcessor(
+        turn,
+        vocabulary,
+        params=turn_params.decode(turn.params_json),
+        prompt_tokens=prompt_tokens,
+        n_ctx=n_ctx,
+        submitted_s=submitted_s,
+        answer=unpack_tokens(turn.answer),
+        queue_timeout_s=queue_timeout_s,
+        clock=clock,
+    )
+
+
 class Front:
     """The other end of the socket: sends commands and collects events by turn."""
 
@@ -99,7 +128,7 @@ class Front:
                     self.events.setdefault(event.turn_id, []).append(event)
 
     def ended(self, turn_id: str) -> bool:
-        """Tell whether a turn's terminal event has come."""
+        """Return whether a turn's terminal event has arrived."""
         events = self.events.get(turn_id, ())
         return any(isinstance(event, Finished | Failed | ContextFull) for event in events)
 
@@ -108,7 +137,7 @@ class Front:
         self.read_until(lambda: all(self.ended(turn_id) for turn_id in turn_ids))
 
     def text(self, turn_id: str) -> str:
-        """Return what a turn showed."""
+        """Return a turn's text."""
         return "".join(event.text for event in self.events.get(turn_id, ()) if isinstance(event, TokenDelta))
 
     def finished(self, turn_id: str) -> Finished:
@@ -127,7 +156,7 @@ class Front:
         return prompt + pack_tokens(unpack_tokens(answer)[: end.kept_tokens])
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the socket."""
         self._connection.close()
 
 
@@ -156,13 +185,13 @@ class SlowEcho(EchoBackend):
 
 
 class StandingClock:
-    """A clock that goes on when a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
     def __call__(self) -> float:
-        """Return the seconds of now."""
+        """Return the time in seconds."""
         return self.now_s
 
 
@@ -228,7 +257,7 @@ class Engine:
         leftovers.callback(self._clean_up)
 
     def tell(self, *messages: ToEngine) -> None:
-        """Send commands, and wait until the loop has them or will take them next, none without the others."""
+        """Send commands, and wait until the loop takes all of them together."""
         expected = self._n_received + len(messages)
         self.front.send(*messages)
         until_s = time.monotonic() + TIMEOUT_S
@@ -237,7 +266,7 @@ class Engine:
             os.sched_yield()
 
     def stop(self) -> None:
-        """Hang up, wait for the loop and raise what it raised; once, however often it is called."""
+        """Close the socket, wait for the loop and raise its exception; later calls do nothing."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -261,7 +290,7 @@ class Engine:
         self._inbox.put(FrontDisconnected())
 
     def _clean_up(self) -> None:
-        with suppress(Exception):  # the test has failed already if it has left this running
+        with suppress(Exception):  # the test has already failed if this is still running
             self.stop()
 
     def _run(self) -> None:

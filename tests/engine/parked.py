@@ -1,4 +1,4 @@
-"""Stores of parked KV for tests: what the worker would do is done at once."""
+"""KV stores for tests, whose jobs run synchronously."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ResultT = TypeVar("ResultT")
 
 
 class AtOnce(Executor):
-    """Does what it is given before it returns."""
+    """Runs each job before ``submit`` returns."""
 
     def submit(self, job: Callable[P, ResultT], /, *args: P.args, **kwargs: P.kwargs) -> Future[ResultT]:
-        """Do it, and keep what came of it."""
+        """Run the job, and keep its result."""
         future: Future[ResultT] = Future()
         try:
             future.set_result(job(*args, **kwargs))

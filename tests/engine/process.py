@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
-import sys
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from inferencecenter.ipc.engine_child import send_descriptors
+from inferencecenter.ipc.engine_child import EngineChild, send_descriptors
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, LoadFailed, LogLine, Ready, Suspend, Suspended
@@ -24,31 +21,29 @@ if TYPE_CHECKING:
 
 
 class Child:
-    """A process that has been told its options."""
+    """A process that has received its options."""
 
     def __init__(self, options: EngineOptions) -> None:
-        ours, theirs = socket.socketpair()
         self.heartbeat = Heartbeat.create()
-        command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        theirs.close()
-        send_descriptors(ours, (self.heartbeat.fd,))
-        self.front = Front(ours)
+        self._child = EngineChild()
+        self.process = self._child.process
+        send_descriptors(self._child.socket, (self.heartbeat.fd,))
+        self.front = Front(self._child.socket)
         self.front.send(Configure(options.model_dump_json().encode()))
 
     @property
     def log(self) -> list[str]:
-        """What the engine itself logged."""
+        """The engine's log."""
         return [frame.event for frame in self.front.frames if isinstance(frame, LogLine) and frame.source == "engine"]
 
     def ready(self) -> ModelInfo:
-        """Wait until the model is loaded and return what is told of it."""
+        """Wait until the model is loaded and return its description."""
         self.front.read_until(lambda: any(isinstance(frame, Ready | LoadFailed) for frame in self.front.frames))
         (ready,) = (frame for frame in self.front.frames if isinstance(frame, Ready))
         return ready.model
 
     def suspend(self) -> int:
-        """Have the KV brought to disk, and return how many sessions are there."""
+        """Suspend, and return the number of saved sessions."""
         self.front.send(Suspend())
         self.front.read_until(lambda: any(isinstance(frame, Suspended) for frame in self.front.frames))
         (suspended,) = (frame for frame in self.front.frames if isinstance(frame, Suspended))
@@ -58,25 +53,24 @@ class Child:
         """Return the exit status."""
         return self.process.wait(TIMEOUT_S)
 
+    def discard(self) -> None:
+        """End the process, if it still runs, and free what it used."""
+        self.front.close()
+        self._child.discard()
+        if not self.heartbeat._page.closed:
+            self.heartbeat.close()
+
 
 def child_of(options: EngineOptions) -> Child:
-    """Start a process that is gone after the test, whatever that leaves undone."""
+    """Start a process that is ended after the test in any case."""
     child = Child(options)
-
-    def clean_up() -> None:
-        child.front.close()
-        child.process.kill()
-        child.process.wait()
-        if not child.heartbeat._page.closed:
-            child.heartbeat.close()
-
-    leftovers.callback(clean_up)
+    leftovers.callback(child.discard)
     return child
 
 
 @contextmanager
 def running(options: EngineOptions) -> Iterator[Child]:
-    """Run a process until its model is loaded, and end it at the end."""
+    """Run a process, and wait until its model is loaded."""
     child = Child(options)
     try:
         child.ready()
@@ -84,9 +78,7 @@ def running(options: EngineOptions) -> Iterator[Child]:
         child.front.close()
         child.wait()
     finally:
-        child.process.kill()
-        child.process.wait()
-        child.heartbeat.close()
+        child.discard()
 
 
 def demo_options(path: Path, **changes: object) -> EngineOptions:

@@ -1,4 +1,4 @@
-"""JSON Schemas for tests: by hand, for each keyword that llguidance claims, and at random."""
+"""JSON Schemas for tests: one for each keyword that llguidance supports, and random ones."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ UNSUPPORTED = (
 
 
 def random_schema(random: Random, *, depth: int = 3) -> dict[str, Any]:
-    """Return a schema of a form that applications send: objects of a few fields, lists, choices."""
+    """Return a schema like those of applications: objects of a few fields, lists, choices."""
     kinds = ["string", "string", "integer", "number", "boolean", "enum", "null"]
     if depth:
         kinds += ["object", "object", "object", "array", "array", "anyOf"]

@@ -1,4 +1,4 @@
-"""What a step is said to have done."""
+"""The accounting of a step."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def restore(key: str) -> RestoreSlot:
     return RestoreSlot(0, key, 4, b"", "t")
 
 
-def test_an_empty_plan_is_no_work() -> None:
-    """Nothing is told of a step in which nothing was done."""
+def test_empty_plan_is_not_counted() -> None:
+    """A step without work reports nothing."""
     assert work_of(StepPlan(reasons=("no turn",)), StepOutcome(), step_s=1.0) is None
 
 
-def test_a_fetch_alone_is_work() -> None:
-    """Turns that wait for the disk are seen to."""
+def test_fetch_alone_is_counted() -> None:
+    """A step that only fetches from disk is reported."""
     assert work_of(StepPlan(fetches=("s", "t")), StepOutcome(), step_s=0.5) == StepStats(0.5, fetches=2)
 
 
 def test_decode_and_prefill_are_separate() -> None:
-    """Rows are those of the pass that generates; tokens that were read, and times, are what the executor measured."""
+    """Rows are those of the decode pass; prefilled tokens and times are as the executor measured them."""
     plan = StepPlan(passes=(rows("a", "b", prefill=False), rows("c", prefill=True)))
     outcome = StepOutcome(prefill_tokens=7, prefill_s=0.5, decode_s=0.25, move_times=[MoveTime("park", 0.125)])
     assert work_of(plan, outcome, step_s=1.0) == StepStats(
@@ -65,8 +65,8 @@ def test_decode_and_prefill_are_separate() -> None:
         ((RestoreSlot(1, "other", 4, b"", "u"),), TokenSources(slot=4, computed=6)),
     ],
 )
-def test_sources_of_prompt_tokens(moves: tuple[KvMove, ...], sources: TokenSources) -> None:
-    """Each is counted once: where the plan has it from, and the rest as computed."""
+def test_prompt_tokens_are_counted_by_source(moves: tuple[KvMove, ...], sources: TokenSources) -> None:
+    """Each is counted once: by its source in the plan, and the rest as computed."""
     plan = StepPlan(moves=moves, admissions=(Admission("t", PROMPT, 4),), passes=(rows("t", prefill=True),))
     work = work_of(plan, StepOutcome(), step_s=1.0)
     assert work is not None
@@ -74,7 +74,7 @@ def test_sources_of_prompt_tokens(moves: tuple[KvMove, ...], sources: TokenSourc
 
 
 def test_failed_restore_counts_as_computed() -> None:
-    """A turn whose move failed reads all of its prompt."""
+    """A turn whose restore failed prefills its whole prompt."""
     plan = StepPlan(moves=(restore("session"),), admissions=(Admission("t", PROMPT, 4),))
     work = work_of(plan, StepOutcome(emptied={"t"}), step_s=1.0)
     assert work is not None

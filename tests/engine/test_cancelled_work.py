@@ -1,4 +1,4 @@
-"""What an aborted turn or a cancelled look-up costs the engine afterwards: nothing; and what others wait for it."""
+"""Aborted turns and cancelled lookups leave no work behind, and delay others little."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SLOW = Grammar("json_schema", '{"type": "integer", "multipleOf": 999983}')
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """An engine with one worker, which tokenizes the text ``slow`` when the test lets it."""
+    """An engine with one worker, which tokenizes the text ``slow`` when the test allows."""
     engine = Engine(worker_threads=1)
     engine.backend.tokenizing["slow"] = threading.Event()
     yield engine
@@ -49,7 +49,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The grammars in the order in which they were tried, which takes no other process here."""
+    """The grammars in the order of their compilation, which uses no other process here."""
     texts: list[str] = []
 
     def run(
@@ -68,12 +68,12 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def formed(turn_id: str, text: str, grammar: Grammar, *, client: str) -> Submit:
-    """Return a client's turn whose answer, which is ``text``, is to have a form."""
+    """Return a client's turn with the answer ``text`` and a grammar."""
     return msgspec.structs.replace(submit(turn_id, text, client=client), grammar=grammar)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
-    """Wait until something holds of what another thread does."""
+    """Wait until a condition of another thread holds."""
     ticks = threading.Event()
     for _ in range(TIMEOUT_S * 100):
         if holds():
@@ -83,7 +83,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
 
 
 def test_aborted_turns_leave_no_work_behind(engine: Engine, compiled: list[str]) -> None:
-    """500 turns with large texts and forms are aborted while a worker is busy: nothing of them waits or is held."""
+    """500 turns with large texts and grammars are aborted while a worker is busy: nothing is queued or kept."""
     loop = engine.loop
     engine.front.send(submit("slow", "slow", client="busy"))
     grammar = Grammar("regex", "never")
@@ -100,7 +100,7 @@ def test_aborted_turns_leave_no_work_behind(engine: Engine, compiled: list[str])
 
 
 def test_aborted_turns_leave_no_grammar_to_compile(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that is tried is given up, those that wait are never tried, and the next client's is."""
+    """The running compilation is cancelled, queued ones never run, and the next client's does."""
     tried: list[str] = []
     entered, interrupted = threading.Event(), threading.Event()
     run, interrupt = GrammarSandbox.run, GrammarSandbox.interrupt
@@ -131,8 +131,8 @@ def test_aborted_turns_leave_no_grammar_to_compile(engine: Engine, monkeypatch: 
     assert tried == [SLOW.text, "ab"]
 
 
-def test_a_turn_that_goes_on_and_is_aborted_needs_no_grammar(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its end says what it had said, and does not wait for what would hold the rest."""
+def test_aborted_resumed_turn_compiles_no_grammar(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end contains the earlier answer, and does not wait for the compilation."""
     entered = threading.Event()
 
     def never(*_: object, wanted: Callable[[], bool], **__: object) -> object:
@@ -152,7 +152,7 @@ def test_a_turn_that_goes_on_and_is_aborted_needs_no_grammar(engine: Engine, mon
 def test_other_client_waits_for_at_most_one_grammar(
     engine: Engine, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clients take turns at the compiler, which is one thread."""
+    """Clients alternate at the compiler, which is one thread."""
     compile_, entered, open_ = GrammarCache._compile, threading.Event(), threading.Event()
 
     def held(*args: object, **rest: object) -> object:
@@ -171,7 +171,7 @@ def test_other_client_waits_for_at_most_one_grammar(
 
 
 def test_other_client_waits_for_at_most_one_text(engine: Engine) -> None:
-    """Clients take turns at the workers, with turns and look-ups alike."""
+    """Clients alternate at the workers, with turns and lookups alike."""
     order: list[str] = []
     tokenize = engine.backend.tokenize
 
@@ -189,8 +189,8 @@ def test_other_client_waits_for_at_most_one_text(engine: Engine) -> None:
     assert order[:4] == ["slow", "text 0", "other", "asked"]
 
 
-def test_a_client_that_fills_the_room_for_texts_is_refused_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told ``queue_full``, unless the front had accepted the turn before; what leaves makes room again."""
+def test_only_the_client_that_fills_the_text_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``queue_full``, unless the turn was accepted before; a turn that leaves makes room."""
     monkeypatch.setattr(tokenization, "ROOM_BYTES", 10_000)
     engine = Engine(worker_threads=1)
     engine.backend.tokenizing["slow"] = threading.Event()
@@ -214,7 +214,7 @@ def test_a_client_that_fills_the_room_for_texts_is_refused_and_no_other(monkeypa
 
 
 def test_cancelled_lookup_is_not_answered(engine: Engine) -> None:
-    """Neither one that waits nor one that is being answered; one that is unknown does no harm."""
+    """Neither a queued nor a running one; cancelling an unknown one has no effect."""
     engine.tell(
         TokenizeRequest(1, (PromptSegment(""), PromptSegment("slow")), True, "a"),
         TokenizeRequest(2, (PromptSegment("x"),), True, "a"),
@@ -232,7 +232,7 @@ def test_cancelled_lookup_is_not_answered(engine: Engine) -> None:
 
 
 def test_aborted_turn_reads_nothing_from_disk(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was fetched for it is left there."""
+    """Its fetch is cancelled."""
     fetched, cancelled = list[str](), list[str]()
     waits = Match("parked", 256, 256, ready=False, tokens=b"")
     monkeypatch.setattr(engine.kv, "find", lambda _scope, _tokens: waits)

@@ -1,4 +1,4 @@
-"""When the loop looks at turns again."""
+"""Deadlines of turns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from inferencecenter.engine.loop import Deadlines
 
 
 def test_deadlines_pass_in_their_order() -> None:
-    """Each is told once, at its second or later, whatever the order in which they were added."""
+    """Each is reported once, at its second or later, whatever the order in which they were added."""
     deadlines = Deadlines(lambda _turn_id: True)
     deadlines.add("late", (3.0, 9.0))
     deadlines.add("early", (1.0,))
@@ -19,7 +19,7 @@ def test_deadlines_pass_in_their_order() -> None:
 
 
 def test_wait_ends_at_the_next_deadline() -> None:
-    """Never less than nothing; without deadlines it has no end."""
+    """It is never negative; without deadlines it is unlimited."""
     deadlines = Deadlines(lambda _turn_id: True)
     assert deadlines.wait_s(0.0) is None
     deadlines.add("t", (5.0, math.inf))
@@ -30,14 +30,14 @@ def test_wait_ends_at_the_next_deadline() -> None:
 
 
 def test_infinite_deadlines_are_not_stored() -> None:
-    """Turns without limits leave nothing behind."""
+    """Turns without limits leave no entries."""
     deadlines = Deadlines(lambda _turn_id: True)
     deadlines.add("t", (math.inf, math.inf))
     assert deadlines.wait_s(0.0) is None
 
 
 def test_deadlines_of_ended_turns_are_dropped() -> None:
-    """However many come and go while others run, whose deadlines pass in their order as ever."""
+    """However many turns end while others run, whose deadlines pass in order."""
     living = {f"old{number}" for number in range(10)}
     deadlines = Deadlines(living.__contains__)
     for number, turn_id in enumerate(sorted(living)):

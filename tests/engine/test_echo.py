@@ -58,8 +58,8 @@ def test_control_tokens_have_names_and_no_text() -> None:
     assert (backend.is_end(MESSAGE_START), backend.is_end(MESSAGE_END), backend.is_end(65)) == (False, True, False)
 
 
-def test_the_last_user_message_is_the_answer() -> None:
-    """It is spelled byte by byte and then ended."""
+def test_answer_is_the_last_user_message() -> None:
+    """It is spelled byte by byte, then ended."""
     backend = echo()
     prompt = backend.tokenize(
         (*chat("first"), PromptSegment("x"), PromptSegment("<|im_end|>\n", special=True), *chat("two")), first=True
@@ -67,8 +67,8 @@ def test_the_last_user_message_is_the_answer() -> None:
     assert answer(backend, prompt, 4) == [*b"two", MESSAGE_END]
 
 
-def test_a_raw_prompt_is_its_own_answer() -> None:
-    """Without messages the text since the last end is repeated."""
+def test_answer_to_a_raw_prompt_repeats_it() -> None:
+    """Without messages the text since the last end token is repeated."""
     prompt = [*b"old", MESSAGE_END, *b"new"]
     assert answer(echo(), prompt, 4) == [*b"new", MESSAGE_END]
 
@@ -79,7 +79,7 @@ def test_ignore_eos_repeats_the_answer() -> None:
 
 
 def test_each_draft_has_its_own_row() -> None:
-    """A sampler reads the token before the drafts, and behind each of them what follows it."""
+    """A sampler reads the row of the token before the drafts, and of each draft."""
     backend = echo()
     sampler = backend.sampler(Params(), list(b"abc"))
     backend.decode([Chunk(0, 0, list(b"abc"), sample=True), Chunk(1, 0, [9], sample=True)])
@@ -101,8 +101,8 @@ def test_logprobs_are_certain() -> None:
     assert (logprobs.sampled.token, logprobs.sampled.logprob, logprobs.top) == ("a", 0.0, (logprobs.sampled,))
 
 
-def test_a_bias_is_refused() -> None:
-    """What cannot be obeyed is an error that names the field."""
+def test_logit_bias_is_refused() -> None:
+    """An unsupported parameter is an error that names its field."""
     with pytest.raises(InferenceCenterError) as refused:
         echo().sampler(Params(logit_bias=((1, 2.0),)), [])
     assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "params.logit_bias")
@@ -118,14 +118,14 @@ def test_a_bias_is_refused() -> None:
     ],
 )
 def test_chunks_that_do_not_fit_the_kv_are_refused(chunks: list[Chunk]) -> None:
-    """A wrong position, nothing, unsorted slots, or a slot twice: nothing is decoded."""
+    """A wrong position, no tokens, unsorted slots, or a slot twice: nothing is decoded."""
     backend = echo()
     with pytest.raises(ValueError, match="slot"):
         backend.decode(chunks)
     assert (backend.held(0), backend.held(1)) == ((), ())
 
 
-def test_a_full_slot_fails_its_batch() -> None:
+def test_full_slot_fails_its_batch() -> None:
     """The slot is named, and no slot of the batch moved."""
     backend = echo(n_ctx=3)
     with pytest.raises(DecodeError) as failed:
@@ -135,7 +135,7 @@ def test_a_full_slot_fails_its_batch() -> None:
 
 
 def test_sampler_detects_kv_of_another_turn() -> None:
-    """Rows count the chunks that sample, and a row with other tokens than the turn's raises."""
+    """Rows count the chunks with logits, and a row with other tokens than the turn's raises."""
     backend = echo()
     backend.decode([Chunk(0, 0, list(b"xy"), sample=False), Chunk(1, 0, list(b"ab"), sample=True)])
     assert backend.sampler(Params(), list(b"ab")).sample(0).token == ord("a")
@@ -143,8 +143,8 @@ def test_sampler_detects_kv_of_another_turn() -> None:
         backend.sampler(Params(), list(b"xy")).sample(0)
 
 
-def test_a_sampler_is_closed_once() -> None:
-    """Closing it again, or sampling from it, raises."""
+def test_closed_sampler_raises() -> None:
+    """When it is closed again or sampled from."""
     sampler = echo().sampler(Params(), [1])
     sampler.close()
     with pytest.raises(ValueError, match="closed already"):
@@ -153,8 +153,8 @@ def test_a_sampler_is_closed_once() -> None:
         sampler.sample(0)
 
 
-def test_cutting_and_swapping() -> None:
-    """Slots keep a prefix and change places; more than there is cannot be kept."""
+def test_truncate_and_swap() -> None:
+    """Slots keep a prefix and exchange contents; a prefix longer than the content is refused."""
     backend = echo()
     backend.decode([Chunk(0, 0, [1, 2, 3], sample=False)])
     assert backend.truncate(0, 2)
@@ -186,7 +186,7 @@ def test_saved_tokens_are_restored_into_any_slot_of_any_backend(tokens: list[int
 
 @given(st.data())
 def test_incomplete_state_is_refused(data: st.DataObject) -> None:
-    """Torn, changed in any bit, or of another length than asked for: the slot is empty, and nothing raises."""
+    """Truncated, changed in any bit, or of another length: the slot is empty, and nothing raises."""
     backend = echo()
     backend.decode([Chunk(0, 0, list(b"hello"), sample=False), Chunk(1, 0, [1], sample=False)])
     state, n_tokens = saved(backend, 0), 5
@@ -202,8 +202,8 @@ def test_incomplete_state_is_refused(data: st.DataObject) -> None:
     assert (backend.held(0), backend.held(1)) == (tuple(b"hello"), ())
 
 
-def test_a_state_longer_than_a_slot_is_refused() -> None:
-    """A backend with less room takes no more than fits."""
+def test_state_longer_than_a_slot_is_refused() -> None:
+    """A backend with shorter slots restores only what fits."""
     backend, small = echo(), echo(n_ctx=4)
     backend.decode([Chunk(0, 0, list(b"hello"), sample=False)])
     assert not small.restore(0, memoryview(saved(backend, 0)), 5)
@@ -211,7 +211,7 @@ def test_a_state_longer_than_a_slot_is_refused() -> None:
     assert small.restore(0, memoryview(saved(backend, 0)), 4)
 
 
-def test_unsaveable_slots() -> None:
+def test_unsaveable_slots_return_nothing() -> None:
     """An empty slot and a small buffer give no bytes; a read-only buffer is refused."""
     backend = echo()
     assert backend.state_bytes(0) == backend.save(0, memoryview(bytearray(100))) == 0
@@ -221,8 +221,8 @@ def test_unsaveable_slots() -> None:
         backend.save(0, memoryview(bytes(100)))
 
 
-def test_copy_of_a_prefix() -> None:
-    """The target holds it alone, and later changes of one slot do not show in the other."""
+def test_copy_has_the_prefix_alone() -> None:
+    """Later changes of one slot do not affect the other."""
     backend = echo()
     backend.decode([Chunk(0, 0, [1, 2, 3], sample=False), Chunk(1, 0, [9], sample=False)])
     assert backend.can_truncate
@@ -234,8 +234,8 @@ def test_copy_of_a_prefix() -> None:
             backend.copy(source, target, n_tokens)
 
 
-def test_an_answer_goes_on_where_it_was() -> None:
-    """After the prompt was made shorter, the sampler spells the rest of what it had begun."""
+def test_answer_continues_after_a_context_shift() -> None:
+    """With a shorter prompt, the sampler spells the rest of its answer."""
     backend = echo()
     old = backend.tokenize((*chat("first"), PromptSegment("x<|im_end|>", special=True), *chat("second")), first=True)
     begun = answer(backend, old, 3)
@@ -250,8 +250,8 @@ def test_an_answer_goes_on_where_it_was() -> None:
     assert bytes([*begun, *rest[:-1]]) == b"second"
 
 
-def test_the_delay_is_slept_at_each_decode() -> None:
-    """A slow model can be played; no delay is no sleep."""
+def test_delay_is_slept_at_each_decode() -> None:
+    """It simulates a slow model; without a delay there is no sleep."""
     slept: list[float] = []
     options = EngineOptions(backend="echo", parent_pid=0, slots=1, echo_delay_ms=20)
     backend = EchoBackend(options, sleep=slept.append)
@@ -265,8 +265,8 @@ def test_implements_the_backend_protocol() -> None:
     assert seam.model.backend == "echo"
 
 
-def test_model_description() -> None:
-    """Options show in the model, and closing forgets all tokens."""
+def test_model_description_shows_the_options() -> None:
+    """Closing forgets all tokens."""
     backend = echo(slots=3, n_ctx=77)
     assert (backend.model.slots, backend.model.n_ctx, backend.model.backend) == (3, 77, "echo")
     backend.decode([Chunk(2, 0, [1], sample=False)])

@@ -1,4 +1,4 @@
-"""What the engine tells of itself in the page that the front maps."""
+"""The engine's heartbeat in the page that the front maps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def test_heartbeat_lists_every_turn_of_a_plan() -> None:
-    """Decoding turns come first, each once; a parked sequence names no turn."""
+    """Decoding turns come first, each once; an offloaded session names no turn."""
     row = DecodeRow("reads", Chunk(0, 0, [1], sample=False))
     plan = StepPlan(
         moves=(
@@ -52,7 +52,7 @@ def test_heartbeat_lists_every_turn_of_a_plan() -> None:
 
 
 def test_decoding_turns_are_listed_until_the_step_ends() -> None:
-    """Turns are named while the backend works on them; between steps and in an idle loop none is."""
+    """Turns are listed while the backend works on them; between steps and in an idle loop none is."""
     engine = Engine()
     engine.backend.decoding.clear()
     engine.front.send(submit("a", "x"), submit("b", "x"))
@@ -68,7 +68,7 @@ def test_decoding_turns_are_listed_until_the_step_ends() -> None:
 
 
 def test_failed_step_keeps_its_turns_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that nothing foresaw ends the engine, and whose step it was can be read."""
+    """An unexpected error ends the engine, and the turns of that step can be read."""
     engine = Engine()
 
     def decode(chunks: object) -> None:
@@ -85,7 +85,7 @@ def test_failed_step_keeps_its_turns_listed(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_hanging_worker_makes_no_progress() -> None:
-    """Its turn is named, and a loop that wakes for another reason than something done counts nothing."""
+    """Its turn is listed, and a wake-up without work done does not count."""
     engine = Engine(queue_timeout_s=0.05)
     engine.backend.tokenizing["slow"] = threading.Event()
     hangs = submit("hangs", "slow", session="s", answer=pack_tokens([97]), shown_chars=1)
@@ -93,7 +93,7 @@ def test_hanging_worker_makes_no_progress() -> None:
     engine.front.wait_for("behind")
     failure = engine.front.events["behind"][-1]
     assert isinstance(failure, Failed)
-    # Two commands were taken, and the tokens of the second.
+    # Two commands were handled, and the tokens of the second.
     assert engine.heartbeat.ticks <= 3
     assert list(engine.heartbeat.suspects) == ["hangs"]
     engine.backend.tokenizing["slow"].set()
@@ -117,8 +117,8 @@ def test_listed_turns_outlive_the_process() -> None:
     child.heartbeat.close()
 
 
-def test_a_real_model_counts_its_loading_and_its_steps(demo_model_path: Path) -> None:
-    """Each step is progress, and an engine without turns makes none; without a GPU nothing says there is one."""
+def test_real_model_counts_loading_and_steps_as_progress(demo_model_path: Path) -> None:
+    """An engine without turns makes no progress; without a GPU none is reported."""
     with running(demo_options(demo_model_path)) as child:
         loaded = child.heartbeat.ticks
         assert loaded > 0

@@ -1,4 +1,4 @@
-"""Carrying out plans, with faults."""
+"""Executing plans, with faults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk, DecodeError, DraftRequest, Sampled
 from inferencecenter.engine.echo import EchoBackend, EchoSampler
 from inferencecenter.engine.executor import Executor
-from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor
 from inferencecenter.engine.scheduler.plan import (
     Admission,
     CopySlot,
@@ -28,11 +27,12 @@ from inferencecenter.engine.scheduler.plan import (
 )
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import Failed, Finished, Started, TokenDelta, TurnEvent, pack_tokens, unpack_tokens
-from inferencecenter.protocol.params import Params
+from inferencecenter.protocol.params import Params, encode
+from tests.engine.harness import output_of_turn, submit
 from tests.engine.parked import open_store
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from inferencecenter.engine.sampling.constraint import Constraint
@@ -82,18 +82,18 @@ class FaultyEcho(EchoBackend):
     def sampler(
         self, params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None
     ) -> WatchedSampler:
-        """Return a sampler that the test can see."""
+        """Return a sampler that the test can inspect."""
         self.samplers.append(WatchedSampler(self, params, prompt, answer))
         return self.samplers[-1]
 
     @property
     def open_samplers(self) -> int:
-        """How many samplers were not closed; closing one twice raises."""
+        """The number of open samplers; closing one twice raises."""
         return sum(not sampler.closed for sampler in self.samplers)
 
 
 class WatchedSampler(EchoSampler):
-    """Remembers where it sampled and whether it was closed; ``error`` is raised instead of a token."""
+    """Records where it sampled and whether it was closed; ``error`` is raised instead of a token."""
 
     def __init__(self, backend: FaultyEcho, params: Params, prompt: Sequence[int], answer: Sequence[int]) -> None:
         super().__init__(backend, params, prompt, answer)
@@ -145,25 +145,19 @@ class Bench:
         self.progress += 1
 
     def clock(self) -> float:
-        """Return a time that moves by a second each time it is read."""
+        """Return a time that advances by a second with each call."""
         self.now += 1
         return self.now
 
     def add(self, turn_id: str, **params: object) -> None:
-        """Give the executor a turn with the usual prompt."""
+        """Add a turn with the usual prompt."""
         self.go_on(turn_id, (), **params)
 
     def go_on(self, turn_id: str, answer: tuple[int, ...], **params: object) -> None:
-        """Give the executor a turn with the usual prompt that has been answered in part, all of which was told."""
-        turn = GenerationRequest(
-            turn_id=turn_id,
-            params=Params.model_validate(params),
-            submitted_s=0.0,
-            prompt_tokens=len(PROMPT),
-            answer=answer,
-            shown_chars=len(answer),
-        )
-        self.executor.add(OutputProcessor(turn, self.backend, n_ctx=64))
+        """Add a turn with the usual prompt and a partial answer, all of which was emitted."""
+        encoded = encode(Params.model_validate(params))
+        turn = submit(turn_id, "", params=encoded, answer=pack_tokens(answer), shown_chars=len(answer))
+        self.executor.add(output_of_turn(turn, self.backend, prompt_tokens=len(PROMPT), n_ctx=64))
 
     def run(self, plan: StepPlan) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
         """Run a plan; return its outcome and the turns' events."""
@@ -171,7 +165,7 @@ class Bench:
         return outcome, tuple(outcome.events)
 
     def start(self, *turn_ids: str) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
-        """Admit turns to the slots from 0 on, and read their prompts at once."""
+        """Admit turns to the slots from 0 on, and prefill their prompts."""
         return self.run(
             StepPlan(
                 admissions=tuple(admission(turn_id) for turn_id in turn_ids),
@@ -194,7 +188,7 @@ def admission(turn_id: str, *, cached_tokens: int = 0) -> Admission:
 
 
 def prefill(*turns: tuple[int, str]) -> DecodePass:
-    """Return a pass that reads the whole prompt of each (slot, turn)."""
+    """Return a pass that prefills the whole prompt of each (slot, turn)."""
     return DecodePass(
         tuple(DecodeRow(turn_id, Chunk(slot, 0, PROMPT, sample=True)) for slot, turn_id in turns), prefill=True
     )
@@ -226,7 +220,7 @@ def test_prompt_is_prefilled_and_its_first_token_sampled(bench: Bench) -> None:
     assert outcome.decode_s == 0
 
 
-def test_a_turn_that_ends_is_dropped_with_its_sampler(bench: Bench) -> None:
+def test_ended_turn_is_dropped_with_its_sampler(bench: Bench) -> None:
     """The outcome names it, its last event is Finished, and its sampler is closed."""
     bench.add("t", max_tokens=2)
     bench.start("t")
@@ -239,7 +233,7 @@ def test_a_turn_that_ends_is_dropped_with_its_sampler(bench: Bench) -> None:
 
 
 def test_rows_are_sampled_on_several_threads(bench: Bench) -> None:
-    """Two rows wait for each other while sampling, which only works when both are sampled at once."""
+    """Two rows wait for each other while sampling, which works only if both are sampled concurrently."""
     for turn_id in ("a", "b"):
         bench.add(turn_id)
     bench.start("a", "b")
@@ -252,7 +246,7 @@ def test_rows_are_sampled_on_several_threads(bench: Bench) -> None:
 
 
 def test_one_row_is_sampled_in_place(bench: Bench) -> None:
-    """No thread is woken for a single row."""
+    """A single row uses no worker thread."""
     bench.add("t")
     bench.start("t")
     assert bench.backend.samplers[0].threads == [threading.get_ident()]
@@ -287,8 +281,8 @@ def test_slots_are_cut_and_exchanged_before_decoding(bench: Bench) -> None:
     assert (bench.backend.held(0), bench.backend.held(2)) == ((7,), tuple(PROMPT))
 
 
-def test_a_slot_that_had_to_be_emptied_is_reported(bench: Bench) -> None:
-    """The turn starts with nothing cached and skips the step, whose chunks count on the lost prefix."""
+def test_emptied_slot_is_reported(bench: Bench) -> None:
+    """The turn starts with nothing cached and skips the step, whose chunks assumed the lost prefix."""
     bench.backend.decode([Chunk(0, 0, [*PROMPT, 9], sample=False)])
     bench.backend.refuse_cut = True
     bench.add("t")
@@ -307,8 +301,8 @@ def test_a_slot_that_had_to_be_emptied_is_reported(bench: Bench) -> None:
     assert started.cached_tokens == 0
 
 
-def test_intended_clear_is_no_loss(bench: Bench) -> None:
-    """A slot cut to nothing is empty, however the backend did it."""
+def test_intended_clear_is_not_a_loss(bench: Bench) -> None:
+    """A slot truncated to nothing is empty, however the backend did it."""
     bench.backend.decode([Chunk(0, 0, [1], sample=False)])
     bench.backend.refuse_cut = True
     bench.add("t")
@@ -324,7 +318,7 @@ def test_intended_clear_is_no_loss(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("running", [True, False])
-def test_a_swap_that_fails_loses_both_slots(bench: Bench, running: bool) -> None:
+def test_failed_swap_loses_both_slots(bench: Bench, running: bool) -> None:
     """The turn fails, running or just admitted, and the idle session's slot is reported empty."""
     bench.add("t")
     if running:
@@ -344,8 +338,8 @@ def test_a_swap_that_fails_loses_both_slots(bench: Bench, running: bool) -> None
     assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
 
 
-def test_a_swap_of_two_running_turns_that_fails_ends_both(bench: Bench) -> None:
-    """Neither can go on, and no idle session was hit."""
+def test_failed_swap_of_two_running_turns_ends_both(bench: Bench) -> None:
+    """Neither can continue, and no idle session was affected."""
     bench.add("a")
     bench.add("b")
     bench.start("a", "b")
@@ -356,7 +350,7 @@ def test_a_swap_of_two_running_turns_that_fails_ends_both(bench: Bench) -> None:
     assert outcome.lost == outcome.ended == {"a", "b"}
 
 
-def test_an_interrupted_step_ends_after_the_pass_it_is_in(bench: Bench) -> None:
+def test_interrupted_step_ends_after_the_current_pass(bench: Bench) -> None:
     """What was not decoded is not reported, so it is planned again."""
     bench.add("a")
     bench.add("b")
@@ -367,7 +361,7 @@ def test_an_interrupted_step_ends_after_the_pass_it_is_in(bench: Bench) -> None:
     assert bench.backend.held(1) == ()
 
 
-def test_a_sampler_that_cannot_be_built_fails_its_turn_alone(bench: Bench) -> None:
+def test_sampler_build_error_fails_only_its_turn(bench: Bench) -> None:
     """The turn fails with the sampler's own error and is not decoded; its neighbour runs."""
     bench.backend.sampler = EchoBackend.sampler.__get__(bench.backend)  # type: ignore[method-assign]
     bench.add("bad", logit_bias={"1": 1.0})
@@ -380,8 +374,8 @@ def test_a_sampler_that_cannot_be_built_fails_its_turn_alone(bench: Bench) -> No
     assert bench.backend.held(0) == ()
 
 
-def test_a_decode_error_fails_the_turns_whose_kv_is_lost(bench: Bench) -> None:
-    """Their slots are emptied and their samplers closed; the others did not move and go on with the next step."""
+def test_decode_error_fails_the_turns_with_lost_kv(bench: Bench) -> None:
+    """Their slots are emptied and their samplers closed; the others did not move and continue with the next step."""
     for turn_id in ("a", "b"):
         bench.add(turn_id)
     bench.start("a", "b")
@@ -401,7 +395,7 @@ def test_a_decode_error_fails_the_turns_whose_kv_is_lost(bench: Bench) -> None:
 
 
 def test_decode_error_without_slots_fails_the_batch(bench: Bench) -> None:
-    """Otherwise the same batch would be tried for ever."""
+    """Otherwise the same batch would be retried forever."""
     bench.add("t")
     bench.backend.lose = ()
     outcome, _ = bench.start("t")
@@ -409,7 +403,7 @@ def test_decode_error_without_slots_fails_the_batch(bench: Bench) -> None:
 
 
 def test_later_passes_of_a_failed_turn_are_skipped(bench: Bench) -> None:
-    """After a failed cell, neither the failed nor the stalled turn's next cell is decoded."""
+    """After a failed chunk, neither the failed nor the stalled turn's next chunk is decoded."""
     for turn_id in ("a", "b"):
         bench.add(turn_id)
     bench.backend.lose = (0,)
@@ -429,8 +423,8 @@ def test_later_passes_of_a_failed_turn_are_skipped(bench: Bench) -> None:
     assert len(bench.log) == 1
 
 
-def test_a_sampler_that_raises_fails_its_turn_alone(bench: Bench) -> None:
-    """The turn fails with internal, the log says why, and the KV stays good."""
+def test_sampling_exception_fails_only_its_turn(bench: Bench) -> None:
+    """The turn fails with internal, the log has the reason, and the KV stays valid."""
     for turn_id in ("a", "b"):
         bench.add(turn_id)
     bench.start("a", "b")
@@ -443,8 +437,8 @@ def test_a_sampler_that_raises_fails_its_turn_alone(bench: Bench) -> None:
     assert bench.log == ["sampling failed: RuntimeError('broken sampler')"]
 
 
-def test_an_error_of_a_turn_keeps_its_code(bench: Bench) -> None:
-    """What a turn's own pattern or grammar runs into reaches the client as it is."""
+def test_error_of_a_turn_keeps_its_code(bench: Bench) -> None:
+    """Errors of a turn's own pattern or grammar reach the client unchanged."""
     bench.add("t")
     bench.start("t")
     bench.backend.samplers[0].error = InferenceCenterError(
@@ -459,7 +453,7 @@ def test_an_error_of_a_turn_keeps_its_code(bench: Bench) -> None:
 
 
 def test_ending_a_turn_between_steps_closes_its_sampler(bench: Bench) -> None:
-    """An aborted turn's last event is Finished, whether it ran or still waited."""
+    """An aborted turn's last event is Finished, whether it ran or waited."""
     for turn_id in ("runs", "waits"):
         bench.add(turn_id)
     bench.start("runs")
@@ -470,8 +464,8 @@ def test_ending_a_turn_between_steps_closes_its_sampler(bench: Bench) -> None:
     assert (len(bench.executor), bench.backend.open_samplers) == (0, 0)
 
 
-def test_a_turn_whose_time_is_up_is_known(bench: Bench) -> None:
-    """A turn whose time is up is found whether it runs or waits."""
+def test_overdue_turn_is_reported(bench: Bench) -> None:
+    """Whether it runs or waits."""
     bench.add("slow", max_time_ms=2000)
     bench.add("patient")
     assert bench.executor.timeout_reason("slow", 1.9) is None
@@ -479,7 +473,7 @@ def test_a_turn_whose_time_is_up_is_known(bench: Bench) -> None:
 
 
 def test_closing_frees_every_sampler(bench: Bench) -> None:
-    """Nothing native outlives the executor."""
+    """No native object outlives the executor."""
     bench.add("t")
     bench.start("t")
     bench.executor.close()
@@ -487,7 +481,7 @@ def test_closing_frees_every_sampler(bench: Bench) -> None:
 
 
 def test_preempted_turn_resumes(bench: Bench) -> None:
-    """Parked, out of its slot and back in another one, without an admission: its sampler and its text live on."""
+    """Offloaded from its slot and restored into another one, without an admission: its sampler and text are kept."""
     bench.add("t", max_tokens=3)
     bench.start("t")
     tokens = tuple(PROMPT)
@@ -519,7 +513,7 @@ def test_preempted_turn_resumes(bench: Bench) -> None:
 
 @pytest.mark.parametrize("move", [RestoreSlot(0, "gone", 5, b"", "t"), CopySlot(1, 0, 5, "t")])
 def test_turn_with_missing_kv_skips_the_step(bench: Bench, move: RestoreSlot | CopySlot) -> None:
-    """Nothing is cached, nothing decoded on top of it, and the outcome says that its slot is empty."""
+    """Nothing is cached or decoded on top of it, and the outcome reports its slot as empty."""
     bench.backend.decode([Chunk(0, 0, [9, 9], sample=False), Chunk(1, 0, [*PROMPT, 9], sample=False)])
     bench.backend.refuse_copy = True
     bench.add("t")
@@ -538,7 +532,7 @@ def test_turn_with_missing_kv_skips_the_step(bench: Bench, move: RestoreSlot | C
 
 
 def test_answer_continues_after_a_context_shift(bench: Bench) -> None:
-    """The sampler knows the earlier answer, which is read with the prompt but is not told as part of it."""
+    """The sampler knows the earlier answer, which is prefilled with the prompt but not counted as part of it."""
     bench.go_on("t", tuple(b"he"), max_tokens=4)
     tokens = [*PROMPT, *b"he"]
     outcome, events = bench.run(
@@ -555,7 +549,7 @@ def test_answer_continues_after_a_context_shift(bench: Bench) -> None:
     assert outcome.decoded == {"t": 7}
 
 
-def test_a_turn_is_failed_between_two_steps(bench: Bench) -> None:
+def test_turn_can_be_failed_between_two_steps(bench: Bench) -> None:
     """Its error is its last event."""
     bench.add("t")
     failure = bench.executor.fail("t", InferenceCenterError(ErrorCode.QUEUE_TIMEOUT))
@@ -566,10 +560,10 @@ def test_a_turn_is_failed_between_two_steps(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("no such thing"), UnicodeError(), MemoryError()])
-def test_a_sampler_that_cannot_be_made_fails_its_turn_alone(
+def test_unexpected_sampler_build_error_fails_only_its_turn(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    """Whatever it raises: the other turn of the step is answered, and the log says what it was."""
+    """Whatever it raises: the other turn of the step is answered, and the log has the exception."""
     made = bench.backend.sampler
 
     def sampler(
@@ -591,7 +585,7 @@ def test_a_sampler_that_cannot_be_made_fails_its_turn_alone(
 
 
 def test_moves_and_passes_are_progress(bench: Bench) -> None:
-    """Each is counted when it is done."""
+    """Each counts when it is done."""
     bench.add("t")
     bench.start("t")
     assert bench.progress == 1
@@ -607,7 +601,7 @@ def drafted(turn_id: str, slot: int, start: int, text: bytes) -> DecodeRow:
 
 
 def decode_drafts(bench: Bench, *rows: DecodeRow) -> tuple[StepOutcome, tuple[TurnEvent, ...]]:
-    """Decode rows, whose turns all say hello."""
+    """Decode rows of turns whose answer is hello."""
     return bench.run(StepPlan(passes=(DecodePass(rows, prefill=False),)))
 
 
@@ -615,10 +609,8 @@ def decode_drafts(bench: Bench, *rows: DecodeRow) -> tuple[StepOutcome, tuple[Tu
     ("text", "accepted", "token"),
     [(b"h", b"", b"e"), (b"hx", b"", b"e"), (b"hel", b"el", b"l"), (b"helxo", b"el", b"l"), (b"hexlo", b"e", b"l")],
 )
-def test_drafts_are_accepted_up_to_the_first_that_is_wrong(
-    bench: Bench, text: bytes, accepted: bytes, token: bytes
-) -> None:
-    """What is behind it leaves the KV again, and all that was said is told at once."""
+def test_drafts_are_accepted_up_to_the_first_mismatch(bench: Bench, text: bytes, accepted: bytes, token: bytes) -> None:
+    """The rest is removed from the KV, and all accepted text is emitted at once."""
     bench.add("t")
     bench.start("t")
     outcome, (delta,) = decode_drafts(bench, drafted("t", 0, 5, text))
@@ -647,22 +639,24 @@ def test_rows_with_and_without_drafts_are_sampled_together(bench: Bench) -> None
 
 
 class Table:
-    """A draft model whose drafts are given, by slot."""
+    """A draft model with given drafts by slot; ``drafting`` is called whenever it drafts."""
 
     cost = 0.1
 
-    def __init__(self, drafts: dict[int, bytes]) -> None:
+    def __init__(self, drafts: dict[int, bytes], *, drafting: Callable[[], object] = lambda: None) -> None:
         self.drafts = drafts
+        self.drafting = drafting
         self.requests: list[DraftRequest] = []
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
-        """Return what is given for each."""
+        """Return the given drafts."""
+        self.drafting()
         self.requests += requests
         return [list(self.drafts[request.slot]) for request in requests]
 
 
 def test_drafts_of_the_model_are_verified_like_others(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One decode has the drafts of all turns; a turn that got none gets its token, and no draft is counted for it."""
+    """One decode has the drafts of all turns; a turn without drafts gets its token, and no draft is counted for it."""
     table = Table({0: b"el", 2: b"", 3: b"ex"})
     monkeypatch.setattr(FaultyEcho, "draft_model", table)
     for turn_id in ("a", "b", "c", "d"):
@@ -679,6 +673,19 @@ def test_drafts_of_the_model_are_verified_like_others(bench: Bench, monkeypatch:
     assert [bench.backend.held(slot) for slot in range(4)] == [(*PROMPT, *text) for text in (b"hel", b"h", b"h", b"he")]
 
 
+def test_draft_and_decode_times_are_reported_separately(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the bench's clock, which advances by a second with each reading."""
+    looks: list[float] = []
+    monkeypatch.setattr(FaultyEcho, "draft_model", Table({0: b"el"}, drafting=lambda: looks.append(bench.clock())))
+    bench.add("t")
+    bench.start("t")
+    row = replace(drafted("t", 0, 5, b"h"), draft=DraftRequest(0, [*PROMPT, ord("h")], 2, "c"))
+    outcome, _ = decode_drafts(bench, row)
+    assert len(looks) == 1
+    assert outcome.draft_s == 2
+    assert outcome.decode_s > outcome.draft_s
+
+
 @pytest.mark.parametrize(
     ("params", "reason", "shown", "held"),
     [
@@ -688,10 +695,10 @@ def test_drafts_of_the_model_are_verified_like_others(bench: Bench, monkeypatch:
         ({"max_time_ms": 8000}, "time", "ell", b"hel"),
     ],
 )
-def test_an_answer_ends_among_its_drafts(
+def test_answer_ends_within_accepted_drafts(
     bench: Bench, params: dict[str, object], reason: str, shown: str, held: bytes
 ) -> None:
-    """At the token at which it would end without them, with KV and counts as then."""
+    """At the token at which it would end without them, with the same KV and counts."""
     bench.add("t", **params)
     bench.start("t")
     outcome, (delta, end) = decode_drafts(bench, drafted("t", 0, 5, b"hello" + bytes([0])))
@@ -705,8 +712,8 @@ def test_an_answer_ends_among_its_drafts(
     assert outcome.lost == set()
 
 
-def test_a_sampler_that_raises_among_drafts_keeps_what_was_right(bench: Bench) -> None:
-    """The turn fails; its KV holds the tokens up to the one that could not be followed."""
+def test_sampling_exception_within_drafts_keeps_accepted_tokens(bench: Bench) -> None:
+    """The turn fails; its KV holds the tokens before the one that could not be sampled."""
     bench.add("t")
     bench.start("t")
     sampler = bench.backend.samplers[0]
@@ -724,7 +731,7 @@ def test_a_sampler_that_raises_among_drafts_keeps_what_was_right(bench: Bench) -
 
 @pytest.mark.parametrize(("max_tokens", "ends"), [(50, False), (2, True)])
 def test_drafts_that_cannot_be_cut_off_empty_the_slot(bench: Bench, max_tokens: int, ends: bool) -> None:
-    """What was said stays said; a turn that goes on reads its tokens again."""
+    """Emitted text stays; a turn that continues is prefilled again."""
     bench.add("t", max_tokens=max_tokens)
     bench.start("t")
     bench.backend.refuse_cut = True
@@ -734,3 +741,19 @@ def test_drafts_that_cannot_be_cut_off_empty_the_slot(bench: Bench, max_tokens: 
     assert bench.backend.held(0) == ()
     assert (outcome.lost, outcome.emptied) == (({"t"}, set()) if ends else (set(), {"t"}))
     assert bench.log == ["slot 0 could not be truncated and is empty now"]
+
+
+def test_turn_whose_token_is_not_due_waits_while_others_decode(bench: Bench) -> None:
+    """It is unchanged, and decodes when its sampler waits no longer; the outcome has the shortest wait."""
+    bench.add("a")
+    bench.add("b")
+    bench.add("c")
+    bench.start("a", "b", "c")
+    for sampler, wait_s in zip(bench.backend.samplers, (0.0, 3.0, 2.0), strict=True):
+        sampler.wait_s = wait_s
+    outcome, _ = bench.decode((0, "a", ord("h")), (1, "b", ord("h")), (2, "c", ord("h")))
+    assert (outcome.decoded, outcome.sampled) == ({"a": 1}, {"a": ord("e")})
+    assert (outcome.stalled, outcome.wait_s) == ({"b", "c"}, 2.0)
+    bench.backend.samplers[1].wait_s = 0.0
+    outcome, _ = bench.decode((1, "b", ord("h")))
+    assert (outcome.sampled, outcome.wait_s) == ({"b": ord("e")}, 0.0)

@@ -1,4 +1,4 @@
-"""Work for clients on few threads."""
+"""Fair scheduling of clients' jobs on few threads."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Text:
-    """Something large that a job refers to."""
+    """A large object that a job refers to."""
 
 
 class Shop:
-    """Workers whose executor runs when a test says so, and the jobs that have run."""
+    """Workers whose executor runs on request, and the jobs that have run."""
 
     def __init__(self, *, most: int = 1) -> None:
         self.executor = ManualWorker()
@@ -42,8 +42,8 @@ class Shop:
         return job
 
 
-def test_clients_take_turns() -> None:
-    """A client with many jobs keeps another waiting for one of them; the jobs of a client run in their order."""
+def test_clients_alternate() -> None:
+    """A client with many jobs delays another by one of them; the jobs of a client run in order."""
     shop = Shop()
     for number in range(4):
         shop.submit(f"a{number}")
@@ -55,7 +55,7 @@ def test_clients_take_turns() -> None:
 
 
 def test_jobs_at_the_executor_are_bounded() -> None:
-    """So other work of the executor waits for those that run, and for no others."""
+    """Other work of the executor waits for running jobs only."""
     shop = Shop(most=3)
     for name in ("a0", "a1", "b0", "b1", "c0", "c1"):
         shop.submit(name)
@@ -66,7 +66,7 @@ def test_jobs_at_the_executor_are_bounded() -> None:
 
 @pytest.mark.parametrize(("most", "own"), [(1, 1), (2, 1), (4, 3)])
 def test_client_cannot_occupy_all_workers(most: int, own: int) -> None:
-    """One is left for another client, or for a short job; where there is one worker, it runs any."""
+    """One is left for another client, or for a short job; a single worker runs any job."""
     shop = Shop(most=most)
     for number in range(8):
         shop.submit(f"a{number}", size_bytes=10**6)
@@ -77,7 +77,7 @@ def test_client_cannot_occupy_all_workers(most: int, own: int) -> None:
     assert sorted(shop.done) == [*(f"a{number}" for number in range(8)), "b0"]
 
 
-def test_a_short_job_does_not_wait_for_a_long_one_of_its_client() -> None:
+def test_short_job_does_not_wait_for_a_long_one_of_its_client() -> None:
     """A turn of another session is tokenized beside a large text."""
     shop = Shop(most=2)
     shop.submit("a0", size_bytes=10**6)
@@ -86,7 +86,7 @@ def test_a_short_job_does_not_wait_for_a_long_one_of_its_client() -> None:
 
 
 def test_cancelled_job_leaves_no_entry() -> None:
-    """Jobs that wait are gone with what they refer to, wherever they stand in their line."""
+    """Queued jobs are removed with what they refer to, at any place in the queue."""
     shop = Shop()
     shop.submit("a0")
     texts = [Text() for _ in range(500)]
@@ -104,8 +104,8 @@ def test_cancelled_job_leaves_no_entry() -> None:
     assert shop.done == ["a0", "c0"]
 
 
-def test_running_job_learns_of_its_cancellation() -> None:
-    """It ends between two of its parts; one that the executor has and that has not begun never does."""
+def test_running_job_stops_when_cancelled() -> None:
+    """It ends between two of its parts; a submitted job that has not started never does."""
     shop = Shop(most=2)
     seen: list[int] = []
 
@@ -127,7 +127,7 @@ def test_running_job_learns_of_its_cancellation() -> None:
 
 
 def test_no_job_starts_after_close() -> None:
-    """What runs is told."""
+    """Running jobs are cancelled."""
     shop = Shop()
     runs, waits = shop.submit("a0"), shop.submit("a1")
     shop.workers.close()
@@ -138,8 +138,8 @@ def test_no_job_starts_after_close() -> None:
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=40), st.integers(1, 3))
-def test_a_client_waits_for_one_job_of_each_other_client(clients: list[str], most: int) -> None:
-    """Between two jobs of a client, no other client has two while the first one has a job that waits."""
+def test_client_waits_for_one_job_of_each_other_client(clients: list[str], most: int) -> None:
+    """Between two jobs of a waiting client, no other client runs two."""
     shop = Shop(most=most)
     for number, client in enumerate(clients):
         shop.submit(f"{client}{number}")

@@ -1,4 +1,4 @@
-"""The grammars of an engine: each is compiled once."""
+"""The grammar cache of an engine: each grammar is compiled once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORD = Grammar("regex", "[a-z]+")
 
 
 class Trials(GrammarSandbox):
-    """Tries nothing, but takes note; ``size_bytes`` is what it says, ``refusal`` what it raises."""
+    """A sandbox that only records calls; it returns ``size_bytes`` or raises ``refusal``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Trials(GrammarSandbox):
         *,
         wanted: Callable[[], bool] = lambda: True,
     ) -> int:
-        """Take note, and wait until the test lets it go on."""
+        """Record the call, and wait until the test continues it."""
         self.tried.append(grammar.text)
         assert self.may_go_on.wait(60)
         if self.refusal is not None:
@@ -59,7 +59,7 @@ class Trials(GrammarSandbox):
 
 @pytest.fixture
 def trials() -> Trials:
-    """What would be tried."""
+    """The recorded compilations."""
     return Trials()
 
 
@@ -70,7 +70,7 @@ def grammars(trials: Trials) -> GrammarCache:
 
 
 def test_grammar_is_compiled_once_for_independent_turns(grammars: GrammarCache, trials: Trials) -> None:
-    """What one turn says is of no matter to another; one that goes on begins behind its answer."""
+    """Turns do not share state; a resumed one begins after its answer."""
     assert grammars.find(WORD) is None
     first = constraint_of(grammars, WORD)
     assert grammars.find(WORD) is not None
@@ -97,7 +97,7 @@ def test_grammar_errors_are_cached(grammars: GrammarCache, trials: Trials) -> No
 def test_grammar_that_crashes_the_sandbox_is_not_compiled(
     grammars: GrammarCache, trials: Trials, code: ErrorCode, tried: int
 ) -> None:
-    """It is not tried again; where the trial itself failed it is."""
+    """It is not retried; if the sandbox itself failed, it is."""
     trials.refusal = InferenceCenterError(code, "planned")
     for _ in range(2):
         with pytest.raises(InferenceCenterError, match="planned"):
@@ -116,7 +116,7 @@ def test_concurrent_requests_compile_once(grammars: GrammarCache, trials: Trials
 
 
 def test_grammars_are_evicted_by_size(grammars: GrammarCache, trials: Trials) -> None:
-    """Those that were wanted last stay."""
+    """The most recently used ones stay."""
     trials.size_bytes = 60 * MIB
     texts = ["a", "b", "c", "d", "e"]
     for text in ["a", "b", "c", "d", "a", "e"]:
@@ -125,7 +125,7 @@ def test_grammars_are_evicted_by_size(grammars: GrammarCache, trials: Trials) ->
 
 
 def test_large_grammar_is_cached_only_while_in_use(grammars: GrammarCache, trials: Trials) -> None:
-    """Turns that use it at the same time share it; after the last of them it is compiled anew."""
+    """Concurrent turns share it; after the last of them it is compiled again."""
     constraint_of(grammars, WORD)
     trials.size_bytes = 300 * MIB
     large = Grammar("regex", "large")
@@ -141,7 +141,7 @@ def test_large_grammar_is_cached_only_while_in_use(grammars: GrammarCache, trial
 
 
 def test_large_grammar_that_reached_a_limit_is_recompiled(grammars: GrammarCache, trials: Trials) -> None:
-    """As a small one."""
+    """As a small one is."""
     trials.size_bytes = 300 * MIB
     held = constraint_of(grammars, WORD)
     with pytest.raises(InferenceCenterError):
@@ -149,8 +149,8 @@ def test_large_grammar_that_reached_a_limit_is_recompiled(grammars: GrammarCache
     assert grammars.find(WORD) is None
 
 
-def test_a_client_with_many_grammars_evicts_its_own(grammars: GrammarCache, trials: Trials) -> None:
-    """Those of another stay, however long ago they were wanted, until it has more than that one."""
+def test_client_evicts_only_its_own_grammars(grammars: GrammarCache, trials: Trials) -> None:
+    """Another client's grammars stay, however old, until it has more than this client."""
     trials.size_bytes = 50 * MIB
     grammars.compile(Grammar("regex", "mine"), client_id="modest")
     for number in range(20):
@@ -161,7 +161,7 @@ def test_a_client_with_many_grammars_evicts_its_own(grammars: GrammarCache, tria
 
 
 def test_number_of_cached_grammars_is_bounded(grammars: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also small ones."""
+    """Also of small ones."""
     monkeypatch.setattr(module, "_MAX_GRAMMARS", 3)
     for number in range(5):
         constraint_of(grammars, Grammar("regex", f"a{number}"))
@@ -169,7 +169,7 @@ def test_number_of_cached_grammars_is_bounded(grammars: GrammarCache, monkeypatc
 
 
 def test_grammar_that_reached_a_limit_is_recompiled(grammars: GrammarCache, trials: Trials) -> None:
-    """Its turns share what they learn of it: the next one would begin at the limit."""
+    """Its turns share its lexer states, so the next one would begin at the limit."""
     held = constraint_of(grammars, WORD)
     with pytest.raises(InferenceCenterError):
         held.accept(ord("7"))
@@ -201,7 +201,7 @@ def test_frame_marks_gbnf_prefix(grammars: GrammarCache) -> None:
 
 
 def test_grammar_without_an_end_is_refused() -> None:
-    """A model of which no token ends an answer cannot give one that is complete."""
+    """A model without an end token cannot complete an answer."""
 
     class Endless(EchoBackend):
         def is_end(self, token: int) -> bool:

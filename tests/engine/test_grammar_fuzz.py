@@ -1,6 +1,6 @@
-"""Grammars of every kind, made of parts that mean something and put together at random, on the way that turns' take.
+"""Random grammars of every kind, made of meaningful parts, on the path of a turn.
 
-Whatever a client sends, what comes of it is a grammar that a turn can be held to, or ``invalid_grammar``.
+Whatever a client sends is a usable grammar, or ``invalid_grammar``.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _JSON = st.recursive(
 
 
 def _schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Return schemas whose parts are ``inner``, each keyword of which may be something else altogether."""
+    """Return schemas of ``inner`` parts, in which each keyword may have an arbitrary value."""
     fitting: dict[str, st.SearchStrategy[Any]] = {
         "type": _TYPES | st.lists(_TYPES, max_size=3),
         "properties": st.dictionaries(_NAMES, inner, max_size=3),
@@ -118,17 +118,17 @@ def _schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS: st.SearchStrategy[Any] = st.recursive(st.booleans() | st.just({}), _schemas, max_leaves=8)
 SCHEMA_TEXTS = SCHEMAS.map(json.dumps) | _JSON.map(json.dumps) | st.text(max_size=40)
 
-# The others are texts, made of what their languages are made of.
+# The others are texts of tokens of their languages.
 
 
 def _made_of(parts: list[str]) -> st.SearchStrategy[str]:
-    """Return texts of some of the parts, and of anything in between."""
+    """Return texts of some of the parts, with arbitrary text in between."""
     part = st.one_of(st.sampled_from(parts), st.sampled_from(parts), st.sampled_from(parts), st.text(max_size=2))
     return st.lists(part, max_size=25).map("".join)
 
 
 def _rules(head: str, names: list[str], atoms: list[str], suffixes: list[str]) -> st.SearchStrategy[str]:
-    """Return rules of all names, the first of which begins; what they say is put together as it should be."""
+    """Return well-formed rules of all names, the first of which is the start."""
     expressions = st.recursive(
         st.sampled_from([*atoms, *names[1:]]),
         lambda inner: st.one_of(
@@ -338,7 +338,7 @@ GRAMMARS = {
 
 @pytest.fixture(scope="module")
 def grammars() -> Iterator[GrammarCache]:
-    """The grammars of an echo backend, tried as in an engine, but for a second at most."""
+    """The grammars of an echo backend, compiled as in an engine, for at most a second."""
     grammars = GrammarCache(
         EchoBackend(EngineOptions(backend="echo", parent_pid=0)), sandbox=GrammarSandbox(timeout_s=1.0)
     )
@@ -348,7 +348,7 @@ def grammars() -> Iterator[GrammarCache]:
 
 @contextmanager
 def refused_for_the_grammar() -> Iterator[None]:
-    """Let what is said in here be refused, but only with ``invalid_grammar`` and a reason."""
+    """Allow an error, but only ``invalid_grammar`` with a reason."""
     refusal: InferenceCenterError | None = None
     try:
         yield
@@ -359,7 +359,7 @@ def refused_for_the_grammar() -> Iterator[None]:
 
 
 def run(grammars: GrammarCache, grammar: Grammar) -> None:
-    """Take a grammar the way of a turn's, and hold some tokens to it that are drawn from those that it allows."""
+    """Compile a grammar as for a turn, and accept some of the tokens it allows."""
     draw = random.Random(0)
     with refused_for_the_grammar():
         constraint = grammars.constraint(grammars.compile(grammar, MARKERS))
@@ -374,35 +374,35 @@ def run(grammars: GrammarCache, grammar: Grammar) -> None:
 
 @fuzzed
 @given(grammar=GRAMMARS["json_schema"])
-def test_any_json_schema(grammars: GrammarCache, grammar: Grammar) -> None:
-    """Keywords as they should be, and with anything else in their place."""
+def test_any_json_schema_compiles_or_is_refused(grammars: GrammarCache, grammar: Grammar) -> None:
+    """Valid keywords, and keywords with arbitrary values."""
     run(grammars, grammar)
 
 
 @fuzzed
 @given(grammar=GRAMMARS["regex"])
-def test_any_expression(grammars: GrammarCache, grammar: Grammar) -> None:
-    """Also those of other languages, and halves."""
+def test_any_expression_compiles_or_is_refused(grammars: GrammarCache, grammar: Grammar) -> None:
+    """Also syntax of other dialects, and incomplete expressions."""
     run(grammars, grammar)
 
 
 @fuzzed
 @given(grammar=GRAMMARS["lark"])
-def test_any_lark(grammars: GrammarCache, grammar: Grammar) -> None:
-    """With all that llguidance adds to it."""
+def test_any_lark_compiles_or_is_refused(grammars: GrammarCache, grammar: Grammar) -> None:
+    """With llguidance's extensions."""
     run(grammars, grammar)
 
 
 @fuzzed
 @given(grammar=GRAMMARS["gbnf"])
-def test_any_gbnf(grammars: GrammarCache, grammar: Grammar) -> None:
-    """With a frame and without."""
+def test_any_gbnf_compiles_or_is_refused(grammars: GrammarCache, grammar: Grammar) -> None:
+    """With and without a frame."""
     run(grammars, grammar)
 
 
 @fuzzed
 @given(grammar=GRAMMARS["else"])
 @example(grammar=Grammar("json_schema", "[" * 100_000))
-def test_any_kind(grammars: GrammarCache, grammar: Grammar) -> None:
-    """Of a kind that there is not, too."""
+def test_any_grammar_kind_compiles_or_is_refused(grammars: GrammarCache, grammar: Grammar) -> None:
+    """Unknown kinds too."""
     run(grammars, grammar)

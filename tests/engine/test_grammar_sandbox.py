@@ -1,4 +1,4 @@
-"""Grammars that take too much end a process in which nothing can come of it."""
+"""Grammars that need too much end only the sandbox's process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLAIN = Grammar("regex", "a+")
 
 @pytest.fixture(scope="module")
 def trial() -> Iterator[GrammarSandbox]:
-    """A trial with a process that has started, and more patience than any machine needs."""
+    """A sandbox with a started process and a very long timeout."""
     trial = GrammarSandbox(timeout_s=60.0)
     trial.run(NAMES, PLAIN, MARKERS)
     yield trial
@@ -35,7 +35,7 @@ def trial() -> Iterator[GrammarSandbox]:
 
 
 def pid_of(trial: GrammarSandbox) -> int:
-    """Return the number of the other process."""
+    """Return the pid of the sandbox's process."""
     assert trial._process is not None
     return trial._process.pid
 
@@ -49,8 +49,8 @@ def pid_of(trial: GrammarSandbox) -> int:
         Grammar("gbnf", 'root ::= "a"', "start: <[<tool_call>]> answer\n"),
     ],
 )
-def test_an_ordinary_grammar_passes(trial: GrammarSandbox, grammar: Grammar) -> None:
-    """Whatever it names of the model's vocabulary; the same process takes the next one."""
+def test_ordinary_grammar_passes(trial: GrammarSandbox, grammar: Grammar) -> None:
+    """It may name any control token; the same process takes the next one."""
     before = pid_of(trial)
     assert trial.run(NAMES, grammar, MARKERS) < 32 * 2**20
     assert pid_of(trial) == before
@@ -66,7 +66,7 @@ def test_an_ordinary_grammar_passes(trial: GrammarSandbox, grammar: Grammar) -> 
     ],
 )
 def test_grammar_error_keeps_the_process(trial: GrammarSandbox, grammar: Grammar, said: str) -> None:
-    """The engine is spared what the trial could not compile to its end."""
+    """The engine does not compile what the sandbox could not."""
     before = pid_of(trial)
     with pytest.raises(InferenceCenterError, match=re.escape(said)):
         trial.run(NAMES, grammar, MARKERS)
@@ -84,7 +84,7 @@ def test_grammar_error_keeps_the_process(trial: GrammarSandbox, grammar: Grammar
 def test_crashed_sandbox_is_replaced(
     trial: GrammarSandbox, monkeypatch: pytest.MonkeyPatch, grammar: Grammar, timeout_s: float, said: str
 ) -> None:
-    """The grammar is refused, and the next one is tried as if nothing had been."""
+    """The grammar is refused, and the next one runs in a new process."""
     trial.run(NAMES, PLAIN, MARKERS)
     before = pid_of(trial)
     with monkeypatch.context() as changed:
@@ -97,15 +97,15 @@ def test_crashed_sandbox_is_replaced(
     trial.run(NAMES, PLAIN, MARKERS)
 
 
-def test_a_large_grammar_says_what_it_takes_and_has_the_process_to_itself(trial: GrammarSandbox) -> None:
-    """Memory that it leaves behind would not be counted with the next one."""
+def test_large_grammar_reports_its_memory_and_ends_its_process(trial: GrammarSandbox) -> None:
+    """Memory it leaves behind would not be counted for the next one."""
     many = {f"field_{n}": {"type": "string", "maxLength": n} for n in range(1500)}
     large = Grammar("json_schema", json.dumps({"type": "object", "properties": many, "required": list(many)}))
     assert trial.run(NAMES, large, MARKERS) > 2**20
 
 
 def test_cancelled_compilation_is_stopped(trial: GrammarSandbox) -> None:
-    """The process that compiles it is ended; an interrupt that means another grammar changes nothing."""
+    """Its process is killed; a cancellation of another grammar changes nothing."""
     trial.run(NAMES, PLAIN, MARKERS)
     before = pid_of(trial)
     asked: list[bool] = []
@@ -124,8 +124,22 @@ def test_cancelled_compilation_is_stopped(trial: GrammarSandbox) -> None:
     assert trial.run(NAMES, PLAIN, MARKERS) >= 0
 
 
+def test_cancelled_compilation_that_ends_keeps_the_process(
+    trial: GrammarSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that aborts many turns with grammars does not have a process started for each."""
+    trial.run(NAMES, PLAIN, MARKERS)
+    before = pid_of(trial)
+    monkeypatch.setattr(trial, "_grace_s", 60.0)
+    for _ in range(3):
+        with pytest.raises(JobCancelledError):
+            trial.run(NAMES, PLAIN, MARKERS, wanted=lambda: False)
+    assert trial.run(NAMES, PLAIN, MARKERS) >= 0
+    assert pid_of(trial) == before
+
+
 def test_killed_sandbox_is_replaced(trial: GrammarSandbox) -> None:
-    """The OOM killer may take it; no client notices."""
+    """As by the OOM killer; clients do not notice."""
     trial.run(NAMES, PLAIN, MARKERS)
     os.kill(pid_of(trial), 9)
     assert trial._process is not None
@@ -134,7 +148,7 @@ def test_killed_sandbox_is_replaced(trial: GrammarSandbox) -> None:
 
 
 def test_without_a_process_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is no fault of the grammar."""
+    """The grammar is not to blame."""
     monkeypatch.setattr("inferencecenter.engine.grammar_sandbox.sys.executable", "/bin/false")
     with pytest.raises(InferenceCenterError) as failed:
         GrammarSandbox().run(NAMES, PLAIN, {})

@@ -1,4 +1,4 @@
-"""What waits to be handled by the engine's loop."""
+"""The inbox of the engine's loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.engine.harness import TIMEOUT_S, submit
 
 
 def test_inbox_is_bounded_in_bytes() -> None:
-    """The reader waits until the loop has taken what came before, and leaves the rest in the socket."""
+    """The reader pauses until the loop has taken earlier messages, and leaves the rest in the socket."""
     inbox = Inbox(room_bytes=10_000)
     names = [f"t{number}" for number in range(30)]
     put: list[str] = []
@@ -35,7 +35,7 @@ def test_inbox_is_bounded_in_bytes() -> None:
 
 
 def test_oversized_message_is_admitted_alone() -> None:
-    """So nothing waits for ever; what brings no text never waits."""
+    """So nothing waits forever; a message without text never waits."""
     inbox = Inbox(room_bytes=100)
     inbox.put(ReceivedCommand(submit("large", "x" * 4000), 0.0))
     inbox.put(ReceivedCommand(AbortTurn("large"), 0.0))

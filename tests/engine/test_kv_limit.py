@@ -1,4 +1,4 @@
-"""An engine that may park less in memory: what was parked is free at once, and answers are the same."""
+"""An engine with a limit of offloaded KV: memory is released at once, and answers are the same."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ def last_step(front: Front) -> StepOutput:
 
 
 def parked(front: Front) -> bool:
-    """Tell whether something is parked in memory now."""
+    """Return whether KV is offloaded in RAM now."""
     return last_step(front).parked_ram_bytes > 0
 
 
 def parked_until(front: Front, *, in_ram: bool) -> StepOutput:
-    """Read until something, or nothing, is parked in memory."""
+    """Read until KV is, or is not, offloaded in RAM."""
     front.read_until(lambda: parked(front) is in_ram)
     return last_step(front)
 
 
 def of_client(client_id: str, turn: Submit) -> Submit:
-    """Return a turn of a client who shares nothing with others."""
+    """Return a turn of a client that shares no KV with others."""
     return msgspec.structs.replace(turn, client_id=client_id)
 
 
 def test_eviction_of_offloaded_sessions_keeps_answers(tmp_path: Path) -> None:
-    """Their tokens are read again; what one limit forbids another allows."""
+    """Their tokens are prefilled again; after the limit is lifted KV is kept again."""
     engine = Engine(tmp_path, slots=1, prefill_grid_tokens=16)
     front = engine.front
     for name in ("one", "two", "three"):
@@ -63,7 +63,7 @@ def test_eviction_of_offloaded_sessions_keeps_answers(tmp_path: Path) -> None:
 
 
 def test_eviction_does_not_interrupt_running_turns(tmp_path: Path) -> None:
-    """A turn whose KV was parked while another had its slot reads it again; without parking no slot is given up."""
+    """A turn whose offloaded KV was evicted is prefilled again; without offload no slot is preempted."""
     engine = Engine(tmp_path, slots=1, prefill_grid_tokens=16, quantum_tokens=8)
     texts = {name: f"{name} says " + "abcdefghij " * 12 for name in ("ada", "bob")}
     engine.front.send(*(submit(name, text) for name, text in texts.items()))
@@ -76,7 +76,7 @@ def test_eviction_does_not_interrupt_running_turns(tmp_path: Path) -> None:
 
 
 def test_demo_model_answers_are_unchanged(demo_model_path: Path, tmp_path: Path) -> None:
-    """With real KV, in a real process, as if it had kept what it gave up."""
+    """With real KV, in a real process, the answers equal those without eviction."""
     options = demo_options(
         demo_model_path,
         slots=1,

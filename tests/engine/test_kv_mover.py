@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Bench:
-    """A mover and what it works on."""
+    """A mover with its backend and store."""
 
     def __init__(self, path: Path) -> None:
         self.backend = FaultyEcho(slots=4, n_ctx=64)
@@ -43,17 +43,17 @@ class Bench:
         )
 
     def clock(self) -> float:
-        """Return a time that moves by a second each time it is read."""
+        """Return a time that advances by a second with each call."""
         self.now += 1
         return self.now
 
     def fill(self, **slots: list[int]) -> None:
-        """Let slots hold tokens: ``fill(s0=[1, 2])``."""
+        """Fill slots with tokens: ``fill(s0=[1, 2])``."""
         for name, tokens in slots.items():
             self.backend.decode([Chunk(int(name[1:]), 0, tokens, sample=False)])
 
     def run(self, *moves: KvMove) -> StepOutcome:
-        """Make the moves; the store stays in order."""
+        """Execute the moves; the store stays consistent."""
         moved = self.mover.run(moves)
         self.kv.check_integrity()
         return moved
@@ -70,12 +70,12 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def park(slot: int, *tokens: int, key: str = "s", scope: str = "ada") -> ParkSlot:
-    """Return the parking of ``tokens`` that a slot holds."""
+    """Return an offload of a slot's ``tokens``."""
     return ParkSlot(slot, key, scope, len(tokens), tokens, True)
 
 
 def test_offloaded_kv_can_be_restored_into_another_slot(bench: Bench) -> None:
-    """The slot keeps its content, the other one gets it, and what that took is measured."""
+    """The slot keeps its content, the other one gets it, and the time is measured."""
     bench.fill(s0=[1, 2, 3], s1=[9])
     moved = bench.run(park(0, 1, 2, 3), RestoreSlot(1, "s", 3, pack_tokens([1, 2, 3]), "t"), TruncateSlot(1, 2, "t"))
     assert (bench.held(0), bench.held(1)) == ([1, 2, 3], [1, 2])
@@ -85,7 +85,7 @@ def test_offloaded_kv_can_be_restored_into_another_slot(bench: Bench) -> None:
 
 
 def test_moves_are_reported_with_their_turn(bench: Bench) -> None:
-    """Stages have start, end and size; parking an idle session counts for no turn."""
+    """Stages have start, end and size; offloading an idle session counts for no turn."""
     bench.fill(s0=[1, 2, 3], s1=[9])
     moves = (
         replace(park(0, 1, 2, 3), turn_id="a"),
@@ -100,8 +100,8 @@ def test_moves_are_reported_with_their_turn(bench: Bench) -> None:
     assert stages["a"].began_s < stages["a"].ended_s < stages["t"].began_s < stages["t"].ended_s
 
 
-def test_failed_offload_is_no_error(bench: Bench) -> None:
-    """Neither an empty slot nor one that cannot be saved; both stay as they are."""
+def test_failed_offload_is_not_an_error(bench: Bench) -> None:
+    """Neither of an empty slot nor of one that cannot be saved; both keep their content."""
     bench.fill(s0=[1, 2])
     bench.backend.refuse = {"save"}
     assert bench.run(park(0, 1, 2), park(1)).n_parked == 0
@@ -110,15 +110,15 @@ def test_failed_offload_is_no_error(bench: Bench) -> None:
 
 
 def test_missing_sequence_leaves_an_empty_slot(bench: Bench) -> None:
-    """Nothing of the slot's former tenant stays, and the cut that follows is left out."""
+    """No tokens of the former owner stay, and the following truncation is skipped."""
     bench.fill(s0=[7, 7, 7])
     moved = bench.run(RestoreSlot(0, "s", 3, b"", "t"), TruncateSlot(0, 2, "t"))
     assert bench.held(0) == []
     assert moved.emptied == {"t"}
 
 
-def test_a_sequence_that_cannot_be_restored_is_dropped(bench: Bench) -> None:
-    """The turn reads its tokens again, once."""
+def test_sequence_that_cannot_be_restored_is_dropped(bench: Bench) -> None:
+    """The turn prefills its tokens again, once."""
     bench.fill(s0=[1, 2], s1=[9])
     bench.backend.refuse = {"restore"}
     assert bench.run(park(0, 1, 2), RestoreSlot(1, "s", 2, pack_tokens([1, 2]), "t")).emptied == {"t"}
@@ -127,8 +127,8 @@ def test_a_sequence_that_cannot_be_restored_is_dropped(bench: Bench) -> None:
     assert bench.kv.find("ada", [1, 2]) is None
 
 
-def test_a_copy_and_its_failure(bench: Bench) -> None:
-    """A failed one empties its target and leaves its source."""
+def test_failed_copy_empties_its_target(bench: Bench) -> None:
+    """The source keeps its tokens."""
     bench.fill(s0=[1, 2, 3], s1=[9])
     assert bench.run(CopySlot(0, 1, 2, "t")).move_times == [MoveTime("copy", 1.0)]
     assert bench.held(1) == [1, 2]
@@ -137,24 +137,24 @@ def test_a_copy_and_its_failure(bench: Bench) -> None:
     assert (bench.held(0), bench.held(1)) == ([1, 2, 3], [])
 
 
-def test_nothing_is_copied_from_a_slot_that_was_emptied(bench: Bench) -> None:
-    """Both turns read their tokens again; nothing that is not there is cut."""
+def test_emptied_slot_is_not_copied(bench: Bench) -> None:
+    """Both turns prefill their tokens again; missing tokens are not truncated."""
     bench.fill(s0=[7, 7], s1=[9])
     moved = bench.run(RestoreSlot(0, "gone", 4, b"", "a"), CopySlot(0, 1, 3, "b"), TruncateSlot(0, 3, "a"))
     assert (bench.held(0), bench.held(1)) == ([], [])
     assert moved.emptied == {"a", "b"}
 
 
-def test_a_slot_that_is_filled_after_it_was_emptied_is_cut(bench: Bench) -> None:
-    """What failed before does not matter to the next tenant."""
+def test_refilled_slot_is_truncated(bench: Bench) -> None:
+    """An earlier failure does not affect the slot's next owner."""
     bench.fill(s1=[1, 2, 3])
     moved = bench.run(RestoreSlot(0, "gone", 2, b"", "a"), CopySlot(1, 0, 3, "b"), TruncateSlot(0, 1, "b"))
     assert bench.held(0) == [1]
     assert moved.emptied == {"a"}
 
 
-def test_an_emptied_slot_is_known_after_an_exchange(bench: Bench) -> None:
-    """The cut of the slot that its turn moved to is left out, the other one's is made."""
+def test_emptied_slot_is_tracked_across_a_swap(bench: Bench) -> None:
+    """The truncation of the slot that its turn moved to is skipped, the other one's is made."""
     bench.fill(s0=[7, 7], s2=[1, 2, 3])
     moved = bench.run(
         RestoreSlot(0, "gone", 4, b"", "a"), SwapSlots(0, 2, "a", "b"), TruncateSlot(2, 3, "a"), TruncateSlot(0, 2, "b")
@@ -163,8 +163,8 @@ def test_an_emptied_slot_is_known_after_an_exchange(bench: Bench) -> None:
     assert moved.emptied == {"a"}
 
 
-def test_an_idle_slot_that_cannot_be_cut_is_wiped(bench: Bench) -> None:
-    """It is told by its number after the exchanges that follow."""
+def test_idle_slot_that_cannot_be_truncated_is_reported(bench: Bench) -> None:
+    """By its number after the swaps that follow."""
     bench.fill(s0=[1, 2], s3=[9])
     bench.backend.refuse = {"truncate"}
     moved = bench.run(TruncateSlot(0, 1, None), SwapSlots(3, 0, "t", None))
@@ -173,15 +173,15 @@ def test_an_idle_slot_that_cannot_be_cut_is_wiped(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("turn_id", ["t", None])
-def test_a_cut_to_nothing_cannot_fail(bench: Bench, turn_id: str | None) -> None:
+def test_truncation_to_zero_cannot_fail(bench: Bench, turn_id: str | None) -> None:
     """However the backend did it, the slot is as planned."""
     bench.fill(s0=[1, 2])
     bench.backend.refuse = {"truncate"}
     assert bench.run(TruncateSlot(0, 0, turn_id)) == StepOutcome()
 
 
-def test_an_exchange_that_fails_empties_both_slots(bench: Bench) -> None:
-    """The turn is lost, the idle session's slot wiped, what follows in them left out, and nothing of them is parked."""
+def test_failed_swap_empties_both_slots(bench: Bench) -> None:
+    """The turn is lost, the idle slot reported, later moves in both are skipped, and neither is offloaded."""
     bench.fill(s0=[1, 2], s1=[3, 4])
     bench.backend.refuse = {"swap"}
     moved = bench.run(SwapSlots(0, 1, "t", None), TruncateSlot(1, 1, "t"), park(0, 3, 4))
@@ -191,7 +191,7 @@ def test_an_exchange_that_fails_empties_both_slots(bench: Bench) -> None:
 
 
 def test_entries_of_the_plan_are_not_evicted(tmp_path: Path) -> None:
-    """With room for one sequence, the one that is needed stays and the other is not parked."""
+    """With room for one entry, the one the plan needs stays and the other is not offloaded."""
     bench = Bench(tmp_path)
     bench.kv = open_store(bench.backend, tmp_path / "small", ram_bytes=8192)
     bench.mover = KvMover(
@@ -205,7 +205,7 @@ def test_entries_of_the_plan_are_not_evicted(tmp_path: Path) -> None:
 
 
 def test_each_plan_starts_clean(bench: Bench) -> None:
-    """A slot emptied in one step may be cut in the next, when something is in it again."""
+    """A slot emptied in one step may be truncated in the next, when it has tokens again."""
     bench.run(RestoreSlot(0, "gone", 2, b"", "a"))
     bench.fill(s0=[1, 2])
     assert bench.run(TruncateSlot(0, 1, "a")) == StepOutcome()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
+from inferencecenter.engine.echo import EchoSampler
 from inferencecenter.ipc.engine_child import send_descriptors
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import encode
@@ -20,6 +21,8 @@ from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import (
     AbortTurn,
     Configure,
+    Embed,
+    EmbeddingInput,
     Failed,
     Finished,
     LoadFailed,
@@ -39,7 +42,9 @@ from tests.engine.harness import TIMEOUT_S, Engine, Front, StandingClock, submit
 from tests.engine.process import child_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
+
+    from inferencecenter.protocol.params import Params
 
 
 @pytest.fixture
@@ -50,8 +55,17 @@ def engine() -> Iterator[Engine]:
     engine.stop()
 
 
-def test_a_turn_is_answered(engine: Engine) -> None:
-    """The prompt's tokens come first, then the answer, then one end."""
+def test_embedding_request_on_a_text_model_is_refused(engine: Engine) -> None:
+    """Turns are not affected."""
+    request = Embed(turn_id="e", client_id="client", priority=1, inputs=(EmbeddingInput("text"),))
+    engine.front.send(request, submit("t", "text"))
+    engine.front.wait_for("e", "t")
+    assert isinstance(refused := engine.front.events["e"][-1], Failed)
+    assert (refused.code, refused.field) == ("invalid_request", "model")
+
+
+def test_turn_is_answered(engine: Engine) -> None:
+    """The number of prompt tokens comes first, then the answer, then one end."""
     engine.front.send(submit("t", "Grüße"))
     end = engine.front.finished("t")
     started, *deltas, _ = engine.front.events["t"]
@@ -87,21 +101,21 @@ def test_next_turn_reuses_kv(engine: Engine) -> None:
     engine.front.wait_for("other")
     engine.front.send(submit("two", "second", session="s", tokens=history))
     end = engine.front.finished("two")
-    # All of the history but its end token, which was sampled and never decoded.
+    # The history without its end token, which was sampled and never decoded.
     assert end.cached_tokens == len(history) // 4 - 1
     assert engine.front.text("two") == "second"
 
 
 def test_released_session_leaves_no_kv(engine: Engine) -> None:
-    """After a release the same history is read from its start."""
+    """After a release the same history is prefilled from its start."""
     engine.front.send(submit("one", "first", session="s"))
     history = engine.front.history("one")
     engine.front.send(ReleaseSession("s"), submit("two", "second", session="s", tokens=history))
     assert engine.front.finished("two").cached_tokens == 0
 
 
-def test_a_running_turn_is_aborted(engine: Engine) -> None:
-    """What was said stays, and the other turn goes on."""
+def test_running_turn_can_be_aborted(engine: Engine) -> None:
+    """The partial answer stays, and the other turn continues."""
     engine.front.send(submit("long", "ab", params=b'{"ignore_eos":true}'), submit("other", "fine"))
     engine.front.read_until(lambda: "long" in engine.front.events and bool(engine.front.text("long")))
     engine.front.send(AbortTurn("long"))
@@ -111,7 +125,7 @@ def test_a_running_turn_is_aborted(engine: Engine) -> None:
     assert engine.front.finished("other").reason == "stop"
 
 
-def test_a_waiting_turn_is_aborted() -> None:
+def test_waiting_turn_can_be_aborted() -> None:
     """It never ran, and ends with its prompt's length and no tokens."""
     engine = Engine(quantum_tokens=1_000_000)
     engine.front.send(*(submit(name, "ab", params=b'{"ignore_eos":true}') for name in ("x", "y")))
@@ -127,8 +141,8 @@ def test_a_waiting_turn_is_aborted() -> None:
 
 
 @pytest.mark.parametrize("command", [AbortTurn("t"), ReleaseSession("s")])
-def test_a_turn_is_ended_while_it_is_tokenized(engine: Engine, command: ToEngine) -> None:
-    """It ends at once; its tokens, when they come, are forgotten, and the session goes on."""
+def test_turn_can_be_aborted_during_tokenization(engine: Engine, command: ToEngine) -> None:
+    """It ends at once; its tokens are dropped when they arrive, and the session stays usable."""
     engine.backend.tokenizing["slow"] = threading.Event()
     engine.front.send(submit("t", "slow", session="s"), command)
     assert engine.front.finished("t").reason == "aborted"
@@ -140,7 +154,7 @@ def test_a_turn_is_ended_while_it_is_tokenized(engine: Engine, command: ToEngine
 
 
 def test_turns_of_a_session_keep_their_order(engine: Engine) -> None:
-    """A turn that is tokenized faster does not overtake its predecessor, but other sessions' turns."""
+    """A turn that is tokenized faster does not overtake its predecessor, but may overtake other sessions' turns."""
     engine.backend.tokenizing["slow"] = threading.Event()
     engine.front.send(submit("one", "slow", session="s"), submit("two", "fast", session="s"), submit("other", "x"))
     engine.front.wait_for("other")
@@ -156,8 +170,8 @@ def test_turns_of_a_session_keep_their_order(engine: Engine) -> None:
     assert order.index(("two", Started)) > order.index(("one", Finished))
 
 
-def test_a_prompt_that_cannot_be_tokenized_fails_alone(engine: Engine) -> None:
-    """The turn fails with internal, the log says why, others run."""
+def test_tokenization_error_fails_only_its_turn(engine: Engine) -> None:
+    """The turn fails with internal, the log has the reason, others run."""
     engine.front.send(submit("bad", "unspeakable"), submit("good", "text"))
     engine.front.wait_for("bad", "good")
     (failure,) = engine.front.events["bad"]
@@ -167,8 +181,8 @@ def test_a_prompt_that_cannot_be_tokenized_fails_alone(engine: Engine) -> None:
     assert engine.front.text("good") == "text"
 
 
-def test_a_prompt_that_is_too_long_fails() -> None:
-    """The failure names the length of the prompt and of the context."""
+def test_oversized_prompt_fails() -> None:
+    """The error has the length of the prompt and of the context."""
     engine = Engine(n_ctx=200)
     engine.front.send(submit("t", "x" * 200))
     engine.front.wait_for("t")
@@ -176,10 +190,10 @@ def test_a_prompt_that_is_too_long_fails() -> None:
     (failure,) = engine.front.events["t"]
     assert isinstance(failure, Failed)
     assert failure.code == "prompt_too_long"
-    assert "the context holds 200" in failure.message
+    assert "maximum context length is 200 tokens" in failure.message
 
 
-def test_a_refused_parameter_fails_the_turn(engine: Engine) -> None:
+def test_refused_parameter_fails_the_turn(engine: Engine) -> None:
     """The backend's refusal names the field, and the slot is free again."""
     engine.front.send(submit("t", "x", params=b'{"logit_bias":{"1":2.0}}'), submit("next", "text"))
     engine.front.wait_for("t", "next")
@@ -188,8 +202,8 @@ def test_a_refused_parameter_fails_the_turn(engine: Engine) -> None:
     assert (failure.code, failure.field) == ("invalid_request", "params.logit_bias")
 
 
-def test_a_long_prompt_reports_its_progress() -> None:
-    """Each step of one cell but the last tells how far reading is; where no time passes, no speed is learned."""
+def test_long_prompt_reports_progress() -> None:
+    """Each chunk but the last reports the progress; if no time passes, no speed is learned."""
     engine = Engine(prefill_grid_tokens=16, clock=StandingClock())
     engine.front.send(submit("t", "x" * 60, params=b'{"max_tokens":1}'))
     total = engine.front.finished("t").prompt_tokens
@@ -228,7 +242,7 @@ def test_one_step_is_one_frame(engine: Engine) -> None:
 
 
 def test_closed_pipe_ends_the_loop_during_a_turn() -> None:
-    """A loop with running and waiting turns ends when the front is gone, and frees its samplers."""
+    """The loop ends with running and waiting turns, and frees its samplers."""
     engine = Engine(slots=1)
     engine.front.send(*(submit(name, "ab", params=b'{"ignore_eos":true}') for name in ("x", "y")))
     engine.front.read_until(lambda: "x" in engine.front.events)
@@ -236,8 +250,8 @@ def test_closed_pipe_ends_the_loop_during_a_turn() -> None:
     assert not any(thread.name.startswith("worker") for thread in threading.enumerate())
 
 
-def test_the_process_serves_and_ends_with_its_pipe() -> None:
-    """It says when it is ready, shrugs off signals meant for the front, answers, and ends when the front hangs up."""
+def test_process_serves_until_its_pipe_closes() -> None:
+    """It reports that it is ready, ignores signals meant for the front, answers, and exits when the pipe closes."""
     child = child_of(EngineOptions(backend="echo", parent_pid=os.getpid(), slots=2))
     child.front.read_until(lambda: any(isinstance(frame, Ready) for frame in child.front.frames))
     assert child.front.frames[0] == Loading(0.0)
@@ -260,8 +274,8 @@ threading.Event().wait()
 """
 
 
-def test_the_process_ends_with_its_pipe_when_its_main_thread_is_stuck() -> None:
-    """A load or a decode that takes for ever does not keep the process alive."""
+def test_process_with_a_stuck_main_thread_exits_with_its_pipe() -> None:
+    """A hanging load or decode does not keep the process alive."""
     ours, theirs = socket.socketpair()
     process = subprocess.Popen([sys.executable, "-c", STUCK, str(theirs.fileno())], pass_fds=[theirs.fileno()])
     theirs.close()
@@ -277,7 +291,7 @@ def send_heartbeat(ours: socket.socket) -> None:
 
 
 @pytest.mark.parametrize("option", ["backend", "kv_adopt", "kv_type_k", "split_mode", "abacus"])
-def test_options_that_do_not_exist_are_refused(option: str) -> None:
+def test_unknown_options_are_refused(option: str) -> None:
     """Before anything is loaded, with the option's name and the exit status of the error."""
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "inferencecenter.engine", "--fd", str(theirs.fileno())]
@@ -295,8 +309,8 @@ def test_options_that_do_not_exist_are_refused(option: str) -> None:
     assert process.wait(TIMEOUT_S) == 78
 
 
-def test_an_orphan_does_not_start() -> None:
-    """When the parent is another than the one that made it, the process ends before it loads anything."""
+def test_orphan_does_not_start() -> None:
+    """If the parent is not the one that started it, the process exits before it loads anything."""
     child = child_of(EngineOptions(backend="echo", parent_pid=1))
     assert child.wait() == os.EX_UNAVAILABLE
     child.front.close()
@@ -312,3 +326,25 @@ def test_process_requires_its_options_first() -> None:
     ours.sendall(encode(AbortTurn("t")))
     assert process.wait(TIMEOUT_S) == os.EX_PROTOCOL
     ours.close()
+
+
+def test_turn_with_delayed_tokens_does_not_block_others(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other turns run meanwhile; it can be aborted, and continues when it is due."""
+    samplers: dict[str, EchoSampler] = {}
+
+    def sampler(params: Params, prompt: Sequence[int], answer: Sequence[int], constraint: object) -> EchoSampler:
+        made = EchoSampler(engine.backend, params, prompt)
+        text = bytes(made.rest[:-1]).decode()
+        made.wait_s = 0.0 if text == "fast" else 60.0
+        return samplers.setdefault(text, made)
+
+    monkeypatch.setattr(engine.backend, "sampler", sampler)
+    engine.front.send(submit("slow", "slow"), submit("late", "late"))
+    engine.front.read_until(lambda: {"slow", "late"} <= engine.front.events.keys())
+    engine.front.send(AbortTurn("slow"), submit("fast", "fast"))
+    assert engine.front.finished("slow").reason == "aborted"
+    assert engine.front.finished("fast").reason == "stop"
+    assert engine.front.text("late") == ""
+    samplers["late"].wait_s = 0.0
+    assert engine.front.finished("late").reason == "stop"
+    assert engine.front.text("late") == "late"

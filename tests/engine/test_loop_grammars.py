@@ -1,4 +1,4 @@
-"""Turns whose answers have a form, and questions about tokens, through the engine's loop with the echo backend."""
+"""Turns with grammars, and token lookups, through the engine's loop with the echo backend."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SCHEMA = Grammar("json_schema", json.dumps({"type": "object", "additionalPropert
 
 
 class Gate:
-    """Lets grammars be tried at once, or when the test says so."""
+    """A sandbox that runs at once, or when the test allows."""
 
     def __init__(self) -> None:
         self.open = threading.Event()
@@ -52,7 +52,7 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """No grammar is tried in another process here."""
+    """A gate in place of the sandbox's process."""
     gate = Gate()
     monkeypatch.setattr(GrammarSandbox, "start", lambda _sandbox, _names: None)
     monkeypatch.setattr(GrammarSandbox, "run", gate.run)
@@ -61,7 +61,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture
 def engine(gate: Gate) -> Iterator[Engine]:
-    """A running engine without parking."""
+    """A running engine without offload."""
     engine = Engine()
     yield engine
     gate.open.set()
@@ -69,7 +69,7 @@ def engine(gate: Gate) -> Iterator[Engine]:
 
 
 def formed(turn_id: str, text: str, grammar: Grammar = SCHEMA, **fields: Any) -> Submit:
-    """Return a turn whose answer, which is ``text``, is to have a form."""
+    """Return a turn with the answer ``text`` and a grammar."""
     return msgspec.structs.replace(submit(turn_id, text), grammar=grammar, **fields)
 
 
@@ -82,7 +82,7 @@ def failure(engine: Engine, turn_id: str) -> Failed:
 
 
 def test_output_follows_the_grammar(engine: Engine) -> None:
-    """The echo backend can say one thing only; where that is of another form it says why it does not."""
+    """The echo backend can give one answer only; a grammar that excludes it is an error with the reason."""
     engine.front.send(formed("good", '{"a": 1}'), formed("bad", '{"a": "x"}'), submit("free", "hello"))
     assert engine.front.finished("good").reason == "stop"
     assert engine.front.text("good") == '{"a": 1}'
@@ -99,8 +99,8 @@ def test_output_follows_the_grammar(engine: Engine) -> None:
         (formed("t", '{"a": 1}', answer=pack_tokens([*b"[1"])), "internal", ""),
     ],
 )
-def test_a_turn_fails_alone(engine: Engine, turn: Submit, code: str, said: str) -> None:
-    """Its grammar, its parameters or its earlier answer are its own affair."""
+def test_invalid_turn_fails_alone(engine: Engine, turn: Submit, code: str, said: str) -> None:
+    """Its grammar, its parameters or its earlier answer affect no other turn."""
     engine.front.send(turn, submit("other", "hello"))
     failed = failure(engine, "t")
     assert failed.code == code
@@ -108,8 +108,8 @@ def test_a_turn_fails_alone(engine: Engine, turn: Submit, code: str, said: str) 
     assert engine.front.finished("other").reason == "stop"
 
 
-def test_a_panic_while_a_turn_is_prepared_fails_it_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no ``Exception``, and the turn hears of its end all the same."""
+def test_panic_during_preparation_fails_only_its_turn(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panic is no ``Exception``, and the turn still gets its end."""
 
     class PanicError(BaseException):
         """As llguidance's binding raises it."""
@@ -124,7 +124,7 @@ def test_a_panic_while_a_turn_is_prepared_fails_it_alone(engine: Engine, monkeyp
 
 
 def test_resumed_turn_follows_its_grammar(engine: Engine) -> None:
-    """What it had said is taken in, and the rest follows; one that was complete hears its end."""
+    """The partial answer is consumed, and the rest follows; a complete answer gets its end."""
     answer = '{"a": 1}'
     engine.front.send(formed("begun", answer, answer=pack_tokens([*answer.encode()[:4]]), shown_chars=4))
     assert engine.front.finished("begun").generated_tokens == len(answer) + 1
@@ -134,7 +134,7 @@ def test_resumed_turn_follows_its_grammar(engine: Engine) -> None:
 
 
 def test_slow_grammar_does_not_delay_other_turns(engine: Engine, gate: Gate) -> None:
-    """Neither turns without a form nor those whose form is known; aborted meanwhile, a turn ends at once."""
+    """Neither turns without a grammar nor those with a cached one; aborted meanwhile, a turn ends at once."""
     engine.front.send(formed("first", '{"a": 1}'))
     engine.front.wait_for("first")
     gate.open.clear()
@@ -150,7 +150,7 @@ def test_slow_grammar_does_not_delay_other_turns(engine: Engine, gate: Gate) -> 
 
 
 def test_preempted_turns_keep_their_grammars(gate: Gate, tmp_path: Any) -> None:
-    """Preempted over and over, each answer is what it would have been."""
+    """Preempted repeatedly, each answer is unchanged."""
     engine = Engine(tmp_path, slots=1, quantum_tokens=5)
     try:
         answers = {f"t{n}": json.dumps({f"key_{n}_{m}": n * m for m in range(4)}) for n in range(4)}
@@ -163,7 +163,7 @@ def test_preempted_turns_keep_their_grammars(gate: Gate, tmp_path: Any) -> None:
 
 
 def test_generated_marker_is_text(engine: Engine) -> None:
-    """It counts as what is shown and stays in the history; the same token is nothing where it is no marker."""
+    """It counts as emitted text and stays in the history; a token that is no marker emits nothing."""
     said = pack_tokens([*b"ab", 256, *b"cd"])
     for turn_id, markers, text in (("shown", ("<|im_start|>",), "ab<|im_start|>cd"), ("hidden", (), "abcd")):
         engine.front.send(msgspec.structs.replace(submit(turn_id, "abcde", answer=said), markers=markers))
@@ -173,15 +173,15 @@ def test_generated_marker_is_text(engine: Engine) -> None:
         assert (end.kept_chars, end.kept_tokens) == (len(shown), end.generated_tokens)
 
 
-def test_an_end_is_an_end_also_as_a_marker(engine: Engine) -> None:
-    """What ends a generation shows nothing."""
+def test_end_token_named_as_a_marker_still_ends_the_turn(engine: Engine) -> None:
+    """An end token emits no text."""
     engine.front.send(msgspec.structs.replace(submit("t", "ab"), markers=("<|im_end|>",)))
     assert isinstance(engine.front.finished("t"), Finished)
     assert engine.front.text("t") == "ab"
 
 
-def test_tokens_are_looked_up(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each question has one answer; one that cannot be answered is told so, and the loop goes on."""
+def test_lookups_are_answered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has one answer; one that fails gets an error, and the loop continues."""
     pieces = (PromptSegment("<|im_start|>", True), PromptSegment("é<|im_end|>"))
     engine.front.send(
         TokenizeRequest(1, pieces, True),

@@ -27,14 +27,14 @@ PAUSED = EngineLimits(active_slots=2, prefill_share=1.0, lowest_class=2, pause_m
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    """An engine of two slots that parks."""
+    """An engine of two slots with offload."""
     engine = Engine(tmp_path, slots=2, prefill_grid_tokens=16, quantum_tokens=8)
     yield engine
     engine.stop()
 
 
 def test_only_interactive_turns_run_until_limits_are_lifted(engine: Engine) -> None:
-    """The others are where they were then, and end."""
+    """The others then continue exactly, and end."""
     engine.front.send(INTERACTIVE_ONLY, submit("normal", "ab"), submit("urgent", "cd", priority=0))
     assert engine.front.finished("urgent").reason == "stop"
     assert not any(isinstance(event, TokenDelta) for event in engine.front.events.get("normal", ()))
@@ -44,7 +44,7 @@ def test_only_interactive_turns_run_until_limits_are_lifted(engine: Engine) -> N
 
 
 def test_paused_turn_repeats_no_text(engine: Engine) -> None:
-    """What it says before and after is what it would have said at once."""
+    """Its text before and after the pause equals the uninterrupted answer."""
     text = "abcdefghij" * 5
     engine.backend.decoding.clear()
     engine.tell(submit("t", "x" + text))
@@ -63,7 +63,7 @@ def test_paused_turn_repeats_no_text(engine: Engine) -> None:
 
 
 def test_lifted_pause_resumes_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what comes in meanwhile is handled at once: no wait for a command during the pause ends without one."""
+    """Messages during the pause are handled at once: no wait for a command ends without one."""
     command, answers = StepThrottle.command, []
 
     def noted(pause: StepThrottle) -> Command | None:
@@ -85,8 +85,8 @@ def test_lifted_pause_resumes_turns(engine: Engine, monkeypatch: pytest.MonkeyPa
     assert None not in answers, "a minute's pause was waited for"
 
 
-def test_waiting_for_limits_to_be_lifted_is_no_hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its beats go on now and then, without a step being planned all the time."""
+def test_waiting_for_limits_to_be_lifted_is_not_a_hang(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeat continues at intervals, without planning a step each time."""
     monkeypatch.setattr(loop, "_BLOCKED_S", 0.02)
     engine.front.send(INTERACTIVE_ONLY, submit("normal", "ab"))
     engine.front.read_until(
@@ -105,7 +105,7 @@ def test_waiting_for_limits_to_be_lifted_is_no_hang(engine: Engine, monkeypatch:
     monkeypatch.setattr(engine.heartbeat, "tick", beat)
     while waits_s.count(0.02) < 4:
         assert beats.acquire(timeout=TIMEOUT_S), "nothing tells it from one that hangs"
-    # A turn that is still prepared waits too, and its worker wakes the loop.
+    # A turn in preparation waits too, and its worker wakes the loop.
     assert set(waits_s[waits_s.index(0.02) :]) == {0.02}, "it turns without waiting"
     engine.front.send(UNLIMITED)
     assert engine.front.finished("normal").reason == "stop"

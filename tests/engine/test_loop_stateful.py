@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from inferencecenter.engine.executor import Executor
-from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor
 from inferencecenter.engine.scheduler.scheduler import Scheduler
 from inferencecenter.engine.scheduler.state import EngineRequest
 from inferencecenter.ipc.messages import Finished, Started, TokenDelta, TurnEvent, unpack_tokens
-from inferencecenter.protocol.params import Params
+from inferencecenter.protocol.params import Params, encode
 from tests.engine.faulty_echo import FaultyEcho
+from tests.engine.harness import output_of_turn, submit
 from tests.engine.parked import open_store
 
 N_CTX = 200
@@ -40,7 +40,7 @@ class Session:
 
 
 class Turns(RuleBasedStateMachine):
-    """Sessions of two clients on two slots; memory for a few sequences, and a disk that answers at once."""
+    """Sessions of two clients on two slots; RAM for a few entries, and a disk without delay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Turns(RuleBasedStateMachine):
 
     @initialize(draft_tokens=st.sampled_from([0, 1, 5]))
     def begin(self, draft_tokens: int) -> None:
-        """Open a few sessions, so that there is something to ask; turns may draft what they repeat."""
+        """Open a few sessions; turns may draft from their text."""
         self.scheduler = Scheduler(
             slots=2,
             n_ctx=N_CTX,
@@ -84,7 +84,7 @@ class Turns(RuleBasedStateMachine):
             self.open(client, system=True)
 
     def teardown(self) -> None:
-        """Let everything run to its end without faults, and look at the whole."""
+        """Run everything to its end without faults, and check the result."""
         self.backend.refuse.clear()
         for _ in range(4000):
             if not self.running:
@@ -99,7 +99,7 @@ class Turns(RuleBasedStateMachine):
 
     @rule(client=st.sampled_from(["ada", "bob"]), system=st.booleans())
     def open(self, client: str, system: bool) -> None:
-        """Open a session, with the shared system prompt or with none."""
+        """Open a session, with or without the shared system prompt."""
         self.sessions.append(Session(f"s{len(self.sessions)}", client, list(SYSTEM) if system else []))
 
     @precondition(lambda self: self.sessions)
@@ -110,7 +110,7 @@ class Turns(RuleBasedStateMachine):
         priority=st.integers(0, 2),
     )
     def ask(self, data: st.DataObject, text: str, max_tokens: int, priority: int) -> None:
-        """Begin a turn in an idle session, if it still has room."""
+        """Start a turn in an idle session, if it has room."""
         idle = [session for session in self.sessions if session.turn_id is None]
         session = data.draw(st.sampled_from(idle)) if idle else None
         if session is None or len(session.tokens) + len(text) + 10 + max_tokens >= N_CTX:
@@ -119,7 +119,7 @@ class Turns(RuleBasedStateMachine):
         session.turn_id = turn_id = f"t{self.n_turns}"
         tokens = [*session.tokens, 256, *b"user\n", *text.encode(), 257]
         params = Params(max_tokens=max_tokens, ignore_eos=True)
-        turn = GenerationRequest(turn_id=turn_id, params=params, submitted_s=self.now, prompt_tokens=len(tokens))
+        turn = submit(turn_id, "", params=encode(params))
         public = session.client_id == "ada"
         self.scheduler.add(
             EngineRequest(
@@ -134,14 +134,15 @@ class Turns(RuleBasedStateMachine):
                 public=public,
             )
         )
-        self.executor.add(OutputProcessor(turn, self.backend, n_ctx=N_CTX))
+        output = output_of_turn(turn, self.backend, prompt_tokens=len(tokens), n_ctx=N_CTX, submitted_s=self.now)
+        self.executor.add(output)
         self.running[turn_id] = (session, text.encode(), max_tokens)
         self.events[turn_id] = []
 
     @precondition(lambda self: self.sessions)
     @rule(data=st.data(), keep=st.floats(0, 1))
     def fork(self, data: st.DataObject, keep: float) -> None:
-        """Open a session that shares some of another's tokens."""
+        """Open a session with a prefix of another's tokens."""
         parent = data.draw(st.sampled_from(self.sessions))
         shared = parent.tokens[: int(len(parent.tokens) * keep)]
         self.sessions.append(Session(f"s{len(self.sessions)}", parent.client_id, shared))
@@ -167,20 +168,20 @@ class Turns(RuleBasedStateMachine):
 
     @rule(refuse=st.sets(st.sampled_from(["save", "restore", "copy", "truncate"]), min_size=1), n=st.integers(1, 12))
     def work_with_faults(self, refuse: set[str], n: int) -> None:
-        """Let the engine work while moves fail."""
+        """Run the engine while moves fail."""
         self.backend.refuse = refuse
         self.work(n)
         self.backend.refuse = set()
 
     @rule(n_steps=st.integers(1, 12))
     def work(self, n_steps: int) -> None:
-        """Let the engine work."""
+        """Run the engine."""
         for _ in range(n_steps):
             self.step()
 
     @invariant()
     def check(self) -> None:
-        """Books and KV agree, and no turn has said anything wrong."""
+        """State and KV agree, and every text is right so far."""
         self.scheduler.check_integrity()
         self.kv.check_integrity()
         for slot in self.scheduler.slots:
@@ -188,7 +189,7 @@ class Turns(RuleBasedStateMachine):
         assert len(self.executor) == len(self.running)
 
     def step(self) -> None:
-        """Plan and carry out one step."""
+        """Plan and execute one step."""
         self.now += 1
         if not self.scheduler.has_work:
             return
@@ -206,7 +207,7 @@ class Turns(RuleBasedStateMachine):
                 self._end(event)
 
     def _end(self, end: TurnEvent) -> None:
-        """A turn ends once, well or aborted, having said the beginning of what it had to say; its session goes on."""
+        """Check that a turn ends once, completed or aborted, with a prefix of its answer."""
         assert isinstance(end, Finished), end
         session, text, max_tokens = self.running.pop(end.turn_id)
         events = self.events[end.turn_id]

@@ -1,4 +1,4 @@
-"""Turns that wait, overflow, share and return, in the engine's loop on the echo backend."""
+"""Waiting, overflowing, sharing and resumed turns in the engine's loop on the echo backend."""
 
 from __future__ import annotations
 
@@ -23,28 +23,30 @@ from inferencecenter.ipc.messages import (
 from tests.engine.harness import Engine, StandingClock, submit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
+
+    from inferencecenter.engine.backend import Chunk
 
 ENDLESS = b'{"ignore_eos":true}'
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    """An engine of one slot that parks."""
+    """An engine of one slot with offload."""
     engine = Engine(tmp_path, slots=1, prefill_grid_tokens=16)
     yield engine
     engine.stop()
 
 
 def started(engine: Engine, turn_id: str) -> Started:
-    """Return what was told when a turn got its first slot."""
+    """Return the event of a turn's first slot."""
     (event,) = (event for event in engine.front.events[turn_id] if isinstance(event, Started))
     return event
 
 
-def test_a_turn_that_got_no_slot_in_time_fails() -> None:
-    """While another holds the only slot and nothing else happens; the one that runs is not meant."""
+def test_turn_without_a_slot_times_out() -> None:
+    """While another turn holds the only slot and nothing else happens; the running turn is not affected."""
     clock = StandingClock()
     engine = Engine(slots=1, queue_timeout_s=60, quantum_tokens=1_000_000, clock=clock)
     engine.front.send(submit("runs", "ab", params=ENDLESS))
@@ -61,8 +63,8 @@ def test_a_turn_that_got_no_slot_in_time_fails() -> None:
     engine.stop()
 
 
-def test_a_turn_fails_while_it_is_tokenized_and_the_loop_sleeps() -> None:
-    """The loop wakes by itself; the tokens, when they come, are forgotten, and the session goes on."""
+def test_queue_timeout_during_tokenization_wakes_the_loop() -> None:
+    """The tokens are dropped when they arrive, and the session stays usable."""
     clock = StandingClock()
     engine = Engine(queue_timeout_s=0.05, clock=clock)
     engine.backend.tokenizing["slow"] = threading.Event()
@@ -78,8 +80,8 @@ def test_a_turn_fails_while_it_is_tokenized_and_the_loop_sleeps() -> None:
     engine.stop()
 
 
-def test_a_turn_whose_context_is_full_overflows_and_goes_on() -> None:
-    """Submitted again with less before it and what it said, it says the rest and nothing twice."""
+def test_overflowed_turn_continues_with_a_shorter_prompt() -> None:
+    """Submitted again with its partial answer, it generates the rest and repeats nothing."""
     engine = Engine(n_ctx=64)
     endless = b'{"ignore_eos":true,"max_tokens":50,"stop":["Z"]}'
     engine.front.send(submit("t", "abc", params=endless, may_shift=True))
@@ -104,8 +106,8 @@ def test_a_turn_whose_context_is_full_overflows_and_goes_on() -> None:
 
 
 @pytest.mark.parametrize(("answer", "n_tokens"), [(b"", 219), (b"ab", 221)])
-def test_a_prompt_that_is_too_long_overflows_when_it_may_shift(answer: bytes, n_tokens: int) -> None:
-    """With an answer it has an end, without one it never began."""
+def test_oversized_prompt_overflows_if_shifting_is_allowed(answer: bytes, n_tokens: int) -> None:
+    """With a partial answer the overflow carries an end, without one it never started."""
     engine = Engine(n_ctx=200)
     engine.front.send(submit("t", "x" * 200, may_shift=True, answer=pack_tokens(list(answer)), shown_chars=len(answer)))
     engine.front.wait_for("t")
@@ -118,8 +120,8 @@ def test_a_prompt_that_is_too_long_overflows_when_it_may_shift(answer: bytes, n_
         assert (overflowed.end.kept_chars, overflowed.end.generated_tokens) == (2, 2)
 
 
-def test_a_session_that_lost_its_slot_is_restored(engine: Engine) -> None:
-    """Its next turn finds what was parked, and the gauges tell of it."""
+def test_session_without_a_slot_is_restored(engine: Engine) -> None:
+    """Its next turn finds the offloaded KV, and the gauges count it."""
     engine.front.send(submit("one", "first", session="s"))
     history = engine.front.history("one")
     engine.front.send(submit("other", "else"))
@@ -134,7 +136,7 @@ def test_a_session_that_lost_its_slot_is_restored(engine: Engine) -> None:
 
 
 def test_recovered_sessions_are_reported_at_once(engine: Engine, tmp_path: Path) -> None:
-    """Before the first turn, so that it is not taken for lost."""
+    """Before the first turn, so that their KV is not taken for lost."""
     engine.front.send(submit("one", "first", session="s"))
     engine.front.wait_for("one")
     engine.front.send(submit("other", "else"))
@@ -149,7 +151,7 @@ def test_recovered_sessions_are_reported_at_once(engine: Engine, tmp_path: Path)
 
 
 def test_released_session_is_not_offloaded(engine: Engine) -> None:
-    """After a release the same history is read from its start."""
+    """After a release the same history is prefilled from its start."""
     engine.front.send(submit("one", "first", session="s"))
     history = engine.front.history("one")
     engine.front.send(submit("other", "else"))
@@ -159,7 +161,7 @@ def test_released_session_is_not_offloaded(engine: Engine) -> None:
 
 
 def test_system_prompt_is_prefilled_once(engine: Engine) -> None:
-    """Two sessions of a client whose first piece is shared; the second finds its tokens in KV."""
+    """Two sessions of a client share their first piece; the second finds its tokens in the KV."""
     system = "<|im_start|>system\nYou are brief, friendly and precise in everything you say.<|im_end|>\n"
     turns = []
     for name in ("a", "b"):
@@ -174,7 +176,7 @@ def test_system_prompt_is_prefilled_once(engine: Engine) -> None:
     assert engine.front.text("b") == "b"
 
 
-def test_long_turns_take_turns(tmp_path: Path) -> None:
+def test_long_turns_share_a_slot(tmp_path: Path) -> None:
     """Three endless turns on one slot, a few tokens each time: all make progress, and each text is right."""
     engine = Engine(tmp_path, slots=1, quantum_tokens=4)
     texts = {"a": "abc", "b": "defg", "c": "hi"}
@@ -194,3 +196,40 @@ def test_long_turns_take_turns(tmp_path: Path) -> None:
         if isinstance(event, TokenDelta)
     ]
     assert set(deltas[: len(deltas) // 2]) == set(texts)
+
+
+def test_turn_that_arrives_during_a_decode_is_read_right_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its prompt is tokenized before the next step is planned: no decode of the others comes in between."""
+    monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_S", 60)
+    engine = Engine(slots=2)
+    passes: list[int] = []
+    decode = engine.backend.decode
+
+    def decode_and_submit(chunks: Sequence[Chunk]) -> None:
+        passes.append(sum(len(chunk.tokens) for chunk in chunks))
+        if len(passes) == 3:
+            engine.tell(submit("new", "text"))
+        decode(chunks)
+
+    monkeypatch.setattr(engine.backend, "decode", decode_and_submit)
+    engine.front.send(submit("old", "text", params=ENDLESS))
+    engine.front.wait_for("new")
+    prompt_tokens = passes[0]
+    assert passes[:6] == [prompt_tokens, 1, 1, prompt_tokens, 2, 2]
+    engine.stop()
+
+
+def test_long_tokenization_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop waits a moment for it, once, and goes on."""
+    monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_S", 0.01)
+    engine = Engine(slots=2)
+    engine.backend.tokenizing["slow"] = threading.Event()
+    engine.front.send(submit("old", "text", params=ENDLESS))
+    engine.front.read_until(lambda: bool(engine.front.text("old")))
+    engine.tell(submit("new", "slow"))
+    shown = len(engine.front.text("old"))
+    engine.front.read_until(lambda: len(engine.front.text("old")) > shown + 20)
+    assert "new" not in engine.front.events
+    engine.backend.tokenizing["slow"].set()
+    assert engine.front.finished("new").reason == "stop"
+    engine.stop()

@@ -1,4 +1,4 @@
-"""The engine process: how it ends when something in it fails that should not."""
+"""The engine process: its end after an unexpected failure."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ OPTIONS = EngineOptions(backend="llama", parent_pid=os.getpid(), model_path="/mo
 
 
 class Line:
-    """A pipe that notes what is sent, and whose reading fails."""
+    """A pipe that records messages, and whose reading fails."""
 
     def __init__(self) -> None:
         self.sent: list[FromEngine] = []
 
     def send(self, message: FromEngine) -> None:
-        """Take note."""
+        """Record the call."""
         self.sent.append(message)
 
     def read(self) -> None:
@@ -36,7 +36,7 @@ class Line:
 
 @pytest.mark.parametrize("error", [ValueError("NaN"), OverflowError(), UnicodeDecodeError("utf-8", b"x", 0, 1, "?")])
 def test_any_model_file_error_is_a_failed_load(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    """The front is told why, and does not take it for a crash that another start may mend."""
+    """The front gets the reason, and does not take it for a crash that a restart may fix."""
 
     def load(*_: Any) -> None:
         raise error
@@ -52,8 +52,8 @@ def test_any_model_file_error_is_a_failed_load(monkeypatch: pytest.MonkeyPatch, 
     assert type(error).__name__ in failed.message
 
 
-def test_a_reader_that_fails_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that hears nothing any more would keep its memory, and its turns would wait for ever."""
+def test_failed_reader_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that reads no more messages would keep its memory, and its turns would wait forever."""
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
     monkeypatch.setattr("time.sleep", lambda _seconds: None)

@@ -1,8 +1,7 @@
-"""What a turn says, token by token."""
+"""The output of a turn, token by token."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from contextlib import nullcontext
@@ -14,26 +13,28 @@ from hypothesis import strategies as st
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Sampled
-from inferencecenter.engine.output_processor import GenerationRequest, OutputProcessor, failed, never_ran
+from inferencecenter.engine.output_processor import OutputProcessor, failed, never_ran
 from inferencecenter.ipc.messages import (
     ContextFull,
     Failed,
     Finished,
     SampledLogprobs,
     Started,
+    Submit,
     TokenDelta,
     TokenLogprob,
     TurnEvent,
     pack_tokens,
     unpack_tokens,
 )
-from inferencecenter.protocol.params import Params
+from inferencecenter.protocol.params import Params, encode
+from tests.engine.harness import output_of_turn, submit
 
 END = 0
 
 
 class Words:
-    """A vocabulary of given byte strings; token 0 ends."""
+    """A vocabulary of given byte strings; token 0 is the end token."""
 
     def __init__(self, *words: bytes) -> None:
         self._words = (b"<end>", *words)
@@ -47,14 +48,21 @@ class Words:
         return self._words[token].decode()
 
     def is_end(self, token: int) -> bool:
-        """Tell whether it is the end token."""
+        """Return whether it is the end token."""
         return token == END
+
+
+def turn_with(
+    params: dict[str, object], *, answer: tuple[int, ...] = (), shown_chars: int = 0, may_shift: bool = False
+) -> Submit:
+    """Return a turn, perhaps with an earlier ``answer``."""
+    encoded = encode(Params.model_validate(params))
+    return submit("t", "", params=encoded, answer=pack_tokens(answer), shown_chars=shown_chars, may_shift=may_shift)
 
 
 def output_of(*words: bytes, n_ctx: int = 100, **params: object) -> OutputProcessor:
     """Return the output of a turn with a prompt of ten tokens, submitted at second 0 and started at 1."""
-    turn = GenerationRequest(turn_id="t", params=Params.model_validate(params), submitted_s=0.0, prompt_tokens=10)
-    output = OutputProcessor(turn, Words(*words), n_ctx=n_ctx)
+    output = output_of_turn(turn_with(params), Words(*words), n_ctx=n_ctx)
     output.start(range(10), cached_tokens=4, now=1.0)
     return output
 
@@ -78,9 +86,8 @@ def finished(events: list[TurnEvent]) -> Finished:
 
 
 def test_start_reports_the_prompt() -> None:
-    """The front learns the prompt's tokens and how many were cached."""
-    turn = GenerationRequest(turn_id="t", params=Params(), submitted_s=0.0, prompt_tokens=2)
-    started = OutputProcessor(turn, Words(), n_ctx=9).start([5, 6], cached_tokens=1, now=0.5)
+    """The front gets the number of prompt tokens and of cached ones."""
+    started = output_of_turn(turn_with({}), Words(), prompt_tokens=2, n_ctx=9).start([5, 6], cached_tokens=1, now=0.5)
     assert (unpack_tokens(started.tokens), started.cached_tokens) == ([5, 6], 1)
 
 
@@ -93,8 +100,8 @@ def test_tokens_become_text_at_once() -> None:
     ]
 
 
-def test_the_end_token_ends_and_stays() -> None:
-    """The end token belongs to the history; its text is not shown but told."""
+def test_end_token_ends_the_answer_and_is_kept() -> None:
+    """It belongs to the history; it emits no text but is reported."""
     events = push_all(output_of(b"Hello"), 1, END)
     end = finished(events)
     assert shown(events) == "Hello"
@@ -109,14 +116,14 @@ def test_times_and_counts() -> None:
     assert end.tokens_per_s == 2.0
 
 
-def test_a_character_in_several_tokens_is_shown_whole() -> None:
-    """No delta carries part of a character."""
+def test_character_of_several_tokens_is_emitted_whole() -> None:
+    """No delta has part of a character."""
     events = push_all(output_of(b"\xe2\x82", b"\xac!"), 1, 2)
     assert [event.text for event in events if isinstance(event, TokenDelta)] == ["", "€!"]
 
 
-def test_a_stop_string_is_never_shown() -> None:
-    """What could become the stop string is held back; tokens that were shown whole are kept."""
+def test_stop_string_is_never_emitted() -> None:
+    """A possible stop string is held back; tokens that were emitted whole are kept."""
     output = output_of(b"Hi", b" there.\n", b"Us", b"er", stop=["\nUser"])
     events = push_all(output, 1, 2, 3, 4)
     end = finished(events)
@@ -125,29 +132,27 @@ def test_a_stop_string_is_never_shown() -> None:
     assert (end.reason, end.stop, end.kept_tokens, end.kept_chars, end.end_text) == ("stop", "\nUser", 1, 2, "")
 
 
-def test_a_stop_pattern_ends_the_answer() -> None:
-    """The pattern's source is what is reported."""
+def test_stop_pattern_ends_the_answer() -> None:
+    """The pattern's source is reported."""
     events = push_all(output_of(b"a", b"1", b"2", stop_regex=["[0-9]{2}"]), 1, 2, 3)
     end = finished(events)
     assert shown(events) == "a"
     assert (end.reason, end.stop, end.kept_tokens, end.kept_chars) == ("stop", "[0-9]{2}", 1, 1)
 
 
-def test_a_stop_pattern_is_charged_for_its_work() -> None:
-    """One that takes long with each token ends its turn by its name; a turn without patterns is charged for nothing."""
+def test_slow_stop_pattern_ends_its_turn() -> None:
+    """A pattern that is slow with each token ends its turn and is named; a turn without patterns uses no budget."""
     works = itertools.count(0.0, 0.06)
     for patterns, fails in ((["(?<=a.*)z"], True), ([], False)):
-        params = Params.model_validate({"stop_regex": patterns})
-        turn = GenerationRequest(turn_id="t", params=params, submitted_s=0.0, prompt_tokens=10)
-        output = OutputProcessor(turn, Words(b"a"), n_ctx=100, clock=lambda: next(works))
+        output = output_of_turn(turn_with({"stop_regex": patterns}), Words(b"a"), clock=lambda: next(works))
         output.start(range(10), cached_tokens=4, now=1.0)
         push_all(output, 1)
         with pytest.raises(InferenceCenterError, match="a\\.\\*") if fails else nullcontext():
             push_all(output, 1)
 
 
-def test_held_text_is_shown_when_the_answer_ends_otherwise() -> None:
-    """A beginning of a stop string that the end token cut off was no stop string."""
+def test_held_back_text_is_released_by_an_end_token() -> None:
+    """An incomplete stop string is ordinary text."""
     events = push_all(output_of(b"a\n", stop=["\nUser"]), 1, END)
     end = finished(events)
     assert shown(events) == "a\n"
@@ -155,8 +160,8 @@ def test_held_text_is_shown_when_the_answer_ends_otherwise() -> None:
 
 
 @pytest.mark.parametrize("reason", ["aborted", "time"])
-def test_ending_between_tokens_releases_held_text(reason: str) -> None:
-    """An abort shows what was held back and keeps its tokens."""
+def test_abort_releases_held_back_text(reason: str) -> None:
+    """Its tokens are kept."""
     output = output_of(b"a\n", stop=["\nUser"])
     push_all(output, 1)
     delta, end = output.end(reason, now=3.0)
@@ -166,34 +171,34 @@ def test_ending_between_tokens_releases_held_text(reason: str) -> None:
 
 
 def test_ending_without_held_text_is_one_event() -> None:
-    """There is no empty delta, and a turn that said nothing has zero counts."""
+    """There is no empty delta, and a turn without output has zero counts."""
     (end,) = output_of().end("aborted", now=3.0)
     assert isinstance(end, Finished)
     assert (end.kept_tokens, end.generated_tokens, end.tokens_per_s, end.ttft_ms) == (0, 0, 0.0, 3000.0)
 
 
 def test_max_tokens_ends_with_the_token_that_reaches_it() -> None:
-    """The last token is shown and kept."""
+    """The last token is emitted and kept."""
     events = push_all(output_of(b"a\n", stop=["\nUser"], max_tokens=2), 1, 1)
     end = finished(events)
     assert shown(events) == "a\na\n"
     assert (end.reason, end.kept_tokens, end.kept_chars) == ("length", 2, 4)
 
 
-def test_a_full_context_ends_the_answer() -> None:
+def test_full_context_ends_the_answer() -> None:
     """Prompt and answer together fill the context, no more."""
     end = finished(push_all(output_of(b"a", n_ctx=12), 1, 1))
     assert (end.reason, end.generated_tokens, end.kept_tokens) == ("context_full", 2, 2)
 
 
-def test_a_loop_ends_the_answer() -> None:
-    """Two tokens in turn, three times over."""
+def test_repetition_loop_ends_the_answer() -> None:
+    """Two alternating tokens, three times."""
     end = finished(push_all(output_of(b"a", b"b", stop_on_repetition=3), 1, 2, 1, 2, 1, 2))
     assert (end.reason, end.generated_tokens, end.kept_tokens) == ("repetition", 6, 6)
 
 
-def test_time_is_up_counts_from_the_submission() -> None:
-    """A turn is overdue from its limit on, and a token that comes later is its last."""
+def test_time_limit_counts_from_the_submission() -> None:
+    """A turn is overdue from its limit on, and a later token is its last."""
     output = output_of(b"a", max_time_ms=2400)
     assert output.deadlines_s == (math.inf, 2.4)
     assert (output.timeout_reason(2.3), output.timeout_reason(2.4)) == (None, "time")
@@ -202,32 +207,32 @@ def test_time_is_up_counts_from_the_submission() -> None:
 
 
 def test_without_a_limit_no_turn_is_overdue() -> None:
-    """A turn may take for ever."""
+    """However long it runs."""
     assert output_of().deadlines_s == (math.inf, math.inf)
     assert output_of().timeout_reason(1e9) is None
 
 
-def test_the_end_token_counts_before_any_limit() -> None:
+def test_end_token_has_priority_over_limits() -> None:
     """An answer that ends with its last allowed token ended by itself."""
     assert finished(push_all(output_of(b"a", max_tokens=2), 1, END)).reason == "stop"
 
 
-def test_an_unfinished_character_is_dropped_with_its_token() -> None:
-    """The history has no gaps: behind a token that is not kept, the end token is not kept either."""
+def test_incomplete_character_is_dropped_with_its_token() -> None:
+    """The history has no gaps: after a dropped token, the end token is dropped too."""
     events = push_all(output_of(b"a", b"\xe2\x82"), 1, 2, END)
     end = finished(events)
     assert shown(events) == "a"
     assert (end.generated_tokens, end.kept_tokens, end.kept_chars, end.end_text) == (3, 1, 1, "")
 
 
-def test_logprobs_ride_with_their_token() -> None:
-    """A delta carries the logprobs of its token, also when its text is still held back."""
+def test_logprobs_are_sent_with_their_token() -> None:
+    """Also if its text is still held back."""
     logprobs = SampledLogprobs(TokenLogprob("\n", 1, -0.1), ())
     (delta,) = output_of(b"\n", stop=["\nUser"], n_probs=1).push(Sampled(1, logprobs), now=2.0)
     assert delta == TokenDelta("t", pack_tokens([1]), "", (logprobs,))
 
 
-def test_a_turn_ends_once() -> None:
+def test_turn_ends_once() -> None:
     """A second terminal event raises instead of being sent."""
     output = output_of(b"a", max_tokens=1)
     assert not output.ended
@@ -239,33 +244,34 @@ def test_a_turn_ends_once() -> None:
         output.fail(InferenceCenterError(ErrorCode.INTERNAL), now=0.0)
 
 
-def test_a_failure_carries_what_helps() -> None:
-    """Code, message, hint and field reach the front."""
+def test_failure_has_code_message_hint_and_field() -> None:
+    """All of them reach the front."""
     error = InferenceCenterError(ErrorCode.INVALID_REQUEST, "No.", hint="Try.", field="params.seed")
     expected = Failed(turn_id="t", code="invalid_request", message="No.", hint="Try.", field="params.seed")
     assert output_of().fail(error, now=0.0) == expected == failed("t", error)
 
 
-def test_a_turn_that_never_ran_spent_its_time_waiting() -> None:
+def test_turn_that_never_ran_has_only_queue_time() -> None:
     """It has times and no tokens."""
     end = never_ran("t", "aborted", waited_s=0.5)
     assert (end.reason, end.queue_ms, end.total_ms, end.generated_tokens) == ("aborted", 500.0, 500.0, 0)
 
 
-def test_a_turn_must_get_its_slot_in_time() -> None:
-    """Until it has one; a turn that goes on has had one, and its whole time still counts."""
-    turn = GenerationRequest(turn_id="t", params=Params(max_time_ms=9000), submitted_s=1.0, prompt_tokens=1)
-    output = OutputProcessor(turn, Words(), n_ctx=9, queue_timeout_s=2.0)
+def test_queue_timeout_ends_with_the_first_slot() -> None:
+    """A resumed turn already had a slot, and its total time limit still counts."""
+    turn = turn_with({"max_time_ms": 9000})
+    output = output_of_turn(turn, Words(), prompt_tokens=1, n_ctx=9, submitted_s=1.0, queue_timeout_s=2.0)
     assert output.deadlines_s == (3.0, 10.0)
     assert [output.timeout_reason(now) for now in (2.9, 3.0, 10.0)] == [None, "queue_timeout", "time"]
     output.start([1], cached_tokens=0, now=2.0)
     assert [output.timeout_reason(now) for now in (3.0, 10.0)] == [None, "time"]
-    goes_on = OutputProcessor(dataclasses.replace(turn, answer=(END,)), Words(), n_ctx=9, queue_timeout_s=2.0)
+    turn = turn_with({"max_time_ms": 9000}, answer=(END,))
+    goes_on = output_of_turn(turn, Words(), prompt_tokens=1, n_ctx=9, submitted_s=1.0, queue_timeout_s=2.0)
     assert goes_on.deadlines_s == (math.inf, 10.0)
 
 
 def test_preemptions_are_counted() -> None:
-    """The end says how often others had the slot."""
+    """The end has the number of preemptions."""
     output = output_of(b"a")
     output.preempt(now=0.0)
     output.preempt(now=0.0)
@@ -276,20 +282,12 @@ def shifting(
     *words: bytes, answer: tuple[int, ...] = (), shown_chars: int = 0, n_ctx: int = 100, **params: object
 ) -> OutputProcessor:
     """Return the output of a turn that may shift, with a prompt of ten tokens and an earlier ``answer``."""
-    turn = GenerationRequest(
-        turn_id="t",
-        params=Params.model_validate(params),
-        submitted_s=0.0,
-        prompt_tokens=10,
-        answer=answer,
-        shown_chars=shown_chars,
-        may_shift=True,
-    )
-    return OutputProcessor(turn, Words(*words), n_ctx=n_ctx)
+    turn = turn_with(params, answer=answer, shown_chars=shown_chars, may_shift=True)
+    return output_of_turn(turn, Words(*words), n_ctx=n_ctx)
 
 
-def test_a_full_context_overflows_when_it_may_shift() -> None:
-    """The held-back text and the end that it would have been travel with it, and the turn is over here."""
+def test_full_context_overflows_if_shifting_is_allowed() -> None:
+    """The overflow carries the held-back text and the end it would have been, and the turn is over here."""
     output = shifting(b"a", b"\n", n_ctx=12, stop=["\nUser"])
     delta, overflowed = push_all(output, 1, 2)[1:]
     assert delta == TokenDelta("t", pack_tokens([2]), "")
@@ -301,21 +299,21 @@ def test_a_full_context_overflows_when_it_may_shift() -> None:
 
 
 def test_other_limits_end_a_turn_that_may_shift() -> None:
-    """What ends by itself with the last token that fits has ended."""
+    """A turn that ends with the last token that fits has ended."""
     end = finished(push_all(shifting(b"a", n_ctx=12, max_tokens=2), 1, 1))
     assert end.reason == "length"
     assert finished(push_all(shifting(b"a", n_ctx=12), 1, END)).reason == "stop"
 
 
-def test_a_prompt_that_does_not_fit_overflows_without_an_end() -> None:
-    """It never began."""
+def test_oversized_prompt_overflows_without_an_end() -> None:
+    """It never started."""
     output = shifting(b"a")
     assert output.overflow(now=1.0) == ContextFull(turn_id="t", n_tokens=10)
     assert output.ended
 
 
-def test_an_answer_that_does_not_fit_any_more_overflows_with_its_end() -> None:
-    """The text that was held back is there again, and the end is of the whole answer."""
+def test_resumed_answer_that_no_longer_fits_overflows_with_its_end() -> None:
+    """With the text that was held back; the end is that of the whole answer."""
     overflowed = shifting(b"a", b"\n", answer=(1, 2), shown_chars=1, stop=["\nUser"]).overflow(now=1.0)
     assert (overflowed.n_tokens, overflowed.text) == (12, "\n")
     assert overflowed.end is not None
@@ -323,7 +321,7 @@ def test_an_answer_that_does_not_fit_any_more_overflows_with_its_end() -> None:
 
 
 def test_resumed_turn_counts_its_whole_answer() -> None:
-    """Its limits and its end are of everything it said; its prompt is told without that, and its speed too."""
+    """Limits and counts cover the whole answer; its prompt is reported without it, and so is its speed."""
     output = shifting(b"a", answer=(1, 1), shown_chars=2, max_tokens=5)
     started = output.start(range(10), cached_tokens=11, now=1.0)
     assert isinstance(started, Started)
@@ -333,8 +331,8 @@ def test_resumed_turn_counts_its_whole_answer() -> None:
     assert end.tokens_per_s == 2.0
 
 
-def test_a_loop_is_seen_across_the_cut() -> None:
-    """The earlier answer counts towards repetition."""
+def test_repetition_is_detected_across_an_interruption() -> None:
+    """The earlier answer counts."""
     output = shifting(b"a", b"b", answer=(1, 2, 1), shown_chars=3, stop_on_repetition=3)
     assert finished(push_all(output, 2, 1, 2)).reason == "repetition"
 
@@ -389,19 +387,11 @@ def going_on(
     *words: bytes, answer: tuple[int, ...] = (), shown_chars: int = 0, n_ctx: int, **params: object
 ) -> OutputProcessor:
     """Return the output of a turn whose context ends it, with a prompt of ten tokens and an earlier ``answer``."""
-    turn = GenerationRequest(
-        turn_id="t",
-        params=Params.model_validate(params),
-        submitted_s=0.0,
-        prompt_tokens=10,
-        answer=answer,
-        shown_chars=shown_chars,
-    )
-    return OutputProcessor(turn, Words(*words), n_ctx=n_ctx)
+    return output_of_turn(turn_with(params, answer=answer, shown_chars=shown_chars), Words(*words), n_ctx=n_ctx)
 
 
-def test_an_answer_that_was_complete_is_concluded() -> None:
-    """Its prompt is told, with nothing of it read, then its end; nothing is left to be said."""
+def test_complete_answer_ends_without_prefill() -> None:
+    """Its prompt is reported, with nothing prefilled, then its end; no text is left to emit."""
     output = going_on(b"a", b"b", answer=(1, 2), shown_chars=2, n_ctx=100, max_tokens=2)
     started, end = output.conclude(range(10), now=3.0)
     assert started == Started("t", pack_tokens(range(10)), 10)
@@ -410,8 +400,8 @@ def test_an_answer_that_was_complete_is_concluded() -> None:
     assert output.ended
 
 
-def test_a_complete_answer_that_may_shift_overflows() -> None:
-    """A full context is not its end, and what was not told travels with it."""
+def test_complete_answer_overflows_if_shifting_is_allowed() -> None:
+    """A full context is not its end, and unsent text is carried along."""
     output = shifting(b"a", b"\n", answer=(1, 2), shown_chars=1, n_ctx=12, stop=["\nUser"])
     assert output.complete
     (overflowed,) = output.conclude(range(10), now=1.0)
@@ -419,23 +409,23 @@ def test_a_complete_answer_that_may_shift_overflows() -> None:
     assert (overflowed.n_tokens, overflowed.text) == (12, "\n")
 
 
-def test_a_prompt_that_was_shorter_does_not_hide_the_end() -> None:
-    """An end token behind a context that would be full by now is the end."""
+def test_end_token_beyond_a_full_context_is_found() -> None:
+    """The prompt was shorter when the token was drawn."""
     output = shifting(b"a", answer=(1, 1, END), shown_chars=2, n_ctx=12)
     assert finished(list(output.conclude(range(10), now=1.0))).reason == "stop"
 
 
 @pytest.mark.parametrize(("shown_chars", "told"), [(0, "ab"), (1, "b"), (2, "")])
 def test_abort_in_the_queue_publishes_held_text(shown_chars: int, told: str) -> None:
-    """None of it is lost, although the turn never runs again."""
+    """No text is lost, although the turn never runs again."""
     output = going_on(b"ab", answer=(1,), shown_chars=shown_chars, n_ctx=100)
     events = list(output.end("aborted", now=1.0))
     assert shown(events) == told
     assert (finished(events).kept_tokens, finished(events).kept_chars) == (1, 2)
 
 
-def test_an_abort_does_not_change_how_an_answer_ended() -> None:
-    """A turn whose answer was complete ended before it could be aborted."""
+def test_abort_does_not_change_the_end_of_a_complete_answer() -> None:
+    """A complete answer ended before it could be aborted."""
     output = going_on(b"a", answer=(1, END), shown_chars=1, n_ctx=100)
     assert finished(list(output.end("aborted", now=1.0))).reason == "stop"
 
@@ -459,7 +449,7 @@ def test_emitted_text_is_not_repeated() -> None:
     ],
 )
 def test_reset_of_a_stateful_sampler_is_reported(params: dict[str, Any], warned: str | None) -> None:
-    """Only where there is one, and only after an interruption."""
+    """Only if there is one, and only after an interruption."""
     undisturbed = going_on(b"a", n_ctx=100, **params)
     undisturbed.start(range(10), cached_tokens=0, now=0.0)
     assert finished(push_all(undisturbed, END)).warnings == ()

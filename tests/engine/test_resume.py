@@ -1,4 +1,4 @@
-"""Turns that go on after their engine was lost: on the demo model at every token, and in the loop."""
+"""Turns that resume after the loss of their engine: on the demo model at every token, and in the loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TWO_BYTES = {"logit_bias": {"130": 31.0, "105": 30.0}, "frequency_penalty": 2.0,
 
 @dataclass(frozen=True)
 class Told:
-    """What was heard of a turn: each delta's tokens and text, and how it ended."""
+    """The events of a turn: each delta's tokens and text, and its end."""
 
     deltas: tuple[tuple[list[int], str], ...]
     end: Finished
@@ -51,14 +51,14 @@ class Told:
 
 
 def heard(front: Front, turn_id: str) -> Told:
-    """Return what was heard of a turn that finished."""
+    """Return the events of a turn that finished."""
     end = front.finished(turn_id)
     deltas = (event for event in front.events[turn_id] if isinstance(event, TokenDelta))
     return Told(tuple((unpack_tokens(delta.tokens), delta.text) for delta in deltas), end)
 
 
 def asked(turn_id: str, text: str, params: dict[str, Any], **changes: Any) -> Submit:
-    """Return a turn of a client of its own, so that no two share any KV."""
+    """Return a turn with its own client, so that no two share KV."""
     turn = submit(turn_id, text, params=json.dumps(params).encode())
     return msgspec.structs.replace(turn, client_id=turn_id, **changes)
 
@@ -87,10 +87,10 @@ GREEDY: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("question", "params"), GREEDY)
-def test_a_greedy_answer_is_the_same_wherever_it_was_interrupted(
+def test_greedy_answer_resumes_unchanged(
     front: Front, request: pytest.FixtureRequest, question: str, params: dict[str, Any]
 ) -> None:
-    """At every token of it, the last one included: told before and told after are the whole, with the same end."""
+    """At each of its tokens, the last one included: both parts join to the whole, with the same end."""
     name, params = request.node.name, {"temperature": 0} | params
     front.send(asked(f"{name} whole", question, params))
     whole = heard(front, f"{name} whole")
@@ -100,7 +100,7 @@ def test_a_greedy_answer_is_the_same_wherever_it_was_interrupted(
     told = ["".join(text for _, text in whole.deltas[:cut]) for cut in cuts]
     for cut in cuts:
         answer = pack_tokens(whole.tokens[:cut])
-        # Behind the last token the text was told that its delta released, and perhaps nothing of it.
+        # The text of the last delta was emitted completely or not at all.
         front.send(asked(f"{name} {cut}", question, params, answer=answer, shown_chars=len(told[cut])))
     for cut in cuts:
         rest = heard(front, f"{name} {cut}")
@@ -111,7 +111,7 @@ def test_a_greedy_answer_is_the_same_wherever_it_was_interrupted(
 
 
 def test_greedy_cases_cover_their_kinds(front: Front) -> None:
-    """Stop strings are held back and found, characters take several tokens, a loop is seen."""
+    """Stop strings are held back and found, characters take several tokens, a loop is detected."""
     ends: list[Told] = []
     for number, (question, params) in enumerate(GREEDY):
         front.send(asked(f"kind {number}", question, {"temperature": 0} | params))
@@ -135,8 +135,8 @@ SEEDED = {"temperature": 1.3, "top_k": 0, "top_p": 1, "min_p": 0, "seed": 7, "ma
     ],
 )
 def test_seeded_answer_resumes_unchanged(front: Front, request: pytest.FixtureRequest, params: Any) -> None:
-    """Each token is drawn by the seed and its place, wherever the answer was interrupted; another seed says another."""
-    # What is left after truncation is not so close that rounding decides.
+    """Each token depends on the seed and its position, wherever the answer was interrupted; another seed differs."""
+    # The candidates left after truncation differ by more than rounding.
     name, params = request.node.name, SEEDED | {"top_k": 20, "min_p": 0.05} | params
     front.send(asked(f"{name} whole", "Tell me a story.", params))
     front.send(asked(f"{name} other", "Tell me a story.", params | {"seed": 8}))
@@ -152,7 +152,7 @@ def test_seeded_answer_resumes_unchanged(front: Front, request: pytest.FixtureRe
 
 @pytest.mark.parametrize("params", [{"mirostat": 1}, {"mirostat": 2}, {"adaptive_target": 0.3}])
 def test_stateful_sampler_restarts_and_reports_it(front: Front, request: pytest.FixtureRequest, params: Any) -> None:
-    """The same each time all the same, and nothing is said where nothing was interrupted."""
+    """It is reproducible, and nothing is reported without an interruption."""
     name, params = request.node.name, SEEDED | params
     front.send(asked(f"{name} whole", "Tell me a story.", params))
     whole = heard(front, f"{name} whole")
@@ -174,8 +174,8 @@ def engine() -> Iterator[Engine]:
     engine.stop()
 
 
-def test_a_complete_answer_ends_without_another_token(engine: Engine) -> None:
-    """It is told its prompt and its end at once, even while the only slot is taken."""
+def test_complete_answer_ends_without_another_token(engine: Engine) -> None:
+    """Its prompt and its end are sent at once, even while the only slot is taken."""
     engine.front.send(submit("long", "ab", params=b'{"ignore_eos":true}'))
     engine.front.read_until(lambda: "long" in engine.front.events)
     engine.front.send(submit("t", "hello", answer=pack_tokens([*b"hello", 257]), shown_chars=3))
@@ -189,8 +189,8 @@ def test_a_complete_answer_ends_without_another_token(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("may_shift", [False, True])
-def test_an_answer_that_fills_the_context_ends_or_overflows(engine: Engine, *, may_shift: bool) -> None:
-    """A turn whose context was full when its engine was lost does not become a prompt that is too long."""
+def test_resumed_answer_that_fills_the_context_ends_or_overflows(engine: Engine, *, may_shift: bool) -> None:
+    """A full context at the engine's loss does not become an oversized prompt."""
     prompt = len(engine.backend.tokenize(submit("t", "ab").pieces, first=True))
     answer = [*b"ab"] * 100
     said = answer[: 200 - prompt]
@@ -204,8 +204,8 @@ def test_an_answer_that_fills_the_context_ends_or_overflows(engine: Engine, *, m
     assert (end.reason, end.kept_tokens) == ("context_full", len(said))
 
 
-def test_an_answer_is_kept_when_its_turn_is_aborted_before_it_is_read_again(engine: Engine) -> None:
-    """Its end waits for its tokens, and says how much of the answer stays."""
+def test_abort_before_the_repeated_prefill_keeps_the_answer(engine: Engine) -> None:
+    """Its end waits for tokenization, and reports how much of the answer is kept."""
     engine.backend.tokenizing["slow"] = threading.Event()
     engine.front.send(submit("t", "slow", session="s", answer=pack_tokens(list(b"sl")), shown_chars=1), AbortTurn("t"))
     engine.front.send(submit("other", "x"))
@@ -218,7 +218,7 @@ def test_an_answer_is_kept_when_its_turn_is_aborted_before_it_is_read_again(engi
 
 
 def test_preempted_turn_has_no_queue_timeout() -> None:
-    """The time for getting a slot counts for turns that never had one."""
+    """The queue timeout applies to turns that never had a slot."""
     clock = StandingClock()
     engine = Engine(slots=1, queue_timeout_s=60, quantum_tokens=1_000_000, clock=clock)
     engine.front.send(submit("runs", "ab", params=b'{"ignore_eos":true}'))

@@ -1,4 +1,4 @@
-"""An engine that has nothing to do saves what its slots hold, once, and then sleeps until it is asked for something."""
+"""An idle engine saves its slots once, then sleeps until the next message."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = "some words that take more than a cell of the grid"
 
 
 class Watched(Engine):
-    """An engine that tells how often, and for how long at most, it waits for something to come in."""
+    """An engine that records its waits for messages and their timeouts."""
 
     def __init__(self, kv: Path, **options: float) -> None:
         super().__init__(kv, prefill_grid_tokens=16, quiet_s=0.01, **options)  # type: ignore[arg-type]
@@ -41,13 +41,13 @@ class Watched(Engine):
         return command
 
     def rests(self) -> list[float | None]:
-        """Wait until it has nothing left to do; return how it waited since the last time."""
+        """Wait until it is idle; return its waits since the last call."""
         assert self.asleep.wait(TIMEOUT_S)
         waits, self.waits = self.waits, []
         return waits
 
     def parked(self) -> set[str]:
-        """Return the sessions whose KV is parked; to be asked while it rests."""
+        """Return the sessions with offloaded KV; to be called while it is idle."""
         return {entry.key for entry in self.kv._tiers.index}
 
 
@@ -76,7 +76,7 @@ def ask(engine: Engine, session: str, *, durable: bool = True, tokens: bytes = b
 
 
 def test_idle_checkpoint_saves_once(watched: Callable[..., Watched]) -> None:
-    """After one short wait in which nothing came; two sessions take no more, and gauges are told."""
+    """After one short idle wait; two sessions need no more, and the gauges are updated."""
     engine = watched()
     engine.front.send(submit("one", f"one says {TEXT}"), submit("two", f"two says {TEXT}"))
     engine.front.wait_for("one", "two")
@@ -89,8 +89,8 @@ def test_idle_checkpoint_saves_once(watched: Callable[..., Watched]) -> None:
     assert engine.waits == []
 
 
-def test_each_turn_is_saved_in_place_of_the_one_before(watched: Callable[..., Watched]) -> None:
-    """It goes on in its slot, of which nothing was taken."""
+def test_each_checkpoint_replaces_the_last(watched: Callable[..., Watched]) -> None:
+    """The next turn continues in its slot, from which nothing was taken."""
     engine = watched()
     turn_id = ask(engine, "s")
     engine.rests()
@@ -105,7 +105,7 @@ def test_each_turn_is_saved_in_place_of_the_one_before(watched: Callable[..., Wa
 
 
 def test_next_engine_uses_the_checkpoint(tmp_path: Path) -> None:
-    """It reads nothing again but the last token, though the first engine had no time to put anything away."""
+    """It prefills only the last token, although the first engine had no time to suspend."""
     engine = Watched(tmp_path)
     turn_id = ask(engine, "s")
     engine.rests()
@@ -118,7 +118,7 @@ def test_next_engine_uses_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_unstored_sessions_are_not_checkpointed(watched: Callable[..., Watched]) -> None:
-    """It does not even wake up for that."""
+    """They do not even wake the loop."""
     engine = watched()
     ask(engine, "s", durable=False)
     assert 0.01 not in engine.rests()
@@ -126,15 +126,15 @@ def test_unstored_sessions_are_not_checkpointed(watched: Callable[..., Watched])
 
 
 def test_no_checkpoint_without_offload(watched: Callable[..., Watched]) -> None:
-    """There is no place for it."""
+    """There is no store for it."""
     engine = watched(ram_bytes=0)
     ask(engine, "s")
     assert 0.01 not in engine.rests()
     assert engine.parked() == set()
 
 
-def test_a_full_store_loses_nothing(watched: Callable[..., Watched]) -> None:
-    """What is parked stays, and what finds no room is not saved."""
+def test_full_store_evicts_nothing_for_a_checkpoint(watched: Callable[..., Watched]) -> None:
+    """Offloaded entries stay, and a checkpoint without room is not made."""
     engine = watched(ram_bytes=4096, slots=1)
     ask(engine, "s")
     engine.rests()
@@ -145,7 +145,7 @@ def test_a_full_store_loses_nothing(watched: Callable[..., Watched]) -> None:
 
 
 def test_no_checkpoint_under_memory_pressure(watched: Callable[..., Watched]) -> None:
-    """What was saved is given up with all else, and saved again when there is memory."""
+    """Checkpoints are evicted too, and made again when there is memory."""
     engine = watched()
     ask(engine, "s")
     engine.front.read_until(lambda: gauges(engine).parked_sessions == 1)
@@ -161,7 +161,7 @@ def test_no_checkpoint_under_memory_pressure(watched: Callable[..., Watched]) ->
 
 
 def test_no_checkpoint_while_paused(watched: Callable[..., Watched]) -> None:
-    """A machine that is too hot has time to cool; afterwards it is done."""
+    """A machine that is too hot can cool; the checkpoint is made afterwards."""
     engine = watched()
     pause = EngineLimits(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=1)
     engine.front.send(pause)
@@ -172,7 +172,7 @@ def test_no_checkpoint_while_paused(watched: Callable[..., Watched]) -> None:
 
 
 def test_messages_are_handled_between_slots(watched: Callable[..., Watched]) -> None:
-    """A turn that comes while one slot is saved does not wait for the next."""
+    """A turn that arrives while one slot is saved does not wait for the next."""
     engine = watched(slots=3)
     saving, saved = threading.Event(), threading.Event()
     save = engine.backend.save
@@ -201,7 +201,7 @@ def test_messages_are_handled_between_slots(watched: Callable[..., Watched]) -> 
 
 
 def test_closed_session_is_not_checkpointed(watched: Callable[..., Watched]) -> None:
-    """With the copy of its KV."""
+    """An existing copy of its KV is dropped."""
     engine = watched()
     ask(engine, "s")
     engine.front.read_until(lambda: gauges(engine).parked_sessions == 1)
@@ -212,7 +212,7 @@ def test_closed_session_is_not_checkpointed(watched: Callable[..., Watched]) -> 
 
 
 def test_suspended_engine_makes_no_checkpoint(watched: Callable[..., Watched]) -> None:
-    """All that could be put away was."""
+    """Everything has been saved."""
     engine = watched(disk_bytes=2**20)
     ask(engine, "s")
     engine.rests()

@@ -1,4 +1,4 @@
-"""Pauses after steps, on a clock that the test moves."""
+"""Pauses after steps, on a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from inferencecenter.engine.loop import Command, Inbox, KvFetched, StepThrottle
 
 
 class Clocked(Inbox):
-    """An inbox on a clock of its own: waiting lets time go by, and ``arrivals`` come in when theirs has come."""
+    """An inbox with its own clock: waiting advances it, and ``arrivals`` are delivered at their times."""
 
     def __init__(self, *arrivals_s: float) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Clocked(Inbox):
 
 
 def paused(inbox: Clocked, length_s: float) -> StepThrottle:
-    """Return a pause that has just begun."""
+    """Return a pause that has just started."""
     pause = StepThrottle(inbox, clock=lambda: inbox.now)
     pause.change(length_s)
     pause.begin()
@@ -33,7 +33,7 @@ def paused(inbox: Clocked, length_s: float) -> StepThrottle:
 
 
 def test_throttle_without_a_length_is_off() -> None:
-    """Nothing is waited for, and the clock is not even looked at."""
+    """It does not wait, and does not read the clock."""
     inbox = Clocked(0.1)
     pause = StepThrottle(inbox, clock=lambda: 1 / 0)
     pause.begin()
@@ -42,7 +42,7 @@ def test_throttle_without_a_length_is_off() -> None:
 
 
 def test_throttle_lasts_its_length() -> None:
-    """Commands are handed over when they come, and the rest of the pause follows."""
+    """Commands are handled as they arrive, and the rest of the pause follows."""
     inbox = Clocked(0.1, 0.15)
     pause = paused(inbox, 0.2)
     heard = []
@@ -54,11 +54,23 @@ def test_throttle_lasts_its_length() -> None:
     assert inbox.now == 0.2
 
 
-def test_a_new_length_ends_it() -> None:
-    """What is told in a pause holds from then on."""
+def test_new_throttle_length_ends_the_current_pause() -> None:
+    """A length sent during a pause applies at once."""
     inbox = Clocked(0.1)
     pause = paused(inbox, 0.2)
     assert pause.command() is not None
     pause.change(0.0)
     assert pause.command() is None
     assert inbox.now == 0.1
+
+
+def test_pause_lasts_at_least_as_long_as_the_step_requests() -> None:
+    """Also without a configured length; otherwise the longer of both."""
+    inbox = Clocked()
+    pause = StepThrottle(inbox, clock=lambda: inbox.now)
+    for length_s, least_s in ((0.0, 0.25), (0.25, 0.125)):
+        pause.change(length_s)
+        begun = inbox.now
+        pause.begin(least_s=least_s)
+        assert pause.command() is None
+        assert inbox.now - begun == 0.25

@@ -1,4 +1,4 @@
-"""Bringing KV to disk before the daemon ends, and finding it in the next one's engine."""
+"""Saving KV to disk before the daemon ends, and recovering it in the next one's engine."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ SHORT = b'{"temperature":0,"max_tokens":8}'
 
 
 def suspended(front: Front, *, park_all: bool = False) -> int:
-    """Suspend an engine and return how many sessions it says are on disk."""
+    """Suspend an engine and return the number of saved sessions."""
     front.send(Suspend(park_all))
     front.read_until(lambda: any(isinstance(frame, Suspended) for frame in front.frames))
     return next(frame.sessions for frame in front.frames if isinstance(frame, Suspended))
 
 
 def speaks(front: Front, turn_id: str, n_chars: int) -> None:
-    """Read until a turn has said so much."""
+    """Read until a turn has a text of this length."""
     front.read_until(lambda: turn_id in front.events and len(front.text(turn_id)) > n_chars)
 
 
 def parking(path: Path, **options: object) -> Engine:
-    """Return an engine that parks in memory and on disk, and takes over what may be on a disk."""
+    """Return an engine that offloads to RAM and disk, and recovers durable entries."""
     return Engine(path, disk_bytes=MIB, adopt=RecoveryMode.DURABLE, prefill_grid_tokens=16, **options)  # type: ignore[arg-type]
 
 
 def test_suspend_stops_turns_silently(tmp_path: Path) -> None:
-    """Running, waiting and new ones; the sessions that ran are on disk, and the loop ends when the front is gone."""
+    """Running, waiting and new ones; running sessions are on disk, and the loop ends with its pipe."""
     engine = parking(tmp_path, quantum_tokens=1_000_000)
     names = [f"turn {number} of them" for number in range(4)]
     engine.front.send(*(submit(name, "ab", params=ENDLESS) for name in names[:2]))
@@ -65,7 +65,7 @@ def test_suspend_stops_turns_silently(tmp_path: Path) -> None:
 
 
 def test_answer_resumes_in_the_next_daemon(tmp_path: Path) -> None:
-    """From the KV on disk, with no token of its prompt or of its answer read again but the last."""
+    """From the KV on disk; of prompt and answer only the last token is prefilled."""
     engine = parking(tmp_path, slots=1)
     engine.front.send(submit("t", "a long story", session="s", params=ENDLESS))
     speaks(engine.front, "t", 30)
@@ -85,7 +85,7 @@ def test_answer_resumes_in_the_next_daemon(tmp_path: Path) -> None:
 
 
 def test_entries_that_are_not_durable_are_not_written(tmp_path: Path) -> None:
-    """A session without storing is neither written nor taken over."""
+    """A session that is not stored is neither written nor recovered."""
     engine = parking(tmp_path)
     engine.front.send(msgspec.structs.replace(submit("t", "secret words of mine"), durable=False))
     engine.front.finished("t")
@@ -95,7 +95,7 @@ def test_entries_that_are_not_durable_are_not_written(tmp_path: Path) -> None:
 
 
 def test_entries_that_are_not_durable_stay_in_ram(tmp_path: Path) -> None:
-    """When it is to be parked too: the next engine that takes over everything finds it, and no disk has it."""
+    """If the RAM tier is kept, an engine that recovers everything finds it, and no disk has it."""
     engine = parking(tmp_path)
     engine.front.send(msgspec.structs.replace(submit("t", "secret words of mine"), durable=False))
     engine.front.finished("t")
@@ -109,7 +109,7 @@ def test_entries_that_are_not_durable_stay_in_ram(tmp_path: Path) -> None:
 
 
 def test_closed_sessions_are_dropped(tmp_path: Path) -> None:
-    """Keep leaves those that it names, and deletes the others' files."""
+    """``RetainSessions`` keeps the named ones and deletes the others' files."""
     engine = parking(tmp_path, slots=4)
     for name in ("one", "two", "three"):
         engine.front.send(submit(name, f"some words in {name}"))
@@ -126,7 +126,7 @@ def test_closed_sessions_are_dropped(tmp_path: Path) -> None:
 
 
 def test_earlier_offloaded_entries_are_written_to_disk(tmp_path: Path) -> None:
-    """Sequences that left their slots for memory, as long as there is room, the one used last first."""
+    """Entries in RAM are written as long as there is room, the most recently used ones first."""
     engine = parking(tmp_path, slots=1)
     for number in range(5):
         engine.front.send(submit(f"s{number}", f"some words in number {number}"))
@@ -138,7 +138,7 @@ def test_earlier_offloaded_entries_are_written_to_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_failing_disk_does_not_delay_the_suspend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: int) -> None:
-    """It says that nothing is there, with one line of the log, and leaves no piece behind."""
+    """It reports no saved session, with one log line, and leaves no partial file."""
 
     def fail(path: Path, data: memoryview) -> None:
         path.write_bytes(bytes(data[:100]))
@@ -157,7 +157,7 @@ def test_failing_disk_does_not_delay_the_suspend(tmp_path: Path, monkeypatch: py
 
 
 def test_small_disk_gets_the_most_recent_entries(tmp_path: Path) -> None:
-    """Older sessions stay behind."""
+    """Older sessions are skipped."""
     engine = Engine(tmp_path, disk_bytes=1200, adopt=RecoveryMode.ALL, slots=4, prefill_grid_tokens=16)
     for name in ("old", "newer", "newest"):
         engine.front.send(submit(name, f"{name} words"))
@@ -186,7 +186,7 @@ def long_options(path: Path, kv: Path, **changes: object) -> EngineOptions:
 
 @dataclass(frozen=True)
 class LongSession:
-    """A session of a thousand tokens that an engine brought to disk, and its answer to another question."""
+    """A session of a thousand tokens that an engine saved to disk, and its answer to another question."""
 
     disk: Path
     history: bytes
@@ -208,10 +208,10 @@ def long_session(demo_model_path: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.mark.parametrize("slots", [4, 2, 7])
-def test_a_long_session_is_not_read_again_in_the_next_process(
+def test_long_session_is_restored_in_the_next_process(
     demo_model_path: Path, tmp_path: Path, long_session: LongSession, slots: int
 ) -> None:
-    """Its KV comes from the disk, into any number of slots, and only what is new is read; it says the same."""
+    """Its KV comes from disk, into any number of slots, and only new text is prefilled; the answer is the same."""
     assert long_session.prompt_tokens > 950
     shutil.copytree(long_session.disk, tmp_path / "disk")
     with running(long_options(demo_model_path, tmp_path, slots=slots)) as child:
@@ -225,8 +225,8 @@ def test_a_long_session_is_not_read_again_in_the_next_process(
     assert end.cached_tokens == end.prompt_tokens - 1
 
 
-def test_the_kv_of_another_model_is_dropped_with_one_line(demo_model_path: Path, tmp_path: Path) -> None:
-    """Other types of KV are another model; the tokens are read again, and the answer is one."""
+def test_kv_of_another_model_is_dropped(demo_model_path: Path, tmp_path: Path) -> None:
+    """Other KV types are another model: one log line, the tokens are prefilled, and the turn is answered."""
     options = long_options(demo_model_path, tmp_path)
     with running(options) as child:
         for name in ("one", "two"):
@@ -263,7 +263,7 @@ def left_by_a_kill(demo_model_path: Path, tmp_path_factory: pytest.TempPathFacto
 def test_recovered_entries_are_the_requested_ones(
     demo_model_path: Path, tmp_path: Path, left_by_a_kill: Path, adopt: str
 ) -> None:
-    """Nothing, what may be on a disk, or everything that an engine left that was killed."""
+    """None, the durable ones, or all entries of a killed engine."""
     kv = shutil.copytree(left_by_a_kill, tmp_path / "kv")
     with running(long_options(demo_model_path, kv, kv_adopt=adopt, slots=1)) as child:
         for turn in TURNS[:2]:

@@ -1,4 +1,4 @@
-"""Where a traced turn's time went, as the engine tells it."""
+"""The stages of a traced turn."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = b'{"max_tokens":24,"ignore_eos":true}'
 
 
 def stages_of(events: list[TurnEvent]) -> list[TraceStage]:
-    """Return all stages that a turn's events tell."""
+    """Return all stages of a turn's events."""
     told: list[TraceStage] = []
     for event in events:
         if isinstance(event, ContextFull):
@@ -34,8 +34,8 @@ def stages_of(events: list[TurnEvent]) -> list[TraceStage]:
     return told
 
 
-def test_stages_of_a_turn() -> None:
-    """One stage follows the other without a gap, each is told once."""
+def test_stages_follow_without_a_gap() -> None:
+    """Each is reported once."""
     line = Timeline(1.0)
     line.enter("prefill", at_s=2.0, n_tokens=10)
     assert line.take_finished() == (TraceStage("queue", 1.0, 2.0),)
@@ -46,7 +46,7 @@ def test_stages_of_a_turn() -> None:
 
 
 def test_slot_assignment_ends_the_queue_stage() -> None:
-    """What is parked at its beginning does not; between the two the turn waits."""
+    """Offloading at its beginning does not; between the two the turn waits."""
     line = Timeline(0.0)
     line.enter("decode", at_s=1.0, n_tokens=5)
     line.enter("queue", at_s=2.0, n_tokens=8)
@@ -63,7 +63,7 @@ def test_slot_assignment_ends_the_queue_stage() -> None:
     )
 
 
-def test_a_prompt_that_was_not_read_to_its_end_counts_no_tokens() -> None:
+def test_incomplete_prefill_counts_no_tokens() -> None:
     """Its progress is unknown, both at the turn's end and when it loses its slot."""
     ended, preempted = Timeline(0.0), Timeline(0.0)
     for line in (ended, preempted):
@@ -75,7 +75,7 @@ def test_a_prompt_that_was_not_read_to_its_end_counts_no_tokens() -> None:
 
 @given(st.lists(st.sampled_from(["queue", "prefill", "decode"]), max_size=2 * MAX_STAGES))
 def test_number_of_stages_is_bounded(names: list[str]) -> None:
-    """However often it waits: the first stages are told, and how it ended."""
+    """However often it waits: the first stages are reported, and the last."""
     line = Timeline(0.0)
     for second, name in enumerate(names, start=1):
         line.enter(name, at_s=float(second), n_tokens=second)
@@ -89,12 +89,12 @@ def test_number_of_stages_is_bounded(names: list[str]) -> None:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Engine:
-    """An engine with one slot, which turns take in turns, and a place to park in."""
+    """An engine with one slot that turns share, and a KV store."""
     return Engine(tmp_path, slots=1, quantum_tokens=4, prefill_grid_tokens=16)
 
 
 def take_turns(engine: Engine, *, traced: bool) -> dict[str, Finished]:
-    """Let a short turn have the slot of an endless one for a while, and return how both ended."""
+    """Run a short turn that preempts an endless one, and return both ends."""
     endless, short = submit("a", "one two three " * 4, params=ENDLESS), submit("b", "one two three " * 4, params=LONG)
     engine.front.send(structs.replace(endless, traced=traced))
     engine.front.read_until(lambda: "a" in engine.front.events and bool(engine.front.text("a")))
@@ -108,13 +108,13 @@ def take_turns(engine: Engine, *, traced: bool) -> dict[str, Finished]:
 
 
 def test_untraced_turns_report_no_stages(engine: Engine) -> None:
-    """Not one stage, though they wait for each other."""
+    """Also when they wait for each other."""
     take_turns(engine, traced=False)
     assert [stages_of(events) for events in engine.front.events.values()] == [[], []]
 
 
 def test_preempted_turns_report_their_stages(engine: Engine) -> None:
-    """Each stage is inside the turn, those that follow each other do not overlap, and the tokens add up."""
+    """Each stage is inside the turn, consecutive ones do not overlap, and the tokens add up."""
     for name, end in take_turns(engine, traced=True).items():
         stages = stages_of(engine.front.events[name])
         names = [stage.name for stage in stages]
@@ -131,7 +131,7 @@ def test_preempted_turns_report_their_stages(engine: Engine) -> None:
 
 
 def test_waiting_stage_is_reported_with_the_slot(engine: Engine) -> None:
-    """Its first stage comes with ``Started``, before anything else can be lost."""
+    """It comes with ``Started``, before anything else can be lost."""
     engine.front.send(structs.replace(submit("a", "one", params=LONG), traced=True))
     engine.front.wait_for("a")
     engine.stop()
@@ -140,7 +140,7 @@ def test_waiting_stage_is_reported_with_the_slot(engine: Engine) -> None:
 
 
 def test_aborted_turn_reports_its_stages(engine: Engine) -> None:
-    """What had begun ends with it."""
+    """An open stage ends with the turn."""
     engine.front.send(structs.replace(submit("a", "one", params=ENDLESS), traced=True))
     engine.front.read_until(lambda: "a" in engine.front.events and bool(engine.front.text("a")))
     engine.front.send(AbortTurn("a"))
@@ -151,7 +151,7 @@ def test_aborted_turn_reports_its_stages(engine: Engine) -> None:
 
 
 def test_timed_out_turn_reports_its_wait(tmp_path: Path) -> None:
-    """Its failure carries the stage."""
+    """Its failure has the stage."""
     clock = StandingClock()
     engine = Engine(tmp_path, slots=1, queue_timeout_s=60, quantum_tokens=1_000_000, clock=clock)
     engine.front.send(submit("a", "one", params=ENDLESS))

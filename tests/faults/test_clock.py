@@ -12,7 +12,7 @@ import pytest
 from inferencecenter.config.settings import SessionSettings
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 from inferencecenter.sessions.manager import SessionManager
 from tests.e2e.harness import connect_client, stopped
 from tests.e2e.recording_client import RecordingClient

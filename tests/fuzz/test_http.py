@@ -31,6 +31,17 @@ MESSAGES: Final[list[dict[str, Any]]] = [
     {"role": "tool", "tool_call_id": "c1", "content": "noon"},
     {"role": "user", "content": "And now?"},
 ]
+BLOCKS: Final[list[dict[str, Any]]] = [
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": ""},
+            {"type": "tool_use", "id": "c1", "name": "now", "input": {"a": 1}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "noon", "is_error": False}]},
+]
 SCHEMA: Final = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 FUNCTION: Final = {"name": "now", "description": "Tells the time.", "parameters": SCHEMA}
 BODIES: Final[dict[str, list[dict[str, Any]]]] = {
@@ -80,6 +91,53 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
         {"prompt": "Hi", "max_tokens": 4, "json_schema": SCHEMA, "priority": "batch"},
         {"prompt": "Hi", "max_tokens": 4, "grammar": 'root ::= "a" | "b"'},
     ],
+    "/infill": [{"input_prefix": "def f(", "input_suffix": "):", "prompt": "a", "n_predict": 4, "stream": True}],
+    "/v1/embeddings": [
+        {"model": "echo", "input": ["a", "b"], "encoding_format": "float"},
+        {"model": "echo", "input": [[1, 2], [3]], "dimensions": 4, "user": "u"},
+    ],
+    "/v1/rerank": [{"model": "echo", "query": "a", "documents": ["a", {"text": "b"}], "top_n": 1}],
+    "/v1/responses/compact": [{"model": "echo", "input": "Hi", "max_output_tokens": 16}],
+    "/v1/responses/input_tokens": [{"model": "echo", "input": "Hi", "instructions": "Be brief."}],
+    "/v1/conversations": [{"items": [{"role": "user", "content": "Hi"}], "metadata": {"a": "b"}}],
+    "/v1/conversations/{conversation_id}": [{"metadata": {"a": "b"}}],
+    "/v1/conversations/{conversation_id}/items": [{"items": [{"role": "user", "content": "Hi"}]}],
+    "/apply-template": [{"messages": MESSAGES, "tools": [{"type": "function", "function": FUNCTION}]}],
+    "/v1/messages": [
+        {
+            "model": "echo",
+            "max_tokens": 4,
+            "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+            "messages": BLOCKS,
+            "tools": [{"name": "now", "description": "Tells the time.", "input_schema": SCHEMA}],
+            "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+            "thinking": {"type": "adaptive"},
+        },
+        {"model": "echo", "max_tokens": 4, "messages": BLOCKS[:1], "stream": True, "stop_sequences": ["x"]},
+    ],
+    "/v1/messages/count_tokens": [{"model": "echo", "messages": BLOCKS[:1], "system": "Be brief."}],
+    "/api/chat": [
+        {"model": "echo", "messages": MESSAGES[:2], "options": {"num_predict": 4, "temperature": 0.5}},
+        {
+            "model": "echo",
+            "messages": [{"role": "user", "content": "Hi"}],
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "format": SCHEMA,
+            "think": False,
+            "stream": False,
+            "keep_alive": "5m",
+            "options": {"num_predict": 4},
+        },
+    ],
+    "/api/generate": [
+        {"model": "echo", "prompt": "Hi", "system": "Be brief.", "options": {"num_predict": 4, "stop": ["x"]}},
+        {"model": "echo", "prompt": "Hi", "raw": True, "stream": False, "format": "json", "context": [1, 2]},
+    ],
+    "/api/embed": [{"model": "echo", "input": ["a", "b"], "truncate": True, "dimensions": 4}],
+    "/api/embeddings": [{"model": "echo", "prompt": "a"}],
+    "/api/show": [{"model": "echo", "verbose": True}],
+    "/api/pull": [{"model": "no/such/model.gguf", "insecure": False, "stream": True}],
+    "/api/delete": [{"model": "none"}],
     "/tokenize": [{"text": "Hi", "special": True, "add_bos": False, "pieces": True}],
     "/detokenize": [{"tokens": [72, 105]}],
 }
@@ -113,7 +171,7 @@ def test_every_operation_with_a_body_is_fuzzed() -> None:
 def test_any_request_is_answered_as_documented(fuzzed: Daemon, row: Operation, data: st.DataObject) -> None:
     """Only documented failures occur, and never an internal one."""
     path, body = row.path, b""
-    for name in ("model", "response_id"):
+    for name in ("model", "response_id", "conversation_id", "item_id"):
         path = path.replace(f"{{{name}}}", data.draw(SEGMENTS))
     path += data.draw(QUERIES) if data.draw(st.integers(0, 4)) == 0 else ""
     if row.body is not None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, Tool
 from inferencecenter.sessions.output_parsing.detection import as_text
-from inferencecenter.sessions.output_parsing.grammar import MAX_CALLS_CHARS, AnswerStart, calls_grammar
+from inferencecenter.sessions.output_parsing.output_spec import MAX_CALLS_CHARS, AnswerStart, calls_grammar
 from inferencecenter.sessions.output_parsing.template_values import tool_values
 from tests.sessions.output_parsing.speaking import ANSWERS, CONTROL
 from tests.sessions.output_parsing.speaking import model as speaking_model

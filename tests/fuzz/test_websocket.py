@@ -54,6 +54,7 @@ FRAMES: Final[dict[str, list[dict[str, Any]]]] = {
     "get_session": [{"session_id": SESSION}],
     "list_sessions": [{"limit": 5, "after": SESSION}],
     "list_models": [{}],
+    "embed": [{"texts": ["a", "b"]}],
     "load_model": [{"name": "none"}],
     "unload_model": [{"name": "none"}],
     "metrics": [{}],

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from tests.e2e.recording_client import RecordingClient
+from tests.rpc.server import settings_for
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from inferencecenter.hardware.placement import Device
     from tests.e2e.harness import Message, SocketClient
 
 SETTINGS: Final = {
@@ -22,6 +26,11 @@ SETTINGS: Final = {
 GREEDY: Final[dict[str, Any]] = {"temperature": 0.0, "max_tokens": 24}
 STATEMENT: Final = "My name is Ada. I live in Vienna."
 QUESTION: Final = "What is my name?"
+
+
+def settings_on(devices: Iterable[Device]) -> dict[str, str]:
+    """Return the settings of a daemon that uses these devices, the only ones there are."""
+    return SETTINGS | settings_for(*dict.fromkeys(device.name for device in devices if device.remote))
 
 
 async def plan_of(client: SocketClient) -> Message:

@@ -17,7 +17,7 @@ from tests.e2e.test_fork_and_rewind import (
 )
 from tests.e2e.test_long_conversations import test_context_shift_during_an_answer
 from tests.e2e.test_speculation import test_accepted_drafts_share_a_frame
-from tests.gpu.daemons import GREEDY, QUESTION, SETTINGS, plan_of, told_name, unload
+from tests.gpu.daemons import GREEDY, QUESTION, SETTINGS, plan_of, settings_on, told_name, unload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,8 +41,7 @@ def daemon(
     devices: tuple[Device, ...], tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path
 ) -> Iterator[Daemon]:
     """A daemon with all layers on a GPU, which drafts tokens."""
-    assert devices
-    settings = SETTINGS | {"INFERENCECENTER_ENGINE__SPECULATIVE": "lookup"}
+    settings = settings_on(devices) | {"INFERENCECENTER_ENGINE__SPECULATIVE": "lookup"}
     with run_daemon(tmp_path_factory.mktemp("gpu") / "state", demo_model_path, **settings) as running:
         yield running
 

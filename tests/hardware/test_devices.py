@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware import ggml, nvml
@@ -88,6 +89,52 @@ def test_llama_cpp_is_queried_where_nvml_reports_nothing(
     assert find_devices() == (VULKAN,)
 
 
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Device, ...]]:
+    """RPC servers by their address, for a llama.cpp that reaches them."""
+    there: dict[str, tuple[Device, ...]] = {}
+    monkeypatch.setattr(ggml, "reaches_servers", lambda: True)
+    monkeypatch.setattr(ggml, "probe_server", lambda server: there.get(server, ()))
+    return there
+
+
+def test_devices_of_servers_follow_those_of_the_machine(
+    machine: Callable[..., None], servers: dict[str, tuple[Device, ...]]
+) -> None:
+    """In the order of the settings; a server that does not answer is left out, and the log says so."""
+    machine(kinds=("vulkan",), probed=(VULKAN,))
+    servers["b:1"] = (replace(VULKAN, id="RPC0[b:1]", remote=True),)
+    with capture_logs() as logs:
+        found = find_devices((), ["a:1", "b:1"])
+    assert [device.id for device in found] == ["Vulkan0", "RPC0[b:1]"]
+    assert [(line["event"], line["server"]) for line in logs] == [("rpc_server_unavailable", "a:1")]
+    assert find_devices(["RPC0[b:1]"], ["b:1"]) == servers["b:1"]
+
+
+def test_servers_need_a_build_with_rpc(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setting without effect is refused."""
+    machine(kinds=())
+    monkeypatch.setattr(ggml, "reaches_servers", lambda: False)
+    with pytest.raises(InferenceCenterError, match="without RPC") as refusal:
+        find_devices((), ["a:1"])
+    assert refusal.value.field == "gpu.rpc_servers"
+
+
+def test_rpc_server_is_queried_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address is the process's argument."""
+    told = [{"name": "RPC0[a:1]", "description": "a:1", "id": "", "is_gpu": True, "free_bytes": 1, "total_bytes": 2}]
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout=json.dumps(told).encode())
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (found,) = ggml.probe_server("a:1")
+    assert (found.id, found.name, found.remote) == ("RPC0[a:1]", "a:1", True)
+    assert asked[0][-1] == "a:1"
+
+
 def test_gpu_without_address_is_found_by_name() -> None:
     """llama.cpp's device name identifies it."""
     device = from_reading(GpuReading(vram_total_bytes=3000, index=1))
@@ -134,7 +181,10 @@ def test_probe_of_the_installed_library() -> None:
     assert all(device.total_bytes > 0 for device in ggml.probe())
 
 
-@pytest.mark.parametrize(("files", "kinds"), [((), ()), (("libggml-cuda.so", "libggml-cpu.so"), ("cuda",))])
+@pytest.mark.parametrize(
+    ("files", "kinds"),
+    [((), ()), (("libggml-cuda.so", "libggml-cpu.so"), ("cuda",)), (("libggml-rpc.so", "libggml-cpu.so"), ())],
+)
 def test_gpu_backends_by_library_files(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: tuple[str, ...], kinds: tuple[str, ...]
 ) -> None:
@@ -145,8 +195,10 @@ def test_gpu_backends_by_library_files(
         (tmp_path / "lib" / name).touch()
     monkeypatch.setattr(ggml, "find_spec", lambda _: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))
     assert ggml.gpu_backends() == kinds
+    assert ggml.reaches_servers() == ("libggml-rpc.so" in files)
     monkeypatch.setattr(ggml, "find_spec", lambda _: None)
     assert ggml.gpu_backends() == ()
+    assert not ggml.reaches_servers()
 
 
 def test_gpu_backends_of_libraries_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

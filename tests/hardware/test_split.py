@@ -347,6 +347,24 @@ def test_split_modes(shape_of: ShapeOf, mode: str, n_devices: int) -> None:
     assert len(made.devices) == n_devices
 
 
+def test_gpus_of_this_machine_come_first(shape_of: ShapeOf) -> None:
+    """A server's devices take only what these cannot hold, however much memory they have."""
+    near, far = gpus(4, 64)
+    far = replace(far, remote=True)
+    small = plan(shape_of("llama3.2-1b"), (near, far), HOST, PlacementConstraints())
+    assert small.devices == (near,)
+    large = plan(shape_of("llama3.1-8b"), (near, far), HOST, PlacementConstraints())
+    assert large.devices == (near, far)
+    assert large.n_gpu_layers == 33
+
+
+def test_layers_are_spread_over_gpus_much_larger_than_the_model(shape_of: ShapeOf) -> None:
+    """Each gets its part of a model that would fit into a hundredth of one."""
+    made = plan(shape_of("llama3.2-1b"), gpus(400, 400, 400), HOST, PlacementConstraints(split_mode="layer"))
+    taken = [demand.weight_bytes + demand.kv_bytes for demand in made.demand.devices]
+    assert min(taken) > sum(taken) / 5
+
+
 def test_set_main_gpu_and_shares(shape_of: ShapeOf) -> None:
     """The named GPU is used though another is larger; shares are cut as llama.cpp cuts them."""
     model = shape_of("llama3.2-1b")

@@ -113,7 +113,7 @@ def test_reason_has_the_figures() -> None:
     assert (cooler.state, cooler.reason) == (WARM, "60 °C")
 
 
-def test_the_hottest_gpu_counts() -> None:
+def test_hottest_gpu_counts() -> None:
     """In state and temperature, whatever the others report."""
     heat = next_heat(Heat(), [at(40.0), at(88.0), NO_GPU], THRESHOLDS, now=0.0)
     assert (heat.state, heat.temperature_c) == (HOT, 88.0)

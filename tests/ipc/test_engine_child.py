@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from inferencecenter.ipc import engine_child
-from inferencecenter.ipc.engine_child import EngineChild, receive_descriptors, send_descriptors, started_ahead, take
+from inferencecenter.ipc.engine_child import EngineChild, prespawned, receive_descriptors, send_descriptors, take
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.messages import FromEngine, Ready
 from inferencecenter.supervisor.process import EngineExit, EngineProcess
@@ -33,26 +33,26 @@ def test_descriptors_are_copied_to_the_other_process() -> None:
         os.close(fd)
 
 
-def test_only_the_next_engine_takes_the_one_started_ahead() -> None:
-    """The engine after that gets an interpreter of its own."""
-    with started_ahead():
-        (ahead,) = engine_child._ahead
+def test_prespawned_process_is_used_once() -> None:
+    """The engine after that gets its own interpreter."""
+    with prespawned():
+        (prespawned_child,) = engine_child._prespawned
         first, second = take(), take()
     try:
-        assert first is ahead
-        assert second is not ahead
+        assert first is prespawned_child
+        assert second is not prespawned_child
     finally:
         for child in (first, second):
             child.discard()
 
 
-def test_one_that_is_not_taken_or_has_died_is_reaped() -> None:
+def test_unused_or_dead_prespawned_process_is_reaped() -> None:
     """The command ended before it needed an engine, or the process was killed meanwhile."""
-    with started_ahead():
-        (unused,) = engine_child._ahead
+    with prespawned():
+        (unused,) = engine_child._prespawned
     assert unused.process.returncode is not None
-    with started_ahead():
-        (dead,) = engine_child._ahead
+    with prespawned():
+        (dead,) = engine_child._prespawned
         dead.process.kill()
         dead.process.wait()
         child = take()
@@ -60,8 +60,8 @@ def test_one_that_is_not_taken_or_has_died_is_reaped() -> None:
         child.discard()
 
 
-async def test_an_engine_started_ahead_serves() -> None:
-    """It gets its heartbeat, its options and the descriptors to keep once it is taken."""
+async def test_prespawned_engine_serves() -> None:
+    """It gets its heartbeat, its options and its descriptors when it is used."""
     ready = asyncio.Event()
     reading, writing = os.pipe()
 
@@ -69,15 +69,15 @@ async def test_an_engine_started_ahead_serves() -> None:
         if isinstance(message, Ready):
             ready.set()
 
-    with started_ahead():
-        (ahead,) = engine_child._ahead
+    with prespawned():
+        (child,) = engine_child._prespawned
         options = EngineOptions(backend="echo", parent_pid=0)
         process = await EngineProcess.spawn(options, on_message=on_message, keep_open=(writing,))
     os.close(writing)
     os.set_blocking(reading, False)
     async with asyncio.timeout(60):
         await ready.wait()
-        assert process.pid == ahead.process.pid
+        assert process.pid == child.process.pid
         with pytest.raises(BlockingIOError):  # the engine holds the other end
             os.read(reading, 1)
         process.close()
@@ -86,8 +86,8 @@ async def test_an_engine_started_ahead_serves() -> None:
     os.close(reading)
 
 
-def test_a_process_that_cannot_be_started_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The socket is closed."""
+def test_failed_process_start_closes_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No descriptor stays open."""
     opened: list[socket.socket] = []
     pair = socket.socketpair
 

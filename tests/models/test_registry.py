@@ -53,6 +53,51 @@ def _refused(folder: Path, **tables: Any) -> InferenceCenterError:
     return caught.value
 
 
+# Kinds.
+
+
+def _write_kind(path: Path, architecture: str, pooling: int | None) -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    if pooling is not None:
+        writer.add_pooling_type(gguf.PoolingType(pooling))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pooling", "kind"),
+    [
+        ("llama", None, "chat"),
+        ("qwen3", 0, "chat"),
+        ("qwen3", 3, "embedding"),
+        ("bert", 1, "embedding"),
+        ("bert", 2, "embedding"),
+        ("nomic-bert", None, "embedding"),
+        ("bert", 4, "reranking"),
+        ("qwen3", 4, "reranking"),
+    ],
+)
+def test_model_kind_is_read_from_the_file(folder: Path, architecture: str, pooling: int | None, kind: str) -> None:
+    """Pooling, or an architecture that generates no text, selects embeddings or scores."""
+    _write_kind(folder / "some.gguf", architecture, pooling)
+    assert _read(folder).get("some").kind == kind
+
+
+def test_configured_kind_overrides_the_file(folder: Path) -> None:
+    """For files without pooling metadata, and for text models used for embeddings."""
+    _write_kind(folder / "some.gguf", "qwen3", None)
+    spec = _read(folder, models={"some": {"kind": "embedding", "matryoshka": True}}).get("some")
+    assert (spec.kind, spec.matryoshka) == ("embedding", True)
+    assert not _read(folder).get("some").matryoshka
+
+
+def test_echo_model_has_the_configured_kind(folder: Path) -> None:
+    """No file is read for it."""
+    models = _read(folder, engine={"backend": "echo"}, models={"vectors": {"kind": "embedding"}, "text": {}})
+    assert [models.get(name).kind for name in ("vectors", "text", models.default)] == ["embedding", "chat", "chat"]
+
+
 # Default model.
 
 
@@ -66,6 +111,21 @@ def test_demo_model_is_the_default_without_settings(folder: Path) -> None:
     assert default_model(settings) == spec
 
 
+def test_former_name_of_the_default_model_is_an_alias(folder: Path) -> None:
+    """Sessions of earlier versions may name it as its metadata do; a name of its own has no such alias."""
+    path = folder / "other" / "file.gguf"
+    path.parent.mkdir()
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("Old Name")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert _read(folder, model={"path": path}).aliases == {"Old Name": "file"}
+    assert _read(folder, model={"path": path, "name": "mine"}).aliases == {}
+    taken = {"path": path, "aliases": ["Old Name", "o"]}
+    assert _read(folder, model=taken).aliases == {"Old Name": "file", "o": "file"}
+
+
 @pytest.mark.parametrize("chosen", [{"path": bundled_model()}, {"name": "demo"}])
 def test_demo_model_can_be_configured(folder: Path, chosen: dict[str, Any]) -> None:
     """By its file or by its name."""
@@ -76,7 +136,7 @@ def test_demo_model_can_be_configured(folder: Path, chosen: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("model", [None, bundled_model()])
 def test_another_model_may_be_named_demo(folder: Path, model: Path | None) -> None:
-    """The bundled one then has its file's name."""
+    """The bundled one then has its full name."""
     own = _write(folder / "demo.gguf")
     for tables in ({}, {"models": {"demo": {"n_ctx": 512}}}):
         registry = _read(folder, model={"path": model}, **tables)
@@ -98,11 +158,23 @@ def test_echo_backend_needs_no_file(folder: Path) -> None:
 
 
 def test_default_by_path(folder: Path, tmp_path: Path) -> None:
-    """Its name is the setting, else the file's own, else the file's stem."""
+    """Its name is the setting, else that of the file, whatever the file says."""
     path = _write(tmp_path / "mine.gguf", name="Ada's own")
-    assert _read(folder, model={"path": path}).default == "Ada's own"
+    assert _read(folder, model={"path": path}).default == "mine"
     assert _read(folder, model={"path": path, "name": "ada"}).get("ada").path == path
-    assert _read(folder, model={"path": _write(tmp_path / "nameless.gguf")}).default == "nameless"
+    first = _write(tmp_path / "large-00001-of-00002.gguf")
+    assert _read(folder, model={"path": first}).default == "large"
+
+
+def test_aliases_name_one_model_each(folder: Path) -> None:
+    """They are further names of the default and of entries; a name of two models is refused."""
+    for name in ("phi", "qwen"):
+        _write(folder / f"{name}.gguf")
+    model = {"name": "phi", "aliases": ["gpt-4o"]}
+    registry = _read(folder, model=model, models={"qwen": {"aliases": ["gpt-4", "o3"]}})
+    assert registry.aliases == {"gpt-4o": "phi", "gpt-4": "qwen", "o3": "qwen"}
+    assert _refused(folder, model=model, models={"qwen": {"aliases": ["gpt-4o"]}}).field == "models.qwen.aliases"
+    assert _refused(folder, model={"name": "phi", "aliases": ["qwen"]}).field == "model.aliases"
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 and more", b"GGUF"])
@@ -113,12 +185,6 @@ def test_default_that_is_no_model_is_listed(folder: Path, tmp_path: Path, conten
         path.write_bytes(content)
     registry = _read(folder, model={"path": path})
     assert (registry.default, registry.get("broken").path) == ("broken", path)
-
-
-def test_long_model_name_is_shortened(folder: Path, tmp_path: Path) -> None:
-    """To what clients may send."""
-    path = _write(tmp_path / "long.gguf", name="n" * 5000)
-    assert _read(folder, model={"path": path}).default == "n" * 256
 
 
 def test_default_by_entry_name(folder: Path, tmp_path: Path) -> None:
@@ -179,7 +245,8 @@ def test_duplicate_model_name_is_refused(folder: Path, tmp_path: Path) -> None:
     error = _refused(folder, model={"path": path, "name": "phi"}, models=entry)
     assert (error.field, "models.phi" in error.message) == ("model.path", True)
     assert "model.name" in (error.hint or "")
-    assert _refused(folder, model={"path": path}, models=entry).field == "model.path"
+    same = _write(tmp_path / "phi.gguf")
+    assert _refused(folder, model={"path": same}, models=entry).field == "model.path"
     assert _refused(folder, engine={"backend": "echo"}, models={"echo": {}}).field == "model.name"
 
 
@@ -484,3 +551,15 @@ def test_symlink_loop_is_refused(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InferenceCenterError, match="the models cannot be read: RuntimeError") as caught:
         _read(folder, model={"path": str(circle)})
     assert caught.value.code is ErrorCode.INVALID_CONFIG
+
+
+def test_wrong_script_is_found_before_an_engine_starts(tmp_path: Path) -> None:
+    """The registry is what `config check` and the start of the daemon read."""
+    rules = tmp_path / "rules.toml"
+    engine = {"backend": "script", "script": rules}
+    rules.write_text("[[rules]]\nreply = { text = 'Hi' }\n")
+    assert _read(tmp_path, engine=engine).default == "script"
+    rules.write_text("[[rules]]\nreply = { text = 1 }\n")
+    assert (
+        _refused(tmp_path, engine=engine).message == f"{rules}: rules.1.reply.text is 1: input should be a valid string"
+    )

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import io
 import os
+import platform
+import socket
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import threading
 import tomllib
 import zipfile
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
@@ -57,8 +60,8 @@ def fail(_folder: Path) -> None:
     raise BuildError("no compiler")
 
 
-def test_an_entry_is_built_once(cache: Cache) -> None:
-    """The second time nothing is built."""
+def test_cache_entry_is_built_once(cache: Cache) -> None:
+    """The second call builds nothing."""
     place = cache.entry("one", write)
     assert (place / "a.whl").read_text() == "whole"
     assert cache.entry("one", fail) == place
@@ -66,8 +69,8 @@ def test_an_entry_is_built_once(cache: Cache) -> None:
 
 @pytest.mark.parametrize("damage", ["a.whl", SUMS])
 @pytest.mark.parametrize("how", ["cut", "gone"])
-def test_a_damaged_entry_is_built_again(cache: Cache, damage: str, how: str) -> None:
-    """Whether a file is gone or cut off, and that is said."""
+def test_damaged_cache_entry_is_rebuilt(cache: Cache, damage: str, how: str) -> None:
+    """A missing or truncated file is reported."""
     place = cache.entry("one", write)
     (place / damage).unlink()
     if how == "cut":
@@ -76,24 +79,24 @@ def test_a_damaged_entry_is_built_again(cache: Cache, damage: str, how: str) -> 
     assert is_whole(cache.entry("one", write))
 
 
-def test_a_build_that_fails_leaves_nothing(cache: Cache, tmp_path: Path) -> None:
-    """The next caller builds anew."""
+def test_failed_build_leaves_no_entry(cache: Cache, tmp_path: Path) -> None:
+    """The next caller builds again."""
     with pytest.raises(BuildError):
         cache.entry("one", fail)
     assert [path.name for path in (tmp_path / "cache").iterdir()] == [".one.lock"]
     assert is_whole(cache.entry("one", write))
 
 
-def test_what_a_killed_build_left_is_removed(cache: Cache, tmp_path: Path) -> None:
-    """It belongs to no build that runs, since the lock is free."""
+def test_leftovers_of_a_killed_build_are_removed(cache: Cache, tmp_path: Path) -> None:
+    """The lock is free, so no running build owns them."""
     left = tmp_path / "cache" / ".one.abc.building"
     left.mkdir(parents=True)
     cache.entry("one", write)
     assert not left.exists()
 
 
-def test_of_two_callers_one_builds(cache: Cache) -> None:
-    """The other waits, and takes what the first has made."""
+def test_concurrent_callers_build_once(cache: Cache) -> None:
+    """The second waits, and uses the result of the first."""
     building, may_end = threading.Event(), threading.Event()
     built = []
 
@@ -114,8 +117,8 @@ def test_of_two_callers_one_builds(cache: Cache) -> None:
     assert len(built) == 1
 
 
-def test_the_cache_is_where_the_variable_says() -> None:
-    """And in the home directory without one."""
+def test_variable_selects_the_cache_directory() -> None:
+    """Without it the cache is in the home directory."""
     assert cache_root({"XDG_CACHE_HOME": "/x"}) == Path("/x/inferencecenter/llama")
     assert cache_root({}) == Path.home() / ".cache/inferencecenter/llama"
 
@@ -125,33 +128,35 @@ def test_the_cache_is_where_the_variable_says() -> None:
     [{"CUDA": "1"}, {"VULKAN": "1"}, {"PORTABLE": "1"}, {"CMAKE_ARGS": "-DGGML_LLAMAFILE=OFF"}, {"CXX": "clang++"}],
     ids=lambda other: next(iter(other)),
 )
-def test_another_build_has_another_name(other: dict[str, str]) -> None:
-    """The same variables have the same name."""
+def test_cache_key_covers_the_build_options(other: dict[str, str]) -> None:
+    """The same variables have the same key."""
     plain = Recipe.asked(VERSION, {})
     assert plain.name.startswith(f"{VERSION}-cpu-")
     assert Recipe.asked(VERSION, {}).name == plain.name
     assert Recipe.asked(VERSION, other).name != plain.name
 
 
-def test_another_processor_has_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless it is for any."""
+def test_cache_key_covers_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the build is portable."""
     native, portable = Recipe.asked(VERSION, {}), Recipe.asked(VERSION, {"PORTABLE": "1"})
     monkeypatch.setattr(recipe, "_processor", lambda: "flags: other")
     assert Recipe.asked(VERSION, {}).name != native.name
     assert Recipe.asked(VERSION, {"PORTABLE": "1"}).name == portable.name
 
 
-def test_an_update_stays_of_its_kind(tmp_path: Path) -> None:
-    """What was installed for a GPU is built for it again; a variable decides otherwise."""
+def test_update_keeps_the_kind_of_build(tmp_path: Path) -> None:
+    """A GPU build is replaced by a GPU build; a variable overrides it."""
     (tmp_path / MARK).write_text(f"0.9-{Recipe.asked(VERSION, {'CUDA': '1', 'PORTABLE': '1'}).label}-abc\n")
     before = Installation(tmp_path, VERSION).kind
     assert Recipe.asked(VERSION, {}, before=before).kind == "cuda"
     assert Recipe.asked(VERSION, {"VULKAN": "1"}, before=before).kind == "vulkan"
-    assert Recipe.asked(VERSION, {}, before="index").kind == "cpu"
+    (tmp_path / MARK).write_text("0.9-vulkan-index\n")
+    assert Installation(tmp_path, VERSION).kind == "vulkan"
+    assert Recipe.asked(VERSION, {}, before="").kind == "cpu"
 
 
-def test_the_version_is_the_one_that_the_package_needs() -> None:
-    """Exactly one, as libraries of another do not fit."""
+def test_version_is_the_required_one() -> None:
+    """Exactly, as libraries of another version do not fit."""
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["server"]
     assert f"llama-cpp-python=={command.wanted_version(ROOT / 'pyproject.toml')}" in needed
 
@@ -166,8 +171,8 @@ class Clock:
         return self.now
 
 
-def test_a_terminal_sees_every_step_on_one_line() -> None:
-    """What stays has a line of its own."""
+def test_terminal_shows_progress_on_one_line() -> None:
+    """Lasting messages have their own line."""
     out = io.StringIO()
     with Progress(out, terminal=True) as progress:
         progress.begin("llama.cpp")
@@ -176,8 +181,8 @@ def test_a_terminal_sees_every_step_on_one_line() -> None:
     assert out.getvalue() == "\r\033[Kllama.cpp\r\033[Kllama.cpp: 1 of 2 compiled\r\033[Kdone\n\r\033[K"
 
 
-def test_a_file_gets_a_line_now_and_then() -> None:
-    """At once when a step begins, then every 15 seconds."""
+def test_log_file_gets_progress_every_15_seconds() -> None:
+    """And at once when a step begins."""
     out, clock = io.StringIO(), Clock()
     progress = Progress(out, terminal=False, clock=clock)
     progress.begin("llama.cpp")
@@ -186,24 +191,35 @@ def test_a_file_gets_a_line_now_and_then() -> None:
     assert out.getvalue().splitlines() == ["llama.cpp", "llama.cpp: second 15", "llama.cpp: second 30"]
 
 
-PLANNED = [
-    *(f"[{at}/5] Building CXX object llama.cpp/src/llama.dir/{at}.cpp.o" for at in range(1, 5)),
+OBJECTS = [f"llama.cpp/src/llama.dir/{at}.cpp.o" for at in range(1, 5)]
+TARGETS = [
+    *(f"{path}: CXX_COMPILER__llama_Release" for path in OBJECTS),
+    "bin/libllama.so: CXX_SHARED_LIBRARY_LINKER__llama_Release",
+    "llama: phony",
+]
+BUILT = [
+    *(f"[{at}/5] Building CXX object {path}" for at, path in enumerate(OBJECTS, 1)),
     "[5/5] Linking CXX shared library bin/libllama.so",
 ]
 
 
-def test_the_rest_of_a_compilation_is_estimated() -> None:
-    """By the work that is done, once there is some; links and messages do not count."""
+def test_remaining_compile_time_is_estimated() -> None:
+    """From the completed work, once there is some; links and messages do not count."""
     clock = Clock()
-    compilation = Compilation(PLANNED, clock=clock)
+    compilation = Compilation(TARGETS, clock=clock)
     assert str(compilation) == "0 of 4 compiled"
     clock.now = 30.0
-    for line in ["ninja: Entering directory", *PLANNED[:1]]:
+    for line in ["ninja: Entering directory", *BUILT[:1]]:
         compilation.read(line)
     assert str(compilation) == "1 of 4 compiled, about 1:30 left"
-    for line in PLANNED:
+    for line in BUILT:
         compilation.read(line)
     assert str(compilation) == "4 of 4 compiled, about 0:00 left"
+
+
+def test_nothing_is_estimated_where_no_target_is_known() -> None:
+    """As when ninja does not name its targets: the build goes on."""
+    assert str(Compilation([])) == "0 of 0 compiled"
 
 
 @pytest.fixture
@@ -220,7 +236,7 @@ def built(tmp_path: Path) -> Path:
 def test_libraries_become_a_wheel_that_the_daemon_finds(
     built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pip installs it; beside the libraries is the version that they are for."""
+    """Pip installs it; it contains the libraries' version."""
     wheel = packing.pack(built, tmp_path, version=VERSION, label="cpu", license_file=tmp_path / "LICENSE")
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-index"]
@@ -232,6 +248,37 @@ def test_libraries_become_a_wheel_that_the_daemon_finds(
     assert sorted(path.name for path in place.iterdir()) == ["libggml-base.so", "libllama.so", VERSION_FILE]
     assert (place / VERSION_FILE).read_text().strip() == VERSION
     assert f"{VERSION}+cpu" in wheel.name
+
+
+@pytest.mark.parametrize(
+    ("libc", "tag"), [(("glibc", "2.36"), f"manylinux_2_36_{platform.machine()}"), (("", ""), "linux_")]
+)
+def test_wheel_tag_excludes_older_systems(
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, libc: tuple[str, str], tag: str
+) -> None:
+    """By the C library it was built with, so that pip skips it there."""
+    monkeypatch.setattr(platform, "libc_ver", lambda: libc)
+    wheel = packing.pack(built, tmp_path, version=VERSION, label="cpu", license_file=tmp_path / "LICENSE")
+    assert wheel.stem.split("-")[-1].startswith(tag)
+
+
+@pytest.mark.parametrize("has_filter", [True, False], ids=["filter", "Python 3.11.2"])
+def test_only_needed_sources_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_filter: bool) -> None:
+    """Also on a Python whose ``extractall`` has no filter, as Debian 12's."""
+    names = ("llama_cpp/llama.py", "vendor/llama.cpp/src/llama.cpp", "vendor/llama.cpp/models/big.gguf")
+    with tarfile.open(tmp_path / "sources.tar.gz", "w:gz") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(f"llama_cpp_python-1/{name}"))
+    if not has_filter:
+        extract = tarfile.TarFile.extract
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+        monkeypatch.setattr(
+            tarfile.TarFile, "extractall", lambda tar, path, members: [extract(tar, each, path) for each in members]
+        )
+        monkeypatch.setattr(tarfile.TarFile, "extraction_filter", staticmethod(lambda member, _path: member), False)
+    build.unpack(tmp_path / "sources.tar.gz", tmp_path / "out")
+    unpacked = [path for path in (tmp_path / "out/llama_cpp_python-1").rglob("*") if path.is_file()]
+    assert sorted(str(path.relative_to(tmp_path / "out/llama_cpp_python-1")) for path in unpacked) == list(names[:2])
 
 
 def program(folder: Path, name: str, text: str) -> None:
@@ -263,7 +310,16 @@ mkdir -p "$2/bin" && echo library >"$2/bin/libllama.so"
         yield made
 
 
-def test_what_is_asked_for_is_what_cmake_is_asked(builder: Builder, tmp_path: Path) -> None:
+def test_bindings_are_packed_without_a_compiler(
+    builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an option in the form that pip 23.0 knows, which is Debian 12's."""
+    monkeypatch.setattr(build, "PIP", ("sh", "-c", f'echo "$@" >{tmp_path}/asked', "pip"))
+    builder.bindings(tmp_path)
+    assert "--config-settings wheel.cmake=false" in (tmp_path / "asked").read_text()
+
+
+def test_build_variables_become_cmake_options(builder: Builder, tmp_path: Path) -> None:
     """The libraries come as a wheel."""
     asked = Recipe.asked(VERSION, {"PORTABLE": "1", "CMAKE_ARGS": "-DA=1 '-DB=2 3'"})
     builder.libraries(asked, tmp_path)
@@ -275,10 +331,8 @@ def test_what_is_asked_for_is_what_cmake_is_asked(builder: Builder, tmp_path: Pa
 
 
 @pytest.mark.parametrize("makes", [False, True])
-def test_no_code_is_made_for_amx(
-    builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, makes: bool
-) -> None:
-    """Where the compiler would."""
+def test_build_disables_amx(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, makes: bool) -> None:
+    """Where the compiler would use it."""
     compiler = tmp_path / "compilers"
     program(compiler, "cc", f"echo '#define {'__AMX_TILE__' if makes else '__AVX2__'} 1'")
     monkeypatch.setenv("PATH", f"{compiler}:{os.environ['PATH']}")
@@ -286,8 +340,8 @@ def test_no_code_is_made_for_amx(
     assert ("-mno-amx-tile" in (tmp_path / "asked").read_text()) == makes
 
 
-def test_a_build_that_breaks_tells_the_end_of_its_log(builder: Builder, tmp_path: Path) -> None:
-    """And where the whole of it is."""
+def test_failed_build_shows_the_end_of_its_log(builder: Builder, tmp_path: Path) -> None:
+    """And the path of the whole log."""
     (tmp_path / "broken").touch()
     with pytest.raises(BuildError, match=r"(?s)ninja failed with 2.*/log:\n.*error: broken"):
         builder.libraries(Recipe.asked(VERSION, {}), tmp_path)
@@ -302,10 +356,10 @@ def test_a_build_that_breaks_tells_the_end_of_its_log(builder: Builder, tmp_path
     ],
     ids=["C++", "CUDA", "Vulkan"],
 )
-def test_a_compiler_that_is_missing_is_named(
+def test_missing_compiler_is_named(
     builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str
 ) -> None:
-    """Each build looks for its own."""
+    """Each kind of build needs its own."""
     there = {"c++"} if variables else set()
     monkeypatch.setattr(build, "find_program", lambda name: name if name in there else None)
     with pytest.raises(BuildError) as caught:
@@ -316,65 +370,113 @@ def test_a_compiler_that_is_missing_is_named(
 @pytest.mark.parametrize(
     ("programs", "hints"), [((), 0), (("nvcc",), 1), (("nvcc", "glslc"), 2)], ids=["none", "CUDA", "both"]
 )
-def test_compilers_for_gpus_are_noticed(monkeypatch: pytest.MonkeyPatch, programs: tuple[str, ...], hints: int) -> None:
-    """A build for processors says with which variable they would be used."""
+def test_gpu_compilers_are_mentioned(monkeypatch: pytest.MonkeyPatch, programs: tuple[str, ...], hints: int) -> None:
+    """A CPU build says which variable would use them."""
     monkeypatch.setattr(recipe, "find_program", lambda name: name if name in programs else None)
     assert len(recipe.toolkit_hints()) == hints
 
 
-def needed_wheel(folder: Path, name: str) -> None:
-    """Write a wheel with a library, or without."""
+def wheel_with(folder: Path, name: str, *libraries: str) -> None:
+    """Write a wheel with libraries, or without."""
     with zipfile.ZipFile(folder / f"{name}.whl", "w") as wheel:
-        wheel.writestr(f"{name}/lib/libllama.so" if name != "bindings" else "llama_cpp/__init__.py", "")
+        wheel.writestr(f"{name}/__init__.py", "")
+        for library in libraries:
+            wheel.writestr(f"{name}/lib/{library}.so", "")
+
+
+Index: TypeAlias = dict[str, tuple[str, ...]]
 
 
 class Pip:
-    """Stands in for pip: downloads what an index has of the names it is asked for."""
+    """Stands in for pip: downloads what an index has of the requirements it is given, each with a wheel's content."""
 
-    def __init__(self, has: dict[str, str]) -> None:
+    def __init__(self, has: Index) -> None:
         self.has = has
         self.calls: list[tuple[str, ...]] = []
 
     def __call__(self, *arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
         """Keep the arguments, and write the wheels that there are."""
         self.calls.append(arguments)
-        names = [each.partition("==")[0] for each in arguments if "==" in each]
-        if not all(name in self.has for name in names):
+        wanted = [each for each in arguments if "==" in each]
+        if not all(each in self.has for each in wanted):
             return subprocess.CompletedProcess(arguments, 1, "", "ERROR: No matching distribution found\n")
         if arguments[0] == "download":
-            for name in names:
-                needed_wheel(Path(arguments[arguments.index("-d") + 1]), self.has[name])
-        return subprocess.CompletedProcess(arguments, 0, "", "")
+            for each in wanted:
+                wheel_with(Path(arguments[arguments.index("-d") + 1]), *self.has[each])
+        return subprocess.CompletedProcess(arguments, 0, "", "WARNING: an index is ignored\n")
+
+
+BARE: Index = {"llama-cpp-python==1.2.3": ("bindings",)}
+WHOLE: Index = {"llama-cpp-python==1.2.3": ("whole", "libllama")}
+CPU: Index = {"inferencecenter-llama==1.2.3+cpu.portable": ("cpu", "libllama")}
+NATIVE: Index = {"inferencecenter-llama==1.2.3+cpu": ("native", "libllama")}
+CUDA: Index = {"inferencecenter-llama==1.2.3+cuda.portable": ("cuda", "libllama", "libggml-cuda")}
 
 
 @pytest.mark.parametrize(
-    ("has", "installed"),
+    ("has", "kind", "installed"),
     [
-        ({"llama-cpp-python": "whole"}, ["whole.whl"]),
-        ({"llama-cpp-python": "bindings", "inferencecenter-llama": "ours"}, ["bindings.whl", "ours.whl"]),
-        ({"llama-cpp-python": "bindings"}, None),
-        ({}, None),
+        pytest.param(WHOLE, "cpu", ["whole.whl"], id="one wheel"),
+        pytest.param(BARE | CPU | CUDA, "cpu", ["bindings.whl", "cpu.whl"], id="our wheels"),
+        pytest.param(BARE | CPU | CUDA, "cuda", ["bindings.whl", "cuda.whl"], id="of the kind that is asked for"),
+        pytest.param(BARE | NATIVE, "cpu", ["bindings.whl", "native.whl"], id="not portable"),
+        pytest.param(BARE | NATIVE | CPU, "cpu", ["bindings.whl", "cpu.whl"], id="rather portable"),
     ],
-    ids=["one wheel", "our wheels", "bindings alone", "nothing"],
 )
-def test_wheels_of_an_index_are_taken_if_they_have_the_libraries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: dict[str, str], installed: list[str] | None
+def test_wheels_of_an_index_are_used_if_they_have_the_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: Index, kind: str, installed: list[str]
 ) -> None:
-    """Only binaries, of exactly the version; else a line says why it is compiled."""
-    pip, progress = Pip(has), Silent()
+    """Only binaries of exactly the version; otherwise a line says why it is compiled."""
+    pip = Pip(has)
     monkeypatch.setattr(installation, "_pip", pip)
-    took = Installation(tmp_path, VERSION).take_from("https://example.com/simple", progress=progress)
-    assert took == (installed is not None)
+    assert Installation(tmp_path, VERSION).take_from("https://example.com/simple", kind, progress=Silent())
     for call in pip.calls:
         if call[0] == "download":
             assert {"--only-binary", ":all:"} < set(call)
             assert f"llama-cpp-python=={VERSION}" in call
-    if installed is None:
-        assert "llama.cpp is compiled: LLAMA_WHEELS has no libraries for it" in progress.out.getvalue()
-        assert not (tmp_path / MARK).exists()
-    else:
-        assert sorted(Path(each).name for each in pip.calls[-1] if each.endswith(".whl")) == installed
-        assert (tmp_path / MARK).read_text() == f"{VERSION}-index\n"
+    assert sorted(Path(each).name for each in pip.calls[-1] if each.endswith(".whl")) == installed
+    assert (tmp_path / MARK).read_text() == f"{VERSION}-{kind}-index\n"
+
+
+@pytest.mark.parametrize(
+    ("has", "kind", "why"),
+    [
+        pytest.param({}, "cpu", "ERROR: No matching distribution found", id="nothing"),
+        pytest.param(BARE, "cpu", "lacks libllama.so", id="bindings alone"),
+        pytest.param(WHOLE, "vulkan", "lacks libggml-vulkan.so or libllama.so", id="one wheel of another kind"),
+        pytest.param(BARE | CPU, "cuda", "lacks libggml-cuda.so or libllama.so", id="our wheels of another kind"),
+    ],
+)
+def test_index_without_the_libraries_is_logged_before_a_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: Index, kind: str, why: str
+) -> None:
+    """In one line, and nothing is installed."""
+    progress = Silent()
+    monkeypatch.setattr(installation, "_pip", Pip(has))
+    assert not Installation(tmp_path, VERSION).take_from("https://example.com/simple", kind, progress=progress)
+    said = progress.out.getvalue().splitlines()[-1]
+    assert said.startswith("llama.cpp is compiled: LLAMA_WHEELS has no libraries for it (")
+    assert why in said
+    assert not (tmp_path / MARK).exists()
+
+
+def test_unreachable_index_is_queried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line says so, in the words of pip's warning."""
+    pip, progress = installation._pip, Silent()
+    calls = []
+
+    def counted(*arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:
+        calls.append(arguments)
+        return pip(*arguments, check=check)
+
+    monkeypatch.setattr(installation, "_pip", counted)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
+    assert not Installation(tmp_path, VERSION).take_from(index, "cpu", progress=progress)
+    said = progress.out.getvalue().splitlines()[-1]
+    assert said.startswith("llama.cpp is compiled: LLAMA_WHEELS cannot be reached: Failed to establish")
+    assert said.endswith("Connection refused")
+    assert len(calls) == 1
 
 
 @pytest.fixture
@@ -398,8 +500,8 @@ def install(folder: Path, pip: Pip, **environment: str) -> list[list[str]]:
     return [[Path(each).name for each in call if each.endswith(".whl")] for call in pip.calls]
 
 
-def test_an_environment_is_given_what_it_lacks(tmp_path: Path, pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once: the same build is not installed twice, and another replaces it."""
+def test_missing_libraries_are_installed_once(tmp_path: Path, pip: Pip, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same build is not installed twice, and another one replaces it."""
     site = tmp_path / "site"
     (site / packing.PACKAGE / "lib").mkdir(parents=True)
     (site / packing.PACKAGE / "lib/libllama.so").touch()
@@ -409,14 +511,24 @@ def test_an_environment_is_given_what_it_lacks(tmp_path: Path, pip: Pip, monkeyp
     assert install(tmp_path, pip, VULKAN="1") == [["bindings.whl", "vulkan.whl"]]
 
 
-def test_libraries_of_the_users_are_not_built(tmp_path: Path, pip: Pip) -> None:
-    """With ``LLAMA`` the bindings are installed alone."""
+def test_users_own_libraries_are_not_built(tmp_path: Path, pip: Pip) -> None:
+    """With ``LLAMA`` only the bindings are installed."""
     assert install(tmp_path, pip, LLAMA="/somewhere") == [["bindings.whl"]]
     assert not (tmp_path / MARK).exists()
 
 
-def test_what_came_from_an_index_stays(tmp_path: Path, pip: Pip) -> None:
-    """Until a variable asks for a build."""
-    (tmp_path / MARK).write_text(f"{VERSION}-index\n")
+def test_libraries_from_an_index_are_kept(tmp_path: Path, pip: Pip) -> None:
+    """Until a variable requests a build."""
+    (tmp_path / MARK).write_text(f"{VERSION}-cuda-index\n")
     assert install(tmp_path, pip) == []
+    assert install(tmp_path, pip, CUDA="1") == []
     assert install(tmp_path, pip, VULKAN="1") == [["bindings.whl", "vulkan.whl"]]
+    (tmp_path / MARK).write_text(f"{VERSION}-cpu-index\n")
+    assert install(tmp_path, pip, PORTABLE="1") == [["bindings.whl", "cpu.whl"]]
+
+
+def test_wheels_of_an_index_precede_a_build(tmp_path: Path, pip: Pip) -> None:
+    """Of the kind that the variables select."""
+    pip.has = BARE | CUDA | CPU
+    (wheels,) = (each for each in install(tmp_path, pip, CUDA="1", LLAMA_WHEELS="https://example.com/simple") if each)
+    assert sorted(wheels) == ["bindings.whl", "cuda.whl"]

@@ -176,6 +176,7 @@ def test_unknown_fields_are_refused(op: str) -> None:
         "append": {"session_id": "s", "messages": [{"role": "user", "content": "c"}]},
         "rewind_session": {"session_id": "s", "turn": "start"},
         "set_metadata": {"session_id": "s", "metadata": {}},
+        "embed": {"texts": ["t"]},
         "load_model": {"name": "m"},
         "unload_model": {"name": "m"},
         "kick": {"client_id": "c"},
@@ -345,3 +346,14 @@ def test_version_0_omits_logprobs() -> None:
     event = events.Token(session_id="s", seq=1, turn_id="t", content="a", logprobs=logprobs)
     assert json.loads(encode(event) or "")["logprobs"][0]["logprob"] == -0.1
     assert encode(event, dagger_only=True) == '{"op":"token","session_id":"s","content":"a"}'
+
+
+@pytest.mark.parametrize(("n_chars", "fits"), [(131_072, True), (131_073, False)])
+def test_description_of_a_tool_may_be_long(n_chars: int, fits: bool) -> None:
+    """Agents explain a tool on pages: Claude Code has one of 18,780 characters."""
+    tool = {"name": "work", "description": "x" * n_chars}
+    frame = {"op": "infer", "session_id": "s", "prompt": "Hi", "tools": [tool]}
+    if fits:
+        read_frame(json.dumps(frame)).parse()
+    else:
+        assert refused(json.dumps(frame)).field == "tools.0.description"

@@ -7,6 +7,7 @@ import json
 import time
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -20,13 +21,15 @@ from inferencecenter.auth.accounts import Accounts
 from inferencecenter.auth.clients_file import load_clients
 from inferencecenter.auth.quotas import AccessQuotas
 from inferencecenter.config.limits import NO_LIMITS, AccessLimits
-from inferencecenter.config.sections import AuthSettings
+from inferencecenter.config.sections import AuthSettings, EngineSettings
 from inferencecenter.config.settings import ServerSettings, SessionSettings
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.hardware.nvml import NO_GPU, Gpu
 from inferencecenter.ipc.messages import ContextFull, Finished, ModelInfo, Started, Submit, TokenDelta, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.models.library import ModelLibrary
+from inferencecenter.models.registry import ModelSpec
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import ModelSummary
@@ -35,15 +38,15 @@ from inferencecenter.server.listener import Listener, bind
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.telemetry.metrics import DaemonMetrics
 from tests.ipc.lookups import CharacterTokens
-from tests.sessions.conftest import InlineTemplates, one_model
+from tests.sessions.conftest import InlineTemplates
 
 if TYPE_CHECKING:
     import ssl
     from collections.abc import AsyncIterator, Callable, Mapping
-    from pathlib import Path
 
     from inferencecenter.auth.audit import AuditEntry
     from inferencecenter.auth.authentication import ExternalAuthProvider
+    from inferencecenter.config.sections import ModelKind
     from inferencecenter.hardware.nvml import GpuReading
     from inferencecenter.ipc.port import EngineTurn
     from inferencecenter.protocol.events import Swap
@@ -94,6 +97,8 @@ class StubEngine(CharacterTokens):
     def __init__(self) -> None:
         self.status = EngineStatus(state=EngineState.READY, model=MODEL)
         self.plan: EnginePlan | None = None
+        self.kind: ModelKind = "chat"
+        self.aliases: dict[str, str] = {}
         self.turns: dict[str, EngineTurn] = {}
         self.submitted = asyncio.Event()
         self.swaps: list[tuple[str, Callable[[Swap], None]]] = []
@@ -113,7 +118,31 @@ class StubEngine(CharacterTokens):
             raise InferenceCenterError(ErrorCode.MODEL_NOT_FOUND, field="model")
         return self
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The one name."""
+        return (self.default,)
+
+    def ensure_loaded(self, name: str, client_id: str = "") -> None:
+        """Do nothing: it is loaded."""
+
+    def params_of(self, name: str) -> Mapping[str, Any]:
+        """Return no parameters."""
+        return {}
+
+    def spec_of(self, name: str) -> ModelSpec:
+        """Return the one model."""
+        _refuse_missing(name)
+        return ModelSpec(name=name, path=Path(), engine=EngineSettings(), kind=self.kind)
+
+    def kind_of(self, name: str) -> str:
+        """Return the kind that a test set."""
+        return self.spec_of(name).kind
+
     def rescan(self) -> None:
+        """Do nothing: there is no directory of models."""
+
+    def forget_removed(self) -> None:
         """Do nothing: there is no directory of models."""
 
     def describe(self) -> tuple[ModelSummary, ...]:
@@ -154,7 +183,7 @@ class StubEngine(CharacterTokens):
     def submission(self, turn_id: str) -> Submit:
         """Return what a turn submits to the engine."""
         submission = self.turns[turn_id].submission(lambda: None)
-        assert submission is not None
+        assert isinstance(submission, Submit)
         return submission
 
     def abort(self, turn_id: str) -> None:
@@ -357,8 +386,9 @@ async def running_server(
     context = ServerContext.create(
         chosen,
         models=engine,
+        library=ModelLibrary(directory=tmp_path / "models", configured=dict, environment={}),
         sessions=SessionManager(
-            engines=one_model(engine, MODEL.name),
+            engines=engine,
             renderers=InlineTemplates(),
             config_params=Params(),
             settings=SessionSettings(max_sessions=100),
@@ -463,8 +493,9 @@ def stub_context() -> ServerContext:
     return ServerContext.create(
         ServerSettings(outbox_bytes=2**14),
         models=engine,
+        library=ModelLibrary(directory=Path("/nonexistent"), configured=dict, environment={}),
         sessions=SessionManager(
-            engines=one_model(engine, MODEL.name),
+            engines=engine,
             renderers=InlineTemplates(),
             config_params=Params(),
             settings=SessionSettings(max_sessions=10),

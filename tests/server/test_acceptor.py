@@ -61,6 +61,7 @@ class AcceptorHarness:
         self.failing = FailingSocket(self.listening)
         self.came = asyncio.Semaphore(0)
         self.wanted_room = 0
+        self.delay_s = 0.0
         self.acceptor = Acceptor(
             self.failing,  # type: ignore[arg-type]  # as far as it is used
             self._protocol,
@@ -68,6 +69,7 @@ class AcceptorHarness:
             handshake_timeout_s=1,
             max_handshakes=8,
             make_room=self._make_room,
+            delay_s=lambda _address: self.delay_s,
         )
         self.acceptor.open()
 
@@ -115,6 +117,20 @@ async def test_descriptor_exhaustion_evicts_idle_connections(harness: AcceptorHa
     assert [(line["event"], line["error"], line["more"]) for line in logs] == [
         ("accept_failed", "Too many open files", 0)
     ]
+
+
+async def test_connection_waits_for_its_delay(harness: AcceptorHarness, clock: LoopClock) -> None:
+    """It is accepted, and not read before it is due."""
+    harness.delay_s = 3.0
+    _, writer = await asyncio.open_connection(*harness.listening.getsockname())
+    async with asyncio.timeout(PATIENCE_S):
+        while not harness.failing.n_accepted:
+            await tick()
+    await clock.go_on(2.0)
+    assert harness.came.locked()
+    await clock.go_on(2.0)
+    await harness.admitted()
+    writer.close()
 
 
 async def test_aborted_connection_is_skipped(harness: AcceptorHarness) -> None:

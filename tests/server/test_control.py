@@ -47,7 +47,7 @@ async def test_long_state_directory_path(tmp_path: Path) -> None:
     control.close()
 
 
-async def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
+async def test_stale_socket_is_replaced(tmp_path: Path) -> None:
     """A killed daemon's socket does not stop the next one from listening."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stale:
         stale.bind(str(tmp_path / "control.sock"))

@@ -8,6 +8,7 @@ import json
 import socket
 from typing import TYPE_CHECKING
 
+import h11
 import pytest
 
 from inferencecenter.server import http
@@ -412,3 +413,29 @@ def test_closed_connections_are_not_tracked() -> None:
     limiter.leave(first)
     limiter.leave(second)
     assert (len(limiter), limiter.admit(second)) == (0, True)
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("length", [None, 3])
+def test_chunks_are_those_of_h11(method: str, version: str, length: int | None) -> None:
+    """They are framed here only while the library would frame them, and with the same bytes."""
+    connection = http._StrictHttp(h11.SERVER)
+    request = f"{method} / HTTP/{version}\r\nhost: x\r\n\r\n".encode()
+    connection.receive_data(request)
+    connection.next_event()
+    connection.next_event()
+    assert connection.chunk(b"ab") is None
+    connection.send(h11.Response(status_code=200, headers=[] if length is None else [(b"content-length", b"3")]))
+    is_chunked = (method, version, length) == ("GET", "1.1", None)
+    for piece in (b"", b"ab", b"c") if method == "GET" else (b"",):
+        written = connection.send(h11.Data(data=piece))
+        assert connection.chunk(piece) == (written if is_chunked and piece else None)
+    assert (connection.chunk(b"d") is not None) == is_chunked
+    connection.send(h11.EndOfMessage())
+    assert connection.chunk(b"d") is None
+    if connection.their_state is h11.DONE and connection.our_state is h11.DONE:
+        connection.start_next_cycle()
+        connection.receive_data(request)
+        connection.next_event()
+        assert connection.chunk(b"d") is None

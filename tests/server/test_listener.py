@@ -149,7 +149,7 @@ async def test_unresponsive_socket_is_aborted_at_the_stop(serve: Serve, monkeypa
         assert server.listener.server_state.connections == set()
 
 
-async def test_an_idle_server_does_not_tick(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_server_does_not_tick(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uvicorn's periodic check never runs."""
 
     async def on_tick(_server: object, _counter: int) -> bool:

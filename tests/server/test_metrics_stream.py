@@ -148,7 +148,7 @@ async def test_subscribers_of_one_interval_share_a_reading(clock: LoopClock, ser
         assert server.gpu.reads == 1
 
 
-async def test_a_new_interval_replaces_the_old(server: Running) -> None:
+async def test_new_interval_replaces_the_old(server: Running) -> None:
     """Each socket has one subscription."""
     async with server.v1() as socket:
         await skip_hello(socket)

@@ -88,7 +88,9 @@ def test_upgrade_with_a_credential_bypasses_the_limit(credential: dict[str, str]
     assert other.refusal(HERE, STRANGER) is None
 
 
-@pytest.mark.parametrize("half", [{"authorization": "Basic x"}, {"x-api-key": "k"}, {"sec-websocket-protocol": "x"}])
+@pytest.mark.parametrize(
+    "half", [{"authorization": "Basic x"}, {"x-client-id": "ada"}, {"sec-websocket-protocol": "x"}]
+)
 def test_incomplete_credential_counts_as_none(half: dict[str, str]) -> None:
     """It cannot be verified."""
     assert exhausted(Clock()).refusal(HERE, Headers(half)) == REFUSAL

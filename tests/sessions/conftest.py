@@ -30,7 +30,7 @@ from inferencecenter.models.registry import not_registered
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.client import Principal, UnlimitedQuota
+from inferencecenter.sessions.context import Principal, UnlimitedQuota
 from inferencecenter.sessions.manager import SessionManager
 from inferencecenter.sessions.prompt.renderer import InlineRenderer
 from inferencecenter.sessions.prompt.template import ChatTemplate
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.port import EnginePort, EngineTurn
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.client import Quota
+    from inferencecenter.sessions.context import Quota
     from inferencecenter.sessions.journal import Journal, Record, StorageFault
     from inferencecenter.sessions.observability import Tracer, TurnRecord
     from inferencecenter.sessions.prompt.renderer import PromptRenderers
@@ -143,6 +143,7 @@ class FakeEngine(CharacterTokens):
 
     def _take(self, turn: EngineTurn) -> None:
         if (submission := turn.submission(partial(self._take_later, turn))) is not None:
+            assert isinstance(submission, Submit)
             self.submitted.append(submission)
 
     def _take_later(self, turn: EngineTurn) -> None:
@@ -252,9 +253,11 @@ class FakeEngines:
     engines: dict[str, EnginePort] = field(default_factory=lambda: {"toy": FakeEngine()})
     default: str = "toy"
     own_params: dict[str, dict[str, Any]] = field(default_factory=dict)
+    kinds: dict[str, str] = field(default_factory=dict)
     wanted: list[str] = field(default_factory=list)
     unloadable: dict[str, InferenceCenterError] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -273,6 +276,11 @@ class FakeEngines:
         self.wanted.append(name)
         if name in self.unloadable:
             raise self.unloadable[name]
+
+    def kind_of(self, name: str) -> str:
+        """Return that a model generates text, unless a test says otherwise."""
+        self.engine(name)
+        return self.kinds.get(name, "chat")
 
     def params_of(self, name: str) -> dict[str, Any]:
         """Return the parameters that a test set for the model."""

@@ -132,7 +132,7 @@ class Oracle(CharacterTokens):
 
     def _take(self, turn: EngineTurn) -> None:
         submit = turn.submission(lambda: None)
-        assert submit is not None
+        assert isinstance(submit, Submit)
         self.submissions.append(submit)
         spelled = "".join(map(chr, unpack_tokens(submit.tokens)))
         prompt = spelled + "".join(piece.text for piece in submit.pieces)

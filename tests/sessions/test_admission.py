@@ -24,7 +24,7 @@ def full(world: SessionHarness) -> SessionHarness:
     return world
 
 
-def test_a_new_turn_is_refused(full: SessionHarness) -> None:
+def test_admission_refuses_a_new_turn(full: SessionHarness) -> None:
     """The refused turn leaves no trace and may be retried."""
     session_id = full.create()
     submitted = len(full.engine.submitted)
@@ -38,7 +38,7 @@ def test_a_new_turn_is_refused(full: SessionHarness) -> None:
     assert full.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
 
 
-def test_a_running_turn_ends(full: SessionHarness) -> None:
+def test_running_turn_ends_despite_refused_admission(full: SessionHarness) -> None:
     """A repeated request attaches to the running turn."""
     session_id = full.sink.last.session_id
     full.infer(session_id, "And now?", turn_key="k")
@@ -50,7 +50,7 @@ def test_a_running_turn_ends(full: SessionHarness) -> None:
 
 
 @pytest.mark.parametrize("said", [None, "Now "])
-def test_a_running_turn_is_shifted(full: SessionHarness, said: str | None) -> None:
+def test_running_turn_is_shifted_despite_refused_admission(full: SessionHarness, said: str | None) -> None:
     """A full context is shifted, with or without a partial answer."""
     turn_id = full.engine.last.turn_id
     if said is not None:
@@ -60,7 +60,7 @@ def test_a_running_turn_is_shifted(full: SessionHarness, said: str | None) -> No
     assert (full.engine.last.turn_id, full.sink.last.op) == (turn_id, "context_shifted")
 
 
-def test_an_interrupted_turn_resumes(full: SessionHarness) -> None:
+def test_interrupted_turn_resumes_despite_refused_admission(full: SessionHarness) -> None:
     """The turn continues on the next engine, even without tokens."""
     turn_id, submitted = full.engine.last.turn_id, len(full.engine.submitted)
     full.engine.lose()
@@ -68,7 +68,7 @@ def test_an_interrupted_turn_resumes(full: SessionHarness) -> None:
     assert (full.engine.last.turn_id, len(full.engine.submitted)) == (turn_id, submitted + 1)
 
 
-def test_a_pending_turn_of_an_earlier_daemon_resumes(full: SessionHarness) -> None:
+def test_restored_turn_resumes_despite_refused_admission(full: SessionHarness) -> None:
     """The pending turn was acknowledged and is not refused."""
     turn_id, submitted = full.engine.last.turn_id, len(full.engine.submitted)
     assert full.journal is not None

@@ -48,7 +48,7 @@ def kinds(world: SessionHarness) -> list[str]:
     return [type(record).__name__ for record in journal(world).records]
 
 
-def test_a_turn_is_recorded_step_by_step(world: SessionHarness) -> None:
+def test_turn_is_recorded_step_by_step(world: SessionHarness) -> None:
     """Its spec, each token, its end; only what must survive a power loss is flushed."""
     session_id = world.create(system="Be kind.", metadata={"a": "b"})
     world.infer(session_id, turn_key="k")
@@ -104,7 +104,7 @@ def test_each_number_is_recorded_with_its_event(world: SessionHarness) -> None:
     assert kinds(world)[-3:] == ["TurnFailed", "HistoryChanged", "HistoryChanged"]
 
 
-def test_a_shift_records_a_new_spec(world: SessionHarness) -> None:
+def test_shift_records_a_new_spec(world: SessionHarness) -> None:
     """It contains the new view and the time of rendering."""
     session_id = world.create(system="Be kind.")
     for number in range(4):
@@ -150,7 +150,7 @@ def test_ended_sessions_are_recorded(world: SessionHarness) -> None:
     assert kinds(world)[-2:] == ["SessionDeleted", "SessionOpened"]
 
 
-def test_a_fork_records_what_it_copies(world: SessionHarness) -> None:
+def test_fork_records_what_it_copies(world: SessionHarness) -> None:
     """Its history and its turns."""
     session_id = world.create()
     world.turn(session_id, "a", "one")
@@ -197,7 +197,7 @@ def test_replies_wait_for_their_session(world: SessionHarness) -> None:
         assert (world.sessions.journal_for(request, world.client.client_id) is world.journal) is waiting, request.op
 
 
-def test_a_session_that_is_not_stored_leaves_no_record(world: SessionHarness) -> None:
+def test_session_with_store_false_writes_no_records(world: SessionHarness) -> None:
     """It never waits for the store."""
     journal(world).holding = True
     journal(world).fault = FAULT
@@ -213,7 +213,7 @@ def test_a_session_that_is_not_stored_leaves_no_record(world: SessionHarness) ->
     assert not world.engine.last.durable
 
 
-def test_a_daemon_without_a_store_stores_no_session(world: SessionHarness) -> None:
+def test_daemon_without_a_store_stores_no_session(world: SessionHarness) -> None:
     """Whatever is requested, and the engine must not write KV either."""
     world.journal = None
     world.reopen()
@@ -253,7 +253,7 @@ def test_changes_are_refused_while_the_store_is_faulty(world: SessionHarness) ->
     world.infer(running)
 
 
-def test_a_failed_turn_is_dropped(world: SessionHarness) -> None:
+def test_failed_turn_is_dropped(world: SessionHarness) -> None:
     """Only the number of its last event stays."""
     session_id = world.create()
     world.infer(session_id)
@@ -293,7 +293,7 @@ def test_events_arrive_in_the_order_of_their_numbers(lengths: list[int]) -> None
     assert world.sink.text == "x" * sum(lengths)
 
 
-def test_the_null_journal_waits_for_nothing() -> None:
+def test_null_journal_runs_callbacks_at_once() -> None:
     """Calls run at once."""
     told: list[int] = []
     unwritten = NullJournal()
@@ -302,7 +302,7 @@ def test_the_null_journal_waits_for_nothing() -> None:
     assert (told, unwritten.fault) == ([1], None)
 
 
-def test_a_skipped_record_is_warned_of(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_record_adds_a_warning(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the end of each turn, because a restart would show it."""
     names = [world.create() for _ in range(2)]
     monkeypatch.setattr(journal(world), "is_incomplete", lambda session_id: session_id == names[0])
@@ -334,7 +334,7 @@ def test_pending_resumes_are_bounded(world: SessionHarness, fault: StorageFault 
     assert world.sink.ops == ["session_resumed"]
 
 
-def test_a_client_with_too_many_pending_writes_is_refused(world: SessionHarness) -> None:
+def test_client_with_too_many_pending_writes_is_refused(world: SessionHarness) -> None:
     """Sessions that are not stored are not affected."""
     session_id, unstored = world.create(), world.create(store=False)
     journal(world).n_pending = MAX_PENDING + 1

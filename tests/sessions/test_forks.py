@@ -12,7 +12,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import decode
 from inferencecenter.protocol.requests import START
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 from tests.sessions.conftest import SessionHarness, packed
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def talk(world: SessionHarness, **fields: Any) -> tuple[str, list[str]]:
     return session_id, turns
 
 
-def test_a_rewound_session_reuses_its_tokens(world: SessionHarness) -> None:
+def test_rewound_session_reuses_its_tokens(world: SessionHarness) -> None:
     """Generated tokens are not tokenized again: the next turn submits them with the new question."""
     session_id, turns = talk(world, system="Be kind.")
     world.infer(session_id, "b again")
@@ -61,7 +61,7 @@ def test_editing_the_last_question_submits_only_the_new_text(world: SessionHarne
     assert [content for _, content in world.transcript(session_id)] == ["a", "one", "b", "two", "C", "drei"]
 
 
-def test_a_rewind_drops_turns_usage_and_keys(world: SessionHarness) -> None:
+def test_rewind_drops_turns_usage_and_keys(world: SessionHarness) -> None:
     """Turns, usage and turn keys end with the named turn."""
     session_id = world.create()
     first = world.turn(session_id, "a", "one", turn_key="k1")
@@ -100,14 +100,14 @@ def test_start_is_before_the_first_turn(world: SessionHarness) -> None:
     assert [content for _, content in world.transcript(session_id)] == ["Be kind.", "1+1?", "2", "3+3?", "6"]
 
 
-def test_a_rewind_removes_messages_appended_after_the_turn(world: SessionHarness) -> None:
+def test_rewind_removes_messages_appended_after_the_turn(world: SessionHarness) -> None:
     """A rewind to the last turn removes them."""
     session_id, turns = talk(world)
     world.append(session_id, ("user", "x"), ("assistant", "y"))
     assert world.rewind(session_id, turns[2]).messages == 6
 
 
-def test_a_fork_is_independent_of_its_parent(world: SessionHarness) -> None:
+def test_fork_is_independent_of_its_parent(world: SessionHarness) -> None:
     """Both begin with the same tokens; neither receives the other's changes."""
     parent, turns = talk(world)
     child = world.fork(parent, turns[1])
@@ -123,7 +123,7 @@ def test_a_fork_is_independent_of_its_parent(world: SessionHarness) -> None:
     assert [content for _, content in world.transcript(parent)][-2:] == ["d", "four"]
 
 
-def test_a_fork_keeps_the_configuration(world: SessionHarness) -> None:
+def test_fork_keeps_the_configuration(world: SessionHarness) -> None:
     """Parameters, priority, metadata, ttl and policies are copied."""
     parent = world.create(
         params={"top_k": 7}, priority="batch", metadata={"a": "b"}, ttl_s=9, on_full="stop", store=False, mode="raw"
@@ -141,7 +141,7 @@ def test_a_fork_keeps_the_configuration(world: SessionHarness) -> None:
     assert [(piece.text, piece.special) for piece in turn.pieces] == [("b", False)]
 
 
-def test_a_fork_of_everything_or_of_the_start(world: SessionHarness) -> None:
+def test_fork_without_a_turn_copies_all_messages(world: SessionHarness) -> None:
     """Without a turn appended messages are copied too; ``START`` copies only the opening."""
     parent, turns = talk(world, system="Be kind.")
     world.append(parent, ("user", "x"), ("assistant", "y"))
@@ -152,7 +152,7 @@ def test_a_fork_of_everything_or_of_the_start(world: SessionHarness) -> None:
     assert ([message.content for message in opening.transcript], opening.turns) == (["Be kind."], ())
 
 
-def test_a_fork_can_be_rewound_to_its_parents_turns(world: SessionHarness) -> None:
+def test_fork_can_be_rewound_to_its_parents_turns(world: SessionHarness) -> None:
     """Turns keep their ids; their keys stay with the parent."""
     parent = world.create()
     first = world.turn(parent, "a", "one", turn_key="k")
@@ -165,7 +165,7 @@ def test_a_fork_can_be_rewound_to_its_parents_turns(world: SessionHarness) -> No
     assert len(world.engine.submitted) == submitted + 1
 
 
-def test_a_busy_session_is_neither_forked_nor_rewound(world: SessionHarness) -> None:
+def test_busy_session_is_neither_forked_nor_rewound(world: SessionHarness) -> None:
     """The fork and the rewind work after the turn has ended."""
     session_id, turns = talk(world)
     world.infer(session_id, "d")
@@ -180,7 +180,7 @@ def test_a_busy_session_is_neither_forked_nor_rewound(world: SessionHarness) -> 
 
 
 @pytest.mark.parametrize("turn", ["t_unknown", "START", "s_1"])
-def test_an_unknown_turn_changes_nothing(world: SessionHarness, turn: str) -> None:
+def test_unknown_turn_changes_nothing(world: SessionHarness, turn: str) -> None:
     """The error names the turn, and the session is unchanged."""
     session_id, _ = talk(world)
     before = world.get(session_id)
@@ -208,7 +208,7 @@ def test_turns_outside_the_history_are_unknown(world: SessionHarness) -> None:
         refused(ErrorCode.TURN_NOT_FOUND, world.rewind, session_id, turn)
 
 
-def test_a_rewind_to_an_aborted_turn_works(world: SessionHarness) -> None:
+def test_rewind_to_an_aborted_turn_works(world: SessionHarness) -> None:
     """Its partial answer is part of the history."""
     session_id = world.create()
     world.infer(session_id, "a")
@@ -224,7 +224,7 @@ def test_a_rewind_to_an_aborted_turn_works(world: SessionHarness) -> None:
     assert world.engine.last_text.startswith("<|im_end|>\n<|im_start|>user\nc")
 
 
-def test_a_rewind_to_a_turn_aborted_in_the_queue_works(world: SessionHarness) -> None:
+def test_rewind_to_a_turn_aborted_in_the_queue_works(world: SessionHarness) -> None:
     """It has no tokens of its own; those before it stay."""
     session_id = world.create()
     world.turn(session_id, "a", "one")
@@ -248,7 +248,7 @@ def test_forks_count_as_sessions(world: SessionHarness) -> None:
     assert world.sessions.totals().total_sessions == 4
 
 
-def test_a_fork_never_evicts_its_parent(world: SessionHarness) -> None:
+def test_fork_never_evicts_its_parent(world: SessionHarness) -> None:
     """Another detached session makes room for it."""
     world.reopen(when_full="evict")
     made = [
@@ -266,7 +266,7 @@ def test_a_fork_never_evicts_its_parent(world: SessionHarness) -> None:
     assert world.engine.released == [made[1]]
 
 
-def test_a_session_of_another_client_is_not_found(world: SessionHarness) -> None:
+def test_session_of_another_client_is_not_found(world: SessionHarness) -> None:
     """The answer is the same as for a random id, in every state."""
     session_id, turns = talk(world)
     answers = set()

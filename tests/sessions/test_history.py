@@ -31,7 +31,7 @@ def grown(
     )
 
 
-def test_a_view_drops_the_middle() -> None:
+def test_view_drops_the_middle() -> None:
     """The first and the last messages stay; a view that resumes among the first drops none."""
     messages = tuple(ChatMessage(role="user", content=str(number)) for number in range(6))
     assert "".join(message.content for message in HistoryView(2, 4).of(messages)) == "0145"
@@ -55,7 +55,7 @@ def test_every_turn_can_be_restored(texts: list[str], data: st.DataObject) -> No
     assert grown(back, "new", "x").until("new").messages[:-1] == back.messages
 
 
-def test_a_new_rendering_clears_older_checkpoints() -> None:
+def test_new_rendering_clears_older_checkpoints() -> None:
     """Their messages and views stay, but none of the new tokens belong to them."""
     history = grown(grown(History(), "t0", "a"), "t1", "b")
     history = grown(history, "t2", "new", extends_tokens=False, view=HistoryView(0, 2))
@@ -68,7 +68,7 @@ def test_a_new_rendering_clears_older_checkpoints() -> None:
 
 
 @pytest.mark.parametrize("turn", ["t1", "", "T0"])
-def test_an_unknown_turn_is_reported(turn: str) -> None:
+def test_unknown_turn_is_reported(turn: str) -> None:
     """The error concerns the request and its hint names get_session."""
     with pytest.raises(InferenceCenterError, match="no turn") as caught:
         grown(History(), "t0", "a").until(turn)
@@ -111,7 +111,7 @@ messages_of_any_kind = st.lists(
 
 
 @given(st.lists(messages_of_any_kind, max_size=5), st.data())
-def test_the_carried_size_equals_the_measured_size(batches: list[list[ChatMessage]], data: st.DataObject) -> None:
+def test_carried_size_equals_the_measured_size(batches: list[list[ChatMessage]], data: st.DataObject) -> None:
     """After any growth or truncation the size is that of all messages."""
     history = History()
     for number, batch in enumerate(batches):
@@ -143,14 +143,14 @@ def test_appending_measures_only_new_messages() -> None:
         ([message(role="assistant", tool_calls=[call(str(n)) for n in range(100)])], "101 messages and tool calls"),
     ],
 )
-def test_a_history_has_bounds(new: list[ChatMessage], says: str) -> None:
+def test_history_limits_characters_messages_and_tool_calls(new: list[ChatMessage], says: str) -> None:
     """Characters are limited, and so is the number of messages and tool calls."""
     with pytest.raises(InferenceCenterError, match=says) as caught:
         History().appended(tuple(new), limits=ROOM)
     assert caught.value.code is ErrorCode.CONTEXT_FULL
 
 
-def test_a_session_has_a_message_limit(world: SessionHarness) -> None:
+def test_session_has_a_message_limit(world: SessionHarness) -> None:
     """One message too many is refused by ``append`` and ``infer`` and changes nothing."""
     world.reopen(max_messages=3)
     session_id = world.create(system="s")

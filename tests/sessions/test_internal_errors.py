@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from inferencecenter.config.limits import NO_LIMITS
 from inferencecenter.protocol import events
 from inferencecenter.sessions import turn_runner
-from inferencecenter.sessions.client import UnlimitedQuota
+from inferencecenter.sessions.context import UnlimitedQuota
 from inferencecenter.sessions.event_log import EventLog, Subscription
 from inferencecenter.sessions.history import TurnLog
 from inferencecenter.sessions.journal import StoredSession, TurnEnded
@@ -73,7 +73,7 @@ def broken_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after
         (turn_runner, "after_turn"),
     ],
 )
-def test_an_internal_error_ends_only_its_turn(
+def test_internal_error_ends_only_its_turn(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after: bool
 ) -> None:
     """The client receives one end, the session is idle, and the next turn runs."""
@@ -99,7 +99,7 @@ def test_an_internal_error_ends_only_its_turn(
     assert world.sink.last.op == "end"
 
 
-def test_an_error_at_submission_leaves_the_session_idle(world: SessionHarness) -> None:
+def test_error_at_submission_leaves_the_session_idle(world: SessionHarness) -> None:
     """A turn that cannot be submitted leaves the session unchanged."""
     session_id = world.create()
     world.engine.refusal = RuntimeError("a defect")
@@ -125,7 +125,7 @@ def test_resume_after_an_internal_error_sends_the_state(world: SessionHarness, m
     assert [message.content for message in told.transcript or ()] == ["Hi", "Hello"]
 
 
-def test_a_failing_observer_does_not_affect_the_end(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_observer_does_not_affect_the_end(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The observer is called after the end was published."""
     monkeypatch.setattr(world, "turn_ended", _fail)
     session_id = world.create()
@@ -138,9 +138,7 @@ def _fail(*_args: Any) -> None:
     raise RuntimeError("a defect")
 
 
-def test_an_unbuildable_session_does_not_prevent_the_start(
-    world: SessionHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unbuildable_session_does_not_prevent_the_start(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is logged and left in the file; the others are restored."""
     journal = FakeJournal()
     world.journal = journal

@@ -14,7 +14,7 @@ from inferencecenter.ipc.messages import Cancelled, Failed, TokenDelta, unpack_t
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params, decode
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 from inferencecenter.sessions.journal import TurnQueued
 from inferencecenter.sessions.manager import SessionManager
 from tests.sessions.conftest import FakeSink, InlineTemplates, SessionHarness, make_model, one_model, packed
@@ -35,7 +35,7 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
-def test_a_running_turn_resumes_on_the_next_engine(world: SessionHarness) -> None:
+def test_running_turn_resumes_on_the_next_engine(world: SessionHarness) -> None:
     """It is submitted with the same prompt, all its tokens, and the number of emitted characters."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -60,7 +60,7 @@ def replace_submit(submit: Any, **changes: Any) -> Any:
     return type(submit)(**{name: getattr(submit, name) for name in submit.__struct_fields__} | changes)
 
 
-def test_an_interrupted_turn_counts_its_prompt_once(world: SessionHarness) -> None:
+def test_interrupted_turn_counts_its_prompt_once(world: SessionHarness) -> None:
     """Times cover the whole turn; the second prefill is not usage."""
     session_id = world.create()
     world.infer(session_id)
@@ -83,7 +83,7 @@ def test_an_interrupted_turn_counts_its_prompt_once(world: SessionHarness) -> No
     assert end.stats.preempted == 1
 
 
-def test_a_queued_turn_is_resubmitted_unchanged(world: SessionHarness) -> None:
+def test_queued_turn_is_resubmitted_unchanged(world: SessionHarness) -> None:
     """An interruption before the start leaves no trace."""
     session_id = world.create()
     world.infer(session_id)
@@ -108,7 +108,7 @@ def test_max_time_continues_without_an_engine(world: SessionHarness) -> None:
     assert decode(world.engine.last.params_json).max_time_ms == 3000
 
 
-def test_a_turn_is_accepted_while_the_engine_restarts(world: SessionHarness) -> None:
+def test_turn_is_accepted_while_the_engine_restarts(world: SessionHarness) -> None:
     """It waits; before the first load there is no template to render it."""
     session_id = world.create()
     world.engine.lose()
@@ -122,7 +122,7 @@ def test_a_turn_is_accepted_while_the_engine_restarts(world: SessionHarness) -> 
     assert world.get(session_id).state == "idle"
 
 
-def test_a_turn_without_an_engine_can_be_aborted(world: SessionHarness) -> None:
+def test_turn_without_an_engine_can_be_aborted(world: SessionHarness) -> None:
     """The partial answer stays, its end answers the abort, and the session is usable."""
     session_id = world.create()
     world.infer(session_id)
@@ -140,7 +140,7 @@ def test_a_turn_without_an_engine_can_be_aborted(world: SessionHarness) -> None:
     assert "assistant\nHel<|im_end|>" in world.engine.last_text
 
 
-def test_an_abort_applies_when_the_turn_fails(world: SessionHarness) -> None:
+def test_failure_during_an_abort_keeps_the_partial_answer(world: SessionHarness) -> None:
     """The partial answer of a turn that was being aborted is kept."""
     session_id = world.create()
     world.infer(session_id)
@@ -186,7 +186,7 @@ def test_another_model_does_not_continue_an_answer(world: SessionHarness) -> Non
     assert (world.get(session_id).model, world.get(session_id).n_ctx) == ("toy", 77)
 
 
-def test_a_turn_without_tokens_moves_to_the_serving_model(world: SessionHarness) -> None:
+def test_turn_without_tokens_moves_to_the_serving_model(world: SessionHarness) -> None:
     """It is rendered again and recorded with the new model."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -207,7 +207,7 @@ def test_a_turn_without_tokens_moves_to_the_serving_model(world: SessionHarness)
     assert world.engine.last_text == "[user]And?[assistant]"
 
 
-def test_a_reloaded_model_resumes_its_tokens(world: SessionHarness) -> None:
+def test_reloaded_model_resumes_its_tokens(world: SessionHarness) -> None:
     """A different path or slot count does not change the model's fingerprint."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -230,7 +230,7 @@ def fill(world: SessionHarness) -> str:
     return session_id
 
 
-def test_a_shifted_turn_is_resubmitted_with_its_shorter_prompt(world: SessionHarness) -> None:
+def test_shifted_turn_is_resubmitted_with_its_shorter_prompt(world: SessionHarness) -> None:
     """Held-back text is held back again; both prompts are counted once each."""
     session_id = fill(world)
     longer = len(world.engine.last.tokens) // 4 + len(world.engine.last_text)

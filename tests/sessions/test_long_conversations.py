@@ -56,7 +56,7 @@ def spelled(tokens: bytes) -> str:
     return "".join(map(chr, unpack_tokens(tokens)))
 
 
-def test_an_answer_that_fills_the_context_is_shifted(world: SessionHarness) -> None:
+def test_answer_that_fills_the_context_is_shifted(world: SessionHarness) -> None:
     """The oldest turns are dropped, the turn keeps its id, and its answer is submitted as tokens."""
     session_id = fill(world)
     world.infer(session_id, "question 4", id="i4")
@@ -92,7 +92,7 @@ def test_an_answer_that_fills_the_context_is_shifted(world: SessionHarness) -> N
     assert session.n_tokens < N_CTX
 
 
-def test_the_next_turn_builds_on_the_shift(world: SessionHarness) -> None:
+def test_next_turn_builds_on_the_shift(world: SessionHarness) -> None:
     """Its prompt keeps all tokens of the shifted turn and adds only new text."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
@@ -132,10 +132,10 @@ def test_figures_cover_the_whole_turn(world: SessionHarness) -> None:
     assert (end.stats.ttft_ms, end.stats.total_ms, end.stats.queue_ms) == (3000.0, 15000.0, 5000.0)
     assert end.usage.prompt_tokens == prompt + shorter
     assert end.stats.tps == pytest.approx(4 / 12, abs=0.01)
-    assert world.records[-1].preempted == 3
+    assert world.records[-1].stats.preempted == 3
 
 
-def test_a_prompt_that_is_too_long_is_shortened(world: SessionHarness) -> None:
+def test_prompt_that_is_too_long_is_shortened(world: SessionHarness) -> None:
     """It is submitted again when the engine reports the overflow."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
@@ -148,7 +148,7 @@ def test_a_prompt_that_is_too_long_is_shortened(world: SessionHarness) -> None:
     assert world.transcript(session_id)[-2:] == [("user", "question 4"), ("assistant", "answer 4")]
 
 
-def test_a_turn_can_be_shifted_again(world: SessionHarness) -> None:
+def test_turn_can_be_shifted_again(world: SessionHarness) -> None:
     """Each shift drops more and is announced."""
     session_id = world.create(system=SYSTEM)
     for number in range(1, 9):
@@ -172,7 +172,7 @@ def test_a_turn_can_be_shifted_again(world: SessionHarness) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", "abcd")
 
 
-def test_a_full_context_without_older_turns_ends_the_answer(world: SessionHarness) -> None:
+def test_full_context_without_older_turns_ends_the_answer(world: SessionHarness) -> None:
     """Its last text is published, then ``context_full``; it stays in the history."""
     session_id = world.create(system=SYSTEM)
     world.infer(session_id, "Tell me all")
@@ -186,7 +186,7 @@ def test_a_full_context_without_older_turns_ends_the_answer(world: SessionHarnes
     assert len(world.engine.submitted) == 1
 
 
-def test_a_prompt_that_cannot_be_shortened_fails(world: SessionHarness) -> None:
+def test_prompt_that_cannot_be_shortened_fails(world: SessionHarness) -> None:
     """The turn fails, the history is unchanged, and the session is usable."""
     session_id = fill(world)
     before = world.get(session_id)
@@ -215,7 +215,7 @@ def test_on_full_stop_does_not_shift(world: SessionHarness) -> None:
     ("fields", "on_full"),
     [({}, "shift"), ({"mode": "raw"}, "stop"), ({"mode": "raw", "on_full": "shift"}, "shift")],
 )
-def test_the_mode_selects_the_default_of_on_full(world: SessionHarness, fields: dict[str, Any], on_full: str) -> None:
+def test_mode_selects_the_default_of_on_full(world: SessionHarness, fields: dict[str, Any], on_full: str) -> None:
     """Chat sessions shift and raw sessions stop."""
     session_id = world.create(**fields)
     assert world.get(session_id).on_full == on_full
@@ -258,7 +258,7 @@ def test_n_keep_keeps_the_first_messages(world: SessionHarness) -> None:
     assert world.sink.last.warnings == ("n_keep has no effect: on_full is stop.",)
 
 
-def test_an_abort_during_an_overflow_ends_the_turn(world: SessionHarness) -> None:
+def test_abort_during_an_overflow_ends_the_turn(world: SessionHarness) -> None:
     """Nothing is submitted again, and published text stays."""
     for said, shown in (("ab", "abc"), (None, "")):
         session_id = fill(world)
@@ -274,7 +274,7 @@ def test_an_abort_during_an_overflow_ends_the_turn(world: SessionHarness) -> Non
         assert len(world.engine.submitted) == submitted
 
 
-def test_an_abort_with_discard_restores_the_whole_history(world: SessionHarness) -> None:
+def test_abort_with_discard_restores_the_whole_history(world: SessionHarness) -> None:
     """The shift of the discarded turn is discarded with it."""
     session_id = fill(world)
     before = world.get(session_id)
@@ -289,7 +289,7 @@ def test_an_abort_with_discard_restores_the_whole_history(world: SessionHarness)
     assert (after.transcript, after.n_tokens, after.dropped_messages) == (before.transcript, before.n_tokens, 0)
 
 
-def test_an_abort_of_a_queued_shifted_turn_keeps_its_text(world: SessionHarness) -> None:
+def test_abort_of_a_queued_shifted_turn_keeps_its_text(world: SessionHarness) -> None:
     """The next turn builds on the shortened conversation with the partial answer."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
@@ -307,7 +307,7 @@ def test_an_abort_of_a_queued_shifted_turn_keeps_its_text(world: SessionHarness)
     assert "question 4<|im_end|>\n<|im_start|>assistant\nab<|im_end|>" in world.engine.last_text
 
 
-def test_a_failed_shifted_turn_leaves_the_history_unchanged(world: SessionHarness) -> None:
+def test_failed_shifted_turn_leaves_the_history_unchanged(world: SessionHarness) -> None:
     """The failure reverts the shift as well."""
     session_id = fill(world)
     before = world.get(session_id)
@@ -320,7 +320,7 @@ def test_a_failed_shifted_turn_leaves_the_history_unchanged(world: SessionHarnes
     assert (after.transcript, after.n_tokens, after.dropped_messages) == (before.transcript, before.n_tokens, 0)
 
 
-def test_a_refused_shorter_prompt_ends_the_turn(world: SessionHarness) -> None:
+def test_refused_shorter_prompt_ends_the_turn(world: SessionHarness) -> None:
     """The partial answer stays with a warning; a turn without one fails with the engine's code."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
@@ -341,7 +341,7 @@ def test_a_refused_shorter_prompt_ends_the_turn(world: SessionHarness) -> None:
     assert "context_shifted" not in world.sink.ops
 
 
-def test_a_template_error_after_a_shift_ends_the_turn(world: SessionHarness) -> None:
+def test_template_error_after_a_shift_ends_the_turn(world: SessionHarness) -> None:
     """A conversation that cannot begin without its first question is not shifted."""
     source = (
         "{% if messages[0].content != 'question 1' %}{{ raise_exception('question 1 is missing') }}{% endif %}"
@@ -357,7 +357,7 @@ def test_a_template_error_after_a_shift_ends_the_turn(world: SessionHarness) -> 
     assert "question 1 is missing" in world.sink.last.warnings[0]
 
 
-def test_a_shorter_prompt_that_does_not_fit_ends_the_answer(world: SessionHarness) -> None:
+def test_shorter_prompt_that_does_not_fit_ends_the_answer(world: SessionHarness) -> None:
     """The answer is kept and its held-back text published."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
@@ -369,7 +369,7 @@ def test_a_shorter_prompt_that_does_not_fit_ends_the_answer(world: SessionHarnes
     assert world.transcript(session_id)[-1] == ("assistant", "abc")
 
 
-def test_the_queue_position_of_a_shifted_turn_is_published(world: SessionHarness) -> None:
+def test_queue_position_of_a_shifted_turn_is_published(world: SessionHarness) -> None:
     """Only changes are published."""
     session_id = fill(world)
     world.infer(session_id, "question 4")
@@ -402,7 +402,7 @@ def test_elapsed_time_is_not_granted_again(world: SessionHarness) -> None:
     assert decode(world.engine.last.params_json).max_time_ms == 1
 
 
-def test_a_rewind_across_a_shift_restores_the_old_turns(world: SessionHarness) -> None:
+def test_rewind_across_a_shift_restores_the_old_turns(world: SessionHarness) -> None:
     """The view is that of the turn's end; tokens of another rendering are dropped."""
     session_id = fill(world)
     first, last = (world.get(session_id).turns[index].turn_id for index in (0, 2))

@@ -15,7 +15,7 @@ from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import decode, parse_params
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 from inferencecenter.sessions.session import LiveSession
 from tests.sessions.conftest import FakeSink, SessionHarness, make_model
 from tests.sessions.oracle import kept
@@ -63,7 +63,7 @@ def answers(world: SessionHarness, client: Principal, session_id: str) -> list[t
     ]
 
 
-def test_a_foreign_session_looks_nonexistent(world: SessionHarness) -> None:
+def test_session_of_another_client_looks_nonexistent(world: SessionHarness) -> None:
     """No op reveals whether another client's session exists."""
     session_id = world.create()
     assert answers(world, EVE, session_id) == answers(world, EVE, "s_AAAAAAAAAAAAAAAAAAAAAA")
@@ -96,7 +96,7 @@ def test_parameter_levels_override_in_order(world: SessionHarness) -> None:
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.1, 12, 0.3, 0.04)
 
 
-def test_an_invalid_model_recommendation_is_ignored(world: SessionHarness) -> None:
+def test_invalid_model_recommendation_is_ignored(world: SessionHarness) -> None:
     """The session works and the log has a warning."""
     world.engine.status = EngineStatus(
         state=EngineState.READY, model=make_model(sampling_defaults_json=b'{"temp": "hot"}')
@@ -118,7 +118,7 @@ def test_parameter_errors_name_the_field(world: SessionHarness) -> None:
     world.turn(session_id, "Hi", "Hello")
 
 
-def test_a_refused_session_is_not_opened(world: SessionHarness) -> None:
+def test_refused_session_is_not_opened(world: SessionHarness) -> None:
     """Conflicting parameters leave no session behind."""
     error = refused(ErrorCode.INVALID_REQUEST, world.create, params={"mirostat": 2, "adaptive_target": 0.5})
     assert error.field == "params.adaptive_target"
@@ -138,7 +138,7 @@ def test_priority_comes_from_turn_session_or_client(world: SessionHarness) -> No
     refused(ErrorCode.FORBIDDEN, world.create, priority="interactive")
 
 
-def test_an_unknown_model_is_refused(world: SessionHarness) -> None:
+def test_unknown_model_is_refused(world: SessionHarness) -> None:
     """The error lists the available models."""
     world.create(model="toy")
     error = refused(ErrorCode.MODEL_NOT_FOUND, world.create, model="gpt")
@@ -170,7 +170,7 @@ def test_limits_are_per_client_and_global(world: SessionHarness) -> None:
     world.create(EVE)
 
 
-def test_a_closed_socket_closes_only_its_sessions(world: SessionHarness) -> None:
+def test_closed_socket_closes_only_its_sessions(world: SessionHarness) -> None:
     """Their turns are aborted, other sessions continue, and nothing is sent to the closed socket."""
     mine = world.create(on_disconnect="close")
     world.infer(mine)
@@ -183,7 +183,7 @@ def test_a_closed_socket_closes_only_its_sessions(world: SessionHarness) -> None
     assert world.sessions.totals().total_sessions == 1
 
 
-def test_the_oldest_detached_session_is_evicted_if_configured(world: SessionHarness) -> None:
+def test_oldest_detached_session_is_evicted_if_configured(world: SessionHarness) -> None:
     """A detached session is closed when its owner opens another at the limit."""
     world.reopen(when_full="evict")
     made = [world.create(on_disconnect="detach") for _ in range(4)]
@@ -217,7 +217,7 @@ def test_sessions_that_are_not_stored_are_evicted(world: SessionHarness) -> None
     assert world.engine.released == [made[1]]
 
 
-def test_an_idle_session_expires(world: SessionHarness) -> None:
+def test_idle_session_expires(world: SessionHarness) -> None:
     """Use postpones the expiry without moving the timer; a running turn keeps the session."""
     session_id = world.create(ttl_s=10)
     assert world.timers[-1].delay_s == 10
@@ -234,7 +234,7 @@ def test_an_idle_session_expires(world: SessionHarness) -> None:
     refused(ErrorCode.SESSION_NOT_FOUND, world.get, session_id)
 
 
-def test_a_closed_session_leaves_no_timer(world: SessionHarness) -> None:
+def test_closed_session_leaves_no_timer(world: SessionHarness) -> None:
     """Closing cancels the timer."""
     world.reopen(default_ttl_s=60)
     session_id = world.create()
@@ -242,7 +242,7 @@ def test_a_closed_session_leaves_no_timer(world: SessionHarness) -> None:
     assert world.timers[-1].cancelled
 
 
-def test_a_tiny_ttl_is_raised_to_a_second(world: SessionHarness) -> None:
+def test_tiny_ttl_is_raised_to_a_second(world: SessionHarness) -> None:
     """A session with a ttl of a nanosecond is checked once a second while it is busy."""
     request = requests.CreateSession(op="create_session", ttl_s=1e-9)
     created = world.sessions.create(world.client, request, world.sink)
@@ -275,7 +275,7 @@ def test_many_sessions_expire_with_one_timer_in_batches(world: SessionHarness) -
     assert [timer.delay_s for timer in world.timers] == [10.0] + [0.0] * 9
 
 
-def test_a_closed_socket_costs_only_its_sessions(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_a_socket_reads_only_its_sessions(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Detaching, counting and totals read no session of another socket."""
     crowd, other = Principal("crowd", 300, "normal", frozenset({"user"})), FakeSink()
     world.reopen(max_sessions=400)
@@ -291,7 +291,7 @@ def test_a_closed_socket_costs_only_its_sessions(world: SessionHarness, monkeypa
     assert looked <= set(mine)
 
 
-def test_a_stateless_session_is_evicted_without_a_scan(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stateless_session_is_evicted_without_a_scan(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """The least recently used one is closed, and no other is read."""
     others = [Principal(f"other-{n}", 1, "normal", frozenset({"user"})) for n in range(200)]
     world.reopen(max_sessions=200)
@@ -329,7 +329,7 @@ _STEPS = st.lists(
 
 
 @given(steps=_STEPS)
-def test_the_indices_match_a_full_scan(steps: list[tuple[str, int]]) -> None:
+def test_indices_match_a_full_scan(steps: list[tuple[str, int]]) -> None:
     """After any operations the indices equal the result of a scan."""
     world = SessionHarness()
     sinks = [FakeSink() for _ in range(3)]
@@ -365,7 +365,7 @@ def _one_step(world: SessionHarness, step: str, names: list[str], *, n: int, sin
 MI = 1024 * 1024
 
 
-def test_the_text_of_a_client_is_bounded(world: SessionHarness) -> None:
+def test_text_of_a_client_is_limited(world: SessionHarness) -> None:
     """More text, also by a fork, is refused until a session is closed or rewound."""
     world.max_transcript_chars = 4 * MI
     world.reopen(max_client_mib=1)
@@ -389,7 +389,7 @@ def test_the_text_of_a_client_is_bounded(world: SessionHarness) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["create", "append", "turn", "fork", "rewind", "close"]), st.integers(0, 3))))
-def test_the_text_quota_equals_the_histories(steps: list[tuple[str, int]]) -> None:
+def test_text_usage_equals_the_size_of_the_histories(steps: list[tuple[str, int]]) -> None:
     """However sessions change, a client's sum equals the size of its histories."""
     world = SessionHarness()
     for step, n in steps:
@@ -446,7 +446,7 @@ def test_totals_cover_all_sessions(world: SessionHarness) -> None:
     assert (totals.total_tokens_generated, totals.tokens_per_s) == (6, 0.6)
 
 
-def test_a_raw_session_continues_plain_text(world: SessionHarness) -> None:
+def test_raw_session_continues_plain_text(world: SessionHarness) -> None:
     """No template is applied and no special token is parsed."""
     session_id = world.create(mode="raw", system="Once <|im_end|>")
     world.infer(session_id, "upon")
@@ -455,7 +455,7 @@ def test_a_raw_session_continues_plain_text(world: SessionHarness) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", " a time")
 
 
-def test_a_broken_template_allows_raw_sessions(world: SessionHarness) -> None:
+def test_model_with_a_broken_template_serves_raw_sessions(world: SessionHarness) -> None:
     """The error names the template and suggests raw mode."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(chat_template="{% for %}"))
     error = refused(ErrorCode.INTERNAL, world.create)

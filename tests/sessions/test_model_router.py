@@ -48,7 +48,26 @@ def sampling(engine: FakeEngine) -> dict[str, Any]:
 # The model of a session.
 
 
-def test_a_session_uses_the_model_it_names(world: SessionHarness, large: FakeEngine) -> None:
+def test_session_may_name_its_model_by_an_alias(world: SessionHarness, large: FakeEngine) -> None:
+    """Its turns run on the model that the alias stands for."""
+    world.engines.aliases["gpt"] = "large"
+    created = world.create(model="gpt")
+    assert listed(world)[created] == "large"
+
+
+@pytest.mark.parametrize(("kind", "path"), [("embedding", "/v1/embeddings"), ("reranking", "/v1/rerank")])
+def test_session_on_an_embedding_model_is_refused(
+    world: SessionHarness, large: FakeEngine, kind: str, path: str
+) -> None:
+    """Before the model is loaded; the error names the API for its requests."""
+    world.engines.kinds["large"] = kind
+    error = refused(ErrorCode.INVALID_REQUEST, world.create, model="large")
+    assert error.field == "model"
+    assert path in (error.hint or "")
+    assert world.engines.wanted == []
+
+
+def test_session_uses_the_model_it_names(world: SessionHarness, large: FakeEngine) -> None:
     """Its turns go to that model; without a name it uses the default."""
     named, other = world.create(model="large"), world.create()
     world.infer(named)
@@ -60,7 +79,7 @@ def test_a_session_uses_the_model_it_names(world: SessionHarness, large: FakeEng
     assert listed(world) == {named: "large", other: "toy"}
 
 
-def test_a_session_without_a_model_follows_the_default(world: SessionHarness, large: FakeEngine) -> None:
+def test_session_without_a_model_follows_the_default(world: SessionHarness, large: FakeEngine) -> None:
     """A session that named a model keeps it when the default changes."""
     going, staying = world.create(), world.create(model="toy")
     toy, world.engines.default = world.engine, "large"
@@ -72,7 +91,7 @@ def test_a_session_without_a_model_follows_the_default(world: SessionHarness, la
     assert [record.model for record in world.records] == ["large"]
 
 
-def test_an_unknown_model_name_is_refused(world: SessionHarness, large: FakeEngine) -> None:
+def test_unknown_model_name_is_refused(world: SessionHarness, large: FakeEngine) -> None:
     """The error lists the available names."""
     error = refused(ErrorCode.MODEL_NOT_FOUND, world.create, model="gpt")
     assert (error.field, error.hint) == ("model", "There are large, toy.")
@@ -149,7 +168,7 @@ def test_another_default_applies_its_own_parameters(world: SessionHarness) -> No
     assert world.get(session_id).params == before
 
 
-def test_a_conflict_with_another_models_parameters_is_reported(world: SessionHarness) -> None:
+def test_conflict_with_another_models_parameters_is_reported(world: SessionHarness) -> None:
     """The turn is refused, and the session stays open."""
     world.add_model("large", sampling_defaults_json=b'{"mirostat": 2}')
     session_id = world.create(params={"adaptive_target": 0.5})
@@ -163,7 +182,7 @@ def test_a_conflict_with_another_models_parameters_is_reported(world: SessionHar
 
 
 @pytest.mark.parametrize("state", [EngineState.STOPPED, EngineState.STARTING, EngineState.ASLEEP])
-def test_the_first_use_loads_a_model(world: SessionHarness, state: EngineState) -> None:
+def test_first_use_loads_a_model(world: SessionHarness, state: EngineState) -> None:
     """Until then no session can be opened, forked or used; the error contains a retry delay."""
     large = world.add_model("large")
     session_id = world.create(model="large")
@@ -179,7 +198,7 @@ def test_the_first_use_loads_a_model(world: SessionHarness, state: EngineState) 
     assert world.engines.wanted == ["large"] * 3
 
 
-def test_an_offloaded_model_is_known(world: SessionHarness) -> None:
+def test_turn_loads_an_offloaded_model(world: SessionHarness) -> None:
     """A turn loads it without an earlier request."""
     large = world.add_model("large")
     large.status = EngineStatus(EngineState.ASLEEP, model=make_model(name="large"))
@@ -188,14 +207,14 @@ def test_an_offloaded_model_is_known(world: SessionHarness) -> None:
     assert len(large.turns) == 1
 
 
-def test_a_failed_load_gives_its_reason(world: SessionHarness) -> None:
+def test_failed_load_gives_its_reason(world: SessionHarness) -> None:
     """The error of the request contains the reason."""
     world.add_model("large", loaded=False)
     world.engines.unloadable["large"] = InferenceCenterError(ErrorCode.ENGINE_UNAVAILABLE, "no tensors in it")
     assert refused(ErrorCode.ENGINE_UNAVAILABLE, world.create, model="large").message == "no tensors in it"
 
 
-def test_a_file_error_is_reported_as_engine_unavailable(world: SessionHarness) -> None:
+def test_file_error_is_reported_as_engine_unavailable(world: SessionHarness) -> None:
     """Its code is internal; clients receive the message."""
     world.add_model("large", loaded=False)
     reason = InferenceCenterError(ErrorCode.INVALID_MODEL_FILE, "no GGUF file", hint="Pull it again.")
@@ -204,14 +223,14 @@ def test_a_file_error_is_reported_as_engine_unavailable(world: SessionHarness) -
     assert (error.message, error.hint) == ("large cannot be loaded: no GGUF file", "Pull it again.")
 
 
-def test_a_lost_engine_of_an_unknown_model_is_unavailable(world: SessionHarness) -> None:
+def test_engine_lost_before_its_first_load_is_unavailable(world: SessionHarness) -> None:
     """The error says that it failed and may be retried."""
     large = world.add_model("large", loaded=False)
     large.status = EngineStatus(EngineState.BACKOFF, detail="it died")
     assert refused(ErrorCode.ENGINE_UNAVAILABLE, world.create, model="large").message == "it died"
 
 
-def test_a_forbidden_model_is_not_loaded(world: SessionHarness) -> None:
+def test_forbidden_model_is_not_loaded(world: SessionHarness) -> None:
     """Opening, forking and using a session on it are refused first."""
     large = world.add_model("large")
     session_id = world.create(model="large")

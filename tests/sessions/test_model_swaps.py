@@ -50,7 +50,7 @@ def orders(world: SessionHarness) -> list[tuple[str, int]]:
 # Between turns.
 
 
-def test_a_session_continues_from_its_messages(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+def test_session_continues_from_its_messages(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """The new model renders all of them and continues from its tokens; the same on the way back."""
     session_id = world.create(system="Be kind.")
     world.turn(session_id, "I am Ada.", "Hello Ada.")
@@ -121,7 +121,7 @@ def test_forks_and_rewinds_across_a_swap(world: SessionHarness, large: FakeEngin
     assert world.get(created.session_id).params["temperature"] == Params().temperature
 
 
-def test_a_fork_keeps_the_chosen_model(world: SessionHarness, large: FakeEngine) -> None:
+def test_fork_keeps_the_chosen_model(world: SessionHarness, large: FakeEngine) -> None:
     """Without a choice it follows the default."""
     pinned, going = world.create(model="toy"), world.create()
     children = world.fork(pinned), world.fork(going)
@@ -130,7 +130,7 @@ def test_a_fork_keeps_the_chosen_model(world: SessionHarness, large: FakeEngine)
     assert large.submitted == []
 
 
-def test_a_resume_after_a_swap_misses_nothing(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+def test_resume_after_a_swap_replays_all_events(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """Numbers continue across answers of both models."""
     session_id = world.create()
     world.infer(session_id, "one")
@@ -150,7 +150,7 @@ def test_a_resume_after_a_swap_misses_nothing(world: SessionHarness, toy: FakeEn
 # During a turn.
 
 
-def test_a_begun_turn_ends_on_its_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+def test_started_turn_ends_on_its_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """Its answer enters the history, and the next turn renders it for the new model."""
     session_id = world.create()
     world.infer(session_id, "Hi")
@@ -166,7 +166,7 @@ def test_a_begun_turn_ends_on_its_model(world: SessionHarness, toy: FakeEngine, 
     assert large.last_text == "[user]Hi[assistant]Hello[user]And?[assistant]"
 
 
-def test_an_abort_goes_to_the_engine_of_the_turn(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+def test_abort_goes_to_the_engine_of_the_turn(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """Closing the session too."""
     aborted, closed = world.create(), world.create()
     for session_id in (aborted, closed):
@@ -180,7 +180,9 @@ def test_an_abort_goes_to_the_engine_of_the_turn(world: SessionHarness, toy: Fak
     assert (toy.aborted, large.aborted) == (turns, [])
 
 
-def test_a_full_context_is_shifted_on_its_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+def test_context_shift_uses_the_context_size_of_the_turns_model(
+    world: SessionHarness, toy: FakeEngine, large: FakeEngine
+) -> None:
     """The turn's own context size applies."""
     toy.status = EngineStatus(EngineState.READY, model=make_model(n_ctx=400))
     session_id = world.create()
@@ -197,7 +199,7 @@ def test_a_full_context_is_shifted_on_its_model(world: SessionHarness, toy: Fake
     assert world.transcript(session_id)[-1] == ("assistant", "abcd")
 
 
-def test_a_begun_turn_resumes_on_its_model_after_a_loss(
+def test_started_turn_resumes_on_its_model_after_engine_loss(
     world: SessionHarness, toy: FakeEngine, large: FakeEngine
 ) -> None:
     """Whatever the default is."""
@@ -214,7 +216,7 @@ def test_a_begun_turn_resumes_on_its_model_after_a_loss(
     assert world.sink.last.finish_reason == "stop"
 
 
-def test_a_reassigned_name_does_not_move_begun_turns(world: SessionHarness) -> None:
+def test_reassigned_model_name_does_not_move_started_turns(world: SessionHarness) -> None:
     """They end on their engine; the next turn uses the new one."""
     session_id = world.create()
     world.infer(session_id, "Hi")
@@ -243,7 +245,7 @@ def taken_back(world: SessionHarness) -> tuple[str, FakeEngine, FakeEngine]:
     return session_id, old, world.engine
 
 
-def test_a_begun_turn_resumes_on_a_replacement_engine(world: SessionHarness) -> None:
+def test_started_turn_resumes_on_a_replacement_engine(world: SessionHarness) -> None:
     """The model is the same; only its options differ."""
     session_id, old, new = taken_back(world)
     new.status = EngineStatus(EngineState.READY, model=make_model(slots=9))
@@ -254,7 +256,7 @@ def test_a_begun_turn_resumes_on_a_replacement_engine(world: SessionHarness) -> 
     assert world.transcript(session_id)[-1] == ("assistant", "abcd")
 
 
-def test_a_begun_turn_ends_if_another_model_replaces_its_own(world: SessionHarness) -> None:
+def test_started_turn_ends_if_another_model_replaces_its_own(world: SessionHarness) -> None:
     """The partial answer is kept with the reason."""
     session_id, old, new = taken_back(world)
     new.status = EngineStatus(EngineState.READY, model=make_model(chat_template=BRACKETS))
@@ -267,7 +269,7 @@ def test_a_begun_turn_ends_if_another_model_replaces_its_own(world: SessionHarne
 # Before the first token.
 
 
-def test_a_delayed_load_is_published(world: SessionHarness) -> None:
+def test_delayed_load_republishes_the_queue_position(world: SessionHarness) -> None:
     """The position is sent again with the delay; a running turn sends none."""
     waiting(world)
     n_events = len(world.sink.events)
@@ -292,7 +294,7 @@ def waiting(world: SessionHarness, **fields: Any) -> str:
     return session_id
 
 
-def test_a_queued_turn_moves_to_the_new_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+def test_queued_turn_moves_to_the_new_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """It is rendered and recorded again before its new position is published."""
     session_id = waiting(world)
     n_events = len(world.sink.events)
@@ -311,7 +313,7 @@ def test_a_queued_turn_moves_to_the_new_model(world: SessionHarness, toy: FakeEn
     assert world.transcript(session_id)[-1] == ("assistant", "There.")
 
 
-def test_a_recalled_turn_gets_the_new_models_parameters(world: SessionHarness, toy: FakeEngine) -> None:
+def test_recalled_turn_gets_the_new_models_parameters(world: SessionHarness, toy: FakeEngine) -> None:
     """Parameters of the session and the turn stay, and so does the seed."""
     recommended = b'{"temperature": 0.5, "min_p": 0.1, "top_p": 0.8}'
     toy.status = EngineStatus(EngineState.READY, model=make_model(sampling_defaults_json=recommended))
@@ -324,7 +326,7 @@ def test_a_recalled_turn_gets_the_new_models_parameters(world: SessionHarness, t
     assert params == {"temperature": 0.5, "typical_p": 0.6, "top_k": 7, "seed": seed}
 
 
-def test_a_turn_in_prefill_is_recalled(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+def test_turn_in_prefill_is_recalled(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """Times count from the request, and its prompt counts once."""
     session_id = world.create()
     world.infer(session_id, "Hi")
@@ -341,7 +343,7 @@ def test_a_turn_in_prefill_is_recalled(world: SessionHarness, toy: FakeEngine, l
     assert world.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
 
 
-def test_a_turn_with_a_chosen_model_stays(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+def test_turn_with_a_chosen_model_is_not_moved(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """There it waits again."""
     waiting(world, model="toy")
     swap(world)
@@ -350,7 +352,7 @@ def test_a_turn_with_a_chosen_model_stays(world: SessionHarness, toy: FakeEngine
     assert "Go on" in toy.last_text
 
 
-def test_a_refused_recalled_turn_fails(world: SessionHarness, large: FakeEngine) -> None:
+def test_refused_recalled_turn_fails(world: SessionHarness, large: FakeEngine) -> None:
     """The error has the reason, and the session is unchanged."""
     session_id = waiting(world)
     large.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL, "too many")
@@ -362,7 +364,7 @@ def test_a_refused_recalled_turn_fails(world: SessionHarness, large: FakeEngine)
     assert len(world.journal.of(TurnFailed)) == 1
 
 
-def test_a_turn_is_not_recalled_to_a_forbidden_model(world: SessionHarness, large: FakeEngine) -> None:
+def test_turn_is_not_recalled_to_a_forbidden_model(world: SessionHarness, large: FakeEngine) -> None:
     """The turn fails and the model is not loaded."""
     world.limits = AccessLimits(models=("toy",))
     session_id = waiting(world)
@@ -373,7 +375,7 @@ def test_a_turn_is_not_recalled_to_a_forbidden_model(world: SessionHarness, larg
     assert world.get(session_id).state == "idle"
 
 
-def test_a_turn_is_recalled_to_a_loading_model(world: SessionHarness, large: FakeEngine) -> None:
+def test_turn_is_recalled_to_a_loading_model(world: SessionHarness, large: FakeEngine) -> None:
     """It waits there and is rendered when the model is loaded."""
     waiting(world)
     large.status = EngineStatus(EngineState.STARTING)
@@ -385,7 +387,7 @@ def test_a_turn_is_recalled_to_a_loading_model(world: SessionHarness, large: Fak
     assert [model for model, _ in orders(world)][-2:] == ["toy", "large"]
 
 
-def test_an_ended_turn_is_not_recalled(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+def test_ended_turn_is_not_recalled(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """A late recall changes nothing."""
     session_id = world.create()
     world.infer(session_id)
@@ -396,7 +398,7 @@ def test_an_ended_turn_is_not_recalled(world: SessionHarness, toy: FakeEngine, l
     assert (world.sink.last.op, large.submitted) == ("end", [])
 
 
-def test_an_engine_receives_prompts_of_its_own_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
+def test_engine_receives_prompts_of_its_own_model(world: SessionHarness, toy: FakeEngine, large: FakeEngine) -> None:
     """Until its recall a turn is rendered for the model that has it."""
     waiting(world)
     world.engines.default = "large"

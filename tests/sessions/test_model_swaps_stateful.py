@@ -9,7 +9,7 @@ from inferencecenter.config.settings import SessionSettings
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 from inferencecenter.sessions.manager import SessionManager
 from tests.sessions.conftest import LARGE, TOY, FakeEngines, FakeSink, InlineTemplates
 from tests.sessions.oracle import Oracle, script

@@ -13,7 +13,7 @@ from tests.sessions.conftest import FakeJournal, FakeSink, SessionHarness
 
 if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event
-    from inferencecenter.sessions.client import EventSink
+    from inferencecenter.sessions.context import EventSink
 
 
 @dataclass
@@ -45,7 +45,7 @@ def close(world: SessionHarness, session_id: str, by: FakeSink | None = None) ->
     world.sessions.close(world.client, requests.CloseSession(op="close_session", session_id=session_id), by)
 
 
-def test_a_session_closed_elsewhere_is_announced(world: SessionHarness, reader: Reader) -> None:
+def test_session_closed_elsewhere_is_announced(world: SessionHarness, reader: Reader) -> None:
     """The subscriber is notified after the end of its turn; the requester receives only the reply."""
     session_id, elsewhere = world.create(), FakeSink()
     world.infer(session_id)
@@ -82,7 +82,7 @@ def test_every_end_of_a_session_is_announced(world: SessionHarness, reader: Read
     assert world.sink.ops.count("session_expired") == 1
 
 
-def test_a_new_session_with_metadata_is_announced(world: SessionHarness, reader: Reader) -> None:
+def test_new_session_with_metadata_is_announced(world: SessionHarness, reader: Reader) -> None:
     """Forks too; a session without metadata is not announced."""
     world.create()
     first = world.create(metadata={"title": "Ada"})

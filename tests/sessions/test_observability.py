@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from inferencecenter.protocol.values import TurnStats
 from inferencecenter.sessions.observability import TokenMeter, TurnRecord, WaitEstimator
 
 
-def test_the_rate_covers_the_last_ten_seconds() -> None:
+def test_token_rate_covers_the_last_ten_seconds() -> None:
     """Earlier tokens count in the total only."""
     meter = TokenMeter()
     meter.add(50, now=100.2)
@@ -17,7 +18,7 @@ def test_the_rate_covers_the_last_ten_seconds() -> None:
     assert meter.total == 120
 
 
-def test_the_window_is_bounded() -> None:
+def test_rate_window_is_bounded() -> None:
     """A long run keeps only the last seconds."""
     meter = TokenMeter()
     for second in range(1000):
@@ -34,17 +35,20 @@ def record(*, queue_ms: float, total_ms: float, prompt_tokens: int = 9, model: s
         turn_id="t",
         model=model,
         finish="stop",
-        queue_ms=queue_ms,
-        ttft_ms=0.0,
-        total_ms=total_ms,
-        prompt_tokens=prompt_tokens,
-        cached_tokens=0,
-        tokens=1,
-        tps=0.0,
+        stats=TurnStats(
+            queue_ms=queue_ms,
+            ttft_ms=0.0,
+            total_ms=total_ms,
+            prompt_tokens=prompt_tokens,
+            cached_tokens=0,
+            tokens=1,
+            tps=0.0,
+            preempted=0,
+        ),
     )
 
 
-def test_the_wait_follows_from_slot_times() -> None:
+def test_expected_wait_follows_from_slot_times() -> None:
     """With two slots held for 400 ms each, one becomes free every 200 ms."""
     waits = WaitEstimator()
     assert waits.eta_ms("toy", 1, slots=2) is None
@@ -63,7 +67,7 @@ def test_waits_are_estimated_per_model() -> None:
     assert (waits.eta_ms("toy", 1, slots=1), waits.eta_ms("large", 1, slots=1)) == (100, 5000)
 
 
-def test_a_turn_that_never_ran_does_not_change_the_estimate() -> None:
+def test_turn_aborted_in_the_queue_does_not_change_the_estimate() -> None:
     """A turn aborted in the queue held no slot."""
     waits = WaitEstimator()
     waits.update(record(queue_ms=0, total_ms=100))

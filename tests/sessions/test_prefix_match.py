@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given
@@ -11,13 +12,16 @@ from hypothesis import strategies as st
 from inferencecenter.core.errors import ErrorCode
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.values import ChatMessage, ToolCall
-from inferencecenter.sessions import prefix_match
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions import manager, prefix_match
+from inferencecenter.sessions.context import Principal
 from inferencecenter.sessions.history import History, HistoryView, TurnCheckpoint
-from inferencecenter.sessions.prefix_match import PrefixMatch, find_longest_prefix, same_message
+from inferencecenter.sessions.prefix_match import ArgumentComparison, PrefixMatch, find_longest_prefix, same_message
 from tests.sessions.conftest import SessionHarness
 from tests.sessions.oracle import kept
 from tests.sessions.test_manager import EVE, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 def said(*contents: str) -> tuple[ChatMessage, ...]:
@@ -41,7 +45,7 @@ def find(
     return world.sessions.find(client or world.client, messages, **(kind | fields))
 
 
-def test_a_conversation_continues_its_session(world: SessionHarness) -> None:
+def test_prefix_match_continues_the_session_of_a_conversation(world: SessionHarness) -> None:
     """Only the messages after the session's history are new."""
     session_id = stateless(world)
     world.turn(session_id, "a", "b")
@@ -50,7 +54,7 @@ def test_a_conversation_continues_its_session(world: SessionHarness) -> None:
     assert find(world, *said("a", "b", "c", "d", "e")) == PrefixMatch(session_id, None, 4)
 
 
-def test_a_diverging_session_matches_up_to_a_turn(world: SessionHarness) -> None:
+def test_diverging_session_matches_up_to_a_turn(world: SessionHarness) -> None:
     """At least one message must remain, even if all are in the session."""
     session_id = stateless(world)
     turn = world.turn(session_id, "a", "b")
@@ -61,7 +65,7 @@ def test_a_diverging_session_matches_up_to_a_turn(world: SessionHarness) -> None
     assert find(world, *said("z")) is None
 
 
-def test_the_longest_match_wins_then_the_latest(world: SessionHarness) -> None:
+def test_longest_prefix_match_wins_then_the_latest(world: SessionHarness) -> None:
     """A session that ends at the match is better than one to rewind."""
     short, long, other = (stateless(world) for _ in range(3))
     for session_id in (short, long, other):
@@ -87,7 +91,7 @@ _TEXTS = st.text("ab", max_size=6)
 
 
 @given(histories=st.lists(st.tuples(_TEXTS, st.integers(1, 3)), max_size=5), sent=st.text("ab", min_size=1, max_size=7))
-def test_the_shortcut_finds_the_same_session(histories: list[tuple[str, int]], sent: str) -> None:
+def test_indexed_match_equals_a_full_search(histories: list[tuple[str, int]], sent: str) -> None:
     """The result is the first of the longest matches of a full search."""
     named = [(f"s_{n}", held(text, turns)) for n, (text, turns) in enumerate(histories)]
     alone = [found for each in named if (found := find_longest_prefix([each], said(*sent))) is not None]
@@ -99,14 +103,34 @@ def test_similar_sessions_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> 
     """Of fifty equal conversations one is read, and one message of each other."""
     compared: list[int] = []
 
-    def counted(one: ChatMessage, other: ChatMessage) -> bool:
+    def counted(one: ChatMessage, other: ChatMessage, arguments: ArgumentComparison) -> bool:
         compared.append(1)
-        return same_message(one, other)
+        return same_message(one, other, arguments)
 
     monkeypatch.setattr(prefix_match, "same_message", counted)
     histories = [(f"s_{n}", held("ab" * 500, 2)) for n in range(50)]
     assert find_longest_prefix(histories, said(*"ab" * 500, "c")) == PrefixMatch("s_0", None, 1000)
     assert len(compared) <= 1000 + 50
+
+
+def test_one_message_of_each_other_conversation_is_compared(
+    world: SessionHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many short conversations cost a request little, and one that is only a question nothing."""
+    for n in range(4):
+        world.turn(stateless(world), f"question {n}", "answer")
+    read: list[tuple[ChatMessage, ...]] = []
+
+    def reading(histories: Iterable[tuple[str, History]], messages: Sequence[ChatMessage]) -> PrefixMatch | None:
+        found = list(histories)
+        read.extend(history.messages for _, history in found)
+        return find_longest_prefix(found, messages)
+
+    monkeypatch.setattr(manager, "find_longest_prefix", reading)
+    assert find(world, *said("question 2", "answer", "more")) is not None
+    assert read == [said("question 2", "answer")]
+    assert find(world, *said("question 2")) is None
+    assert len(read) == 1
 
 
 def test_only_compatible_sessions_match(world: SessionHarness) -> None:
@@ -152,6 +176,7 @@ CALLS = (ToolCall(call_id="1", name="f", arguments='{"a": 1, "b": 2}'),)
         ({"tool_calls": (CALLS[0].model_copy(update={"arguments": '{"a":1}'}),)}, False),
         ({"tool_calls": (CALLS[0].model_copy(update={"arguments": '{"a":'}),)}, False),
         ({"tool_calls": (CALLS[0].model_copy(update={"call_id": "2"}),)}, False),
+        ({"tool_calls": (CALLS[0].model_copy(update={"call_id": "unnamed_0"}),)}, True),
         ({"tool_calls": CALLS * 2}, False),
         ({"role": "user"}, False),
         ({"tool_call_id": "1"}, False),
@@ -160,7 +185,59 @@ CALLS = (ToolCall(call_id="1", name="f", arguments='{"a": 1, "b": 2}'),)
 def test_messages_match_without_reasoning(changes: dict[str, Any], same: bool) -> None:
     """Arguments of tool calls are compared as JSON."""
     held = ChatMessage(role="assistant", content="x", reasoning="hm", tool_calls=CALLS)
-    assert same_message(held, held.model_copy(update=changes)) is same
+    assert same_message(held, held.model_copy(update=changes), ArgumentComparison()) is same
+
+
+def test_arguments_of_a_search_are_parsed_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client may send megabytes of them, in many calls, which differ from the held ones in white space only."""
+    parsed: list[str] = []
+
+    def counted(text: str) -> Any:
+        parsed.append(text)
+        return json.loads(text)
+
+    monkeypatch.setattr("inferencecenter.sessions.prefix_match.orjson.loads", counted)
+    dense = "[" + "[]," * 4000 + "1]"
+    calls = tuple(ToolCall(call_id=str(n), name="f", arguments=dense) for n in range(20))
+    spaced = tuple(call.model_copy(update={"arguments": f"{dense} "}) for call in calls)
+    history = History(messages=(ChatMessage(role="assistant", content="", tool_calls=calls),))
+    sent = (ChatMessage(role="assistant", content="", tool_calls=spaced), *said("q"))
+    assert find_longest_prefix([(f"s_{n}", history) for n in range(5)], sent) is None
+    n_marks = sum(text.count(mark) for text in parsed for mark in "[{:,")
+    assert 0 < n_marks <= prefix_match.MAX_COMPARED
+
+
+def test_arguments_too_deep_to_be_compared_are_different() -> None:
+    """Equality of lists in lists recurses."""
+    deep = "[" * 1000 + "]" * 1000
+    assert ArgumentComparison().equal(deep, deep)
+    assert not ArgumentComparison().equal(deep, f"{deep} ")
+
+
+def called(*ids: str) -> ChatMessage:
+    """An answer with calls of the same tool."""
+    calls = tuple(ToolCall(call_id=call_id, name="f", arguments="{}") for call_id in ids)
+    return ChatMessage(role="assistant", content="", tool_calls=calls)
+
+
+def result(call_id: str) -> ChatMessage:
+    """The result of a call."""
+    return ChatMessage(role="tool", content="x", tool_call_id=call_id)
+
+
+@pytest.mark.parametrize(
+    ("results", "n_messages"),
+    [(("unnamed_0", "unnamed_1"), 4), (("unnamed_1", "unnamed_0"), 2), (("unnamed_0", "b"), 4), (("b", "a"), 2)],
+)
+def test_calls_without_ids_match_by_order(results: tuple[str, str], n_messages: int) -> None:
+    """Results match those of the same calls, and the ids that the session has are told."""
+    messages = (*said("q"), called("a", "b"), result("a"), result("b"))
+    turns = tuple(TurnCheckpoint(f"t_{n}", 0, n, 0, 0, HistoryView()) for n in (2, 4))
+    sent = (*said("q"), called("unnamed_0", "unnamed_1"), *map(result, results), *said("next"))
+    found = find_longest_prefix([("s", History(messages, turns=turns))], sent)
+    assert found is not None
+    assert found.n_messages == n_messages
+    assert found.call_ids == {"unnamed_0": "a", "unnamed_1": "b"}
 
 
 # A single turn.
@@ -172,7 +249,7 @@ def noted(world: SessionHarness, session_id: str, prompt: str, note: str) -> Non
     world.sessions.infer(world.client, request, world.sink, note=note)
 
 
-def test_a_turn_is_readable_while_running_and_after(world: SessionHarness) -> None:
+def test_turn_is_readable_while_running_and_after(world: SessionHarness) -> None:
     """Its earlier messages, input, answer and note."""
     session_id = world.create(system="s")
     noted(world, session_id, "a", "first")

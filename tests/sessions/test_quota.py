@@ -14,7 +14,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Cancelled
 from inferencecenter.protocol.events import End
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.client import Principal, bound_max_tokens, check_model
+from inferencecenter.sessions.context import Principal, bound_max_tokens, check_model
 from inferencecenter.sessions.journal import StorageFault, TurnEnded, TurnFailed, TurnQueued, UsageRecorded
 from inferencecenter.sessions.turn_runner import COUNTED_TOKENS
 from tests.sessions.conftest import SessionHarness
@@ -83,7 +83,7 @@ def test_prefilled_and_generated_tokens_are_counted() -> None:
     assert counter.used == prompt + 6 + len(world.engine.last_text) + 5, "what was cached does not count"
 
 
-def test_the_last_token_of_a_quota_ends_the_turn() -> None:
+def test_last_token_of_a_quota_ends_the_turn() -> None:
     """The partial answer stays in the history, and the end reports usage and reason."""
     world, counter = counted()
     session_id = world.create()
@@ -104,7 +104,7 @@ def test_the_last_token_of_a_quota_ends_the_turn() -> None:
     assert (counter.begun, counter.ended) == (1, 1)
 
 
-def test_a_prompt_may_take_the_whole_quota() -> None:
+def test_prompt_may_use_the_whole_quota() -> None:
     """The turn ends without an answer as soon as the engine has aborted it."""
     world, _ = counted(left=2)
     session_id = world.create()
@@ -116,7 +116,7 @@ def test_a_prompt_may_take_the_whole_quota() -> None:
     assert world.sink.text == ""
 
 
-def test_a_turn_that_finishes_with_the_last_token_keeps_its_reason() -> None:
+def test_turn_ending_with_the_last_quota_token_keeps_its_finish_reason() -> None:
     """The finish reason of the engine is reported."""
     world, counter = counted()
     session_id = world.create()
@@ -128,7 +128,7 @@ def test_a_turn_that_finishes_with_the_last_token_keeps_its_reason() -> None:
     assert end_of(world).finish_reason == "stop"
 
 
-def test_an_abort_of_a_turn_without_quota_is_answered() -> None:
+def test_abort_of_a_turn_over_quota_is_answered() -> None:
     """The turn ends as aborted, and its end answers the frame."""
     world, counter = counted()
     session_id = world.create()
@@ -141,7 +141,7 @@ def test_an_abort_of_a_turn_without_quota_is_answered() -> None:
     assert (end_of(world).finish_reason, end_of(world).id) == ("aborted", "7")
 
 
-def test_a_turn_without_quota_is_not_resumed() -> None:
+def test_turn_over_quota_is_not_resumed() -> None:
     """Neither a context shift nor the loss of the engine submits it again."""
     for lose in (True, False):
         world, counter = counted()
@@ -160,7 +160,7 @@ def test_a_turn_without_quota_is_not_resumed() -> None:
         assert counter.ended == 1
 
 
-def test_a_refused_turn_leaves_nothing() -> None:
+def test_refused_turn_leaves_nothing() -> None:
     """The session is idle, nothing is counted, and the next turn runs."""
     world, counter = counted()
     session_id = world.create()
@@ -179,7 +179,7 @@ def test_a_refused_turn_leaves_nothing() -> None:
     assert (counter.begun, counter.ended) == (1, 1)
 
 
-def test_a_repeated_turn_key_is_not_counted() -> None:
+def test_repeated_turn_key_is_not_counted() -> None:
     """A known key attaches to its turn, regardless of the limits."""
     world, counter = counted()
     session_id = world.create()
@@ -218,7 +218,7 @@ def test_each_counted_turn_ends_once(fates: list[str]) -> None:
     assert counter.begun == counter.ended == len(fates)
 
 
-def test_a_restored_turn_counts_for_its_token() -> None:
+def test_restored_turn_counts_for_its_token() -> None:
     """It is not a new request, and its end is charged to the same token."""
     world, counter = counted()
     session_id = world.create()
@@ -348,7 +348,7 @@ def test_answers_are_bounded_by_max_tokens() -> None:
         assert b'"max_tokens":%d' % expected in world.engine.last.params_json
 
 
-def test_a_longer_answer_is_refused() -> None:
+def test_max_tokens_above_the_limit_is_refused() -> None:
     """The error names the field and the limit, whether the session or the turn asks for it."""
     world, _ = counted(limits=AccessLimits(max_tokens=50))
     more = {"max_tokens": 51}

@@ -14,7 +14,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import requests
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 from inferencecenter.sessions.manager import SessionManager
 from tests.sessions.conftest import FakeJournal, FakeTimer, InlineTemplates, one_model
 from tests.sessions.oracle import Oracle, Reader, kept, script
@@ -266,7 +266,7 @@ Survival.TestCase.settings = settings(max_examples=60, stateful_step_count=40, d
 TestSurvival = Survival.TestCase
 
 
-def test_a_second_question_is_refused() -> None:
+def test_second_turn_in_a_busy_session_is_refused() -> None:
     """The state machine never sends one, so it is tested here."""
     machine = Survival()
     machine.ask()

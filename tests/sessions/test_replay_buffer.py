@@ -53,7 +53,7 @@ def test_logprobs_are_joined_with_their_tokens() -> None:
     assert [(entry.token, len(entry.top)) for entry in together.logprobs or ()] == [("a", 2), ("b", 1)]
 
 
-def test_the_error_of_a_turn_is_replayed() -> None:
+def test_turn_error_is_replayed() -> None:
     """It is a numbered event."""
     error = Error(code="internal", message="m", error="m", session_id="s", seq=2, turn_id="t", retryable=False)
     assert filled(token(1, "a"), error).events_after(1) == [error]
@@ -69,13 +69,13 @@ def test_joined_text_stays_below_the_client_limit() -> None:
     assert missing[-1].seq == 30
 
 
-def test_a_limit_of_zero_keeps_nothing() -> None:
+def test_replay_buffer_of_size_zero_keeps_no_events() -> None:
     """Only the current position can be resumed."""
     replay = filled(token(1, "a"), progress(2), limit_bytes=0)
     assert (replay.events_after(1), replay.events_after(2), replay.size_bytes) == (None, [], 0)
 
 
-def test_a_disabled_buffer_loses_events_until_enabled() -> None:
+def test_disabled_replay_buffer_drops_events() -> None:
     """Numbers continue meanwhile."""
     replay = filled(token(1, "a"))
     replay.disable()
@@ -101,7 +101,7 @@ EVENTS = st.lists(
 
 
 @given(events=EVENTS, limit_bytes=st.integers(0, 3000))
-def test_a_replay_is_complete_or_refused(events: list[tuple[str, str]], limit_bytes: int) -> None:
+def test_replay_is_complete_or_refused(events: list[tuple[str, str]], limit_bytes: int) -> None:
     """Every position gets the same text and events in order, within the limit."""
     replay = ReplayBuffer(limit_bytes)
     told: list[NumberedEvent] = []

@@ -14,7 +14,7 @@ from inferencecenter.ipc.messages import TokenDelta
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import decode
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 from inferencecenter.sessions.journal import EpochChanged, SessionDeleted, TurnEnded
 from tests.sessions.conftest import (
     DETACHED_TURN_S,
@@ -67,7 +67,7 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
-def test_a_pending_turn_resumes(world: SessionHarness) -> None:
+def test_pending_turn_resumes(world: SessionHarness) -> None:
     """It is submitted with the same prompt, its tokens and the emitted characters once an engine is ready."""
     session_id = interrupted(world, "ab")
     world.engine.say(TokenDelta(world.engine.last.turn_id, packed("cd"), "c"))
@@ -126,7 +126,7 @@ def test_numbers_continue_after_a_clean_stop(world: SessionHarness) -> None:
     assert (behind.last.resumed, behind.last.reason, behind.last.content) == (False, "too_old", "abc")
 
 
-def test_an_unclean_stop_changes_the_epoch(world: SessionHarness) -> None:
+def test_unclean_stop_changes_the_epoch(world: SessionHarness) -> None:
     """No old position is valid; the new epoch is recorded."""
     session_id = interrupted(world, "ab")
     idle = world.create()
@@ -143,7 +143,7 @@ def test_an_unclean_stop_changes_the_epoch(world: SessionHarness) -> None:
     assert world.get(session_id).epoch == epoch
 
 
-def test_a_repeated_request_attaches_to_its_turn(world: SessionHarness) -> None:
+def test_repeated_request_attaches_to_its_turn(world: SessionHarness) -> None:
     """To a resumed turn and to an ended one."""
     session_id = interrupted(world, "ab")
     restart(world)
@@ -158,7 +158,7 @@ def test_a_repeated_request_attaches_to_its_turn(world: SessionHarness) -> None:
     assert world.engine.submitted == []
 
 
-def test_a_shifted_turn_resumes_with_its_shorter_prompt(world: SessionHarness) -> None:
+def test_shifted_turn_resumes_with_its_shorter_prompt(world: SessionHarness) -> None:
     """Dropped turns stay dropped."""
     world.engine.status = EngineStatus(state=EngineState.READY, model=make_model(n_ctx=400))
     session_id = world.create(system="Be kind.")
@@ -177,7 +177,7 @@ def test_a_shifted_turn_resumes_with_its_shorter_prompt(world: SessionHarness) -
     assert world.get(session_id).dropped_messages > 0
 
 
-def test_a_resumed_prompt_keeps_its_rendering_time(world: SessionHarness) -> None:
+def test_resumed_prompt_keeps_its_rendering_time(world: SessionHarness) -> None:
     """A template with the time renders the same prompt."""
     template = "{{ strftime_now('%H:%M:%S') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     model = make_model(chat_template=template)
@@ -231,7 +231,7 @@ def test_turns_resume_in_the_order_of_submission(world: SessionHarness) -> None:
     assert [session.session_id for session in listed.sessions] == names
 
 
-def test_a_refused_turn_keeps_its_text(world: SessionHarness) -> None:
+def test_restored_turn_refused_by_the_engine_keeps_its_text(world: SessionHarness) -> None:
     """A turn with a partial answer ends with it; a turn without one fails."""
     begun = interrupted(world, "ab")
     waiting = world.create()
@@ -258,7 +258,7 @@ def test_another_model_keeps_the_partial_answer(world: SessionHarness) -> None:
     assert world.engine.last.tokens == b""
 
 
-def test_a_session_is_readable_before_its_model_is_loaded(world: SessionHarness) -> None:
+def test_session_is_readable_before_its_model_is_loaded(world: SessionHarness) -> None:
     """A turn or a fork waits for the model; an abort does not."""
     session_id = interrupted(world, "ab")
     idle = world.create()
@@ -305,7 +305,7 @@ def test_idle_time_counts_across_a_restart(world: SessionHarness) -> None:
     assert [record.session_id for record in world.journal.of(SessionDeleted)] == [gone]
 
 
-def test_a_pending_turn_keeps_its_session(world: SessionHarness) -> None:
+def test_pending_turn_keeps_its_session(world: SessionHarness) -> None:
     """The downtime does not expire it."""
     session_id = world.create(ttl_s=10)
     world.infer(session_id)
@@ -315,7 +315,7 @@ def test_a_pending_turn_keeps_its_session(world: SessionHarness) -> None:
     assert world.transcript(session_id)[-1] == ("assistant", "Hello")
 
 
-def test_a_clock_change_expires_nothing(world: SessionHarness) -> None:
+def test_clock_change_expires_no_session(world: SessionHarness) -> None:
     """Neither forwards while running nor backwards at the start."""
     wall = [1000.0]
     session_id = world.create(ttl_s=100)
@@ -351,7 +351,7 @@ def test_sessions_are_deleted_after_their_retention(world: SessionHarness) -> No
     assert left == [["daemon", "ttl", "client"], both, *([["daemon"]] * 4), []]
 
 
-def test_a_restored_turn_keeps_its_events_for_a_while(world: SessionHarness) -> None:
+def test_restored_turn_keeps_its_events_for_a_while(world: SessionHarness) -> None:
     """The time counts from the start of the daemon."""
     interrupted(world, "ab")
     restart(world)
@@ -365,7 +365,7 @@ def test_a_restored_turn_keeps_its_events_for_a_while(world: SessionHarness) -> 
         max_size=25,
     )
 )
-def test_a_restored_session_equals_the_original(steps: list[str]) -> None:
+def test_restored_session_equals_the_original(steps: list[str]) -> None:
     """Transcript, turns, usage, numbers and partial answer are equal after a clean stop."""
     world = SessionHarness()
     session_id = world.create(system="Be kind.")

@@ -56,7 +56,7 @@ def pending_turn(world: SessionHarness, *, said: str, model: str | None = None) 
     return session_id
 
 
-def test_a_partial_answer_resumes_on_its_model(world: SessionHarness) -> None:
+def test_partial_answer_resumes_on_its_model(world: SessionHarness) -> None:
     """A changed default does not matter."""
     session_id = pending_turn(world, said="ab")
     tokens = world.engine.last.tokens
@@ -73,7 +73,7 @@ def test_a_partial_answer_resumes_on_its_model(world: SessionHarness) -> None:
     [(LARGE,), (LARGE, make_model(chat_template=BRACKETS))],
     ids=["gone", "another file"],
 )
-def test_a_partial_answer_without_its_model_is_kept(world: SessionHarness, models: tuple[ModelInfo, ...]) -> None:
+def test_partial_answer_without_its_model_is_kept(world: SessionHarness, models: tuple[ModelInfo, ...]) -> None:
     """The turn ends as aborted with a reason, and the session uses the default."""
     session_id = pending_turn(world, said="ab")
     restart(world, *models, default="large")
@@ -85,7 +85,7 @@ def test_a_partial_answer_without_its_model_is_kept(world: SessionHarness, model
     assert world.engine.last_text.endswith("[assistant]ab[user]Next[assistant]")
 
 
-def test_a_turn_without_tokens_uses_the_current_model(world: SessionHarness) -> None:
+def test_turn_without_tokens_uses_the_current_model(world: SessionHarness) -> None:
     """The default or the session's own; its spec is recorded again."""
     going, staying = pending_turn(world, said=""), pending_turn(world, said="", model="toy")
     restart(world, TOY, LARGE, default="large")
@@ -96,7 +96,7 @@ def test_a_turn_without_tokens_uses_the_current_model(world: SessionHarness) -> 
     assert orders(world)[-1] == "large"
 
 
-def test_a_turn_without_tokens_fails_if_its_model_is_gone(world: SessionHarness) -> None:
+def test_turn_without_tokens_fails_if_its_model_was_removed(world: SessionHarness) -> None:
     """Its session stays readable."""
     session_id = pending_turn(world, said="", model="toy")
     restart(world, LARGE, default="large")
@@ -108,7 +108,7 @@ def test_a_turn_without_tokens_fails_if_its_model_is_gone(world: SessionHarness)
 
 
 @pytest.mark.parametrize("said", ["", "ab"])
-def test_an_old_record_without_a_model_uses_the_default(world: SessionHarness, said: str) -> None:
+def test_record_without_a_model_uses_the_default(world: SessionHarness, said: str) -> None:
     """Old daemons had one model and did not record its name."""
     session_id = pending_turn(world, said=said)
     assert world.journal is not None
@@ -126,7 +126,7 @@ def test_an_old_record_without_a_model_uses_the_default(world: SessionHarness, s
     assert [record.model for record in world.records][-1] == "toy"
 
 
-def test_the_chosen_model_is_restored(world: SessionHarness) -> None:
+def test_chosen_model_is_restored(world: SessionHarness) -> None:
     """With another default, only sessions without a choice change."""
     going, staying = world.create(), world.create(model="toy")
     restart(world, TOY, LARGE, default="large")

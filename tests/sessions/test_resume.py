@@ -10,7 +10,7 @@ from inferencecenter.ipc.messages import PrefillProgress
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.base import SessionEvent
 from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 from inferencecenter.sessions.table import MAX_BATCH
 from tests.sessions.conftest import DETACHED_TURN_S, FakeSink, SessionHarness
 
@@ -35,7 +35,7 @@ def begin(world: SessionHarness, *said: str, **fields: Any) -> str:
     return session_id
 
 
-def test_a_resume_replays_missed_events_before_new_ones(world: SessionHarness) -> None:
+def test_resume_replays_missed_events_before_new_ones(world: SessionHarness) -> None:
     """Missed tokens arrive joined; nothing arrives twice."""
     session_id = begin(world, "a", "b", "c")
     world.sessions.detach(world.sink)
@@ -55,7 +55,7 @@ def test_a_resume_replays_missed_events_before_new_ones(world: SessionHarness) -
     assert world.sink.text == "abc"
 
 
-def test_a_resume_at_the_last_number_replays_nothing(world: SessionHarness) -> None:
+def test_resume_at_the_last_number_replays_nothing(world: SessionHarness) -> None:
     """Also of an idle session and on the same socket."""
     session_id = begin(world, "a")
     world.engine.finish(kept="a")
@@ -74,7 +74,7 @@ def test_a_resume_at_the_last_number_replays_nothing(world: SessionHarness) -> N
         ({"epoch": "", "last_seq": 99}, "unknown_position"),
     ],
 )
-def test_a_resume_without_a_position_sends_the_state(
+def test_resume_without_a_position_sends_the_whole_state(
     world: SessionHarness, position: dict[str, Any], reason: str
 ) -> None:
     """Transcript with the current question, ended turns and the partial answer."""
@@ -189,7 +189,7 @@ def test_held_back_events_stay_with_the_old_socket_on_infer(world: SessionHarnes
     assert other.ops == ["queued"]
 
 
-def test_a_detached_turn_keeps_its_events_for_a_while(world: SessionHarness) -> None:
+def test_detached_turn_keeps_its_events_for_a_while(world: SessionHarness) -> None:
     """After that only its text is kept and sent on resume."""
     session_id = begin(world, "a")
     world.sessions.detach(world.sink)
@@ -204,7 +204,7 @@ def test_a_detached_turn_keeps_its_events_for_a_while(world: SessionHarness) -> 
     assert world.sink.last.content == "d"
 
 
-def test_a_resume_in_time_misses_nothing(world: SessionHarness) -> None:
+def test_resume_before_the_timeout_replays_all_events(world: SessionHarness) -> None:
     """The timer is cancelled by the resume and by the end of the turn."""
     session_id = begin(world, "a")
     world.sessions.detach(world.sink)
@@ -217,7 +217,7 @@ def test_a_resume_in_time_misses_nothing(world: SessionHarness) -> None:
     assert world.sink.ops[-3:] == ["session_resumed", "token", "end"]
 
 
-def test_a_detached_idle_session_keeps_its_events(world: SessionHarness) -> None:
+def test_detached_idle_session_keeps_its_events(world: SessionHarness) -> None:
     """Only a running turn adds events."""
     session_id = world.create()
     world.sessions.detach(world.sink)
@@ -240,7 +240,7 @@ def test_all_kinds_of_events_are_replayed(world: SessionHarness) -> None:
     assert world.sink.events[len(told) + 1 :] == told
 
 
-def test_a_purge_of_many_sessions_is_taken_in_parts() -> None:
+def test_purge_of_many_sessions_is_split_into_batches() -> None:
     """Each iteration of the event loop closes a bounded number, until none is left."""
     world = SessionHarness(client=Principal("ada", 1000, "normal", frozenset({"user"})))
     world.reopen(max_sessions=1000)
@@ -251,7 +251,7 @@ def test_a_purge_of_many_sessions_is_taken_in_parts() -> None:
     assert world.sessions.session_ids() == ()
 
 
-def test_a_purged_session_ends_for_all_sockets(world: SessionHarness) -> None:
+def test_purged_session_ends_for_all_sockets(world: SessionHarness) -> None:
     """Its turn ends, its subscriber is notified, and other clients are not affected."""
     session_id = begin(world, "a")
     kept = world.create()

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import (
+    InfillTokens,
     PrefillProgress,
     QueuePosition,
     SampledLogprobs,
@@ -24,7 +25,7 @@ from inferencecenter.protocol.base import SessionEvent, TurnEvent
 from inferencecenter.protocol.params import decode
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions import turn
-from inferencecenter.sessions.client import UnlimitedQuota
+from inferencecenter.sessions.context import UnlimitedQuota
 from inferencecenter.sessions.prompt.renderer import InlineRenderer
 from inferencecenter.sessions.turn_runner import TurnRunner
 from tests.sessions.conftest import SessionHarness, make_model
@@ -41,7 +42,7 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
-def test_a_turn_is_acknowledged_streamed_and_ended(world: SessionHarness) -> None:
+def test_turn_is_acknowledged_streamed_and_ended(world: SessionHarness) -> None:
     """Events arrive in order, numbered from 1, each with the turn's id."""
     session_id = world.create()
     world.infer(session_id, id="i1")
@@ -63,7 +64,7 @@ def test_a_turn_is_acknowledged_streamed_and_ended(world: SessionHarness) -> Non
     assert world.transcript(session_id) == [("user", "Hi"), ("assistant", "Hello")]
 
 
-def test_what_a_turn_needs_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_quota_and_parameters_are_resolved_once_per_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Model, quota and parameters are resolved when it begins, and its prompt is rendered once."""
     calls: Counter[str] = Counter()
 
@@ -95,7 +96,7 @@ def test_what_a_turn_needs_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) ->
     assert calls == {"engine": 1, "quota_of": 1, "parse_params": 1, "merge": 1, "render": 1, "submission": 1}
 
 
-def test_the_next_turn_submits_the_tokens_of_the_last(world: SessionHarness) -> None:
+def test_next_turn_submits_the_tokens_of_the_last(world: SessionHarness) -> None:
     """Prompt and answer are submitted as tokens; only new text is text."""
     session_id = world.create(system="Be kind.")
     world.turn(session_id, "Hi", "Hello")
@@ -127,7 +128,7 @@ def test_logprobs_are_published_without_text(world: SessionHarness) -> None:
     assert decode(world.engine.last.params_json).n_probs == 1
 
 
-def test_a_busy_session_refuses_another_turn(world: SessionHarness) -> None:
+def test_busy_session_refuses_another_turn(world: SessionHarness) -> None:
     """The running turn is not affected."""
     session_id = world.create()
     world.infer(session_id)
@@ -139,7 +140,7 @@ def test_a_busy_session_refuses_another_turn(world: SessionHarness) -> None:
     assert world.sink.ops == ["queued", "token", "end"]
 
 
-def test_an_abort_keeps_the_partial_answer(world: SessionHarness) -> None:
+def test_abort_keeps_the_partial_answer(world: SessionHarness) -> None:
     """Its ``end`` answers the abort, and the next turn continues after it."""
     session_id = world.create()
     world.infer(session_id)
@@ -154,7 +155,7 @@ def test_an_abort_keeps_the_partial_answer(world: SessionHarness) -> None:
     assert world.engine.last_text.startswith("<|im_end|>\n<|im_start|>user\nGo on")
 
 
-def test_an_abort_with_discard_removes_the_turn(world: SessionHarness) -> None:
+def test_abort_with_discard_removes_the_turn(world: SessionHarness) -> None:
     """Question, partial answer and their tokens are removed."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -168,7 +169,7 @@ def test_an_abort_with_discard_removes_the_turn(world: SessionHarness) -> None:
     assert world.get(session_id).n_tokens == before
 
 
-def test_an_invalid_abort_is_refused(world: SessionHarness) -> None:
+def test_invalid_abort_is_refused(world: SessionHarness) -> None:
     """No turn, another turn and a second abort each have their error."""
     session_id = world.create()
     refused(ErrorCode.NOTHING_TO_ABORT, world.abort, session_id)
@@ -179,7 +180,7 @@ def test_an_invalid_abort_is_refused(world: SessionHarness) -> None:
     assert len(world.engine.aborted) == 1
 
 
-def test_a_failed_turn_leaves_the_history_unchanged(world: SessionHarness) -> None:
+def test_failed_turn_leaves_the_history_unchanged(world: SessionHarness) -> None:
     """The error names the frame, and the next turn runs."""
     session_id = world.create()
     world.turn(session_id, "Hi", "Hello")
@@ -197,7 +198,7 @@ def test_a_failed_turn_leaves_the_history_unchanged(world: SessionHarness) -> No
     assert world.sink.last.op == "end"
 
 
-def test_a_refused_turn_leaves_the_session_idle(world: SessionHarness) -> None:
+def test_refused_turn_leaves_the_session_idle(world: SessionHarness) -> None:
     """A turn refused by the engine does not exist."""
     session_id = world.create()
     world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
@@ -205,7 +206,7 @@ def test_a_refused_turn_leaves_the_session_idle(world: SessionHarness) -> None:
     assert (world.get(session_id).state, world.sink.events) == ("idle", [])
 
 
-def test_a_turn_key_runs_once(world: SessionHarness) -> None:
+def test_turn_key_runs_once(world: SessionHarness) -> None:
     """A running turn is acknowledged again; the end of an ended turn is repeated with its number."""
     session_id = world.create()
     world.infer(session_id, turn_key="k", id="i1")
@@ -219,7 +220,7 @@ def test_a_turn_key_runs_once(world: SessionHarness) -> None:
     assert len(world.engine.submitted) == 1
 
 
-def test_the_key_of_a_failed_turn_runs_again(world: SessionHarness) -> None:
+def test_key_of_a_failed_turn_runs_again(world: SessionHarness) -> None:
     """A retry after a failure is a new turn."""
     session_id = world.create()
     world.infer(session_id, turn_key="k")
@@ -251,7 +252,7 @@ def test_parameters_without_effect_are_warned_of(world: SessionHarness) -> None:
     assert world.sink.last.warnings[-1] == "from the engine"
 
 
-def test_the_history_is_bounded(world: SessionHarness) -> None:
+def test_history_size_is_limited(world: SessionHarness) -> None:
     """Text that exceeds the limit is refused before any change."""
     session_id = world.create()
     refused(ErrorCode.CONTEXT_FULL, world.infer, session_id, "x" * 10_001)
@@ -354,7 +355,7 @@ def test_recommended_parameters_are_not_warned_of(world: SessionHarness) -> None
         assert any("top_k" in warning for warning in world.sink.last.warnings) is named
 
 
-def test_a_queued_turn_has_an_expected_wait(world: SessionHarness) -> None:
+def test_queued_turn_has_an_expected_wait(world: SessionHarness) -> None:
     """The estimate exists once a turn has ended; a running turn has none.
 
     A turn that waits for an engine has none either, because the start time is unknown.
@@ -374,7 +375,7 @@ def test_a_queued_turn_has_an_expected_wait(world: SessionHarness) -> None:
     assert (waits.position, waits.eta_ms) == (2, None)
 
 
-def test_the_submission_states_what_may_be_shared_and_stored(world: SessionHarness) -> None:
+def test_submission_states_what_may_be_shared_and_stored(world: SessionHarness) -> None:
     """A listed system prompt is public; ``store: false`` keeps the session off the disk."""
     world.reopen(shared_prompts=("Be kind.",))
     for fields, told in (
@@ -391,7 +392,7 @@ def test_the_submission_states_what_may_be_shared_and_stored(world: SessionHarne
     assert not world.engine.last.public
 
 
-def test_a_queue_timeout_is_retryable(world: SessionHarness) -> None:
+def test_queue_timeout_is_retryable(world: SessionHarness) -> None:
     """The error contains a retry delay."""
     session_id = world.create()
     world.infer(session_id, id="i")
@@ -407,3 +408,17 @@ def test_preemptions_are_counted(world: SessionHarness) -> None:
     world.engine.start()
     world.engine.finish(preempted=3)
     assert world.sink.last.stats.preempted == 3
+
+
+def test_text_after_a_gap_is_not_part_of_the_session(world: SessionHarness) -> None:
+    """The next turn continues the text before the gap and what filled it; a model without the tokens refuses."""
+    with pytest.raises(InferenceCenterError, match="cannot fill") as refusal:
+        world.infer(world.create(mode="raw"), "ab", infill={"suffix": "ef"})
+    assert refusal.value.field == "infill"
+    model = make_model(infill=InfillTokens("<P>", "<S>", "<M>"))
+    world.engine.status = EngineStatus(state=EngineState.READY, model=model)
+    session_id = world.create(mode="raw")
+    world.turn(session_id, "ab", "cd", infill={"suffix": "ef"})
+    assert world.engine.last_text == "<P>ab<S>ef<M>"
+    world.infer(session_id, "gh")
+    assert (world.engine.last.tokens, world.engine.last_text) == (b"", "abcdgh")

@@ -31,7 +31,7 @@ def there(world: SessionHarness, *session_ids: str) -> list[bool]:
     return [session_id in world.sessions.session_ids() for session_id in session_ids]
 
 
-def test_it_does_not_count_as_a_session(world: SessionHarness) -> None:
+def test_stateless_session_is_not_counted(world: SessionHarness) -> None:
     """It is not listed, counted or stored, and its KV stays off the disk; its tokens count."""
     session_id = idle(world)
     assert world.sessions.list(world.client, requests.ListSessions(op="list_sessions")).sessions == ()
@@ -43,14 +43,14 @@ def test_it_does_not_count_as_a_session(world: SessionHarness) -> None:
     refused(ErrorCode.SESSION_NOT_FOUND, world.sessions.list, world.client, after)
 
 
-def test_it_opens_while_the_store_cannot_write(world: SessionHarness) -> None:
+def test_stateless_session_opens_while_the_store_cannot_write(world: SessionHarness) -> None:
     """It needs no record."""
     assert world.journal is not None
     world.journal.fault = StorageFault("disk full")
     idle(world)
 
 
-def test_the_least_recently_used_is_evicted(world: SessionHarness) -> None:
+def test_least_recently_used_stateless_session_is_evicted(world: SessionHarness) -> None:
     """At the client's limit an idle one is closed; a busy one stays."""
     first, second, third, fourth = (idle(world) for _ in range(4))
     world.turn(first, "c", "d")
@@ -59,14 +59,14 @@ def test_the_least_recently_used_is_evicted(world: SessionHarness) -> None:
     assert there(world, first, second, third, fourth, fifth) == [True, True, False, True, True]
 
 
-def test_a_busy_one_is_not_evicted(world: SessionHarness) -> None:
+def test_busy_stateless_session_is_not_evicted(world: SessionHarness) -> None:
     """If all are busy, another is refused."""
     for _ in range(4):
         world.infer(stateless(world))
     refused(ErrorCode.SESSION_LIMIT, stateless, world)
 
 
-def test_it_never_evicts_an_ordinary_session(world: SessionHarness) -> None:
+def test_stateless_session_never_evicts_an_ordinary_one(world: SessionHarness) -> None:
     """If the daemon is full of ordinary sessions, it is refused."""
     world.reopen(max_sessions=2)
     own = [world.create(), world.create()]
@@ -75,7 +75,7 @@ def test_it_never_evicts_an_ordinary_session(world: SessionHarness) -> None:
     assert there(world, *own) == [True, True]
 
 
-def test_it_is_evicted_for_an_ordinary_session(world: SessionHarness) -> None:
+def test_stateless_session_is_evicted_for_an_ordinary_one(world: SessionHarness) -> None:
     """The least recently used one of the client, then of any client."""
     world.reopen(max_sessions=3)
     mine = [idle(world) for _ in range(2)]
@@ -89,7 +89,7 @@ def test_it_is_evicted_for_an_ordinary_session(world: SessionHarness) -> None:
     assert there(world, own, theirs, another) == [True, True, False]
 
 
-def test_it_is_not_evicted_at_a_clients_own_limit(world: SessionHarness) -> None:
+def test_stateless_session_is_not_evicted_at_a_clients_own_limit(world: SessionHarness) -> None:
     """Closing it would not help there."""
     world.reopen(when_full="evict")
     own = [world.create() for _ in range(4)]
@@ -100,7 +100,7 @@ def test_it_is_not_evicted_at_a_clients_own_limit(world: SessionHarness) -> None
     assert there(world, own[0], kept) == [False, True]
 
 
-def test_it_expires_after_its_own_ttl(world: SessionHarness) -> None:
+def test_stateless_session_expires_after_its_own_ttl(world: SessionHarness) -> None:
     """``stateless_ttl_s`` applies."""
     session_id = idle(world)
     assert world.timers[-1].delay_s == 900.0
@@ -110,14 +110,14 @@ def test_it_expires_after_its_own_ttl(world: SessionHarness) -> None:
     assert world.engine.released == [session_id]
 
 
-def test_a_fork_of_it_is_stateless(world: SessionHarness) -> None:
+def test_fork_of_a_stateless_session_is_stateless(world: SessionHarness) -> None:
     """Forks serve several answers to one question."""
     forked = world.fork(idle(world))
     assert world.sessions.session_counts("ada") == (0, 0)
     world.turn(forked, "c", "d")
 
 
-def test_a_purge_of_its_client_closes_it(world: SessionHarness) -> None:
+def test_purge_of_the_client_closes_its_stateless_sessions(world: SessionHarness) -> None:
     """Like all other sessions."""
     session_id = idle(world)
     assert world.sessions.purge("client", "ada") == 1

@@ -62,7 +62,7 @@ def results(message: ChatMessage) -> list[dict[str, str]]:
     return [{"role": "tool", "content": "5 °C", "tool_call_id": call.call_id} for call in message.tool_calls or ()]
 
 
-def test_an_answer_is_published_in_parts(world: SessionHarness) -> None:
+def test_answer_is_published_in_parts(world: SessionHarness) -> None:
     """Reasoning, text and calls are numbered events; the end reports ``tool_calls``."""
     session_id = world.create()
     ask(world, session_id)
@@ -129,7 +129,7 @@ def _restart(world: SessionHarness, session_id: str) -> None:
     engine.start()
 
 
-def test_a_call_resumes_after_a_restart(world: SessionHarness) -> None:
+def test_tool_call_resumes_after_a_restart(world: SessionHarness) -> None:
     """The new daemon parses the stored text without publishing it again."""
     session_id = world.create()
     ask(world, session_id)
@@ -193,7 +193,7 @@ def test_adding_tools_renders_the_conversation_again(world: SessionHarness) -> N
 
 
 @pytest.mark.parametrize("reason", ["aborted", "length", "context_full"])
-def test_an_incomplete_call_is_dropped(world: SessionHarness, reason: str) -> None:
+def test_incomplete_tool_call_is_dropped(world: SessionHarness, reason: str) -> None:
     """It is not text either; complete calls before it stay."""
     session_id = world.create()
     ask(world, session_id)
@@ -206,7 +206,7 @@ def test_an_incomplete_call_is_dropped(world: SessionHarness, reason: str) -> No
     assert (message.content, len(message.tool_calls or ())) == ("", 1)
 
 
-def test_an_incomplete_call_ends_with_stop(world: SessionHarness) -> None:
+def test_incomplete_tool_call_ends_with_stop(world: SessionHarness) -> None:
     """Without a complete call the finish reason is ``stop``."""
     session_id = world.create()
     message = answered(world, session_id, CALL[:-20])
@@ -214,7 +214,7 @@ def test_an_incomplete_call_ends_with_stop(world: SessionHarness) -> None:
     assert message.tool_calls is None
 
 
-def test_a_discarded_turn_leaves_nothing(world: SessionHarness) -> None:
+def test_discarded_turn_leaves_no_tool_calls(world: SessionHarness) -> None:
     """The same as with plain text."""
     session_id = world.create()
     ask(world, session_id)
@@ -251,7 +251,7 @@ def test_another_model_renders_calls_in_its_own_format(world: SessionHarness) ->
     assert '"city": "Oslo"' in world.engine.last_text
 
 
-def test_a_resume_joins_adjacent_parts(world: SessionHarness) -> None:
+def test_resume_joins_adjacent_parts(world: SessionHarness) -> None:
     """Reasoning, text and the arguments of each call."""
     session_id = world.create()
     ask(world, session_id)
@@ -264,7 +264,7 @@ def test_a_resume_joins_adjacent_parts(world: SessionHarness) -> None:
     assert heard(again).same_as(heard(world.sink))
 
 
-def test_a_resume_after_loss_sends_all_parts(world: SessionHarness) -> None:
+def test_resume_after_dropped_events_sends_all_parts(world: SessionHarness) -> None:
     """Text, reasoning and calls, the last call as far as generated."""
     session_id = world.create()
     ask(world, session_id)
@@ -316,7 +316,7 @@ def test_parts_are_recorded_before_their_events(world: SessionHarness) -> None:
     assert ended.history.messages[-1].tool_calls is not None
 
 
-def test_a_plain_turn_is_not_parsed(world: SessionHarness) -> None:
+def test_turn_without_tools_is_not_parsed(world: SessionHarness) -> None:
     """Without tools and reasoning the text is published as it arrives."""
     world.engine.status = SessionHarness().engine.status
     session_id = world.create()
@@ -359,7 +359,7 @@ def test_raw_sessions_refuse_tools(world: SessionHarness, fields: dict[str, Any]
     ],
 )
 @pytest.mark.parametrize("mode", ["chat", "raw"])
-def test_an_output_format_applies_in_every_mode(mode: str, fields: dict[str, Any], kind: str) -> None:
+def test_output_format_applies_in_every_mode(mode: str, fields: dict[str, Any], kind: str) -> None:
     """The engine gets the grammar; the answer is text."""
     world = SessionHarness()
     session_id = world.create(mode=mode)

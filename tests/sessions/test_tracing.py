@@ -91,7 +91,7 @@ def start(world: SessionHarness, *stages: TraceStage) -> None:
     world.engine.say(Started(turn.turn_id, turn.tokens + packed(world.engine.last_text), 0, stages))
 
 
-def test_a_turn_is_traced_from_start_to_end(world: SessionHarness, tracer: RecordingTracer) -> None:
+def test_turn_is_traced_from_start_to_end(world: SessionHarness, tracer: RecordingTracer) -> None:
     """Request, stages and result have the names of the conventions."""
     session_id = world.create()
     world.infer(session_id, "Hi", params={"temperature": 0.5, "max_tokens": 9, "seed": 3}, traceparent=PARENT)
@@ -138,7 +138,7 @@ def test_traces_contain_no_text(world: SessionHarness, tracer: RecordingTracer) 
     assert "Secret" not in str(tracer.traces)
 
 
-def test_a_failed_turn_is_traced(world: SessionHarness, tracer: RecordingTracer) -> None:
+def test_failed_turn_is_traced(world: SessionHarness, tracer: RecordingTracer) -> None:
     """Its trace ends with the code and the stages so far."""
     world.infer(world.create())
     start(world, QUEUE)
@@ -148,7 +148,7 @@ def test_a_failed_turn_is_traced(world: SessionHarness, tracer: RecordingTracer)
     assert tracer.last.figures["gen_ai.response.finish_reasons"] == ()
 
 
-def test_a_cancelled_turn_is_traced(world: SessionHarness, tracer: RecordingTracer) -> None:
+def test_cancelled_turn_is_traced(world: SessionHarness, tracer: RecordingTracer) -> None:
     """Its trace ends with the session; late stages are ignored."""
     session_id = world.create()
     world.infer(session_id)
@@ -160,7 +160,7 @@ def test_a_cancelled_turn_is_traced(world: SessionHarness, tracer: RecordingTrac
     assert tracer.last.stages == [QUEUE]
 
 
-def test_an_interrupted_turn_is_traced_once(world: SessionHarness, tracer: RecordingTracer) -> None:
+def test_interrupted_turn_is_traced_once(world: SessionHarness, tracer: RecordingTracer) -> None:
     """The loss is an event, and the next engine adds its stages."""
     world.infer(world.create())
     start(world, QUEUE)
@@ -176,7 +176,7 @@ def test_an_interrupted_turn_is_traced_once(world: SessionHarness, tracer: Recor
     assert trace.ends == [None]
 
 
-def test_a_shifted_turn_is_traced_once(world: SessionHarness, tracer: RecordingTracer) -> None:
+def test_shifted_turn_is_traced_once(world: SessionHarness, tracer: RecordingTracer) -> None:
     """The trace contains the stages before and after the shift."""
     session_id = world.create()
     for question in "abc":
@@ -193,7 +193,7 @@ def test_a_shifted_turn_is_traced_once(world: SessionHarness, tracer: RecordingT
     assert trace.ends == [None]
 
 
-def test_a_refused_turn_is_not_exported(world: SessionHarness, tracer: RecordingTracer) -> None:
+def test_refused_turn_is_not_exported(world: SessionHarness, tracer: RecordingTracer) -> None:
     """Its trace never ends."""
     world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
     with pytest.raises(InferenceCenterError):
@@ -201,7 +201,7 @@ def test_a_refused_turn_is_not_exported(world: SessionHarness, tracer: Recording
     assert [trace.ends for trace in tracer.traces] == [[]]
 
 
-def test_a_restored_turn_continues_its_trace(world: SessionHarness, tracer: RecordingTracer) -> None:
+def test_restored_turn_continues_its_trace(world: SessionHarness, tracer: RecordingTracer) -> None:
     """The client's trace parent was recorded with the request."""
     world.infer(world.create(), traceparent=PARENT)
     start(world, QUEUE)
@@ -215,7 +215,7 @@ def test_a_restored_turn_continues_its_trace(world: SessionHarness, tracer: Reco
     assert world.engine.last.traced
 
 
-def test_an_unsampled_turn_costs_nothing(world: SessionHarness, tracer: RecordingTracer) -> None:
+def test_unsampled_turn_measures_no_stages(world: SessionHarness, tracer: RecordingTracer) -> None:
     """The engine does not measure its stages."""
     tracer.wanted = False
     session_id = world.create()
@@ -237,7 +237,7 @@ def test_without_a_tracer_nothing_is_traced(world: SessionHarness) -> None:
     assert vars(untraced) == {}
 
 
-def test_the_engine_does_not_know_the_trace_parent(world: SessionHarness, tracer: RecordingTracer) -> None:
+def test_trace_parent_is_not_sent_to_the_engine(world: SessionHarness, tracer: RecordingTracer) -> None:
     """It only measures stages."""
     world.infer(world.create(), traceparent=PARENT)
     assert tracer.last.wanted

@@ -64,7 +64,7 @@ def test_failures_are_remembered_up_to_a_limit() -> None:
     assert turn_log.turns == ()
 
 
-def test_a_rewind_drops_failures() -> None:
+def test_rewind_drops_failed_turns() -> None:
     """A failed turn has no position in the history."""
     failure = Error(code="internal", message="no", error="no", session_id="s", turn_id="t2", retryable=False)
     turn_log = TurnLog(failures={"t2": TurnFailure(failure, "")})

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Collection
     from pathlib import Path
 
-    from inferencecenter.supervisor.crash_limit import CrashLimit
+    from inferencecenter.supervisor.poison_turns import CrashLimit
 
 TIMEOUT_S = 60.0
 PROMPT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"

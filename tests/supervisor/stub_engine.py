@@ -1,7 +1,7 @@
-"""An engine process that does what its turns and options say, dying included.
+"""An engine process controlled by its turns and options, crashes included.
 
 A turn's question is ``<what> <n>``: ``count`` answers with ``n`` letters; ``die`` kills the process in the step that
-makes letter ``n``, ``oom`` as the kernel would, ``hang`` waits there for ever, ``flood`` writes what is no frame;
+makes letter ``n``, ``oom`` as the kernel would, ``hang`` waits there forever, ``flood`` writes an invalid frame;
 ``die-reading`` kills it before the first step. ``hold`` says ``n`` letters and ends when its session is released. Any
 other question is its own answer. Each step's turns are appended to the file ``model_path``, a line a step, with the
 process id; so is ``HANGS`` when it does.
@@ -80,7 +80,7 @@ _COMMAND = re.compile(r"([\w-]+) (\d+)")
 
 
 class _Options(msgspec.Struct):
-    """What the engine reads of its options; ``EngineOptions`` would double the time that it takes to start."""
+    """The options that the engine reads; ``EngineOptions`` would double its start time."""
 
     model_path: str
     model_name: str
@@ -89,7 +89,7 @@ class _Options(msgspec.Struct):
 
 
 def answer(n: int) -> str:
-    """Return the first letters of what is answered to everything."""
+    """Return the first letters of the only answer."""
     return "".join(chr(ord("a") + index % 26) for index in range(n))
 
 
@@ -103,12 +103,12 @@ class _Turn:
 
     @property
     def waits(self) -> bool:
-        """Whether it goes on only when its session is released."""
+        """Whether it continues only when its session is released."""
         return self.what == "hold" and self.said and not self.released
 
     @property
     def said(self) -> bool:
-        """Whether the whole text is said."""
+        """Whether the whole text is generated."""
         return self.done == len(self.text)
 
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Failed
 from inferencecenter.ipc.port import EngineState
-from inferencecenter.supervisor.crash_limit import CrashLimit
+from inferencecenter.supervisor.poison_turns import CrashLimit
 from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, end_of
 
 WINDOW_S = 600.0
@@ -37,7 +37,7 @@ class CrashLimitHarness:
 
 
 def test_client_is_refused_until_its_crashes_expire() -> None:
-    """It is told when to come back; others are not refused."""
+    """The refusal has a retry delay; other clients are not refused."""
     hour = CrashLimitHarness()
     for number in range(3):
         assert not hour.refuses("eve")
@@ -54,7 +54,7 @@ def test_client_is_refused_until_its_crashes_expire() -> None:
 
 
 def test_bystander_turns_are_cleared() -> None:
-    """A death counts against a client while one of its turns that may have caused it is not cleared."""
+    """A crash counts against a client until its turns that may have caused it are cleared."""
     hour = CrashLimitHarness(max_deaths=1)
     assert hour.limit.engine_died({"a1": "ada", "a2": "ada", "e": "eve"}) == {"ada", "eve"}
     hour.limit.cleared("a1")
@@ -64,7 +64,7 @@ def test_bystander_turns_are_cleared() -> None:
 
 
 def test_without_a_limit_no_client_is_refused() -> None:
-    """However often engines die."""
+    """However often engines crash."""
     hour = CrashLimitHarness(max_deaths=0)
     for number in range(100):
         assert hour.limit.engine_died({f"t{number}": "eve"}) == frozenset()
@@ -81,7 +81,7 @@ def test_without_a_limit_no_client_is_refused() -> None:
     )
 )
 def test_crash_limit_equals_a_reference(steps: list[tuple[str, object]]) -> None:
-    """Whatever comes in whatever order: compared with a list of all that happened."""
+    """Any sequence of events, compared with a list of all of them."""
     hour, deaths = CrashLimitHarness(), list[tuple[float, dict[str, str]]]()
     owner: dict[str, str] = {}
     for what, detail in steps:
@@ -104,7 +104,7 @@ def test_crash_limit_equals_a_reference(steps: list[tuple[str, object]]) -> None
 @pytest.mark.usefixtures("stub", "stopped")
 @pytest.mark.parametrize("withdraws", [False, pytest.param(True, id="withdraws")])
 async def test_client_that_crashes_engines_is_refused(*, withdraws: bool) -> None:
-    """Whether its turns are convicted or withdrawn before that; the engine is not given up, and others go on."""
+    """Whether its turns are quarantined or withdrawn before; the engine is not given up, and other clients continue."""
     limit = CrashLimit(max_deaths=4, window_s=WINDOW_S, monotonic=lambda: 0.0)
     watched = ObservedSupervisor(slots=8, max_restarts=3, crash_limit=limit)
     watched.supervisor.start()
@@ -134,7 +134,7 @@ async def test_client_that_crashes_engines_is_refused(*, withdraws: bool) -> Non
 
 @pytest.mark.usefixtures("stub", "stopped")
 async def test_queued_turns_of_a_refused_client_fail() -> None:
-    """They would end engines too; each hears why, and those of others run."""
+    """They could crash engines too; each gets the reason, and turns of others run."""
     limit = CrashLimit(max_deaths=2, window_s=WINDOW_S, monotonic=lambda: 0.0)
     watched = ObservedSupervisor(slots=8, max_queue=100, crash_limit=limit)
     fine = watched.submit("fine", "count 300", client_id="ada")
@@ -145,7 +145,7 @@ async def test_queued_turns_of_a_refused_client_fail() -> None:
     ends = [end for poison in poisons for end in poison.terminal if isinstance(end, Failed)]
     assert [end.code for end in ends] == ["rate_limited"] * 20
     assert (await end_of(fine)).reason == "stop"
-    for _ in range(3):  # the third engine also starts where the second has answered all others
+    for _ in range(3):  # a third engine starts also if the second has answered all others
         await watched.until(EngineState.READY)
     assert watched.supervisor.status.restarts == 2
     await watched.supervisor.stop()

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from inferencecenter.core.tasks import TaskGroup
-from inferencecenter.supervisor.demand import EngineDemand
+from inferencecenter.supervisor.lifecycle import EngineDemand
 
 
 @dataclass
@@ -48,7 +48,7 @@ async def test_no_admission_without_demand() -> None:
 
 
 async def test_turns_and_calls_are_demand() -> None:
-    """A call holds until the engine is ready."""
+    """A call lasts until the engine is ready."""
     by_turn, by_call = DemandHarness(), DemandHarness()
     by_turn.turn()
     by_call.demand.request()
@@ -60,7 +60,7 @@ async def test_turns_and_calls_are_demand() -> None:
 
 
 async def test_paused_demand_waits() -> None:
-    """It is granted after the pause."""
+    """It is admitted after the pause."""
     harness = DemandHarness()
     harness.demand.pause(paused=True)
     harness.turn()

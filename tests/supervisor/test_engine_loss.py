@@ -11,11 +11,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.channel import MAX_UNREAD_BYTES
 from inferencecenter.ipc.messages import Cancelled, Failed, Submit, TokenDelta
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
-from inferencecenter.supervisor.watchdog import POLLS
+from inferencecenter.supervisor.lifecycle import POLLS
+from inferencecenter.supervisor.process import MAX_UNREAD_BYTES
 from tests.supervisor.conftest import STUB
 from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTurn, end_of, order
 from tests.supervisor.stub_engine import HANGS, answer
@@ -51,8 +51,8 @@ async def crashed(heard: RecordingTurn) -> Failed:
 
 
 @STUB
-async def test_engine_kill_while_loading(tmp_path: Path) -> None:
-    """Turns that wait for it wait for the next one."""
+async def test_engine_kill_while_loading_keeps_waiting_turns(tmp_path: Path) -> None:
+    """They wait for the next engine."""
     watched = ObservedSupervisor(model_name="wait", model_path=str(tmp_path / "steps"))
     turn = watched.submit("t", "count 3")
 
@@ -68,8 +68,8 @@ async def test_engine_kill_while_loading(tmp_path: Path) -> None:
     await watched.supervisor.stop()
 
 
-async def test_engine_kill_during_prefill() -> None:
-    """The turns had not said anything; they are read again and say all of it."""
+async def test_engine_kill_during_prefill_loses_no_text() -> None:
+    """The turns had no output; they are prefilled again and complete."""
     watched = await ready(echo_delay_ms=5, slots=2)
     turns = [watched.submit(f"t{n}", LONG[:50]) for n in range(3)]
     watched.kill()
@@ -80,7 +80,7 @@ async def test_engine_kill_during_prefill() -> None:
 
 
 async def test_repeated_engine_kills_lose_no_text() -> None:
-    """And a third time, a few words later each time: what is said is the text, no more and no less."""
+    """Three kills, each a few words later: the text is complete and has no repetition."""
     watched = await ready(echo_delay_ms=5, slots=4)
     turns = [watched.submit(f"t{n}", f"{n}" + LONG) for n in range(4)]
     for _ in range(3):
@@ -103,8 +103,8 @@ async def hang(clock: LoopClock) -> None:
 
 
 @STUB
-async def test_a_stopped_engine_is_killed(clock: LoopClock) -> None:
-    """SIGSTOP while turns run is a hang; it is noticed by the heartbeat alone, and the turns go on."""
+async def test_hanging_engine_is_killed(clock: LoopClock) -> None:
+    """SIGSTOP while turns run is a hang; it is detected by the heartbeat alone, and the turns resume."""
     watched = await ready(echo_delay_ms=5, hang_timeout_s=HANG_TIMEOUT_S)
     turn = watched.submit("t", LONG)
     await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
@@ -125,7 +125,7 @@ async def test_a_stopped_engine_is_killed(clock: LoopClock) -> None:
 
 @STUB
 async def test_idle_engine_has_no_watchdog() -> None:
-    """One without turns may stand still for as long as it likes: a timer looks at it only while there are some."""
+    """An engine without turns is not monitored: the timer runs only while there are some."""
 
     def watching() -> bool:
         timers = [each for each in asyncio.get_running_loop()._scheduled if not each.cancelled()]  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ async def test_idle_engine_has_no_watchdog() -> None:
 
 @STUB
 async def test_only_the_poison_turn_fails(tmp_path: Path) -> None:
-    """Among eight it is found by running alone; the seven others say all they have to say, and new ones run."""
+    """Of eight turns it is found by running alone; the seven others complete, and new ones run."""
     log = tmp_path / "steps"
     watched = await ready(slots=8, model_path=str(log), max_restarts=4)
     turns = [watched.submit(f"t{n}", "count 1000") for n in range(7)]
@@ -169,7 +169,7 @@ async def test_only_the_poison_turn_fails(tmp_path: Path) -> None:
 
 @STUB
 async def test_two_poison_turns_are_found(tmp_path: Path) -> None:
-    """Each is found in its own trial, and finding one forgives the restarts it took."""
+    """Each is found while isolated, and the restarts it took are not counted."""
     watched = await ready(slots=8, max_restarts=3)
     fine = watched.submit("fine", "count 40")
     poisons = [watched.submit("one", "die 3"), watched.submit("two", "die 3")]
@@ -183,7 +183,7 @@ async def test_two_poison_turns_are_found(tmp_path: Path) -> None:
 
 @STUB
 async def test_poison_prompt_is_found() -> None:
-    """One that dies on a worker, before any step, is found in the same way."""
+    """A prompt that crashes a worker, before any step, is found in the same way."""
     watched = await ready(slots=8)
     poison = watched.submit("poison", "die-reading 0")
     fine = watched.submit("fine", "count 40")
@@ -195,7 +195,7 @@ async def test_poison_prompt_is_found() -> None:
 
 @STUB
 async def test_turn_that_exhausts_memory_is_found() -> None:
-    """The OOM killer's SIGKILL looks like any other, so one more death is needed for a conviction."""
+    """The OOM killer's SIGKILL looks like any other, so one more crash is needed."""
     watched = await ready(slots=8, max_restarts=4)
     poison, fine = watched.submit("poison", "oom 4"), watched.submit("fine", "count 1000")
     failed = await crashed(poison)
@@ -208,7 +208,7 @@ async def test_turn_that_exhausts_memory_is_found() -> None:
 
 @STUB
 async def test_turn_that_hangs_engines_is_found(tmp_path: Path, clock: LoopClock) -> None:
-    """A hang is a crash: the turn is found and the others go on."""
+    """A hang counts as a crash: the turn is found and the others continue."""
     log = tmp_path / "steps"
     watched = await ready(slots=8, hang_timeout_s=HANG_TIMEOUT_S, model_path=str(log))
     poison, fine = watched.submit("poison", "hang 4"), watched.submit("fine", "count 40")
@@ -228,7 +228,7 @@ async def test_turn_that_hangs_engines_is_found(tmp_path: Path, clock: LoopClock
 
 @STUB
 async def test_engine_that_floods_its_pipe_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no frame ends the engine, not the front; the turn that does it each time is found."""
+    """An invalid frame ends the engine, not the front; the turn that causes it is found."""
     monkeypatch.setattr(process, "EXIT_GRACE_S", 0.05)
     watched = await ready(slots=8)
     poison, fine = watched.submit("poison", "flood 2"), watched.submit("fine", "count 40")
@@ -240,7 +240,7 @@ async def test_engine_that_floods_its_pipe_is_killed(monkeypatch: pytest.MonkeyP
 
 
 async def test_submissions_respect_the_send_window() -> None:
-    """More than may be left unread waits for it, and it is given all of that, as it reads, without being lost."""
+    """Submissions above the window wait, and are sent without loss as the engine reads."""
     watched = ObservedSupervisor(max_queue=1000)
     large = bytes(2**20)
     turns = [
@@ -261,8 +261,8 @@ async def test_submissions_respect_the_send_window() -> None:
 
 
 @STUB
-async def test_a_turn_aborted_without_an_engine_is_withdrawn() -> None:
-    """It hears so at once, what it said is untouched, and no engine gets it any more; others go on."""
+async def test_turn_aborted_without_an_engine_is_withdrawn() -> None:
+    """It ends at once, its partial answer is kept, and no engine gets it; others resume."""
     watched = await ready(echo_delay_ms=5)
     gone, stays = watched.submit("gone", LONG), watched.submit("stays", LONG)
     await asyncio.wait_for(gone.spoke.wait(), TIMEOUT_S)
@@ -280,7 +280,7 @@ async def test_a_turn_aborted_without_an_engine_is_withdrawn() -> None:
 
 @STUB
 async def test_abort_lost_with_an_engine_holds() -> None:
-    """A turn whose engine dies before it could answer the abort does not go on."""
+    """A turn whose engine died before it answered the abort does not resume."""
     watched = await ready(echo_delay_ms=50)
     turn = watched.submit("t", LONG)
     await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
@@ -297,7 +297,7 @@ async def test_abort_lost_with_an_engine_holds() -> None:
 
 @STUB
 async def test_turn_that_cannot_be_resubmitted_fails_alone() -> None:
-    """What it has to say against its next engine is its end, a defect in it is an internal error."""
+    """An error for its next engine ends the turn; an unexpected one is internal."""
 
     class Refusing(RecordingTurn):
         def submission(self, then: Callable[[], None]) -> Submit | None:
@@ -351,7 +351,7 @@ async def test_submission_error_is_raised() -> None:
 
 @STUB
 async def test_engine_is_given_up_after_too_many_restarts() -> None:
-    """The engine is given up: turns fail, new ones are refused, and the supervisor can still be stopped."""
+    """Turns fail, new ones are refused, and the supervisor can still be stopped."""
     watched = ObservedSupervisor(model_name="die", max_restarts=3)
     turn = watched.submit("t", "count 3")
     with capture_logs() as logs:
@@ -372,7 +372,7 @@ async def test_engine_is_given_up_after_too_many_restarts() -> None:
 
 @STUB
 async def test_turns_stay_unfinished_when_the_daemon_exits() -> None:
-    """They hear nothing, as at a stop: the next daemon goes on with them. New ones are refused."""
+    """They get no event, as at a stop: the next daemon resumes them. New ones are refused."""
     watched = ObservedSupervisor(model_name="die", max_restarts=2, ends_with_it=lambda: True)
     turn = watched.submit("t", "count 3")
     watched.supervisor.start()
@@ -388,7 +388,7 @@ async def test_turns_stay_unfinished_when_the_daemon_exits() -> None:
 @STUB
 @pytest.mark.parametrize("how", ["layers", "refuse"])
 async def test_failed_gpu_load_is_retried_with_fewer_layers(how: str) -> None:
-    """Half as many with each attempt, which are no restarts that count, until the model loads."""
+    """Half as many with each attempt, not counted as restarts, until the model loads."""
     watched = ObservedSupervisor(model_name=f"{how} 10", max_restarts=0)
     turn = watched.submit("t", "count 3")
     with capture_logs() as logs:
@@ -402,7 +402,7 @@ async def test_failed_gpu_load_is_retried_with_fewer_layers(how: str) -> None:
 
 @STUB
 async def test_load_failure_on_the_cpu_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the processor alone cannot load it, that is why it is not tried again."""
+    """If the CPU alone cannot load it, it is not tried again."""
     watched = ObservedSupervisor(model_name="refuse -1", max_restarts=0, n_gpu_layers=1)
     watched.supervisor.start()
     await watched.until(EngineState.FAILED)

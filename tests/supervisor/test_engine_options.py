@@ -21,7 +21,7 @@ def spec(**engine: Any) -> ModelSpec:
 
 
 def test_every_setting_reaches_the_engine() -> None:
-    """As it was set, through the channel's JSON; adapters and directories of parked KV too."""
+    """Unchanged, through the channel's JSON; adapters and KV directories too."""
     kv = KvCachePaths(ram_dir=Path("/dev/shm/kv"), ram_bytes=5, client_share=0.25)
     given = spec(slots=3, n_batch=100, n_ubatch=50, kv_type_k="q8_0", kv_type_v="f32", worker_threads=7, ageing_s=2.5)
     options = EngineOptions.model_validate_json(engine_options(given, kv).model_dump_json())
@@ -41,6 +41,6 @@ def test_unset_options_get_values() -> None:
 
 @pytest.mark.parametrize("change", [{"slots": 0}, {"kv_type_k": "auto"}, {"split_mode": "row"}, {"no_such": 1}])
 def test_changes_are_checked(change: dict[str, Any]) -> None:
-    """A value that only a setting may have, or an unknown name, is refused where it is put in."""
+    """A value that only a setting may have, or an unknown name, is refused at once."""
     with pytest.raises(ValidationError):
         EngineOptions().replace(**change)

@@ -19,7 +19,7 @@ from inferencecenter.ipc.engine_options import EngineOptions, KvCachePaths
 from inferencecenter.ipc.messages import Cancelled, Failed
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor import process
-from inferencecenter.supervisor.demand import IdleTimer
+from inferencecenter.supervisor.lifecycle import IdleTimer
 from tests.supervisor.conftest import STUB
 from tests.supervisor.harness import TIMEOUT_S, ObservedSupervisor, RecordingTurn, end_of, order
 from tests.supervisor.timers import Timers
@@ -91,8 +91,8 @@ async def asleep(clock: LoopClock, **options: object) -> ObservedSupervisor:
     return watched
 
 
-async def test_an_idle_engine_ends_and_a_turn_starts_the_next(clock: LoopClock) -> None:
-    """Nothing of it is left but what is known of the model; each wake is a start, and no restart."""
+async def test_idle_engine_ends_and_a_turn_starts_the_next(clock: LoopClock) -> None:
+    """Only the model's description is kept; a wake counts as a start, not as a restart."""
     watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
@@ -120,8 +120,8 @@ async def test_an_idle_engine_ends_and_a_turn_starts_the_next(clock: LoopClock) 
 
 
 @STUB
-async def test_an_engine_with_turns_does_not_sleep(clock: LoopClock) -> None:
-    """However long they take; the time is counted from the end of the last."""
+async def test_engine_with_turns_does_not_sleep(clock: LoopClock) -> None:
+    """However long they take; idle time counts from the end of the last."""
     watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, echo_delay_ms=20)
     early = watched.submit("t1", "a long answer " * 4)
     watched.supervisor.start()
@@ -138,8 +138,8 @@ async def test_an_engine_with_turns_does_not_sleep(clock: LoopClock) -> None:
 
 
 @STUB
-async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine(clock: LoopClock) -> None:
-    """It is started as soon as the one before it is gone, and none of them hears of that."""
+async def test_turns_submitted_during_suspend_run_in_the_next_engine(clock: LoopClock) -> None:
+    """It is started as soon as the previous one has ended, and the turns are not interrupted."""
     watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S)
     late: list[RecordingTurn] = []
 
@@ -159,7 +159,7 @@ async def test_turns_that_come_while_it_falls_asleep_run_in_the_next_engine(cloc
 
 
 async def test_sessions_are_offloaded_across_sleep(tmp_path: Path, clock: LoopClock) -> None:
-    """Those from the slots too, also if no disk may hold them; what was closed meanwhile is forgotten at the wake."""
+    """Also from slots, and if no disk may hold them; sessions closed meanwhile are dropped at the wake."""
     live = {"one", "secret", "closed"}
     watched = await asleep(
         clock,
@@ -192,7 +192,7 @@ async def test_sessions_are_offloaded_across_sleep(tmp_path: Path, clock: LoopCl
 
 @STUB
 async def test_turn_withdrawn_while_asleep_wakes_no_engine(clock: LoopClock) -> None:
-    """It wakes no engine, nor does an unknown turn; the next turn wakes it as usual."""
+    """Nor does an unknown turn; the next turn wakes it as usual."""
     watched = await asleep(clock)
     watched.supervisor.abort("unknown")
     watched.supervisor.release("unknown")
@@ -209,7 +209,7 @@ async def test_turn_withdrawn_while_asleep_wakes_no_engine(clock: LoopClock) -> 
 
 @STUB
 async def test_engine_death_while_suspending_is_no_loss(clock: LoopClock) -> None:
-    """There was no turn with it: it is not started again before one comes."""
+    """It had no turn: it is not restarted before one is submitted."""
     watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S, max_restarts=0)
     kills = iter([watched.kill])
 
@@ -230,7 +230,7 @@ async def test_engine_death_while_suspending_is_no_loss(clock: LoopClock) -> Non
 
 @STUB
 async def test_engine_that_hangs_while_suspending_is_killed(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
-    """When its time is over; a turn that came meanwhile runs then."""
+    """After its timeout; a turn submitted meanwhile runs then."""
     deadlines = process.EngineProcess.end.__kwdefaults__
     assert deadlines is not None
     monkeypatch.setitem(deadlines, "suspend_deadline_s", 0.1)
@@ -256,7 +256,7 @@ async def test_engine_that_hangs_while_suspending_is_killed(monkeypatch: pytest.
 
 @STUB
 async def test_engine_lost_after_waking_is_restarted(clock: LoopClock) -> None:
-    """That is a restart as any other, the first of those that are allowed, and the turn that woke it goes on."""
+    """As an ordinary restart, the first of those allowed; the turn that woke it resumes."""
     watched = await asleep(clock, max_restarts=1, echo_delay_ms=20)
     turn = watched.submit("t1", LONG)
     await asyncio.wait_for(turn.spoke.wait(), TIMEOUT_S)
@@ -274,7 +274,7 @@ async def test_engine_lost_after_waking_is_restarted(clock: LoopClock) -> None:
 
 @STUB
 async def test_failed_wake_is_retried(clock: LoopClock) -> None:
-    """One that dies while it wakes is a loss; when that was the last, the turn that woke it fails."""
+    """An engine that dies while it wakes counts as lost; after the last restart the turn fails."""
     options = iter([{"model_name": "die"}])
 
     def plan_again(engine: EngineOptions) -> EngineOptions:
@@ -296,7 +296,7 @@ async def test_failed_wake_is_retried(clock: LoopClock) -> None:
 
 @STUB
 @pytest.mark.parametrize("state", [EngineState.SUSPENDING, EngineState.ASLEEP])
-async def test_stop_in_every_sleep_state(state: EngineState, clock: LoopClock) -> None:
+async def test_stop_works_in_every_sleep_state(state: EngineState, clock: LoopClock) -> None:
     """No process and no task is left, and turns are refused from then on."""
     watched = ObservedSupervisor(sleep_after_s=SLEEP_AFTER_S)
     await idle_supervisor(clock, watched)
@@ -311,7 +311,7 @@ async def test_stop_in_every_sleep_state(state: EngineState, clock: LoopClock) -
 
 @STUB
 async def test_engine_refused_admission_fails_until_admitted(clock: LoopClock) -> None:
-    """The turn that would wake it hears why, new ones are told when to come back, and it recovers by itself."""
+    """The turn that would wake it gets the reason, new ones a retry delay, and it recovers by itself."""
     gone = InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
     asked, faults = [], [gone, ValueError("a device that cannot be described"), gone]
 
@@ -352,8 +352,8 @@ async def test_engine_refused_admission_fails_until_admitted(clock: LoopClock) -
 
 
 @STUB
-async def test_stop_of_an_engine_refused_admission(clock: LoopClock) -> None:
-    """Also while it waits for its next try."""
+async def test_stop_works_while_admission_is_refused(clock: LoopClock) -> None:
+    """Also while it waits for its next attempt."""
 
     async def admit() -> bool:
         raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
@@ -370,7 +370,7 @@ async def test_stop_of_an_engine_refused_admission(clock: LoopClock) -> None:
 
 @STUB
 async def test_start_error_counts_as_a_restart(monkeypatch: pytest.MonkeyPatch, clock: LoopClock) -> None:
-    """Whatever is raised there: the turn that waits runs with the next engine, and too many faults are the end."""
+    """Whatever is raised: the waiting turn runs on the next engine, and too many errors give the engine up."""
     monkeypatch.setattr(tasks, "RESTART_MIN_S", 0.0)
     plans = iter([ValueError("a header that was not expected"), OSError("a file that is gone")])
 

@@ -40,7 +40,7 @@ def free_mib(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_daemons_have_separate_directories(tmp_path: Path, free_mib: list[int]) -> None:
-    """Two state directories lead to two places under the same settings; the same one leads to the same."""
+    """Two state directories have two places under the same settings; the same one has the same."""
     chosen = settings(tmp_path, disk_dir=tmp_path / "disk")
     one, again, other = (kv_cache_paths(chosen, tmp_path / name, SPEC) for name in ("one", "one", "other"))
     assert one == again
@@ -50,21 +50,21 @@ def test_daemons_have_separate_directories(tmp_path: Path, free_mib: list[int]) 
     assert (one.ram_bytes, one.disk_bytes) == (8 * MIB, 16 * MIB)
 
 
-def test_the_disk_directory_is_in_the_state_directory(tmp_path: Path, free_mib: list[int]) -> None:
-    """Unless another is named."""
+def test_disk_directory_is_in_the_state_directory(tmp_path: Path, free_mib: list[int]) -> None:
+    """Unless another is configured."""
     assert (
         kv_cache_paths(settings(tmp_path), tmp_path / "state", SPEC).disk_dir.parent.parent == tmp_path / "state" / "kv"
     )
 
 
 def test_disabled_tiers_have_no_bytes(tmp_path: Path) -> None:
-    """Neither tier has bytes."""
+    """Neither tier does."""
     places = kv_cache_paths(settings(tmp_path, parking=False), tmp_path, SPEC)
     assert (places.ram_bytes, places.disk_bytes) == (0, 0)
 
 
 def test_ram_budget_is_clipped_to_free_memory(tmp_path: Path, free_mib: list[int]) -> None:
-    """One line of the log says so; the disk, where a write that does not fit fails, is not clipped."""
+    """One log line says so; the disk budget, where a failing write is harmless, is not clipped."""
     free_mib[0] = 3
     with capture_logs() as logs:
         places = kv_cache_paths(settings(tmp_path), tmp_path, SPEC)
@@ -73,7 +73,7 @@ def test_ram_budget_is_clipped_to_free_memory(tmp_path: Path, free_mib: list[int
 
 
 def test_leftovers_count_as_free(tmp_path: Path, free_mib: list[int]) -> None:
-    """The first engine deletes it."""
+    """The first engine deletes them."""
     left = kv_cache_paths(settings(tmp_path), tmp_path, SPEC).ram_dir
     left.mkdir(parents=True)
     (left / "old").write_bytes(b"x" * 2 * MIB)
@@ -82,7 +82,7 @@ def test_leftovers_count_as_free(tmp_path: Path, free_mib: list[int]) -> None:
 
 
 def test_failing_file_system_disables_the_ram_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The daemon goes on without a tier in memory, and says why."""
+    """The daemon continues without it, and logs the reason."""
 
     def refuse(path: Path) -> os.statvfs_result:
         raise PermissionError(13, "Permission denied")
@@ -94,7 +94,7 @@ def test_failing_file_system_disables_the_ram_tier(tmp_path: Path, monkeypatch: 
 
 
 def test_ram_directory_is_removed_at_the_end(tmp_path: Path, free_mib: list[int]) -> None:
-    """What is in memory is deleted with its directory, what is beside it stays; a second time does nothing."""
+    """Its files are deleted with it, files beside it stay; a second removal does nothing."""
     places = kv_cache_paths(settings(tmp_path), tmp_path, SPEC)
     places.ram_dir.mkdir(parents=True)
     (places.ram_dir / "session").touch()
@@ -105,7 +105,7 @@ def test_ram_directory_is_removed_at_the_end(tmp_path: Path, free_mib: list[int]
 
 
 def test_models_have_separate_directories(tmp_path: Path, free_mib: list[int]) -> None:
-    """A model that is run otherwise keeps its place as long as its KV is alike; what parks other KV has another."""
+    """A model with changed options keeps its directory while its KV is compatible; other KV has another."""
     chosen = settings(tmp_path)
     own = kv_cache_paths(chosen, tmp_path, SPEC)
     longer = replace(SPEC, engine=EngineSettings(n_ctx=512))
@@ -120,7 +120,7 @@ def test_models_have_separate_directories(tmp_path: Path, free_mib: list[int]) -
 
 
 def test_kv_of_removed_models_is_deleted(tmp_path: Path, free_mib: list[int]) -> None:
-    """In memory and on disk; a model that is still there keeps its files."""
+    """In RAM and on disk; a model that still exists keeps its files."""
     chosen, gone = settings(tmp_path), replace(SPEC, name="gone")
     for spec in (SPEC, gone):
         for directory in (

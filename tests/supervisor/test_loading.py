@@ -1,4 +1,4 @@
-"""How far an engine has come with loading, and what to try when it did not."""
+"""The progress of loading, and the retry after a failure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALL = EngineOptions(backend="llama", parent_pid=0)
 
 
 def test_load_progress_is_throttled() -> None:
-    """However often llama.cpp reports."""
+    """However often llama.cpp reports it."""
     now = [10.0]
     progress = LoadProgress(monotonic=lambda: now[0])
     told = []
@@ -45,7 +45,7 @@ def test_load_progress_is_throttled() -> None:
 def test_out_of_memory_is_suspected_for_gpu_loads(
     loading: Loading, layers: int, refusal: LoadFailed | None, *, lacks: bool
 ) -> None:
-    """Where layers were on their way to one, and the engine died or said that memory was lacking."""
+    """If layers were being loaded to a GPU, and the engine died or reported a lack of memory."""
     progress = LoadProgress(monotonic=lambda: 0.0)
     progress.begin()
     progress.advance(loading)
@@ -58,7 +58,7 @@ def test_out_of_memory_is_suspected_for_gpu_loads(
 
 
 def test_reduced_layers_are_stored() -> None:
-    """With what was tried before; a model that was loaded once says how many it has."""
+    """With the attempts before; a model that was loaded once has a known number of layers."""
     with capture_logs() as logs:
         assert with_fewer_layers(ALL, None).n_gpu_layers == 32
         assert with_fewer_layers(ALL, MODEL).n_gpu_layers == MODEL.n_layers // 2

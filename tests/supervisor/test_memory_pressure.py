@@ -76,7 +76,7 @@ class MonitorHarness:
         return self.engines[0]
 
     def measure(self, engines: Sequence[EngineStatus]) -> list[MemoryUsage]:
-        """Count a look, and say what the test has set."""
+        """Count a measurement, and return what the test has set."""
         self.looks += 1
         if self.fault is not None:
             raise self.fault
@@ -94,7 +94,7 @@ class MonitorHarness:
         return [main, gpu]
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep until the test goes on."""
+        """Sleep until the test continues."""
         self.sleeps_s.append(seconds)
         self.slept.set()
         await self.wake.wait()
@@ -143,8 +143,8 @@ def refused(guard: MemoryPressureMonitor) -> bool:
     return refusal is not None
 
 
-async def test_normal_memory_is_silent(monitor: MonitorHarness) -> None:
-    """The metrics say so, with the figures."""
+async def test_normal_memory_is_not_logged(monitor: MonitorHarness) -> None:
+    """The metrics have the figures."""
     assert await monitor.look(100, now=2.0) is PressureState.EASY
     assert (monitor.engine.sent, refused(monitor.guard)) == ([], False)
     assert monitor.shown("pressure", state="easy") == 1
@@ -153,7 +153,7 @@ async def test_normal_memory_is_silent(monitor: MonitorHarness) -> None:
 
 
 async def test_offloaded_kv_is_evicted_before_turns_are_refused(monitor: MonitorHarness) -> None:
-    """Down to where it is calm, and more may be parked only when that has lasted. The log has the figures."""
+    """Down to the low mark; offloading resumes only after a calm period. The log has the figures."""
     monitor.engine.become(parked_mib=40)
     with capture_logs() as logs:
         assert await monitor.look(105, now=2.0) is PressureState.SHEDDING
@@ -181,7 +181,7 @@ async def test_offloaded_kv_is_evicted_before_turns_are_refused(monitor: Monitor
 
 
 async def test_turns_are_refused_if_eviction_does_not_help(monitor: MonitorHarness) -> None:
-    """At the next look; as soon as it is calm they do again."""
+    """At the next measurement; they are accepted as soon as memory is calm."""
     monitor.engine.become(parked_mib=10)
     assert await monitor.look(120, now=2.0) is PressureState.SHEDDING
     assert not refused(monitor.guard)
@@ -196,14 +196,14 @@ async def test_turns_are_refused_if_eviction_does_not_help(monitor: MonitorHarne
 
 
 async def test_without_offloaded_kv_turns_are_refused_at_once(monitor: MonitorHarness) -> None:
-    """And nothing may be parked either."""
+    """And nothing may be offloaded."""
     assert await monitor.look(101, now=2.0) is PressureState.FULL
     assert refused(monitor.guard)
     assert monitor.engine.sent == [KvRamLimit(0)]
 
 
 async def test_full_gpu_refuses_turns_without_eviction(monitor: MonitorHarness) -> None:
-    """It would gain nothing from it."""
+    """Eviction frees no GPU memory."""
     monitor.engine.become(parked_mib=40)
     assert await monitor.look(50, now=2.0, gpu_used_mib=101) is PressureState.FULL
     assert refused(monitor.guard)
@@ -213,7 +213,7 @@ async def test_full_gpu_refuses_turns_without_eviction(monitor: MonitorHarness) 
 
 
 async def test_failed_measurement_is_retried(monitor: MonitorHarness) -> None:
-    """It is measured again after a wait; until then nothing is known, and no turn is refused for what was."""
+    """After a wait; until then the state is unknown, and earlier refusals end."""
     monitor.engine.become(parked_mib=10)
     await monitor.look(120, now=2.0)
     monitor.fault = ValueError("a line of /proc that was not expected")
@@ -228,7 +228,7 @@ async def test_failed_measurement_is_retried(monitor: MonitorHarness) -> None:
 
 
 async def test_engines_keep_equal_shares() -> None:
-    """Its parked KV is released; an engine that is not ready is sent nothing."""
+    """An engine releases its offloaded KV above its share; one that is not ready gets no message."""
     monitor = MonitorHarness(engines=[FakeEngine(), FakeEngine(), FakeEngine()])
     for engine, parked_mib in zip(monitor.engines, (30, 10, 0), strict=True):
         engine.become(parked_mib=parked_mib)
@@ -243,8 +243,8 @@ async def test_engines_keep_equal_shares() -> None:
     await monitor.guard.close()
 
 
-async def test_measurement_interval(monitor: MonitorHarness) -> None:
-    """Else now and then."""
+async def test_measurement_interval_is_shorter_under_pressure(monitor: MonitorHarness) -> None:
+    """Otherwise memory is measured at the long interval."""
     monitor.engine.become(running=1)
     await monitor.look(50, now=2.0)
     monitor.engine.become(running=0)
@@ -255,7 +255,7 @@ async def test_measurement_interval(monitor: MonitorHarness) -> None:
 
 @pytest.mark.parametrize("state", [state for state in EngineState if state is not EngineState.READY])
 async def test_without_a_ready_engine_nothing_is_measured(monitor: MonitorHarness, state: EngineState) -> None:
-    """What it used is free; a turn that would wake it must not be kept away. The next engine is looked at at once."""
+    """Its memory is free; a turn that would wake it must be admitted. The next engine is measured at once."""
     await monitor.look(101, now=2.0)
     assert refused(monitor.guard)
     monitor.engine.become(state)
@@ -301,7 +301,7 @@ async def test_vanished_engine_is_detected(monitor: MonitorHarness) -> None:
     assert (monitor.looks, refused(monitor.guard)) == (2, False)
 
 
-async def test_where_memory_cannot_be_read_nothing_is_refused(monitor: MonitorHarness) -> None:
+async def test_unreadable_memory_refuses_nothing(monitor: MonitorHarness) -> None:
     """The metrics show no figures."""
     assert await monitor.look(None, now=2.0) is PressureState.EASY
     used_bytes = monitor.shown("used_bytes")
@@ -309,8 +309,8 @@ async def test_where_memory_cannot_be_read_nothing_is_refused(monitor: MonitorHa
     assert used_bytes != used_bytes  # noqa: PLR0124 - NaN
 
 
-def test_what_an_engine_keeps_is_never_more_than_it_has() -> None:
-    """Nor is there anything to divide where nothing is parked."""
+def test_kept_share_is_at_most_what_an_engine_has() -> None:
+    """Nor is there a share without offloaded KV."""
     engine = EngineStatus(EngineState.READY, parked_ram_bytes=7)
     main = MemoryUsage(name="memory", used_bytes=100, limit_bytes=10, calm_bytes=95, parked_bytes=21)
     assert kept_by(engine, main) == 7 * 16 // 21
@@ -318,7 +318,7 @@ def test_what_an_engine_keeps_is_never_more_than_it_has() -> None:
 
 
 def test_figures_are_readable() -> None:
-    """In MiB, what is parked only where something is."""
+    """In MiB; offloaded KV only if there is some."""
     assert describe([]) == ""
     usage = MemoryUsage(name="GPU 0", used_bytes=3 * MIB + 5, limit_bytes=4 * MIB, calm_bytes=0)
     assert describe([usage]) == "GPU 0: 3 of 4 MiB"

@@ -40,7 +40,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_ceiling_counts_the_daemons_processes(kernel: Callable[..., None]) -> None:
-    """Front and engines, whatever the machine's memory is used for."""
+    """Front and engines, whatever else the machine's memory is used for."""
     kernel(
         front=ResidentMemory(100, 1),
         _7=ResidentMemory(1000, 10),
@@ -53,7 +53,7 @@ def test_ceiling_counts_the_daemons_processes(kernel: Callable[..., None]) -> No
 
 @pytest.mark.parametrize(("shared", "counted"), [(0, 40), (10, 40), (40, 40), (45, 45)])
 def test_offloaded_kv_counts_once(kernel: Callable[..., None], shared: int, counted: int) -> None:
-    """Whether the engine has touched it, so that it is in its shared memory, or not; also of one that sleeps."""
+    """Whether or not it is part of the engine's shared memory; also that of a sleeping engine."""
     kernel(_7=ResidentMemory(1000, shared))
     asleep = EngineStatus(EngineState.ASLEEP, parked_ram_bytes=5)
     usage = main_memory(MemorySettings(ram_ceiling_mib=1), [PARKED, asleep])
@@ -63,7 +63,7 @@ def test_offloaded_kv_counts_once(kernel: Callable[..., None], shared: int, coun
 
 
 def test_limited_cgroup_counts_completely(kernel: Callable[..., None]) -> None:
-    """Up to 90 %, also where others share it."""
+    """Up to 90 %, also if other processes share it."""
     kernel(front=ResidentMemory(100), group=MemoryLimit(500, 1000), machine=MemoryLimit(1, 2))
     usage = main_memory(MemorySettings(hysteresis_percent=10), [PARKED])
     assert usage == MemoryUsage(name="memory", used_bytes=500, limit_bytes=900, calm_bytes=810, parked_bytes=40)
@@ -78,13 +78,13 @@ def test_machine_limit_is_the_fallback(kernel: Callable[..., None]) -> None:
 
 @pytest.mark.usefixtures("kernel")
 def test_unknown_figures_do_not_count() -> None:
-    """Nor is it an error."""
+    """They are not an error."""
     assert main_memory(MemorySettings(), [PARKED]) is None
     assert reader(MemorySettings(), GpuSettings())([PARKED]) == []
 
 
 def test_gpu_memory_floor() -> None:
-    """Hysteresis is of that, as a model may take most of the rest. One that does not tell is left out."""
+    """Hysteresis is relative to the floor, as a model may use most of the rest. A GPU without readings is skipped."""
     gpus = [GpuReading(index=1, vram_total_bytes=1000, vram_free_bytes=90), NO_GPU]
     (usage,) = gpu_memory(gpus, floor_bytes=100, hysteresis=0.05)
     assert usage == MemoryUsage(name="GPU 1", used_bytes=910, limit_bytes=900, calm_bytes=895)
@@ -92,7 +92,7 @@ def test_gpu_memory_floor() -> None:
 
 
 def test_only_gpus_in_use_are_measured(kernel: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a floor NVML is not even asked."""
+    """Without a floor NVML is not used."""
     kernel(machine=MemoryLimit(500, 1000))
     assert [each.name for each in reader(MemorySettings(), GpuSettings())([])] == ["memory"]
     readings = tuple(GpuReading(index=index, vram_total_bytes=9 * MIB, vram_free_bytes=MIB) for index in (0, 1))

@@ -103,7 +103,7 @@ async def test_model_that_fits_is_admitted() -> None:
 
 
 async def test_least_recently_used_model_is_evicted() -> None:
-    """Of the idle ones; what is not loaded is not asked."""
+    """The least recently used idle one; models that are not loaded do not count."""
     house = CacheHarness(room=2)
     old = house.engine("old", loaded=True, last_used_s=1.0)
     house.engine("busy", loaded=True, last_used_s=0.5, busy=True)
@@ -114,7 +114,7 @@ async def test_least_recently_used_model_is_evicted() -> None:
 
 
 async def test_busy_model_is_evicted_if_all_are_busy() -> None:
-    """The one that was asked longest ago."""
+    """The one requested longest ago."""
     house = CacheHarness()
     busy = [house.engine(str(number), loaded=True, last_used_s=float(number), busy=True) for number in (2, 1)]
     assert await house.enter(house.engine("new"))
@@ -122,7 +122,7 @@ async def test_busy_model_is_evicted_if_all_are_busy() -> None:
 
 
 async def test_number_of_resident_models_is_limited() -> None:
-    """It holds however much would fit."""
+    """However many would fit."""
     house = CacheHarness(room=100, max_resident=2)
     first, second = (house.engine(str(number), loaded=True, last_used_s=float(number)) for number in range(2))
     assert await house.enter(house.engine("third"))
@@ -145,7 +145,7 @@ async def test_model_that_fits_nowhere_evicts_none(max_resident: int) -> None:
 
 
 async def test_oversized_model_is_admitted_alone() -> None:
-    """Its plan does with what there is."""
+    """Its plan uses what there is."""
     house = CacheHarness(room=0)
     other = house.engine("other", loaded=True)
     assert await house.enter(house.engine("huge"))
@@ -153,7 +153,7 @@ async def test_oversized_model_is_admitted_alone() -> None:
 
 
 async def test_withdrawn_demand_is_not_admitted() -> None:
-    """No model is evicted for it; nor is it loaded when another was evicted meanwhile."""
+    """No model is evicted for it, nor is it loaded if another was evicted meanwhile."""
     house = CacheHarness()
     other = house.engine("other", loaded=True, at_once=False)
     assert not await house.enter(house.engine("idle", wanted=False))
@@ -194,7 +194,7 @@ async def test_admission_is_first_in_first_out() -> None:
 
 
 async def test_removed_model_is_not_evicted() -> None:
-    """A model whose entry went away makes no way."""
+    """A model whose entry was removed no longer counts."""
     house = CacheHarness()
     gone = house.engine("gone", loaded=True)
     house.residency.remove(gone)
@@ -209,7 +209,7 @@ async def run_loop() -> None:
 
 
 async def test_model_of_another_client_has_a_minimum_residency(clock_with_timeouts: LoopClock) -> None:
-    """A model that wants its place waits until it has been loaded for so long, and hears how long that is."""
+    """A model that needs its place waits until then, and gets the remaining time."""
     house, tasks = CacheHarness(min_residency_s=30.0), TaskGroup("test")
     loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset({"ada", "eve"}))
     new = house.engine("new", clients=frozenset({"eve"}))
@@ -233,7 +233,7 @@ async def admitted(house: CacheHarness, engine: FakeResident) -> None:
     [({"ada"}, {"ada", "bob"}, False), (set(), {"eve"}, False), ({"ada"}, {"eve"}, True), ({"ada"}, set(), True)],
 )
 async def test_model_of_the_same_client_is_evicted_at_once(users: set[str], clients: set[str], *, urgent: bool) -> None:
-    """So does every model where an operator wants another."""
+    """So is every model if an operator loads another."""
     house = CacheHarness(min_residency_s=30.0)
     loaded = house.engine("loaded", loaded=True, loaded_at_s=0.0, users=frozenset(users))
     assert await house.enter(house.engine("new", clients=frozenset(clients), is_urgent=urgent))
@@ -241,7 +241,7 @@ async def test_model_of_the_same_client_is_evicted_at_once(users: set[str], clie
 
 
 async def test_model_past_its_minimum_residency_is_evicted_first() -> None:
-    """Also if it is busy, and was used later."""
+    """Also if it is busy, and was used more recently."""
     house = CacheHarness(room=2, min_residency_s=30.0, now_s=40.0)
     ada = frozenset({"ada"})
     old = house.engine("old", loaded=True, loaded_at_s=0.0, users=ada, busy=True, last_used_s=39.0)
@@ -251,7 +251,7 @@ async def test_model_past_its_minimum_residency_is_evicted_first() -> None:
 
 
 async def test_admission_is_fair_between_clients() -> None:
-    """Of those that ask, the one whose client was served longest ago is next, however many another asked for before."""
+    """The client served longest ago is next, however many earlier requests another has."""
     house, tasks, order = CacheHarness(), TaskGroup("test"), []
     gate = house.engine("gate", loaded=True, at_once=False)
 
@@ -271,7 +271,7 @@ async def test_admission_is_fair_between_clients() -> None:
 
 
 async def test_withdrawn_demand_unblocks_the_next() -> None:
-    """It waited for its time, and one that waits behind it need not."""
+    """It waited for a minimum residency, which the request behind it does not need."""
     house, tasks = CacheHarness(min_residency_s=30.0), TaskGroup("test")
     ada = frozenset({"ada"})
     house.engine("loaded", loaded=True, loaded_at_s=0.0, users=ada)

@@ -96,11 +96,11 @@ class ManagerHarness:
         specs = {name: self.spec(name) for name in self.names} | {spec.name: spec for spec in changed.values()}
         return Registry(default, specs)
 
-    def make(self, spec: ModelSpec, admit: Callable[[ManagedModel], Awaitable[bool]]) -> ManagedModel:
+    def make(self, spec: ModelSpec, admit: Callable[[Supervisor], Awaitable[bool]]) -> ManagedModel:
         """Build a model with the stub engine."""
 
         async def may_load() -> bool:
-            return await admit(model)
+            return await admit(supervisor)
 
         supervisor = Supervisor(
             EngineOptions(
@@ -109,13 +109,13 @@ class ManagerHarness:
                 slots=2,
                 max_queue=10,
                 max_restarts=1,
+                swap_patience_s=spec.engine.swap_patience_s,
                 restart_backoff_min_s=0.01,
                 restart_backoff_max_s=0.02,
             ),
             admit=may_load,
         )
-        model = ManagedModel(spec, cast("Planner", FakePlanner(self.room, lambda: self.fault)), supervisor)
-        return model
+        return ManagedModel(spec, cast("Planner", FakePlanner(self.room, lambda: self.fault)), supervisor)
 
     def _see(self, name: str, status: EngineStatus) -> None:
         self.seen.append((name, status.state))
@@ -191,7 +191,7 @@ async def ended(turn: RecallableTurn) -> str:
 
 
 async def test_model_is_loaded_on_demand(make_manager: Callable[..., ManagerHarness]) -> None:
-    """The default at the start; of the other there is only its entry until then, and it stays beside the first."""
+    """The default is loaded at the start; another one only when it is used, beside the first."""
     house = make_manager()
     await house.ready("first")
     assert [(each.name, each.default, each.state) for each in house.models.describe()] == [
@@ -206,7 +206,7 @@ async def test_model_is_loaded_on_demand(make_manager: Callable[..., ManagerHarn
 
 
 async def test_unknown_model_is_not_found(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Whatever is asked of it; the answer names those that there are."""
+    """In every request; the error lists the available ones."""
     house = make_manager()
     asked: list[Callable[[], object]] = [
         lambda: house.models.engine("third"),
@@ -222,7 +222,7 @@ async def test_unknown_model_is_not_found(make_manager: Callable[..., ManagerHar
 
 
 async def test_swap_does_not_interrupt_turns(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Beside each other: running turns end where they began, what comes afterwards goes to the new default."""
+    """Running turns end on their model, later ones go to the new default."""
     house = make_manager()
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
@@ -238,8 +238,8 @@ async def test_swap_does_not_interrupt_turns(make_manager: Callable[..., Manager
     assert (running.interruptions, running.recalls) == (0, 0)
 
 
-async def test_a_swap_without_room_waits_for_running_turns(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Those end first; what comes meanwhile waits, and is answered by the new model."""
+async def test_swap_without_room_waits_for_running_turns(make_manager: Callable[..., ManagerHarness]) -> None:
+    """New turns wait meanwhile, and are answered by the new model."""
     house = make_manager(room=1)
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
@@ -256,7 +256,7 @@ async def test_a_swap_without_room_waits_for_running_turns(make_manager: Callabl
 
 
 async def test_swap_patience_interrupts_a_long_turn(make_manager: Callable[..., ManagerHarness]) -> None:
-    """A turn that takes too long is interrupted; it goes on with its model, for which the next one makes way."""
+    """A turn that takes too long is interrupted, and resumes on its model, for which the new one is evicted."""
     house = make_manager(room=1, patience_s=0.05)
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
@@ -275,7 +275,7 @@ async def test_swap_patience_interrupts_a_long_turn(make_manager: Callable[..., 
 @pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 2])
 async def test_failed_swap_keeps_the_old_model(make_manager: Callable[..., ManagerHarness], room: int) -> None:
-    """It is said why, the old one is loaded again if it had to go, and the next attempt starts from the beginning."""
+    """The caller gets the reason, the old model is loaded again if it was evicted, and the next attempt starts over."""
     house = make_manager(room=room, names=("first", "refuse -1", "second"))
     await house.ready("first")
     failed = await house.swap("refuse -1")
@@ -314,8 +314,8 @@ async def test_oversized_model_evicts_none(make_manager: Callable[..., ManagerHa
     assert (await house.swap("second")).phase == "done"
 
 
-async def test_a_swap_ends_whatever_planning_raises(make_manager: Callable[..., ManagerHarness]) -> None:
-    """The asker is told why, the lock is free for the next swap, and the old default answers, also after sleeping."""
+async def test_swap_ends_after_a_planning_error(make_manager: Callable[..., ManagerHarness]) -> None:
+    """The caller gets the reason, the next swap can run, and the old default answers, also after sleeping."""
     house = make_manager(names=("first", "odd", "second"))
     await house.ready("first")
     failed = await house.swap("odd")
@@ -329,10 +329,10 @@ async def test_a_swap_ends_whatever_planning_raises(make_manager: Callable[..., 
     assert (await house.swap("second")).phase == "done"
 
 
-async def test_a_swap_ends_when_its_model_cannot_be_made(
+async def test_swap_ends_if_its_model_cannot_be_created(
     make_manager: Callable[..., ManagerHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one whose first plan names a GPU that is gone: the asker is told, and the old default goes on."""
+    """For example if its first plan names a missing GPU: the caller gets the reason, and the old default continues."""
     house = make_manager()
     await house.ready("first")
 
@@ -346,7 +346,7 @@ async def test_a_swap_ends_when_its_model_cannot_be_made(
 
 @pytest.mark.slow
 async def test_request_for_an_unloadable_model_gets_the_reason(make_manager: Callable[..., ManagerHarness]) -> None:
-    """The call after that tries again."""
+    """The next request tries again."""
     house = make_manager(names=("first", "refuse -1"))
     await house.ready("first")
     house.models.ensure_loaded("refuse -1")
@@ -371,7 +371,7 @@ async def give_up(house: ManagerHarness, name: str) -> None:
 
 @pytest.mark.parametrize("how", ["reload", "reload of another entry", "swap"])
 async def test_given_up_engine_is_revived(make_manager: Callable[..., ManagerHarness], how: str) -> None:
-    """By a reload, also one that changes its entry, and by loading it: it is loaded at once, and turns run again."""
+    """By a reload, also one that changes its entry, or by a load request: it loads at once, and turns run again."""
     house = make_manager()
     await give_up(house, "first")
     with pytest.raises(InferenceCenterError) as refusal:
@@ -390,8 +390,8 @@ async def test_given_up_engine_is_revived(make_manager: Callable[..., ManagerHar
     assert not house.models.engine("first").given_up
 
 
-async def test_begun_answers_wait_for_their_model(make_manager: Callable[..., ManagerHarness]) -> None:
-    """One that could not be loaded keeps them until it is asked for again; those that said nothing hear why."""
+async def test_started_turns_wait_for_their_model(make_manager: Callable[..., ManagerHarness]) -> None:
+    """A model that could not be loaded keeps them until it is requested again; turns without output fail."""
     house = make_manager(names=("first", "huge"), room=2)
     await house.ready("first")
     begun = RecallableTurn(order("t1", "count 3", answer=pack_tokens([0])), models=house.models)
@@ -408,7 +408,7 @@ async def test_begun_answers_wait_for_their_model(make_manager: Callable[..., Ma
 
 
 async def test_model_recovers_when_its_device_returns(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Its waking turn hears why, loading it fails with the reason, and it is ready again when the device is."""
+    """The waking turn gets the reason, loading fails with it, and the model is ready again when the device is."""
     house = make_manager(names=("first", "second"))
     await house.ready("first")
     await ended(house.submit("t1", 1, model="second"))
@@ -427,10 +427,10 @@ async def test_model_recovers_when_its_device_returns(make_manager: Callable[...
     assert await ended(house.submit("t3", 1, model="second")) == answer(1)
 
 
-async def test_a_swap_that_meets_a_defect_ends(
+async def test_swap_ends_after_an_internal_error(
     make_manager: Callable[..., ManagerHarness], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its client is told, the lock on changes is free, and the next swap is done."""
+    """Its caller gets the error, the lock on changes is released, and the next swap succeeds."""
     house = make_manager()
     await house.ready("first")
 
@@ -445,8 +445,8 @@ async def test_a_swap_that_meets_a_defect_ends(
     assert (await house.swap("second")).phase == "done"
 
 
-async def test_one_swap_at_a_time(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Another is refused until it is over; one to the default itself is done at once."""
+async def test_concurrent_swap_is_refused(make_manager: Callable[..., ManagerHarness]) -> None:
+    """A swap to the default itself succeeds at once."""
     house = make_manager()
     await house.ready("first")
     house.models.swap("second", house.tell)
@@ -477,7 +477,7 @@ async def test_least_recently_used_model_is_evicted(make_manager: Callable[..., 
 
 
 async def test_one_client_does_not_evict_the_model_of_another(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Its turn waits while the others' model is new, and hears so; an operator's load does not, and stays too."""
+    """Its turn waits while the other client's model is new; an operator's load does not wait, and stays too."""
     house = make_manager(room=1, min_residency_s=3600.0, names=("first", "second", "third"))
     await house.ready("first")
     await ended(house.submit("t1", 1, client_id="ada"))
@@ -492,8 +492,8 @@ async def test_one_client_does_not_evict_the_model_of_another(make_manager: Call
     assert await ended(waiting) == answer(2)
 
 
-async def test_a_swap_ends_also_where_its_model_makes_way_at_once(make_manager: Callable[..., ManagerHarness]) -> None:
-    """It was ready, if only for a moment: the turn of another model that waited for its place runs."""
+async def test_swap_ends_if_its_model_is_evicted_at_once(make_manager: Callable[..., ManagerHarness]) -> None:
+    """It was ready for a moment: the turn of another model that waited for its place runs."""
     house = make_manager(room=1, names=("first", "second", "third"))
     await house.ready("first")
     for number in range(3):
@@ -506,7 +506,7 @@ async def test_a_swap_ends_also_where_its_model_makes_way_at_once(make_manager: 
 
 
 async def test_only_user_of_a_model_can_evict_it_at_once(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Naming models in turn costs the others nothing then."""
+    """Alternating between models then costs other clients nothing."""
     house = make_manager(room=1, min_residency_s=3600.0)
     await house.ready("first")
     for number, name in enumerate(("first", "second", "first")):
@@ -516,7 +516,7 @@ async def test_only_user_of_a_model_can_evict_it_at_once(make_manager: Callable[
 
 
 async def test_unloaded_model_is_loaded_on_demand(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Its running turn ends first; a model that was never requested has nothing to unload."""
+    """Unloading waits for its running turn; a model that was never requested has nothing to unload."""
     house = make_manager()
     await house.ready("first")
     running = house.submit("t1", 5, how="hold")
@@ -530,7 +530,7 @@ async def test_unloaded_model_is_loaded_on_demand(make_manager: Callable[..., Ma
 
 
 async def test_limits_reach_every_ready_engine(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Each by its slots."""
+    """By its number of slots."""
     house = make_manager()
     await house.ready("first")
     asked: list[int] = []
@@ -548,7 +548,7 @@ async def test_limits_reach_every_ready_engine(make_manager: Callable[..., Manag
 
 
 async def test_changed_entry_is_reloaded(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Its running turns end with the old engine; where KV would be kept in the same place, it ends first."""
+    """Running turns end with the old engine; if both would use the same KV directory, it ends first."""
     house = make_manager()
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
@@ -564,7 +564,7 @@ async def test_changed_entry_is_reloaded(make_manager: Callable[..., ManagerHarn
 
 
 async def test_changed_parameters_keep_the_engine(make_manager: Callable[..., ManagerHarness]) -> None:
-    """They hold from the next turn on."""
+    """They apply from the next turn on."""
     house = make_manager()
     await house.ready("first")
     old = house.models.engine("first")
@@ -577,7 +577,7 @@ async def test_changed_parameters_keep_the_engine(make_manager: Callable[..., Ma
 
 
 async def test_queued_turns_move_to_the_changed_entry(make_manager: Callable[..., ManagerHarness]) -> None:
-    """The same place: begun or not, its turns go to the new engine."""
+    """With the same KV directory its turns, started or not, go to the new engine."""
     house = make_manager(patience_s=0.05)
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
@@ -591,15 +591,17 @@ async def test_queued_turns_move_to_the_changed_entry(make_manager: Callable[...
     assert answer(5).startswith(running.text)
 
 
-async def test_a_changed_entry_that_cannot_be_loaded(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Leaves the old one where it was."""
+async def test_changed_entry_that_cannot_be_loaded_keeps_the_old_model(
+    make_manager: Callable[..., ManagerHarness],
+) -> None:
+    """The old engine continues."""
     house = make_manager(names=("first", "second"))
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
     broken = replace(house.spec("first", kv_type_k="q8_0"), path=Path("broken"))
     make = house.make
 
-    def make_broken(spec: ModelSpec, admit: Callable[[ManagedModel], Awaitable[bool]]) -> ManagedModel:
+    def make_broken(spec: ModelSpec, admit: Callable[[Supervisor], Awaitable[bool]]) -> ManagedModel:
         made = make(replace(spec, name="refuse -1"), admit)
         made.supervisor.subscribe(partial(house._see, "refuse -1"))
         return made
@@ -613,7 +615,7 @@ async def test_a_changed_entry_that_cannot_be_loaded(make_manager: Callable[...,
 
 
 async def test_entries_can_be_added_and_removed(make_manager: Callable[..., ManagerHarness]) -> None:
-    """A new default is loaded before it is one; what is gone ends when its turns have, and is not found any more."""
+    """A new default is loaded before it is used; a removed one ends after its turns, and is not found any more."""
     house = make_manager()
     await house.ready("first")
     old = house.watch(house.models.engine("first"))
@@ -632,8 +634,8 @@ async def test_entries_can_be_added_and_removed(make_manager: Callable[..., Mana
     assert await ended(house.submit("t2", 2)) == answer(2)
 
 
-async def test_stop_while_a_model_is_loading(make_manager: Callable[..., ManagerHarness]) -> None:
-    """Its engine ends with the others."""
+async def test_stop_ends_a_loading_engine(make_manager: Callable[..., ManagerHarness]) -> None:
+    """With the others."""
     house = make_manager(names=("first", "wait"))
     await house.ready("first")
     house.models.swap("wait", house.tell)
@@ -645,7 +647,7 @@ async def test_stop_while_a_model_is_loading(make_manager: Callable[..., Manager
 
 
 async def test_rescan_finds_new_models(make_manager: Callable[..., ManagerHarness]) -> None:
-    """A rescan finds them; existing ones stay as they are, also if nothing can be read."""
+    """Existing ones are unchanged, also if the directory cannot be read."""
     house = make_manager()
     fresh = house.registry(first=house.spec("first", max_queue=5), third=house.spec("third"))
     house.models.apply(replace(house.registry(), reread=lambda: fresh))
@@ -661,6 +663,20 @@ async def test_rescan_finds_new_models(make_manager: Callable[..., ManagerHarnes
     house.models._registry = replace(house.models._registry, reread=unreadable)
     house.models.rescan()
     assert house.models.names == ("first", "second", "third")
+
+
+async def test_removed_models_are_forgotten(make_manager: Callable[..., ManagerHarness]) -> None:
+    """Others are unchanged."""
+    house = make_manager()
+    await house.ready("first")
+    engine = house.models.engine("first")
+    left = replace(house.registry(), models={"first": house.spec("first")})
+    house.models._registry = replace(house.models._registry, reread=lambda: left)
+    house.models.forget_removed()
+    await asyncio.sleep(0)
+    async with house.models._changing:
+        assert house.models.names == ("first",)
+    assert house.models.engine("first") is engine
 
 
 def unreadable() -> Registry:

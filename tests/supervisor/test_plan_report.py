@@ -1,4 +1,4 @@
-"""Tests of plans in the words of the protocol."""
+"""Plans in the protocol's format."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HOST = Host(available_bytes=32 * GIB, cores=6)
 
 
 def shape(folder: Path, name: HeaderName) -> ModelShape:
-    """Return the shape of a model that is all header."""
+    """Return the shape of a model of which only the header exists."""
     path = folder / "model.gguf"
     write_header(path, HEADERS[name], name=name)
     return describe(read_gguf(path))
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelShape:
 
 
 def gpus(*gib: float) -> tuple[Device, ...]:
-    """Return GPUs of so much memory, of which a quarter of a GiB is others'."""
+    """Return GPUs of this much memory, of which other programs use a quarter of a GiB."""
     return tuple(
         Device(id=f"{n}", name=f"GPU {n}", free_bytes=int((each - 0.25) * GIB), total_bytes=int(each * GIB))
         for n, each in enumerate(gib)
@@ -52,8 +52,8 @@ def made(
     return plan(model, devices, HOST, constraints or PlacementConstraints())
 
 
-def test_report_per_gpu(model: ModelShape) -> None:
-    """Layers and bytes by device add up to the model; what others use is in what was free."""
+def test_report_lists_each_gpu(model: ModelShape) -> None:
+    """Layers and bytes by device add up to the model; memory of other programs is not counted as free."""
     planned = made(model, gpus(4, 6))
     told = plan_report(planned, model=model, host=HOST, constraints=PlacementConstraints())
     assert (told.fits, told.n_gpu_layers, told.layers, told.split_mode) == (True, 29, 29, "layer")
@@ -66,8 +66,8 @@ def test_report_per_gpu(model: ModelShape) -> None:
     assert {each.name for each in told.reasons} >= {"n_gpu_layers", "devices", "slots", "n_ctx"}
 
 
-def test_one_gpu_has_all_layers_that_are_on_gpus(model: ModelShape) -> None:
-    """The rest, with its KV, is the host's."""
+def test_single_gpu_has_all_offloaded_layers(model: ModelShape) -> None:
+    """The rest, with its KV, is on the host."""
     told = plan_report(made(model, gpus(3)), model=model, host=HOST, constraints=PlacementConstraints())
     (device,) = told.devices
     assert 0 < device.layers == told.n_gpu_layers < told.layers
@@ -75,22 +75,22 @@ def test_one_gpu_has_all_layers_that_are_on_gpus(model: ModelShape) -> None:
     assert told.host.available_bytes == 32 * GIB
 
 
-def test_report_of_a_cpu_plan(model: ModelShape) -> None:
-    """There is no device, and the first reason says why."""
+def test_report_of_a_cpu_plan_has_no_device(model: ModelShape) -> None:
+    """The first reason says why."""
     told = plan_report(made(model, ()), model=model, host=HOST, constraints=PlacementConstraints())
     assert (told.devices, told.n_gpu_layers, told.host.weight_bytes) == ((), 0, model.bytes)
     assert told.reasons[0].why == "llama.cpp can use no GPU"
 
 
-def test_experts_that_stay_with_the_host(tmp_path: Path) -> None:
-    """Are counted in layers."""
+def test_experts_on_the_host_are_reported(tmp_path: Path) -> None:
+    """They are counted in layers."""
     model = shape(tmp_path, "qwen3-30b-a3b")
     told = plan_report(made(model, gpus(8)), model=model, host=HOST, constraints=PlacementConstraints())
     assert 0 < told.host.expert_layers < told.layers
 
 
 def test_measurement_is_reported_per_device(model: ModelShape) -> None:
-    """Is with its device, and with no other."""
+    """With its device, and with no other."""
     told = with_measured_usage(
         plan_report(made(model, gpus(4, 6)), model=model, host=HOST, constraints=PlacementConstraints()), {"1": 5 * GIB}
     )
@@ -98,7 +98,7 @@ def test_measurement_is_reported_per_device(model: ModelShape) -> None:
 
 
 def test_report_is_bounded(model: ModelShape) -> None:
-    """Architectures and names come from files and drivers: a frame has to bear them."""
+    """Architectures and names come from files and drivers, and must fit a frame."""
     planned = made(model, tuple(replace(each, name="long " * 1000) for each in gpus(8)))
     flooded = replace(planned, reasons=(Reason("n", "v" * 1000, "why"),) * 100, advice=("words " * 1000,) * 1000)
     told = plan_report(flooded, model=model, host=HOST, constraints=PlacementConstraints())

@@ -1,4 +1,4 @@
-"""Tests of planned starts: what the settings leave open, what is measured, and what is tried after a failure."""
+"""Planned starts: unset options, measurements, and retries after a failure."""
 
 from __future__ import annotations
 
@@ -35,18 +35,20 @@ CARD = Device(id="0000:01:00.0", name="GTX 1060", free_bytes=3 * GIB, total_byte
 
 @dataclass
 class Machine:
-    """GPUs that a test changes while the planner looks at them."""
+    """GPUs that a test changes between plans."""
 
     devices: tuple[Device, ...] = (CARD,)
     used: dict[int, int] = field(default_factory=dict)
     available_bytes: int = 16 * GIB
+    asked: list[tuple[str, ...]] = field(default_factory=list)
 
-    def find(self, _wanted: Sequence[str]) -> tuple[Device, ...]:
+    def find(self, _wanted: Sequence[str], rpc_servers: Sequence[str]) -> tuple[Device, ...]:
         """Return the GPUs now."""
+        self.asked.append(tuple(rpc_servers))
         return self.devices
 
     def planner(self, folder: Path, *, gpu: dict[str, Any] | None = None, **engine: Any) -> Planner:
-        """Return a planner for this machine that keeps its corrections in a folder."""
+        """Return a planner for this machine that keeps its corrections in a directory."""
         return Planner(
             engine=EngineSettings(**engine),
             gpu=GpuSettings(**gpu or {}),
@@ -59,7 +61,7 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def options(tmp_path_factory: pytest.TempPathFactory) -> EngineOptions:
-    """Options for a model of 7B that is all header."""
+    """Options for a 7B model of which only the header exists."""
     path = tmp_path_factory.mktemp("model") / "model.gguf"
     write_header(path, HEADERS["qwen2.5-7b"], name="7B")
     return EngineOptions(backend="llama", parent_pid=0, model_path=str(path))
@@ -74,8 +76,21 @@ def test_unset_options_are_planned(tmp_path: Path, options: EngineOptions) -> No
     assert planned.flash_attention == "auto"
 
 
-def test_adapters_are_planned_for(tmp_path: Path, options: EngineOptions) -> None:
-    """Their files are part of the demand; one that is missing is not, and is the engine's to refuse."""
+def test_embedding_models_are_planned_with_one_text_at_once(tmp_path: Path, options: EngineOptions) -> None:
+    """The longest text is computed in one batch and is what the memory is planned for; batches stay usual."""
+    planner = Machine().planner(tmp_path)
+    planned = planner.first(options.replace(kind="embedding"))
+    assert (planned.slots, planned.n_ctx, planned.n_ubatch) == (1, 2048, 512)
+    assert planner.report is not None
+    assert (planner.report.n_ctx, planner.report.n_ubatch) == (2048, 2048)
+    assert Machine(devices=()).planner(tmp_path).first(options.replace(kind="embedding")).flash_attention == "auto"
+    assert Machine(devices=()).planner(tmp_path).first(options).flash_attention == "off"
+    longer = Machine().planner(tmp_path, n_ctx=8192).first(options.replace(kind="embedding"))
+    assert longer.n_ctx == 8192
+
+
+def test_plan_includes_adapters(tmp_path: Path, options: EngineOptions) -> None:
+    """Their files are part of the demand; a missing one is left to the engine to refuse."""
     heavy = tmp_path / "heavy.gguf"
     with heavy.open("wb") as file:
         file.truncate(GIB)
@@ -86,8 +101,8 @@ def test_adapters_are_planned_for(tmp_path: Path, options: EngineOptions) -> Non
     assert Machine().planner(tmp_path).first(missing).n_gpu_layers == plain.n_gpu_layers
 
 
-def test_draft_model_is_planned_for(tmp_path: Path, options: EngineOptions) -> None:
-    """On the GPU where it has room, else in host memory; one that cannot be read is the engine's to refuse."""
+def test_plan_includes_the_draft_model(tmp_path: Path, options: EngineOptions) -> None:
+    """On the GPU if it has room, else in host memory; an unreadable one is left to the engine to refuse."""
     draft = tmp_path / "draft.gguf"
     write_header(draft, HEADERS["llama3.2-1b"], name="1B")
     drafting = options.replace(draft_path=str(draft))
@@ -110,13 +125,13 @@ def test_defaults_without_a_gpu(tmp_path: Path, options: EngineOptions) -> None:
 
 
 def test_small_memory_reduces_slots(tmp_path: Path, options: EngineOptions) -> None:
-    """It is proved that 8 do not fit."""
+    """8 slots would not fit."""
     planned = Machine(devices=(), available_bytes=5 * GIB).planner(tmp_path).first(options)
     assert 1 <= planned.slots < 8
 
 
-def test_set_options_are_kept(tmp_path: Path, options: EngineOptions) -> None:
-    """Also where it does not fit, which is logged with have and need."""
+def test_configured_options_are_kept(tmp_path: Path, options: EngineOptions) -> None:
+    """Also if the model does not fit, which is logged with both sizes."""
     planner = Machine().planner(tmp_path, slots=4, n_ctx=8192, n_gpu_layers=29, gpu={"margin_mib": 100})
     with capture_logs() as logs:
         planned = planner.first(options)
@@ -125,14 +140,14 @@ def test_set_options_are_kept(tmp_path: Path, options: EngineOptions) -> None:
     assert "has 2,972 MiB after a margin of 100 MiB, needs 6," in warning["reason"]
 
 
-def test_layers_that_are_set_without_a_gpu(tmp_path: Path, options: EngineOptions) -> None:
-    """Are left to the engine, which says that there is none."""
+def test_configured_layers_without_a_gpu_are_left_to_the_engine(tmp_path: Path, options: EngineOptions) -> None:
+    """It reports that there is no GPU."""
     planned = Machine(devices=()).planner(tmp_path, n_gpu_layers=5).first(options.replace(n_gpu_layers=5))
     assert planned.n_gpu_layers == 5
 
 
-def test_other_backends_are_not_planned(tmp_path: Path, options: EngineOptions) -> None:
-    """A file that is not understood here may be by llama.cpp."""
+def test_unparsed_files_are_not_planned(tmp_path: Path, options: EngineOptions) -> None:
+    """llama.cpp may still be able to load them."""
     planner = Machine().planner(tmp_path)
     echo = options.replace(backend="echo")
     assert planner.first(echo) is echo
@@ -147,7 +162,7 @@ def test_other_backends_are_not_planned(tmp_path: Path, options: EngineOptions) 
 
 
 def test_failing_device_query_disables_the_plan(tmp_path: Path, options: EngineOptions) -> None:
-    """The engine starts with what is set; what asks whether the model fits beside others gets one of our errors."""
+    """The engine starts with the configured options; a check whether the model fits gets a defined error."""
     planner = Machine(devices=cast("tuple[Device, ...]", (None,))).planner(tmp_path)
     with capture_logs() as logs:
         assert planner.first(options) is options
@@ -161,7 +176,7 @@ def test_failing_device_query_disables_the_plan(tmp_path: Path, options: EngineO
 async def test_failing_measurement_is_logged(
     tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is logged, and nothing is left behind in the event loop."""
+    """No exception is left in the event loop."""
     planner = Machine().planner(tmp_path)
     planner.first(options)
     monkeypatch.setattr(planner, "compare", lambda *_: 1 / 0)
@@ -171,13 +186,25 @@ async def test_failing_measurement_is_logged(
     assert [line["reason"] for line in logs] == ["ZeroDivisionError: division by zero"]
 
 
-def test_configured_gpu_is_missing(tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends the daemon at its start; later, no engine is started until it is there."""
+def test_each_start_queries_the_servers(tmp_path: Path, options: EngineOptions) -> None:
+    """They may have come or gone; the comparison of a GPU's memory disturbs none."""
+    machine = Machine()
+    planner = machine.planner(tmp_path, gpu={"rpc_servers": ("a:1",)})
+    planner.first(options)
+    planner.compare(MODEL, pid=7)
+    planner.again(options)
+    assert machine.asked == [("a:1",), (), ("a:1",)]
+
+
+def test_missing_configured_gpu_prevents_the_start(
+    tmp_path: Path, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon exits at its start; later, no engine is started until the GPU is there."""
     machine = Machine()
     planner = machine.planner(tmp_path)
     planned = planner.first(options)
 
-    def missing(_wanted: Sequence[str]) -> tuple[Device, ...]:
+    def missing(_wanted: Sequence[str], _rpc_servers: Sequence[str]) -> tuple[Device, ...]:
         raise InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")
 
     monkeypatch.setattr(planner, "_find_devices", missing)
@@ -187,7 +214,7 @@ def test_configured_gpu_is_missing(tmp_path: Path, options: EngineOptions, monke
 
 
 def test_plan_follows_free_memory(tmp_path: Path, options: EngineOptions) -> None:
-    """The next start gets what is free then, and what is free again after that."""
+    """Each start gets what is free at that time."""
     machine = Machine()
     planner = machine.planner(tmp_path)
     planned = planner.first(options)
@@ -202,7 +229,7 @@ def test_plan_follows_free_memory(tmp_path: Path, options: EngineOptions) -> Non
 
 
 def test_failed_load_halves_the_layers(tmp_path: Path, options: EngineOptions) -> None:
-    """Half the layers that were planned, of which the number is known from the header; and never more again."""
+    """Half the planned layers, whose total is known from the header; later plans never use more."""
     planner = Machine(devices=(replace(CARD, free_bytes=8 * GIB, total_bytes=8 * GIB),)).planner(tmp_path)
     planned = planner.first(options)
     assert planned.n_gpu_layers == 29
@@ -213,7 +240,7 @@ def test_failed_load_halves_the_layers(tmp_path: Path, options: EngineOptions) -
 
 
 def test_slots_are_fixed_after_the_first_start(tmp_path: Path, options: EngineOptions) -> None:
-    """Turns that wait must still fit, and parked KV be of use; layers make room instead."""
+    """Waiting turns must still fit, and saved KV be usable; fewer layers are offloaded instead."""
     machine = Machine(devices=(replace(CARD, free_bytes=8 * GIB, total_bytes=8 * GIB),))
     planner = machine.planner(tmp_path)
     planned = planner.first(options)
@@ -225,7 +252,7 @@ def test_slots_are_fixed_after_the_first_start(tmp_path: Path, options: EngineOp
 
 
 def test_measurement_corrects_the_next_plan(tmp_path: Path, options: EngineOptions) -> None:
-    """The difference is logged and kept; another daemon in the same state directory plans with it."""
+    """The difference is logged and stored; another daemon in the same state directory plans with it."""
     machine = Machine()
     planner = machine.planner(tmp_path)
     planned = planner.first(options)
@@ -248,8 +275,8 @@ def test_measurement_corrects_the_next_plan(tmp_path: Path, options: EngineOptio
     assert machine.planner(tmp_path).first(options).n_gpu_layers > planned.n_gpu_layers
 
 
-def test_driver_without_process_memory(tmp_path: Path, options: EngineOptions) -> None:
-    """Then what is free less than before counts, if the GPU is still there."""
+def test_without_process_memory_the_change_of_free_memory_counts(tmp_path: Path, options: EngineOptions) -> None:
+    """If the GPU is still there."""
     machine = Machine()
     planner = machine.planner(tmp_path)
     planned = planner.first(options)
@@ -264,7 +291,7 @@ def test_driver_without_process_memory(tmp_path: Path, options: EngineOptions) -
 
 @pytest.mark.parametrize("used_mib", [0, 2000, 4500])
 def test_implausible_measurement_is_dropped(tmp_path: Path, options: EngineOptions, used_mib: int) -> None:
-    """Less than the weights and KV, or far more than planned, is what other programs did: nothing is kept."""
+    """Less than weights and KV, or far more than planned, is due to other programs."""
     machine = Machine(used={7: used_mib * MIB})
     planner = machine.planner(tmp_path)
     planned = planner.first(options)
@@ -276,8 +303,8 @@ def test_implausible_measurement_is_dropped(tmp_path: Path, options: EngineOptio
     assert machine.planner(tmp_path).first(options) == planned
 
 
-def test_gpu_unknown_to_nvml(tmp_path: Path, options: EngineOptions) -> None:
-    """There llama.cpp's own account counts, and what the driver takes is added as it was planned."""
+def test_gpu_unknown_to_nvml_uses_llama_cpps_figures(tmp_path: Path, options: EngineOptions) -> None:
+    """The driver's part is added as planned."""
     machine = Machine(devices=(replace(CARD, id="Vulkan0", index=-1, aliases=("Vulkan0",)),))
     planner = machine.planner(tmp_path)
     planner.first(options)
@@ -292,7 +319,7 @@ def test_gpu_unknown_to_nvml(tmp_path: Path, options: EngineOptions) -> None:
 
 
 def replace_model(memory: tuple[BufferUse, ...]) -> Any:
-    """Return the model with what it took."""
+    """Return the model with its measured memory."""
     return type(MODEL)(**{name: getattr(MODEL, name) for name in MODEL.__struct_fields__} | {"memory": memory})
 
 
@@ -318,7 +345,7 @@ async def test_each_ready_engine_is_compared_once(
 
 
 def test_without_a_plan_there_is_nothing_to_compare(tmp_path: Path, options: EngineOptions) -> None:
-    """As with the echo backend."""
+    """For example with the echo backend."""
     planner = Machine().planner(tmp_path)
     planner.first(options.replace(backend="echo"))
     with capture_logs() as logs:
@@ -326,8 +353,8 @@ def test_without_a_plan_there_is_nothing_to_compare(tmp_path: Path, options: Eng
     assert logs == []
 
 
-def test_models_beside_each_other(tmp_path: Path, options: EngineOptions) -> None:
-    """One fits if it has as much as it would have alone; what another has taken would be free without it."""
+def test_fit_beside_other_models(tmp_path: Path, options: EngineOptions) -> None:
+    """A model fits if it has as much as it would have alone; memory of the others would be free without them."""
     machine = Machine(devices=(), available_bytes=32 * GIB)
     first, second = machine.planner(tmp_path, slots=1), machine.planner(tmp_path, slots=1)
     assert first.fits_beside([], options)
@@ -338,8 +365,8 @@ def test_models_beside_each_other(tmp_path: Path, options: EngineOptions) -> Non
     assert not second.fits_beside([first], options)
 
 
-def test_a_model_that_fits_nowhere(tmp_path: Path, options: EngineOptions) -> None:
-    """It is refused with what it lacks; one that was loaded before is not, since the shortage may pass."""
+def test_model_that_fits_nowhere_is_refused(tmp_path: Path, options: EngineOptions) -> None:
+    """With the missing amount; a model that was loaded before is not, since the shortage may pass."""
     machine = Machine(devices=(), available_bytes=32 * GIB)
     other = machine.planner(tmp_path)
     other.first(options)
@@ -356,7 +383,7 @@ def test_a_model_that_fits_nowhere(tmp_path: Path, options: EngineOptions) -> No
 
 
 async def test_every_engine_but_the_first_is_planned_again() -> None:
-    """In a thread, from the options of the one before; what comes out is what it is started with."""
+    """In a thread, from the options of the previous one; the result is what it is started with."""
     given: list[EngineOptions] = []
 
     def plan_again(options: EngineOptions) -> EngineOptions:

@@ -1,4 +1,4 @@
-"""Which turns may have ended an engine."""
+"""Detection of turns that crash engines."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ NAMES = st.sampled_from("abcde")
 NAMED = st.dictionaries(NAMES, st.integers(0, 100), max_size=5)
 
 
-def test_nobody_is_tried_after_one_loss() -> None:
+def test_no_turn_is_isolated_after_one_loss() -> None:
     """An engine may die of anything: its turns are suspected, and run together again."""
     suspects = PoisonTurnDetector()
     assert suspects.lost({"a": 3, "b": 0}) is None
-    assert (len(suspects), suspects.isolated) == (2, None)
+    assert (len(suspects.suspicions), suspects.isolated) == (2, None)
 
 
-def test_the_second_suspicion_leads_to_a_trial_and_the_third_loss_to_a_verdict() -> None:
-    """Those named twice are tried in turn; the one that is alone when the engine dies did it."""
+def test_second_suspicion_isolates_and_third_loss_quarantines() -> None:
+    """Turns named twice are isolated one by one; the one that is alone when the engine dies is quarantined."""
     suspects = PoisonTurnDetector()
     suspects.lost({"a": 3, "b": 0, "c": 1})
     assert suspects.lost({"a": 5, "b": 2}) is None
@@ -30,11 +30,11 @@ def test_the_second_suspicion_leads_to_a_trial_and_the_third_loss_to_a_verdict()
     assert suspects.isolated == "b"
     assert suspects.lost({"b": 2}) == "b"
     assert suspects.isolated is None
-    assert len(suspects) == 1
+    assert len(suspects.suspicions) == 1
 
 
-def test_a_turn_that_gets_on_is_cleared_in_company_too() -> None:
-    """Losses far apart have another cause than a turn that went on in between."""
+def test_progress_between_losses_clears_a_turn() -> None:
+    """Also beside others: losses far apart have another cause."""
     suspects = PoisonTurnDetector()
     suspects.lost({"a": 3})
     assert suspects.clears("a", 3 + PROVEN_TOKENS)
@@ -42,8 +42,8 @@ def test_a_turn_that_gets_on_is_cleared_in_company_too() -> None:
     assert suspects.isolated is None
 
 
-def test_an_engine_that_dies_beside_its_work_convicts_nobody() -> None:
-    """One that was killed before the tried turn came to it, or between two steps, is no proof."""
+def test_engine_loss_outside_a_step_quarantines_no_turn() -> None:
+    """A kill before the isolated turn ran, or between two steps, is no proof."""
     suspects = PoisonTurnDetector()
     for _ in range(2):
         suspects.lost({"a": 0})
@@ -51,7 +51,7 @@ def test_an_engine_that_dies_beside_its_work_convicts_nobody() -> None:
     assert suspects.isolated == "a"
 
 
-def test_an_engine_killed_from_outside_convicts_the_second_time() -> None:
+def test_second_external_kill_quarantines_the_turn() -> None:
     """The first may be chance, such as an operator killing engines."""
     suspects = PoisonTurnDetector()
     for _ in range(3):
@@ -60,8 +60,8 @@ def test_an_engine_killed_from_outside_convicts_the_second_time() -> None:
     assert suspects.lost({"a": 0}, from_outside=True) == "a"
 
 
-def test_a_turn_that_is_over_is_forgotten() -> None:
-    """However it ended; one that was never suspected can be forgotten as well."""
+def test_ended_turn_is_dropped() -> None:
+    """However it ended, suspected or not."""
     suspects = PoisonTurnDetector()
     for _ in range(2):
         suspects.lost({"a": 0, "b": 0})
@@ -71,8 +71,8 @@ def test_a_turn_that_is_over_is_forgotten() -> None:
     assert not suspects.clears("unknown", 1000)
 
 
-def test_it_shows_whom_it_suspects() -> None:
-    """How often each was named, and who is tried."""
+def test_suspects_are_listed() -> None:
+    """With how often each was named, and which one is isolated."""
     suspects = PoisonTurnDetector()
     suspects.lost({"a": 0, "b": 0})
     suspects.lost({"b": 0})
@@ -80,8 +80,8 @@ def test_it_shows_whom_it_suspects() -> None:
 
 
 @given(losses=st.lists(NAMED))
-def test_only_who_was_tried_alone_is_convicted(losses: list[dict[str, int]]) -> None:
-    """Only the isolated turn is convicted, and only if it is the only one named."""
+def test_only_the_isolated_turn_is_quarantined(losses: list[dict[str, int]]) -> None:
+    """Only if it is the only one named."""
     suspects = PoisonTurnDetector()
     for named in losses:
         on_trial = suspects.isolated
@@ -91,7 +91,7 @@ def test_only_who_was_tried_alone_is_convicted(losses: list[dict[str, int]]) -> 
 
 
 @given(losses=st.lists(NAMED, min_size=2), told=st.lists(st.tuples(NAMES, st.integers(0, 200))))
-def test_trials_come_to_an_end(losses: list[dict[str, int]], told: list[tuple[str, int]]) -> None:
+def test_isolation_ends(losses: list[dict[str, int]], told: list[tuple[str, int]]) -> None:
     """The isolated turn stays the same until it is cleared or ends; without suspects all run together."""
     suspects = PoisonTurnDetector()
     for named in losses:
@@ -102,4 +102,4 @@ def test_trials_come_to_an_end(losses: list[dict[str, int]], told: list[tuple[st
         assert suspects.isolated == before or (cleared and turn_id == before)
     while (on_trial := suspects.isolated) is not None:
         suspects.forget(on_trial)
-    assert len(suspects) <= 5
+    assert len(suspects.suspicions) <= 5

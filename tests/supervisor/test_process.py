@@ -15,8 +15,8 @@ from inferencecenter.supervisor.process import EngineExit, EngineProcess
 OPTIONS = EngineOptions(backend="echo", parent_pid=0)
 
 
-async def test_its_last_words_say_how_it_ended() -> None:
-    """What the process writes outside the channel is logged, and the last line is part of the reason."""
+async def test_last_output_line_is_part_of_the_reason() -> None:
+    """What the process writes outside the channel is logged."""
     with capture_logs() as logs:
         process = await EngineProcess.spawn(OPTIONS, on_message=lambda _: None)
         process.send(Configure(b"{}"))
@@ -27,7 +27,7 @@ async def test_its_last_words_say_how_it_ended() -> None:
     assert [line["pid"] for line in logs if line["event"] == "engine_output"] == [process.pid]
 
 
-async def test_one_that_has_just_ended_can_be_killed() -> None:
+async def test_exited_process_can_be_killed() -> None:
     """The kernel knows of its end before the event loop does."""
     process = await EngineProcess.spawn(OPTIONS, on_message=lambda _: None)
     os.kill(process.pid, signal.SIGKILL)
@@ -37,8 +37,8 @@ async def test_one_that_has_just_ended_can_be_killed() -> None:
         assert await process.gone() == EngineExit("enough", by_itself=False)
 
 
-async def test_it_ends_when_its_pipe_is_closed() -> None:
-    """No signal is needed, it ends well, and it knew its parent without being told its pid."""
+async def test_process_ends_when_its_pipe_closes() -> None:
+    """Without a signal, with status 0; it knows its parent without getting its pid."""
     messages: list[FromEngine] = []
     ready = asyncio.Event()
 

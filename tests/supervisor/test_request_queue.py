@@ -1,4 +1,4 @@
-"""The turns that have not ended, over any number of engines."""
+"""The queue of unfinished turns across any number of engines."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ from inferencecenter.ipc.messages import (
     AbortTurn,
     Cancelled,
     ContextFull,
+    Embed,
+    EmbeddingDelta,
+    EmbeddingDone,
+    EmbeddingInput,
     Failed,
     Finished,
     Submit,
@@ -28,9 +32,7 @@ from inferencecenter.ipc.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from inferencecenter.supervisor.crash_limit import CrashLimit
-from inferencecenter.supervisor.poison_turn_store import PoisonTurnStore, SuspectedTurns
-from inferencecenter.supervisor.poison_turns import PROVEN_TOKENS
+from inferencecenter.supervisor.poison_turns import PROVEN_TOKENS, CrashLimit, PoisonTurnStore, SuspectedTurns
 from inferencecenter.supervisor.process import EngineExit
 from inferencecenter.supervisor.request_queue import RequestQueue
 from tests.supervisor.harness import RecordingTurn, order
@@ -61,7 +63,7 @@ def finished(turn_id: str, reason: str = "stop") -> Finished:
 
 @dataclass
 class Engine:
-    """The other end: which turns it has, and how many tokens of each; what it says of them is in ``outbox``."""
+    """The other end: its turns and their numbers of tokens; its events are in ``outbox``."""
 
     has: dict[str, int] = field(default_factory=dict)
     aborting: list[str] = field(default_factory=list)
@@ -70,7 +72,7 @@ class Engine:
     has_room: bool = True
 
     def send(self, message: ToEngine) -> None:
-        """Take a command."""
+        """Receive a command."""
         match message:
             case Submit(turn_id=turn_id, answer=answer, accepted=accepted):
                 assert turn_id not in self.has, "a turn is in one engine once"
@@ -94,14 +96,14 @@ class Engine:
 
 @dataclass
 class Soon:
-    """Calls that are arranged for the next turn of the loop; ``at_once`` turns it as soon as there are any."""
+    """Calls scheduled for the next loop iteration; with ``at_once`` it runs as soon as there are any."""
 
     at_once: bool = False
     calls: deque[Callable[[], None]] = field(default_factory=deque)
     turning: bool = False
 
     def arrange(self, call: Callable[[], None]) -> None:
-        """Arrange for a call."""
+        """Schedule a call."""
         self.calls.append(call)
         if not self.at_once or self.turning:
             return
@@ -111,7 +113,7 @@ class Soon:
         self.turning = False
 
     def turn(self) -> bool:
-        """Make the calls of one turn of the loop; tell whether there were any."""
+        """Run the calls of one loop iteration; return whether there were any."""
         calls, self.calls = self.calls, deque()
         for call in calls:
             call()
@@ -124,7 +126,7 @@ def make_turns(
     max_deaths: int = 0,
     remember: Callable[[SuspectedTurns], None] = lambda _: None,
 ) -> RequestQueue:
-    """Return a table that hands turns over when ``soon`` says so, or at once."""
+    """Return a queue that submits turns when ``soon`` runs, or at once."""
     return RequestQueue(
         call_soon=(soon or Soon(at_once=True)).arrange,
         changed=lambda: None,
@@ -134,7 +136,7 @@ def make_turns(
 
 
 def suspected_twice(*turns: RecordingTurn) -> tuple[RequestQueue, Engine]:
-    """Return a table whose turns were all named by two dead engines, and its third engine."""
+    """Return a queue whose turns were all named by two dead engines, and its third engine."""
     table = make_turns()
     for turn in turns:
         table.add(turn)
@@ -146,8 +148,8 @@ def suspected_twice(*turns: RecordingTurn) -> tuple[RequestQueue, Engine]:
     return table, engine
 
 
-def test_a_turn_that_was_here_before_the_engine_is_accepted() -> None:
-    """It may not be refused for lack of room, also by the next engine; what came since may, had it to wait or not."""
+def test_turn_queued_before_the_engine_is_accepted() -> None:
+    """No engine may refuse it for lack of room; later turns may be refused, whether they waited or not."""
     table, first, second = make_turns(), Engine(), Engine()
     table.add(RecordingTurn(order("waited")))
     table.connect(first)
@@ -162,8 +164,8 @@ def test_a_turn_that_was_here_before_the_engine_is_accepted() -> None:
     assert second.accepted == ["waited", "new", "late"]
 
 
-def test_turns_are_submitted_again_in_their_order() -> None:
-    """Those that ran and those that came while no engine was there, and each says where it is."""
+def test_turns_are_resubmitted_in_order() -> None:
+    """Those that ran and those that arrived without an engine, each from its position."""
     table, first, second = make_turns(), Engine(), Engine()
     a, b, c = (RecordingTurn(order(name)) for name in "abc")
     table.connect(first)
@@ -178,8 +180,33 @@ def test_turns_are_submitted_again_in_their_order() -> None:
     assert [turn.interruptions for turn in (a, b, c)] == [1, 1, 0]
 
 
-def test_turns_are_handed_over_one_in_a_turn_of_the_loop() -> None:
-    """Each is rendered in between what else the loop does, in their order; one that came late may be among them."""
+class EmbeddingTurn(RecordingTurn):
+    """A request for embeddings."""
+
+    def submission(self, then: Callable[[], None]) -> Embed:  # type: ignore[override]
+        """Return the request."""
+        return Embed(turn_id=self.turn_id, client_id=self.client_id, priority=1, inputs=(EmbeddingInput("text"),))
+
+
+def test_request_for_embeddings_ends_with_its_last_event() -> None:
+    """It outlives its engine, gets its vectors, and its success clears its client of the engine's death."""
+    table, turn = make_turns(max_deaths=2), EmbeddingTurn(order("e"))
+    table.connect(Engine())
+    table.add(turn)
+    table.lost(EngineExit("died", ("e",)))
+    table.connect(Engine())
+    delta, done = EmbeddingDelta("e", b"", 1, 1), EmbeddingDone("e", 0, 0)
+    table.on_engine_event(delta)
+    table.on_engine_event(done)
+    assert turn.events == [delta, done]
+    assert (turn.interruptions, len(table)) == (1, 0)
+    table.add(another := EmbeddingTurn(order("another")))
+    table.lost(EngineExit("died", ("another",)))
+    assert another.events == []
+
+
+def test_one_turn_is_submitted_per_loop_iteration() -> None:
+    """In order; rendering alternates with other work, and a turn that arrived late may be among them."""
     soon, engine = Soon(), Engine()
     table = make_turns(soon)
     turns = [RecordingTurn(order(f"t{number}")) for number in range(50)]
@@ -194,8 +221,8 @@ def test_turns_are_handed_over_one_in_a_turn_of_the_loop() -> None:
     assert (table.n_waiting, len(soon.calls)) == (0, 0)
 
 
-def test_an_engine_that_is_behind_is_given_no_more() -> None:
-    """Neither what waits nor what comes, until it has read what it was sent."""
+def test_send_window_holds_back_submissions() -> None:
+    """Waiting and new ones, until the engine has read what it was sent."""
     table, engine = make_turns(), Engine(has_room=False)
     early, late = RecordingTurn(order("early")), RecordingTurn(order("late"))
     table.add(early)
@@ -207,8 +234,8 @@ def test_an_engine_that_is_behind_is_given_no_more() -> None:
     assert (engine.took, table.n_waiting) == (["early", "late"], 0)
 
 
-def test_an_engine_lost_while_it_is_given_turns() -> None:
-    """What it did not get was not submitted, and the next engine gets all of them."""
+def test_engine_lost_during_submission_loses_no_turn() -> None:
+    """The rest was not submitted, and the next engine gets all turns."""
     soon, first, second = Soon(), Engine(), Engine()
     table = make_turns(soon)
     turns = [RecordingTurn(order(name)) for name in "abc"]
@@ -225,8 +252,8 @@ def test_an_engine_lost_while_it_is_given_turns() -> None:
     assert [turn.submissions for turn in turns] == [2, 1, 1]
 
 
-def test_any_number_of_turns_that_cannot_be_submitted_end() -> None:
-    """Each hears of its own end once, whatever kept it from running, and those beside them run."""
+def test_turns_that_cannot_be_submitted_end() -> None:
+    """Each gets one end with its own reason, and the others run."""
 
     class Refusing(RecordingTurn):
         def submission(self, then: Callable[[], None]) -> Submit:
@@ -250,8 +277,8 @@ def test_any_number_of_turns_that_cannot_be_submitted_end() -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-def test_turns_that_no_engine_takes_fail(*, begun: bool) -> None:
-    """All of them, or those that have said nothing: the others may go on with an engine that comes later."""
+def test_given_up_engine_fails_turns(*, begun: bool) -> None:
+    """All of them, or those without output: the others may resume on a later engine."""
     table, engine = make_turns(), Engine()
     said, silent = RecordingTurn(order("said")), RecordingTurn(order("silent"))
     table.connect(engine)
@@ -264,8 +291,8 @@ def test_turns_that_no_engine_takes_fail(*, begun: bool) -> None:
 
 
 @pytest.mark.parametrize("given_up", [False, True])
-def test_turns_of_an_engine_that_is_gone_are_told_one_in_a_turn_of_the_loop(*, given_up: bool) -> None:
-    """In their order, each of one thing: that it waits again, or that it has ended, whatever it waited to hear."""
+def test_turns_of_a_lost_engine_are_notified_one_per_iteration(*, given_up: bool) -> None:
+    """In order, each once: it waits again, or it has ended."""
     soon, engine, told = Soon(), Engine(), list[str]()
 
     class Noting(RecordingTurn):
@@ -295,8 +322,8 @@ def test_turns_of_an_engine_that_is_gone_are_told_one_in_a_turn_of_the_loop(*, g
     assert not table.notifying
 
 
-def test_what_comes_before_a_turn_is_told_of_a_lost_engine() -> None:
-    """An abort ends it at once, a recalled turn is resubmitted after that, and the next engine waits for all of it."""
+def test_events_before_the_notice_of_a_lost_engine() -> None:
+    """An abort ends the turn at once, a recalled turn is resubmitted afterwards, and the next engine waits for both."""
     soon, first, second = Soon(), Engine(), Engine()
     table = make_turns(soon)
     table.connect(first)
@@ -320,8 +347,8 @@ def test_what_comes_before_a_turn_is_told_of_a_lost_engine() -> None:
 
 
 @pytest.mark.parametrize("what", ["recall", "delay"])
-def test_recalled_and_delayed_turns_are_told_one_in_each_iteration(what: str) -> None:
-    """However many wait, and none of them twice."""
+def test_recalled_and_delayed_turns_are_notified_one_per_iteration(what: str) -> None:
+    """However many wait, and each once."""
     soon, told = Soon(), list[str]()
 
     class Noting(RecordingTurn):
@@ -348,8 +375,8 @@ def test_recalled_and_delayed_turns_are_told_one_in_each_iteration(what: str) ->
     assert max(after - before for before, after in pairwise(counts)) == 1
 
 
-def test_a_turn_that_leaves_the_queue_hears_of_no_delay() -> None:
-    """It was aborted, or an engine came for all."""
+def test_turn_that_left_the_queue_gets_no_delay() -> None:
+    """It was aborted, or an engine took it."""
     soon = Soon()
     table = make_turns(soon)
     gone, stays = RecordingTurn(order("gone")), RecordingTurn(order("stays"))
@@ -365,7 +392,7 @@ def test_a_turn_that_leaves_the_queue_hears_of_no_delay() -> None:
     assert (gone.delays_s, stays.delays_s) == ([], [1.0])
 
 
-def test_a_recalled_turn_may_be_aborted() -> None:
+def test_recalled_turn_can_be_aborted() -> None:
     """Until it is resubmitted; the daemon's end leaves it to the next."""
     soon = Soon()
     table = make_turns(soon)
@@ -383,8 +410,8 @@ def test_a_recalled_turn_may_be_aborted() -> None:
     assert (aborted.recalls, left.recalls) == (0, 0)
 
 
-def test_a_turn_that_is_to_hear_of_its_end_hears_no_other() -> None:
-    """Neither an abort nor a new engine reaches it, and a turn that comes meanwhile runs."""
+def test_turn_with_a_pending_end_gets_no_other_event() -> None:
+    """Neither an abort nor a new engine reaches it, and a new turn runs."""
     soon, engine = Soon(), Engine()
     table = make_turns(soon)
     failed, late = RecordingTurn(order("failed")), RecordingTurn(order("late"))
@@ -401,26 +428,26 @@ def test_a_turn_that_is_to_hear_of_its_end_hears_no_other() -> None:
 
 
 class Slow(RecordingTurn):
-    """A turn whose prompt is there when a test says so."""
+    """A turn whose prompt is ready when a test says so."""
 
     ready = False
     asked = 0
     then: Callable[[], None] = staticmethod(lambda: None)
 
     def submission(self, then: Callable[[], None]) -> Submit | None:
-        """Take note of what waits for it."""
+        """Record the waiting callback."""
         self.asked += 1
         self.then = then
         return super().submission(then) if self.ready else None
 
     def rendered(self) -> None:
-        """Let the prompt be there."""
+        """Complete the prompt."""
         self.ready = True
         self.then()
 
 
-def test_a_turn_that_has_no_prompt_yet_holds_up_no_other() -> None:
-    """It is given to the engine when its prompt is there, whether it came before the engine or after."""
+def test_turn_without_a_prompt_blocks_no_other() -> None:
+    """It is submitted when its prompt is ready, before or after the engine."""
     table, engine = make_turns(), Engine()
     before, after, quick = Slow(order("before")), Slow(order("after")), RecordingTurn(order("quick"))
     table.add(before)
@@ -434,8 +461,8 @@ def test_a_turn_that_has_no_prompt_yet_holds_up_no_other() -> None:
     assert (before.asked, after.asked) == (2, 2)
 
 
-def test_turns_that_are_rendered_are_being_handed_over() -> None:
-    """An engine that has to make way knows that it has not yet got what has waited for it."""
+def test_turns_in_rendering_count_as_being_submitted() -> None:
+    """An engine to be evicted knows that it has not yet received them."""
     soon = Soon()
     table, engine, turn = make_turns(soon), Engine(), Slow(order("a"))
     table.add(turn)
@@ -450,8 +477,8 @@ def test_turns_that_are_rendered_are_being_handed_over() -> None:
     assert (table.handing_over, engine.took) == (False, ["a"])
 
 
-def test_a_turn_without_a_prompt_is_interrupted_by_nothing() -> None:
-    """While an engine is lost its prompt may come; the next engine has the turn."""
+def test_turn_without_a_prompt_is_not_interrupted() -> None:
+    """Its prompt may become ready without an engine; the next engine gets the turn."""
     table, first, second = make_turns(), Engine(), Engine()
     turn = Slow(order("a"))
     table.connect(first)
@@ -463,8 +490,8 @@ def test_a_turn_without_a_prompt_is_interrupted_by_nothing() -> None:
     assert (second.took, turn.interruptions) == (["a"], 0)
 
 
-def test_a_turn_that_ended_is_not_given_when_its_prompt_comes() -> None:
-    """Aborted while it was rendered, it is gone."""
+def test_turn_aborted_during_rendering_is_not_submitted() -> None:
+    """Its prompt is dropped when it becomes ready."""
     table, engine = make_turns(), Engine()
     turn = Slow(order("a"))
     table.connect(engine)
@@ -475,14 +502,14 @@ def test_a_turn_that_ended_is_not_given_when_its_prompt_comes() -> None:
 
 
 class Life:
-    """One daemon after the other on one state directory, all with the turns that have not ended."""
+    """Consecutive daemons on one state directory, each with the unfinished turns."""
 
     def __init__(self, file: Path, turns: list[RecordingTurn]) -> None:
         self.file = file
         self.turns = turns
 
     def begin(self, *, after_crash: bool) -> tuple[RequestQueue, Engine]:
-        """Start a daemon, which resumes what there is; return its table and its first engine."""
+        """Start a daemon, which resumes the unfinished turns; return its queue and its first engine."""
         kept = PoisonTurnStore(self.file)
         table, engine = make_turns(remember=partial(kept.put, "model")), Engine()
         for turn in self.turns:
@@ -493,8 +520,8 @@ class Life:
         return table, engine
 
 
-def test_a_turn_that_ends_the_daemon_is_found_by_the_fifth(tmp_path: Path) -> None:
-    """Daemon and engine die together each time: two deaths lead to a trial, two deaths in the trial to a verdict."""
+def test_turn_that_kills_daemons_is_quarantined_by_the_fifth(tmp_path: Path) -> None:
+    """Daemon and engine die together each time: two deaths isolate it, two more quarantine it."""
     poison, fine = RecordingTurn(order("poison")), RecordingTurn(order("fine"))
     life = Life(tmp_path / "suspects.json", [poison, fine])
     assert life.begin(after_crash=False)[1].took == ["poison", "fine"]
@@ -508,8 +535,8 @@ def test_a_turn_that_ends_the_daemon_is_found_by_the_fifth(tmp_path: Path) -> No
     assert PoisonTurnStore(life.file).of("model") == SuspectedTurns()
 
 
-def test_innocent_turns_outlive_any_number_of_daemons(tmp_path: Path) -> None:
-    """Those that go on between two deaths are tried by none."""
+def test_innocent_turns_survive_any_number_of_daemons(tmp_path: Path) -> None:
+    """Turns with progress between two deaths are never isolated."""
     turns = [RecordingTurn(order(name)) for name in "abc"]
     life = Life(tmp_path / "suspects.json", turns)
     for number in range(10):
@@ -521,8 +548,8 @@ def test_innocent_turns_outlive_any_number_of_daemons(tmp_path: Path) -> None:
         assert PoisonTurnStore(life.file).of("model") == SuspectedTurns()
 
 
-def test_a_turn_that_gets_further_in_each_daemon_is_not_suspected(tmp_path: Path) -> None:
-    """A token between two deaths is enough: it would end by itself if it were let."""
+def test_turn_with_progress_in_each_daemon_is_not_suspected(tmp_path: Path) -> None:
+    """One token between two deaths is enough: it would complete if it were left running."""
     slow = RecordingTurn(order("slow"))
     life = Life(tmp_path / "suspects.json", [slow])
     for number in range(10):
@@ -532,8 +559,8 @@ def test_a_turn_that_gets_further_in_each_daemon_is_not_suspected(tmp_path: Path
     assert (slow.terminal, slow.n_tokens) == ([], 10)
 
 
-def test_a_suspicion_outlives_a_daemon_that_ends_in_order(tmp_path: Path) -> None:
-    """One that gives its engine up after a death or two leaves the search to the next; its end accuses no turn."""
+def test_suspicion_survives_a_clean_stop(tmp_path: Path) -> None:
+    """A daemon that gives its engine up leaves the search to the next; a clean stop suspects no turn."""
     poison, fine = RecordingTurn(order("poison")), RecordingTurn(order("fine"))
     life = Life(tmp_path / "suspects.json", [poison, fine])
     for expected in (["poison", "fine"], ["poison", "fine"], ["poison"]):
@@ -546,8 +573,8 @@ def test_a_suspicion_outlives_a_daemon_that_ends_in_order(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"model": 7}', b"\xff" * 100])
-def test_a_damaged_file_of_suspects_costs_nothing_else(tmp_path: Path, content: bytes) -> None:
-    """It is named in the log and written anew."""
+def test_damaged_file_of_suspects_is_replaced(tmp_path: Path, content: bytes) -> None:
+    """It is named in the log and written again."""
     path = tmp_path / "suspects.json"
     path.write_bytes(content)
     with capture_logs() as logs:
@@ -557,8 +584,8 @@ def test_a_damaged_file_of_suspects_costs_nothing_else(tmp_path: Path, content: 
     assert PoisonTurnStore(path).of("model") == SuspectedTurns({"t": 1})
 
 
-def test_what_a_lost_engine_still_says_is_nothing() -> None:
-    """Nor are events of an unknown turn."""
+def test_events_of_a_lost_engine_are_ignored() -> None:
+    """So are events of an unknown turn."""
     table, engine = make_turns(), Engine()
     turn = RecordingTurn(order("a"))
     table.connect(engine)
@@ -570,8 +597,8 @@ def test_what_a_lost_engine_still_says_is_nothing() -> None:
     assert turn.events == []
 
 
-def test_suspects_run_one_at_a_time_with_nobody_else() -> None:
-    """A cleared one makes room for the next: it leaves without a word, and its words are made again."""
+def test_suspects_run_alone() -> None:
+    """When one is cleared, the next one is isolated: it leaves without an event, and its text is generated again."""
     a, b, c = (RecordingTurn(order(name)) for name in "abc")
     table, engine = suspected_twice(a, b)
     assert not table.add(c)
@@ -591,8 +618,8 @@ def test_suspects_run_one_at_a_time_with_nobody_else() -> None:
     assert b.interruptions == 2
 
 
-def test_the_one_that_dies_alone_is_quarantined() -> None:
-    """It hears why; the others, suspects too, go on."""
+def test_turn_that_kills_the_engine_alone_is_quarantined() -> None:
+    """It gets the reason; the others, suspects too, continue."""
     a, b = RecordingTurn(order("a")), RecordingTurn(order("b"))
     table, _ = suspected_twice(a, b)
     with capture_logs() as logs:
@@ -607,8 +634,8 @@ def test_the_one_that_dies_alone_is_quarantined() -> None:
     assert len(table) == 1
 
 
-def test_a_trial_ends_with_its_turn() -> None:
-    """Finished, overflowed for good or aborted: then the next one runs, or all do."""
+def test_isolation_ends_with_its_turn() -> None:
+    """Finished, overflowed or aborted: then the next suspect runs, or all do."""
     a, b, c = (RecordingTurn(order(name)) for name in "abc")
     table, engine = suspected_twice(a, b, c)
     table.on_engine_event(engine.ends("a"))
@@ -620,8 +647,8 @@ def test_a_trial_ends_with_its_turn() -> None:
     assert len(table) == 0
 
 
-def test_a_turn_that_shifts_stays_a_suspect() -> None:
-    """It is submitted again while it is told, and is still alone."""
+def test_shifted_turn_stays_isolated() -> None:
+    """It is resubmitted during its own event, and still runs alone."""
     table = make_turns()
 
     class Shifting(RecordingTurn):
@@ -645,8 +672,8 @@ def test_a_turn_that_shifts_stays_a_suspect() -> None:
     assert table.lost(EngineExit("died", ("a",)))
 
 
-def test_an_abort_while_it_leaves() -> None:
-    """It is notified of its end at once, and later events of the engine are dropped."""
+def test_abort_while_a_turn_is_withdrawn_ends_it_at_once() -> None:
+    """Later events of the engine are dropped."""
     a, b = RecordingTurn(order("a")), RecordingTurn(order("b"))
     table, engine = suspected_twice(a, b)
     for _ in range(PROVEN_TOKENS):
@@ -659,8 +686,8 @@ def test_an_abort_while_it_leaves() -> None:
     assert a.terminal == [Cancelled("a")]
 
 
-def test_one_that_is_being_aborted_does_not_leave() -> None:
-    """Its own end is on its way, and the next trial waits for it."""
+def test_turn_being_aborted_is_not_recalled() -> None:
+    """Its end is on its way, and the next isolation waits for it."""
     a, b = RecordingTurn(order("a")), RecordingTurn(order("b"))
     table, engine = suspected_twice(a, b)
     table.abort("a")
@@ -672,8 +699,8 @@ def test_one_that_is_being_aborted_does_not_leave() -> None:
     assert engine.took == ["a", "b"]
 
 
-def test_a_submission_that_is_too_large() -> None:
-    """Is refused where it is submitted first, and the turn's end where it waited."""
+def test_oversized_submission_is_refused() -> None:
+    """At the first submission, or as the turn's end if it waited."""
 
     class Narrow(Engine):
         def send(self, message: ToEngine) -> None:
@@ -690,8 +717,8 @@ def test_a_submission_that_is_too_large() -> None:
     assert (len(table), direct.events) == (0, [])
 
 
-def test_a_turn_that_fails_to_take_note_harms_nobody() -> None:
-    """Neither of an interruption nor of its end."""
+def test_failing_listener_does_not_affect_other_turns() -> None:
+    """At an interruption and at an end."""
 
     class Broken(RecordingTurn):
         def on_engine_lost(self) -> None:
@@ -727,12 +754,12 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @initialize(poisons=st.sets(st.integers(0, 9), max_size=3))
     def begin(self, poisons: set[int]) -> None:
-        """Some of the turns to come kill engines."""
+        """Choose which future turns kill engines."""
         self.poisons = {f"t{n}" for n in poisons}
 
     @rule()
     def submit(self) -> None:
-        """A turn comes."""
+        """Submit a turn."""
         turn = RecordingTurn(order(f"t{len(self.turns)}"))
         self.turns[turn.turn_id] = turn
         given = self.table.add(turn)
@@ -741,7 +768,7 @@ class TurnsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine is None)
     @rule()
     def connect(self) -> None:
-        """An engine is ready; it gets turns in the order of their submission."""
+        """Connect an engine; it gets turns in the order of their submission."""
         self.engine = Engine()
         self.table.connect(self.engine)
         places = [list(self.turns).index(turn_id) for turn_id in self.engine.took]
@@ -750,7 +777,7 @@ class TurnsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine is not None)
     @rule()
     def stall(self) -> None:
-        """The engine stops reading, or has read what it was sent."""
+        """Stop the engine from reading, or let it read all messages."""
         assert self.engine is not None
         self.engine.has_room = not self.engine.has_room
         if self.engine.has_room:
@@ -759,7 +786,7 @@ class TurnsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine is not None and self.engine.has)
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        """The engine runs a step of some of its turns, unless one of them kills it."""
+        """Run a step of some turns, unless one of them kills the engine."""
         assert self.engine is not None
         chosen = data.draw(st.sets(st.sampled_from(sorted(self.engine.has)), min_size=1))
         if chosen & self.poisons:
@@ -772,7 +799,7 @@ class TurnsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine is not None and self.engine.has)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        """A turn ends by itself."""
+        """End a turn."""
         assert self.engine is not None
         turn_id = data.draw(st.sampled_from(sorted(self.engine.has)))
         self.table.on_engine_event(self.engine.ends(turn_id))
@@ -780,13 +807,13 @@ class TurnsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine is not None and self.engine.aborting)
     @rule()
     def answer_abort(self) -> None:
-        """The engine ends a turn whose end was asked for, if it still has it."""
+        """Answer an abort, if the engine still has the turn."""
         self._answer_abort()
 
     @precondition(lambda self: self.turns)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """A client wants the end of a turn, perhaps of one that is over."""
+        """Abort a turn, which may have ended."""
         turn_id = data.draw(st.sampled_from(sorted(self.turns)))
         self.aborted.add(turn_id)
         self.table.abort(turn_id)
@@ -794,13 +821,13 @@ class TurnsMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine is not None)
     @rule(data=st.data())
     def die(self, data: st.DataObject) -> None:
-        """The engine dies of something else, in a step or between two."""
+        """Kill the engine for another reason, in a step or between two."""
         assert self.engine is not None
         self._die(data.draw(st.sets(st.sampled_from(sorted(self.engine.has)))) if self.engine.has else set())
 
     @invariant()
     def each_turn_has_said_each_word_once(self) -> None:
-        """And has ended once at most, and is kept until then."""
+        """Each turn has generated each word once, has ended at most once, and is kept until then."""
         for turn in self.turns.values():
             assert unpack_tokens(turn.tokens) == list(range(turn.n_tokens))
             assert len(turn.terminal) <= 1
@@ -808,7 +835,7 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_who_was_alone_is_quarantined(self) -> None:
-        """And only what a client aborted ends as aborted."""
+        """Only isolated turns are quarantined, and only aborted turns end as aborted."""
         for turn in self.turns.values():
             for end in turn.terminal:
                 if isinstance(end, Failed):
@@ -818,7 +845,7 @@ class TurnsMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_engine_has_what_it_may_have(self) -> None:
-        """With an engine that reads, either all turns are there, or one is tried, or room is made for that."""
+        """An engine that reads has all turns, or an isolated one, or is being emptied for it."""
         if self.engine is None:
             assert not self.table.engine_is_busy
         elif not self.engine.has_room:
@@ -864,7 +891,7 @@ class TurnsMachine(RuleBasedStateMachine):
             self.table.on_engine_event(self.engine.ends(turn_id, "aborted"))
 
     def _die(self, named: set[str]) -> None:
-        """Lose the engine; a conviction needs a turn that was alone there and named twice before."""
+        """Lose the engine; quarantine requires a turn that ran alone and was named twice before."""
         assert self.engine is not None
         alone = set(self.engine.has)
         if len(alone) == 1 and named == alone and self.accused.get(min(alone), 0) >= 2:

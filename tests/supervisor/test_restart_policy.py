@@ -1,4 +1,4 @@
-"""How often an engine is started again, and with how much on the GPU."""
+"""The number of restarts, and the layers on the GPU of each."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.supervisor.restart_policy import RestartBudget, fewer_layers, lacks_memory
+from inferencecenter.supervisor.lifecycle import RestartBudget, fewer_layers, lacks_memory
 
 
 def test_restarts_within_the_window_are_bounded() -> None:
-    """One too many is refused; those that are longer ago than the window do not count."""
+    """One more is refused; restarts before the window do not count."""
     budget = RestartBudget(max_restarts=2, window_s=10.0)
     assert [budget.take(now=now) for now in (0.0, 9.0, 10.0)] == [True, True, False]
     assert [budget.take(now=now) for now in (10.5, 11.0, 19.5)] == [True, False, True]
 
 
-def test_a_cause_that_is_gone_is_not_counted() -> None:
-    """After it was found, as many restarts are left as in the beginning."""
+def test_restarts_of_a_removed_cause_are_not_counted() -> None:
+    """After it was found, all restarts are available again."""
     budget = RestartBudget(max_restarts=1, window_s=600.0)
     assert budget.take(now=0.0)
     budget.clear()
@@ -25,8 +25,8 @@ def test_a_cause_that_is_gone_is_not_counted() -> None:
     assert not budget.take(now=2.0)
 
 
-def test_no_restarts_at_all() -> None:
-    """0 gives the engine up at its first loss."""
+def test_limit_of_zero_allows_no_restart() -> None:
+    """The engine is given up at its first loss."""
     assert not RestartBudget(max_restarts=0, window_s=600.0).take(now=0.0)
 
 
@@ -34,13 +34,13 @@ def test_no_restarts_at_all() -> None:
     ("current", "known", "fewer"),
     [(-1, None, 32), (-1, 24, 12), (12, 24, 6), (99, 24, 12), (99, None, 49), (1, 24, 0), (1, None, 0), (0, 24, 0)],
 )
-def test_half_as_many_layers(current: int, known: int | None, fewer: int) -> None:
-    """All are those of the model, or 64 while it is unknown; more than there are count as all."""
+def test_layers_are_halved(current: int, known: int | None, fewer: int) -> None:
+    """All layers are those of the model, or 64 if unknown; a larger number counts as all."""
     assert fewer_layers(current, known) == fewer
 
 
 @given(current=st.integers(-1, 1000), known=st.none() | st.integers(0, 200))
-def test_the_processor_is_reached(current: int, known: int | None) -> None:
+def test_layers_decrease_to_the_cpu(current: int, known: int | None) -> None:
     """Each attempt uses fewer layers than the one before, and the last one none."""
     attempts = [current]
     while attempts[-1] != 0:
@@ -60,6 +60,6 @@ def test_the_processor_is_reached(current: int, known: int | None) -> None:
         ("unknown model architecture: 'nope'", False),
     ],
 )
-def test_what_llama_cpp_says_when_a_model_does_not_fit(reason: str, *, lacks: bool) -> None:
-    """Told from what is wrong with a file."""
+def test_out_of_memory_messages_of_llama_cpp_are_recognized(reason: str, *, lacks: bool) -> None:
+    """Errors about the file are not among them."""
     assert lacks_memory(reason) is lacks

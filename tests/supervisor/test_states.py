@@ -1,4 +1,4 @@
-"""The table of the engine process."""
+"""The transition table of the engine process."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from inferencecenter.ipc.port import EngineState
 from inferencecenter.supervisor.states import ENGINE, EngineChange
 
 
-def test_it_is_ready_only_after_it_started_and_can_always_be_stopped() -> None:
-    """Nothing but a start that loaded leads to READY, and every state but DRAINING can be left by a stop."""
+def test_ready_requires_a_start_and_any_state_can_stop() -> None:
+    """Only a completed load leads to READY, and a stop leaves every state but DRAINING."""
     assert {pair for pair, after in ENGINE.rows.items() if after is EngineState.READY} == {
         (EngineState.STARTING, EngineChange.LOADED)
     }

@@ -1,4 +1,4 @@
-"""Measuring what an engine's steps tell."""
+"""Metrics of an engine's steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FINISHED = Finished(
 
 
 class Bench:
-    """A meter with a clock that the test moves."""
+    """A meter with a clock that the test advances."""
 
     def __init__(self, model: str = "demo") -> None:
         self.metrics = DaemonMetrics()
@@ -51,7 +51,7 @@ class Bench:
         self.meter = StepMeter(self.metrics.engines, model=model, monotonic=lambda: self.now)
 
     def step(self, *events: TurnEvent, at_s: float = 0.0, work: StepStats | None = None) -> None:
-        """Tell of a step, so long after the beginning."""
+        """Report a step at this time."""
         self.now = 100.0 + at_s
         self.meter.step(StepOutput(events=events, running=0, waiting=0, rss_bytes=0, work=work))
 
@@ -71,16 +71,16 @@ def delta(turn_id: str, n_tokens: int = 1, text: str = "x") -> TokenDelta:
     return TokenDelta(turn_id, pack_tokens([7] * n_tokens), text)
 
 
-def test_tokens_are_counted_when_they_come(bench: Bench) -> None:
-    """All of all turns, those too whose text is held back; text that was held back brings none."""
+def test_tokens_are_counted_on_arrival(bench: Bench) -> None:
+    """All of all turns, also those with held-back text; held-back text itself adds none."""
     bench.step(
         delta("a"), delta("b", 3), PrefillProgress("c", 1, 2), delta("a", 1, text=""), TokenDelta("b", b"", "rest")
     )
     assert bench.shown("generated_tokens_total") == 5
 
 
-def test_the_time_between_frames_of_a_turn(bench: Bench) -> None:
-    """Each turn has its own; the first frame has none, and several tokens in one frame are read at once."""
+def test_time_between_tokens_is_measured_per_turn(bench: Bench) -> None:
+    """The first frame has none, and several tokens in one frame arrive together."""
     bench.step(delta("a"), at_s=1.0)
     bench.step(delta("b"), at_s=1.5)
     bench.step(delta("a", 4), delta("b"), at_s=2.0)
@@ -88,8 +88,8 @@ def test_the_time_between_frames_of_a_turn(bench: Bench) -> None:
     assert bench.shown("inter_token_seconds_sum") == 1.5
 
 
-def test_a_frame_without_tokens_is_no_token(bench: Bench) -> None:
-    """What was held back and is told at the end changes no time."""
+def test_frame_without_tokens_is_not_counted(bench: Bench) -> None:
+    """Held-back text that is released at the end changes no time."""
     bench.step(delta("a"), at_s=1.0)
     bench.step(TokenDelta("a", b"", "rest"), at_s=1.25)
     bench.step(delta("a"), at_s=2.0)
@@ -99,16 +99,16 @@ def test_a_frame_without_tokens_is_no_token(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "last", [FINISHED, Failed(turn_id="a", code="internal", message=""), ContextFull(turn_id="a", n_tokens=9)]
 )
-def test_a_turn_that_is_over_is_forgotten(bench: Bench, last: TurnEvent) -> None:
-    """However it ends, nothing is kept of it, and if it goes on its wait is not a time between tokens."""
+def test_ended_turn_is_dropped(bench: Bench, last: TurnEvent) -> None:
+    """However it ends; if it resumes, its wait is not counted between tokens."""
     bench.step(delta("a"), last, at_s=1.0)
     assert repr(bench.meter) == "StepMeter('demo', turns=0)"
     bench.step(delta("a"), at_s=9.0)
     assert bench.shown("inter_token_seconds_count") == 0
 
 
-def test_an_engine_that_is_lost_leaves_no_turn_behind(bench: Bench) -> None:
-    """Its turns may end without another word, and what passes until the next engine is no time between tokens."""
+def test_lost_engine_leaves_no_turn_behind(bench: Bench) -> None:
+    """Its turns may end without another event, and the time until the next engine is not counted between tokens."""
     bench.step(delta("a"), at_s=1.0)
     bench.meter.engine_changed(EngineStatus(EngineState.BACKOFF))
     bench.meter.engine_changed(EngineStatus(EngineState.READY))
@@ -117,8 +117,8 @@ def test_an_engine_that_is_lost_leaves_no_turn_behind(bench: Bench) -> None:
     assert bench.shown("generated_tokens_total") == 2
 
 
-def test_what_a_step_did(bench: Bench) -> None:
-    """Generating and reading are counted apart, with their times, so that rates of both are right."""
+def test_decode_and_prefill_steps_are_counted_apart(bench: Bench) -> None:
+    """With their times, so that both rates are right."""
     bench.step(work=StepStats(0.5, rows=3, decode_s=0.4))
     bench.step(work=StepStats(0.25, prefill_tokens=64, prefill_s=0.2))
     assert (bench.shown("step_seconds_count"), bench.shown("step_seconds_sum")) == (2, 0.75)
@@ -127,8 +127,8 @@ def test_what_a_step_did(bench: Bench) -> None:
     assert (bench.shown("prefill_seconds_total"), bench.shown("prefill_tokens_total")) == (0.2, 64)
 
 
-def test_what_only_moves_is_no_step(bench: Bench) -> None:
-    """Parking is counted by kind and time, fetching by number; neither says how long decoding takes."""
+def test_moves_are_not_counted_as_steps(bench: Bench) -> None:
+    """Offloads are counted by kind and time, fetches by number; neither affects decode times."""
     moves = (MoveTime("park", 0.25), MoveTime("restore", 0.5), MoveTime("park", 0.25))
     bench.step(work=StepStats(1.0, fetches=2, moves=moves))
     assert bench.shown("step_seconds_count") == 0
@@ -140,35 +140,35 @@ def test_what_only_moves_is_no_step(bench: Bench) -> None:
     assert bench.shown("kv_fetches_total") == 2
 
 
-def test_guesses_are_counted(bench: Bench) -> None:
-    """Those that were tried and those that were right."""
+def test_drafts_are_counted(bench: Bench) -> None:
+    """Proposed and accepted ones."""
     bench.step(work=StepStats(1.0, rows=2, drafted=7, accepted=5))
     bench.step(work=StepStats(1.0, rows=2))
     assert (bench.shown("drafted_tokens_total"), bench.shown("accepted_tokens_total")) == (7, 5)
 
 
-def test_every_kind_and_source_is_there_from_the_beginning(bench: Bench) -> None:
-    """So that the first of each is seen as an increase; what the engine can say has a place."""
+def test_all_label_values_exist_from_the_start(bench: Bench) -> None:
+    """The first event of each is visible as an increase."""
     assert [bench.shown("prompt_tokens_total", source=source) for source in TokenSources.__struct_fields__] == [0] * 5
     assert [bench.shown("kv_move_seconds_count", kind=kind) for kind in ("park", "restore", "copy")] == [0] * 3
 
 
-def test_where_prompts_came_from(bench: Bench) -> None:
-    """By source, added up over the turns."""
+def test_prompt_tokens_are_counted_by_source(bench: Bench) -> None:
+    """Added up over the turns."""
     bench.step(work=StepStats(1.0, sources=TokenSources(slot=5, computed=2)))
     bench.step(work=StepStats(1.0, sources=TokenSources(prefix=4, computed=1)))
     found = {name: bench.shown("prompt_tokens_total", source=name) for name in TokenSources.__struct_fields__}
     assert found == {"slot": 5, "neighbour": 0, "parked": 0, "prefix": 4, "computed": 3}
 
 
-def test_a_step_without_work_is_only_its_events(bench: Bench) -> None:
-    """As one that tells a place in the queue."""
+def test_step_without_work_is_not_counted(bench: Bench) -> None:
+    """For example one that only reports a queue position."""
     bench.step(delta("a"))
     assert bench.shown("step_seconds_count") == 0
 
 
-def test_a_models_name_is_no_way_into_the_page() -> None:
-    """It is another's text as well."""
+def test_model_name_is_escaped_in_the_page() -> None:
+    """It is text of another author."""
     bench = Bench('demo"\n')
     bench.step(delta("a"), work=StepStats(1.0, moves=(MoveTime("copy", 0.1),)))
     labels = {"model": 'demo"\N{REPLACEMENT CHARACTER}'}

@@ -29,7 +29,7 @@ ENDLESS = LONG * 30
 
 @pytest.fixture
 async def slow(stub: None) -> AsyncIterator[ObservedSupervisor]:
-    """An engine that is ready and takes its time for each token."""
+    """A ready engine that is slow for each token."""
     del stub
     watched = ObservedSupervisor(echo_delay_ms=20)
     watched.supervisor.start()
@@ -38,8 +38,8 @@ async def slow(stub: None) -> AsyncIterator[ObservedSupervisor]:
     await watched.supervisor.stop()
 
 
-async def test_a_turn_runs_to_its_end() -> None:
-    """Events come back to the turn's listener, the last is the end, and the gauges follow."""
+async def test_turn_runs_to_its_end() -> None:
+    """Events reach the turn's listener, the last is the end, and the gauges follow."""
     watched = ObservedSupervisor()
     watched.supervisor.start()
     await watched.until(EngineState.READY)
@@ -57,7 +57,7 @@ async def test_a_turn_runs_to_its_end() -> None:
 
 
 @STUB
-async def test_a_killed_engine_costs_no_word() -> None:
+async def test_engine_kill_loses_no_text() -> None:
     """Every turn goes on with the next engine and says what it would have said; turns taken meanwhile run too.
 
     The first engine says so little in a minute that no turn has ended when it is killed, however late that is.
@@ -98,8 +98,8 @@ async def test_a_killed_engine_costs_no_word() -> None:
 
 
 @STUB
-async def test_an_engine_whose_device_is_gone_comes_back_by_itself() -> None:
-    """That costs no restart, though it takes many tries: answers that have begun wait, what comes hears why."""
+async def test_engine_recovers_when_its_device_returns() -> None:
+    """The attempts count as no restarts: started turns wait, new ones get the reason."""
     gone = [InferenceCenterError(ErrorCode.INVALID_CONFIG, "There is no GPU 7.")] * 3
 
     def plan_again(options: EngineOptions) -> EngineOptions:
@@ -154,8 +154,8 @@ async def test_turns_wait_for_the_first_engine() -> None:
     await watched.supervisor.stop()
 
 
-async def test_an_aborted_turn_ends_as_aborted(slow: ObservedSupervisor) -> None:
-    """The engine receives it and reports what was kept; unknown turns are ignored."""
+async def test_aborted_turn_ends_as_aborted(slow: ObservedSupervisor) -> None:
+    """The engine reports what was kept; unknown turns are ignored."""
     heard = slow.submit("t1", ENDLESS)
     await asyncio.wait_for(heard.spoke.wait(), TIMEOUT_S)
     slow.supervisor.abort("t1")
@@ -168,8 +168,8 @@ async def test_an_aborted_turn_ends_as_aborted(slow: ObservedSupervisor) -> None
     assert heard.text != ENDLESS
 
 
-async def test_a_listener_that_fails_harms_nobody_else(slow: ObservedSupervisor) -> None:
-    """Its fault is logged, and the turn beside it goes on."""
+async def test_failing_listener_is_logged(slow: ObservedSupervisor) -> None:
+    """The turn beside it continues."""
 
     class Broken(RecordingTurn):
         def on_engine_event(self, event: TurnEvent) -> None:
@@ -183,8 +183,8 @@ async def test_a_listener_that_fails_harms_nobody_else(slow: ObservedSupervisor)
     assert "turn_listener_failed" in {line["event"] for line in logs}
 
 
-async def test_the_queue_is_bounded_and_places_are_told() -> None:
-    """Beyond slots and queue a turn is refused; before that its place is the number of turns ahead in the queue."""
+async def test_queue_is_bounded_and_positions_are_published() -> None:
+    """Beyond slots and queue a turn is refused; its position is the number of turns ahead of it."""
     watched = ObservedSupervisor(max_queue=1, echo_delay_ms=50)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
@@ -198,7 +198,7 @@ async def test_the_queue_is_bounded_and_places_are_told() -> None:
 
 @STUB
 async def test_stopping_interrupts_turns_and_ends_the_process() -> None:
-    """Turns hear of no end and nothing more, the process is gone when stop returns, stopping twice does nothing."""
+    """Turns get no end and no other event, the process has exited when stop returns, and a second stop does nothing."""
     watched = ObservedSupervisor(echo_delay_ms=20)
     watched.supervisor.start()
     await watched.until(EngineState.READY)
@@ -222,8 +222,8 @@ async def test_stopping_interrupts_turns_and_ends_the_process() -> None:
     assert heard.terminal == [Cancelled("t1")]
 
 
-async def test_an_engine_that_hangs_is_killed_at_the_end(slow: ObservedSupervisor) -> None:
-    """One that is stopped by a signal, cannot suspend and cannot end by itself is gone after the deadlines."""
+async def test_hanging_engine_is_killed_at_the_stop(slow: ObservedSupervisor) -> None:
+    """After its deadlines: it can neither suspend nor exit."""
     pid = slow.supervisor.status.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
@@ -235,8 +235,8 @@ async def test_an_engine_that_hangs_is_killed_at_the_end(slow: ObservedSuperviso
         os.kill(pid, 0)
 
 
-async def test_an_engine_that_dies_while_it_suspends_is_not_waited_for(slow: ObservedSupervisor) -> None:
-    """Nothing is lost but time: stop goes on as soon as the process is gone."""
+async def test_stop_does_not_wait_for_a_dead_engine(slow: ObservedSupervisor) -> None:
+    """It continues as soon as the process has exited; nothing else is lost."""
 
     def die(status: EngineStatus) -> None:
         if status.state is EngineState.DRAINING:
@@ -249,8 +249,8 @@ async def test_an_engine_that_dies_while_it_suspends_is_not_waited_for(slow: Obs
 
 
 @STUB
-async def test_stopping_while_it_starts_leaves_no_process() -> None:
-    """A stop right after the start ends as any other."""
+async def test_stop_during_the_start_leaves_no_process() -> None:
+    """It ends as any other stop."""
     watched = ObservedSupervisor()
     watched.supervisor.start()
     await asyncio.sleep(0)
@@ -260,8 +260,8 @@ async def test_stopping_while_it_starts_leaves_no_process() -> None:
 
 
 @pytest.mark.parametrize("daemon_ends", [True, False])
-async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path, *, daemon_ends: bool) -> None:
-    """The reason is kept for what decides about it; turns that wait hear it, unless they are the next daemon's."""
+async def test_unloadable_model_is_not_tried_again(tmp_path: Path, *, daemon_ends: bool) -> None:
+    """The reason is kept; waiting turns get it, unless they are left to the next daemon."""
     watched = ObservedSupervisor(
         backend="llama", model_path=str(tmp_path / "missing.gguf"), ends_with_it=lambda: daemon_ends
     )
@@ -280,8 +280,8 @@ async def test_a_model_that_cannot_be_loaded_is_not_tried_again(tmp_path: Path, 
     assert (begun.terminal, turn.submissions, begun.submissions) == ([], 0, 0)
 
 
-async def test_loading_is_told_in_tenths_and_llama_cpp_is_logged(demo_model_path: Path) -> None:
-    """Listeners hear of progress a few times, and what llama.cpp says is in the log under its name."""
+async def test_load_progress_is_published_and_llama_cpp_is_logged(demo_model_path: Path) -> None:
+    """In steps of a tenth; llama.cpp's messages are logged under its name."""
     watched = ObservedSupervisor(backend="llama", model_path=str(demo_model_path), n_ctx=256)
     fractions: list[float] = []
     watched.supervisor.subscribe(lambda status: fractions.append(status.load_fraction))
@@ -298,8 +298,8 @@ def _link(path: Path, target: Path) -> None:
     path.symlink_to(target.resolve())
 
 
-async def test_a_model_that_was_loaded_once_is_tried_again(demo_model_path: Path, tmp_path: Path) -> None:
-    """Whatever keeps a known model from loading is taken to pass."""
+async def test_model_that_was_loaded_before_is_tried_again(demo_model_path: Path, tmp_path: Path) -> None:
+    """A load failure of a known model is taken as temporary."""
     path = tmp_path / "model.gguf"
     _link(path, demo_model_path)
     watched = ObservedSupervisor(backend="llama", model_path=str(path), n_ctx=256)
@@ -317,8 +317,8 @@ async def test_a_model_that_was_loaded_once_is_tried_again(demo_model_path: Path
 
 
 @STUB
-async def test_an_engine_that_takes_too_long_to_load_is_started_again(tmp_path: Path) -> None:
-    """Past its time it is killed, the status says why, and another one is started."""
+async def test_load_timeout_restarts_the_engine(tmp_path: Path) -> None:
+    """It is killed, the status has the reason, and another one is started."""
     watched = ObservedSupervisor(load_timeout_s=0.001, model_name="wait", model_path=str(tmp_path / "steps"))
     watched.supervisor.start()
     await watched.until(EngineState.BACKOFF)
@@ -328,7 +328,7 @@ async def test_an_engine_that_takes_too_long_to_load_is_started_again(tmp_path: 
     assert detail == "loading took longer than 0.001 s"
 
 
-async def test_the_engine_holds_the_lock_as_long_as_it_lives(tmp_path: Path) -> None:
+async def test_engine_holds_the_lock_while_it_runs(tmp_path: Path) -> None:
     """A restart takes the lock again, and the file names the engine that holds it."""
     path = tmp_path / "engine.lock"
     watched = ObservedSupervisor(lock_path=path)

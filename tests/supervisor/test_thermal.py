@@ -1,4 +1,4 @@
-"""The thermal guard: when it looks, what it tells the engine and the clients, and what outlives an engine."""
+"""The thermal throttler: when it reads, what it sends to engine and clients, and what survives an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETTINGS = GpuSettings(warm_c=80, hot_c=87, hysteresis_c=5, cooling_s=10)
 
 @dataclass
 class Bench:
-    """A guard with a GPU, an engine and a clock that the test moves; it sleeps until the test lets it look."""
+    """A throttler with a GPU, an engine and a clock that the test advances; it reads on request."""
 
     settings: GpuSettings = SETTINGS
     gpus: Gpus = field(default_factory=Gpus)
@@ -68,22 +68,22 @@ class Bench:
         return {"model": self.status}
 
     def subscribe_models(self, listener: Callable[[str, EngineStatus], None]) -> None:
-        """Be the engine's side of a subscription."""
+        """Subscribe to the engine."""
         self.listeners.append(listener)
 
     def limit(self, limit_for: Callable[[int], EngineLimits]) -> None:
-        """Be told what an engine of so many slots may do."""
+        """Record the limits for an engine of this many slots."""
         assert self.status.model is not None
         self.sent.append(limit_for(self.status.model.slots))
 
     def engine(self, state: EngineState, *, slots: int = SLOTS, running: int = 0) -> None:
-        """Let the engine change its state."""
+        """Change the engine's state."""
         self.status = EngineStatus(state, model=structs.replace(MODEL, slots=slots), running=running)
         for listener in self.listeners:
             listener("model", self.status)
 
     def gpu(self, *temperatures_c: float | None, slowdowns: tuple[str, ...] = ()) -> None:
-        """Let there be GPUs so warm."""
+        """Set the GPUs' temperatures."""
         self.gpus = Gpus(
             tuple(
                 GpuReading(index=index, temperature_c=temperature_c, slowdowns=slowdowns)
@@ -92,27 +92,27 @@ class Bench:
         )
 
     def read(self) -> Gpus:
-        """Count a look."""
+        """Count a reading."""
         self.looks += 1
         if self.fault is not None:
             raise self.fault
         return self.gpus
 
     async def sleep(self, seconds: float) -> None:
-        """Sleep until the test goes on."""
+        """Sleep until the test continues."""
         self.sleeps_s.append(seconds)
         self.slept.set()
         await self.wake.wait()
         self.wake.clear()
 
     async def looked(self) -> None:
-        """Wait until the guard has looked and sleeps again."""
+        """Wait until the throttler has read and sleeps again."""
         async with asyncio.timeout(60):
             await self.slept.wait()
         self.slept.clear()
 
     async def look(self, *temperatures_c: float | None, now: float, slowdowns: tuple[str, ...] = ()) -> None:
-        """Have it look at GPUs so warm, at this second."""
+        """Let it read these temperatures at this second."""
         self.now = now
         self.gpu(*temperatures_c, slowdowns=slowdowns)
         self.wake.set()
@@ -125,7 +125,7 @@ class Bench:
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    """A guard that watches the GPU of a ready engine, at 50 °C."""
+    """A throttler of a ready engine's GPU, at 50 °C."""
     bench = Bench()
     bench.guard.begin()
     bench.gpu(50.0)
@@ -135,8 +135,8 @@ async def bench() -> AsyncIterator[Bench]:
     await bench.guard.close()
 
 
-async def test_a_reading_that_fails_does_not_end_the_watch(bench: Bench) -> None:
-    """What was told holds meanwhile, and it looks again after a wait."""
+async def test_failed_reading_does_not_end_the_monitoring(bench: Bench) -> None:
+    """The last state holds meanwhile, and it is read again after a wait."""
     await bench.look(90.0, now=2.0)
     assert bench.sent == [HOT]
     bench.fault = ValueError("a reading that was not expected")
@@ -150,16 +150,16 @@ async def test_a_reading_that_fails_does_not_end_the_watch(bench: Bench) -> None
     assert bench.sent == [HOT, WARM]
 
 
-async def test_while_all_is_cool_nobody_hears_of_it(bench: Bench) -> None:
-    """Neither the engine nor clients; the metrics say so."""
+async def test_cool_gpu_publishes_nothing(bench: Bench) -> None:
+    """Neither to the engine nor to clients; the metrics have the state."""
     await bench.look(60.0, now=2.0)
     assert (bench.sent, bench.told, bench.looks) == ([], [], 2)
     assert bench.shown("inferencecenter_thermal_state", state="cool") == 1
     assert bench.shown("inferencecenter_thermal_state", state="hot") == 0
 
 
-async def test_heat_limits_the_engine_and_is_told(bench: Bench) -> None:
-    """Up at once and down in order, each change once, with the reason in the log."""
+async def test_heat_limits_the_engine_and_is_published(bench: Bench) -> None:
+    """Up at once and down step by step, each change once, with the reason in the log."""
     with capture_logs() as logs:
         await bench.look(88.0, now=2.0)
         await bench.look(88.0, now=4.0)
@@ -183,14 +183,14 @@ async def test_heat_limits_the_engine_and_is_told(bench: Bench) -> None:
     ]
 
 
-async def test_throttling_counts(bench: Bench) -> None:
-    """A GPU that slows down for heat is warm, whatever its temperature."""
+async def test_throttling_gpu_counts_as_warm(bench: Bench) -> None:
+    """Whatever its temperature."""
     await bench.look(60.0, now=2.0, slowdowns=("sw_thermal", "power_cap"))
     assert bench.sent == [WARM]
     assert bench.shown("inferencecenter_thermal_state", state="warm") == 1
 
 
-async def test_it_looks_often_only_while_turns_run_or_wait(bench: Bench) -> None:
+async def test_readings_are_frequent_only_with_turns(bench: Bench) -> None:
     """A turn that waits because of the heat counts as well."""
     for running, waiting in ((1, 0), (0, 1), (0, 0)):
         bench.status = replace(bench.status, running=running, waiting=waiting)
@@ -199,8 +199,8 @@ async def test_it_looks_often_only_while_turns_run_or_wait(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("state", [state for state in EngineState if state is not EngineState.READY])
-async def test_it_does_not_look_without_a_ready_engine(bench: Bench, state: EngineState) -> None:
-    """Asleep, starting, lost or stopped: its timer is gone, and comes back with the next engine."""
+async def test_no_readings_without_a_ready_engine(bench: Bench, state: EngineState) -> None:
+    """Asleep, starting, lost or stopped: there is no timer until the next engine is ready."""
     bench.engine(state)
     bench.wake.set()
     for _ in range(10):
@@ -213,8 +213,8 @@ async def test_it_does_not_look_without_a_ready_engine(bench: Bench, state: Engi
     assert bench.looks == 2
 
 
-async def test_the_next_engine_is_limited_as_well(bench: Bench) -> None:
-    """At once, by its own number of slots, before it is known how hot the GPU is now."""
+async def test_next_engine_is_limited_at_once(bench: Bench) -> None:
+    """By its own number of slots, before the next reading."""
     await bench.look(88.0, now=2.0)
     bench.engine(EngineState.BACKOFF)
     bench.engine(EngineState.STARTING)
@@ -223,8 +223,8 @@ async def test_the_next_engine_is_limited_as_well(bench: Bench) -> None:
     assert len(bench.told) == 1, "nothing has changed for clients"
 
 
-async def test_a_gpu_that_is_lost_while_hot_cools_and_is_looked_for_no_more(bench: Bench) -> None:
-    """Its limits are lifted in order, and then the timer ends."""
+async def test_gpu_lost_while_hot_is_no_longer_read(bench: Bench) -> None:
+    """Its limits are lifted step by step, and then the timer ends."""
     await bench.look(88.0, now=2.0)
     await bench.look(now=12.0)
     bench.now = 22.0
@@ -236,8 +236,8 @@ async def test_a_gpu_that_is_lost_while_hot_cools_and_is_looked_for_no_more(benc
     assert bench.told[-1].temp is None
 
 
-async def test_where_there_is_no_gpu_there_is_no_timer() -> None:
-    """It looks once for each engine."""
+async def test_no_timer_without_a_gpu() -> None:
+    """Each engine is checked once."""
     bench = Bench()
     bench.guard.begin()
     for looks in (1, 2):
@@ -250,15 +250,15 @@ async def test_where_there_is_no_gpu_there_is_no_timer() -> None:
     await bench.guard.close()
 
 
-async def test_it_can_be_left_out() -> None:
-    """Then nothing is read at all."""
+async def test_disabled_throttler_reads_nothing() -> None:
+    """It has no timer either."""
     bench = Bench(settings=GpuSettings(thermal_guard=False))
     bench.guard.begin()
     assert bench.listeners == []
 
 
-async def test_gpus_that_are_not_used_do_not_count() -> None:
-    """Another's heat is not ours."""
+async def test_unused_gpus_do_not_count() -> None:
+    """Their heat is ignored."""
     bench = Bench(settings=SETTINGS.model_copy(update={"devices": ("1",)}))
     bench.guard.begin()
     bench.gpu(99.0, 50.0)
@@ -271,8 +271,8 @@ async def test_gpus_that_are_not_used_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 4, 5, 8, 256])
-def test_limits_leave_a_slot(slots: int) -> None:
-    """However few there are, and less is left the hotter it is."""
+def test_limits_leave_at_least_one_slot(slots: int) -> None:
+    """The hotter the GPU, the fewer slots."""
     limits = [limit_for(state, slots=slots, hot_pause_ms=0) for state in ThermalState]
     assert [limit.active_slots for limit in limits] == sorted([limit.active_slots for limit in limits], reverse=True)
     assert limits[0].active_slots == slots
@@ -284,7 +284,7 @@ def test_limits_leave_a_slot(slots: int) -> None:
     "wrong",
     [{"warm_c": 90.0, "hot_c": 90.0}, {"warm_c": 0.0}, {"hot_c": 151.0}, {"hysteresis_c": -1.0}, {"warm_c": 88}],
 )
-def test_thresholds_that_make_no_sense_are_refused(wrong: dict[str, Any]) -> None:
-    """With the figures, before anything starts."""
+def test_inconsistent_thresholds_are_refused(wrong: dict[str, Any]) -> None:
+    """With the values, before anything starts."""
     with pytest.raises(ValidationError):
         GpuSettings(**wrong)

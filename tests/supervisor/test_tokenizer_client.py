@@ -1,4 +1,4 @@
-"""Questions about tokens: who asks them gets an answer or hears why not, whatever becomes of the engine."""
+"""Token lookups: each gets a result or an error, whatever happens to the engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEXT = (PromptSegment("hi"),)
 
 @dataclass
 class Desk(Timers):
-    """Lookups whose timers fire when the test says so, and what an engine was sent."""
+    """A client whose timers fire on request, and the messages sent to the engine."""
 
     sent: list[ToEngine] = field(default_factory=list)
 
@@ -45,23 +45,23 @@ class Desk(Timers):
         self.lookups = TokenizerClient(call_later=self.call_later)
 
     def tokenize(self, client_id: str = "c", pieces: tuple[PromptSegment, ...] = TEXT) -> asyncio.Future[Tokenized]:
-        """Ask for the tokens of a text, a short one by default."""
+        """Request the tokens of a text, a short one by default."""
         return self.lookups.tokenize(pieces, first=True, client_id=client_id)
 
     def connect(self) -> None:
-        """Let an engine be there."""
+        """Connect an engine."""
         self.lookups.connect(self.sent.append)
 
 
 async def code_of(answer: Awaitable[object]) -> ErrorCode:
-    """Return why there is no answer."""
+    """Return the error code of a request."""
     with pytest.raises(InferenceCenterError) as failure:
         await answer
     return failure.value.code
 
 
-async def test_a_question_waits_for_an_engine_and_is_asked_once() -> None:
-    """The answer finds who asked by its number; afterwards nothing is kept and no timer runs."""
+async def test_request_waits_for_an_engine_and_is_sent_once() -> None:
+    """The answer is matched by number; afterwards no entry is kept and no timer runs."""
     desk = Desk()
     first, second = desk.tokenize(), desk.lookups.detokenize([7], client_id="d")
     assert desk.sent == []
@@ -75,8 +75,8 @@ async def test_a_question_waits_for_an_engine_and_is_asked_once() -> None:
     assert (len(desk.lookups), desk.pending) == (0, [])
 
 
-async def test_a_lost_engine_answers_no_more() -> None:
-    """Its requests fail, since one may have killed it; later ones wait for the next engine."""
+async def test_requests_of_a_lost_engine_fail() -> None:
+    """One of them may have crashed it; later ones wait for the next engine."""
     desk = Desk()
     desk.connect()
     asked = desk.tokenize()
@@ -91,8 +91,8 @@ async def test_a_lost_engine_answers_no_more() -> None:
 
 
 @pytest.mark.parametrize(("ready", "code"), [(False, ErrorCode.MODEL_LOADING), (True, ErrorCode.ENGINE_UNAVAILABLE)])
-async def test_nobody_waits_for_ever(ready: bool, code: ErrorCode) -> None:
-    """After a while it is said what was waited for: an engine, or one that does not answer."""
+async def test_requests_time_out(ready: bool, code: ErrorCode) -> None:
+    """The error says what it waited for: an engine, or one that does not answer."""
     desk = Desk()
     if ready:
         desk.connect()
@@ -101,8 +101,8 @@ async def test_nobody_waits_for_ever(ready: bool, code: ErrorCode) -> None:
     assert await code_of(answer) is code
 
 
-async def test_so_many_may_ask_at_once() -> None:
-    """One more is refused until another is answered or cancelled."""
+async def test_number_of_requests_is_limited() -> None:
+    """Another is refused until one is answered or cancelled."""
     desk = Desk()
     answers = [desk.tokenize() for _ in range(MAX_LOOKUPS)]
     with pytest.raises(InferenceCenterError, match="64"):
@@ -115,8 +115,8 @@ async def test_so_many_may_ask_at_once() -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-async def test_a_client_with_many_questions_keeps_no_other_from_asking(large: bool) -> None:
-    """All places, or all the room for texts, may be one client's; the next one has its share all the same."""
+async def test_client_with_many_requests_does_not_block_others(large: bool) -> None:
+    """One client may fill all places, or the budget for texts; the next one still has its share."""
     desk = Desk()
     pieces = (PromptSegment("x" * (MAX_LOOKUP_BYTES // 4)),) if large else TEXT
     n_places = 3 if large else MAX_LOOKUPS
@@ -134,8 +134,8 @@ async def test_a_client_with_many_questions_keeps_no_other_from_asking(large: bo
         each.exception() if not each.cancelled() else None
 
 
-async def test_a_question_that_nothing_waits_for_is_withdrawn_from_the_engine() -> None:
-    """Whether it was cancelled, ended by what asked, or took too long; an answered one is not."""
+async def test_abandoned_request_is_withdrawn_from_the_engine() -> None:
+    """Cancelled, ended by the caller, or timed out; an answered one is not."""
     desk = Desk()
     desk.connect()
     cancelled, ended, answered = desk.tokenize(), desk.tokenize(), desk.tokenize()
@@ -153,8 +153,8 @@ async def test_a_question_that_nothing_waits_for_is_withdrawn_from_the_engine() 
     assert (len(desk.lookups), desk.pending) == (0, [])
 
 
-async def test_what_the_engine_refuses_is_refused() -> None:
-    """Its code and its words are passed on; a code that is none is a defect; a frame too large never leaves."""
+async def test_errors_of_the_engine_are_passed_on() -> None:
+    """With code and message; an unknown code is internal; an oversized frame is never sent."""
 
     def refuse(message: ToEngine) -> None:
         raise FramingError("too large")
@@ -170,7 +170,7 @@ async def test_what_the_engine_refuses_is_refused() -> None:
     assert await code_of(desk.tokenize()) is ErrorCode.MESSAGE_TOO_LARGE
 
 
-async def test_a_question_wakes_an_engine_that_sleeps() -> None:
+async def test_request_wakes_a_sleeping_engine() -> None:
     """It is answered when the engine is ready; after the supervisor has stopped requests are refused."""
     watched = ObservedSupervisor()
     watched.supervisor.start(asleep=True)

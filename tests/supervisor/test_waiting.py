@@ -1,4 +1,4 @@
-"""Turns that wait and turns that leave, and what an engine leaves to the next one."""
+"""Waiting and leaving turns, and KV recovered by the next engine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ async def ready(**options: object) -> ObservedSupervisor:
     return watched
 
 
-async def test_a_long_queue_is_logged_once() -> None:
-    """Four turns that wait for one slot are one line, which says how many."""
+async def test_long_queue_is_logged_once() -> None:
+    """Four turns that wait for one slot are one line, with their number."""
     watched = await ready(slots=1, queue_warning=3, echo_delay_ms=5, quantum_tokens=1_000_000)
     with capture_logs() as logs:
         for turn in [watched.submit(f"t{n}") for n in range(5)]:
@@ -40,8 +40,8 @@ async def test_a_long_queue_is_logged_once() -> None:
     assert (line["log_level"], line["waiting"] >= 3) == ("warning", True)
 
 
-async def test_a_turn_that_overflowed_can_be_submitted_again() -> None:
-    """Its event is the last of the submission, and the name is free for the next one."""
+async def test_overflowed_turn_can_be_resubmitted() -> None:
+    """The overflow is the last event of the submission, and the turn's id is free again."""
     watched = await ready(n_ctx=64)
     first = watched.submit("t", LONG[:20], may_shift=True, params_json=b'{"ignore_eos":true,"max_tokens":30}')
     await asyncio.wait_for(first.ended.wait(), TIMEOUT_S)
@@ -55,20 +55,20 @@ async def test_a_turn_that_overflowed_can_be_submitted_again() -> None:
 
 
 async def cached(watched: ObservedSupervisor, session: str, *, durable: bool = True) -> int:
-    """Ask something in the session of a client of its own, and return how many tokens of it were still in KV."""
+    """Run a turn in a session with its own client, and return the number of cached tokens."""
     return (await end_of(watched.submit(session, LONG, client_id=session, durable=durable))).cached_tokens
 
 
 def wait_until_sealed(directory: Path, n_files: int) -> None:
-    """Wait until so many parked sequences have their header, which a worker writes: without it a file is worthless."""
+    """Wait until this many entries have their header, which a worker writes; without it a file is invalid."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while sum(any(path.read_bytes()[:8]) for path in directory.rglob("*") if path.is_file()) < n_files:
         assert time.monotonic() < deadline_s, "too few sequences were sealed"
         time.sleep(0.01)
 
 
-async def test_what_is_parked_outlives_the_engine_and_if_it_may_the_daemon(tmp_path: Path) -> None:
-    """The next engine takes all of it over; the first engine of another daemon what may be on a disk."""
+async def test_offloaded_kv_survives_the_engine(tmp_path: Path) -> None:
+    """The next engine recovers all of it; the first engine of another daemon what may be on a disk."""
     options = {"slots": 1, "kv": KvCachePaths(ram_dir=tmp_path, ram_bytes=2**20)}
     watched = await ready(**options)
     for name in ("kept", "secret", "last"):
@@ -89,8 +89,8 @@ async def test_what_is_parked_outlives_the_engine_and_if_it_may_the_daemon(tmp_p
     await watched.supervisor.stop()
 
 
-async def test_a_new_engine_keeps_what_belongs_to_live_sessions(tmp_path: Path) -> None:
-    """Which these are is asked each time an engine is ready; what others left behind is forgotten."""
+async def test_new_engine_keeps_kv_of_open_sessions(tmp_path: Path) -> None:
+    """They are listed each time an engine is ready; other entries are dropped."""
     live = {"open", "closed"}
     options = {"slots": 1, "kv": KvCachePaths(ram_dir=tmp_path, ram_bytes=2**20)}
     watched = await ready(**options, live_sessions=lambda: live)

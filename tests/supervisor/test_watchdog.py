@@ -1,4 +1,4 @@
-"""An engine that makes no progress is noticed."""
+"""The watchdog detects an engine without progress."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.supervisor.watchdog import POLLS, Watchdog
+from inferencecenter.supervisor.lifecycle import POLLS, Watchdog
 from tests.supervisor.timers import Timers
 
 
 @dataclass
 class Clock(Timers):
-    """A watch whose timers fire when the test says so."""
+    """A watchdog whose timers fire on request."""
 
     beats: int = 0
     hangs: int = 0
@@ -25,8 +25,8 @@ class Clock(Timers):
         self.hangs += 1
 
 
-def test_no_progress_for_the_whole_time_is_a_hang() -> None:
-    """It is told once, after as many looks as the time has, and the watch is over."""
+def test_no_progress_for_the_timeout_is_a_hang() -> None:
+    """It is reported once, after all checks of the timeout, and the watchdog stops."""
     clock = Clock()
     clock.watch.keep(watching=True)
     for _ in range(POLLS):
@@ -36,8 +36,8 @@ def test_no_progress_for_the_whole_time_is_a_hang() -> None:
     assert (clock.hangs, clock.pending) == (1, [])
 
 
-def test_nothing_runs_while_nobody_is_watched() -> None:
-    """No timer is there before, and none after; ending it twice does nothing."""
+def test_stopped_watchdog_has_no_timer() -> None:
+    """Neither before nor after; a second stop does nothing."""
     clock = Clock()
     assert clock.pending == []
     clock.watch.keep(watching=True)
@@ -49,7 +49,7 @@ def test_nothing_runs_while_nobody_is_watched() -> None:
 
 
 def test_time_without_work_does_not_count() -> None:
-    """Looks begin anew with each watch, though the number is the same as long ago."""
+    """Each watch starts anew, though the counter may be the same as before."""
     clock = Clock()
     for _ in range(3):
         clock.watch.keep(watching=True)
@@ -60,8 +60,8 @@ def test_time_without_work_does_not_count() -> None:
 
 
 @given(progress=st.lists(st.integers(0, 3)))
-def test_a_hang_is_a_row_of_looks_without_progress(progress: list[int]) -> None:
-    """Whatever came before: exactly when the number was the same at the last looks and at the one before them."""
+def test_hang_is_a_run_of_checks_without_progress(progress: list[int]) -> None:
+    """Exactly when the counter did not change over the last checks."""
     clock = Clock()
     clock.watch.keep(watching=True)
     row = 0

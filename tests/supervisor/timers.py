@@ -1,4 +1,4 @@
-"""Timers that fire when a test says so."""
+"""Timers that fire on request."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Call:
-    """A call that was arranged, and whether it is over."""
+    """A scheduled call, and whether it is done."""
 
     delay_s: float
     callback: Callable[[], None]
     over: bool = False
 
     def cancel(self) -> None:
-        """Keep it from happening."""
+        """Cancel it."""
         self.over = True
 
 
 @dataclass
 class Timers:
-    """Every call that was arranged, in order."""
+    """All scheduled calls, in order."""
 
     calls: list[Call] = field(default_factory=list)
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Call:
-        """Arrange for a call."""
+        """Schedule a call."""
         call = Call(delay_s, callback)
         self.calls.append(call)
         return call
 
     @property
     def pending(self) -> list[Call]:
-        """What will happen yet."""
+        """The pending calls."""
         return [call for call in self.calls if not call.over]
 
     def fire(self) -> None:
-        """Let the time of the only timer come."""
+        """Fire the only timer."""
         (call,) = self.pending
         call.over = True
         call.callback()

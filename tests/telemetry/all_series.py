@@ -14,7 +14,7 @@ from inferencecenter.hardware.pressure import PressureState
 from inferencecenter.hardware.thermal import ThermalState
 from inferencecenter.ipc.messages import StepOutput, StepStats, TokenDelta, pack_tokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.protocol.values import FinishReason
+from inferencecenter.protocol.values import FinishReason, TurnStats
 from inferencecenter.server.status_pages import show_engines, show_gpus, show_processes
 from inferencecenter.sessions.observability import TurnRecord
 from inferencecenter.supervisor.step_metrics import StepMeter
@@ -53,12 +53,16 @@ def busy_metrics() -> DaemonMetrics:
     metrics.set_thermal("cool", states=ThermalState)
     metrics.set_memory("easy", used_bytes=1, limit_bytes=2, states=PressureState)
     metrics.refused_connections.labels("401").inc()
+    metrics.foreign_fields.labels("chat", "store").inc()
     meter = StepMeter(metrics.engines, model=MODEL.name)
     for _ in range(2):
         delta = TokenDelta("turn", pack_tokens([1]), "x")
         meter.step(
             StepOutput((delta,), running=1, waiting=0, rss_bytes=1, work=StepStats(0.1, rows=1, prefill_tokens=1))
         )
+    meter.step(StepOutput((), running=1, waiting=0, rss_bytes=1, work=StepStats(0.1, texts=2, text_tokens=9)))
+    for finish in ("done", "cancelled", *ErrorCode):
+        metrics.embedding_ended(model=MODEL.name, client_id="client", finish=finish, n_tokens=9)
     for finish in (*get_args(FinishReason), *ErrorCode):
         metrics.turn_ended(_record(finish))
     return metrics
@@ -86,11 +90,14 @@ def _record(finish: str) -> TurnRecord:
         turn_id="t",
         model=MODEL.name,
         finish=finish,
-        queue_ms=1.0,
-        ttft_ms=1.0,
-        total_ms=1.0,
-        prompt_tokens=1,
-        cached_tokens=1,
-        tokens=1,
-        tps=1.0,
+        stats=TurnStats(
+            queue_ms=1.0,
+            ttft_ms=1.0,
+            total_ms=1.0,
+            prompt_tokens=1,
+            cached_tokens=1,
+            tokens=1,
+            tps=1.0,
+            preempted=0,
+        ),
     )

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from inferencecenter.protocol.values import TurnStats
+from inferencecenter.sessions.observability import TurnRecord
 from inferencecenter.telemetry.metrics import MAX_CLIENTS, DaemonMetrics
 
 
-@dataclass(frozen=True)
-class TurnFigures:
-    """A turn."""
-
-    client_id: str = "ada"
-    model: str = "demo"
-    finish: str = "stop"
-    queue_ms: float = 40.0
-    ttft_ms: float = 200.0
-    prompt_tokens: int = 30
-    cached_tokens: int = 10
-    tokens: int = 11
-    preempted: int = 2
+def ended(*, client_id: str = "ada", finish: str = "stop", tokens: int = 11) -> TurnRecord:
+    """Return a turn that ended."""
+    stats = TurnStats(
+        queue_ms=40.0,
+        ttft_ms=200.0,
+        total_ms=300.0,
+        prompt_tokens=30,
+        cached_tokens=10,
+        tokens=tokens,
+        tps=1.0,
+        preempted=2,
+    )
+    return TurnRecord(client_id=client_id, session_id="s", turn_id="t", model="demo", finish=finish, stats=stats)
 
 
 def value(metrics: DaemonMetrics, name: str, **labels: str) -> float | None:
@@ -54,7 +55,7 @@ def test_metric_names_and_help() -> None:
 def test_turn_metrics() -> None:
     """End, queueing and first token by model, tokens by client."""
     metrics = DaemonMetrics()
-    metrics.turn_ended(TurnFigures())
+    metrics.turn_ended(ended())
     assert value(metrics, "turns_total", model="demo", finish="stop") == 1
     assert value(metrics, "preemptions_total", model="demo") == 2
     assert math.isclose(value(metrics, "queue_wait_seconds_sum", model="demo") or 0, 0.04)
@@ -67,10 +68,10 @@ def test_turn_metrics() -> None:
 def test_turn_without_tokens_has_no_first_token_time() -> None:
     """A failed turn adds no zero to the histogram."""
     metrics = DaemonMetrics()
-    metrics.turn_ended(replace(TurnFigures(), finish="engine_crashed", tokens=0))
+    metrics.turn_ended(ended(finish="engine_crashed", tokens=0))
     assert value(metrics, "turns_total", model="demo", finish="engine_crashed") == 1
     assert value(metrics, "time_to_first_token_seconds_count", model="demo") == 0
-    metrics.turn_ended(replace(TurnFigures(), tokens=1))
+    metrics.turn_ended(ended(tokens=1))
     assert value(metrics, "time_to_first_token_seconds_count", model="demo") == 1
 
 
@@ -79,7 +80,7 @@ def test_number_of_client_series_is_bounded(name: str) -> None:
     """Of ten thousand clients fifty have their own series; the rest is summed."""
     metrics = DaemonMetrics()
     for number in range(10_000):
-        metrics.turn_ended(replace(TurnFigures(), client_id=name.format(number), tokens=1))
+        metrics.turn_ended(ended(client_id=name.format(number), tokens=1))
     families = text_string_to_metric_families(generate_latest(metrics.registry).decode())
     turns = {
         sample.labels["client"]: sample.value

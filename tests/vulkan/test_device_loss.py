@@ -41,7 +41,7 @@ def plug(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plug:
     return Plug(file)
 
 
-async def test_device_that_is_gone_and_comes_back(tmp_path: Path, plug: Plug, demo_model_path: Path) -> None:
+async def test_device_disappears_and_returns(tmp_path: Path, plug: Plug, demo_model_path: Path) -> None:
     """The next start uses the host instead, the one after that the device again; the session is the same."""
     with run_daemon(tmp_path / "state", demo_model_path, **SETTINGS) as daemon:
         async with connect_client(daemon) as client:

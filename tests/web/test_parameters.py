@@ -54,7 +54,7 @@ def refusal(name: str, value: object) -> str:
     return ""
 
 
-def test_the_panel_refuses_what_the_daemon_refuses() -> None:
+def test_panel_refuses_what_the_daemon_refuses() -> None:
     """For any input, accepted values are accepted by the daemon, and refused numbers refused."""
     texts = {"number": NUMBERS, "integer": NUMBERS, "object": BIASES}
     questions = [(doc.name, text) for doc in PARAM_DOCS for text in (*texts.get(doc.kind, TEXTS), *NONSENSE)]

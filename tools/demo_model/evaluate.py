@@ -14,8 +14,8 @@ from typing import Annotated, Self
 import inferencecenter.engine.llama  # noqa: F401 - by it the bindings find the libraries
 
 # isort: split
-import llama_cpp
 import typer
+from llama_cpp import llama_cpp
 from rich.console import Console
 from rich.table import Table
 

@@ -18,7 +18,7 @@ from tools.llama.build import Builder, BuildError
 from tools.llama.cache import Cache, cache_root
 from tools.llama.installation import Installation
 from tools.llama.progress import Progress
-from tools.llama.recipe import CHOICES, Recipe, toolkit_hints
+from tools.llama.recipe import COMPILED, Recipe, toolkit_hints
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,11 +62,12 @@ def _install(installation: Installation, cache: Cache, builder: Builder, environ
     if environment.get("LLAMA"):
         installation.take(cache.bindings(builder))
         return
-    if installation.came_from_index and not any(map(environment.get, CHOICES)):
-        return
-    if (index := environment.get("LLAMA_WHEELS")) and installation.take_from(index, progress=builder.progress):
-        return
     recipe = Recipe.asked(builder.version, environment, before=installation.kind)
+    if installation.came_from_index(recipe.kind) and not any(map(environment.get, COMPILED)):
+        return
+    index = environment.get("LLAMA_WHEELS")
+    if index and installation.take_from(index, recipe.kind, progress=builder.progress):
+        return
     if installation.has(recipe):
         return
     installation.take(cache.bindings(builder), cache.libraries(recipe, builder), name=recipe.name)

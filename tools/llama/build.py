@@ -63,8 +63,9 @@ class Builder:
         """Write the bindings' wheel, which has no library in it, into a folder."""
         sources = self._sources
         self.progress.begin(f"{BINDINGS}: packing")
-        wheel = ["wheel", "--no-deps", "--no-build-isolation", "-C", "wheel.cmake=false", "-w", folder, sources]
-        self._run([*PIP, *wheel], self._with_tools(os.environ))
+        # Debian 12's pip does not know the short -C.
+        options = ["--no-deps", "--no-build-isolation", "--config-settings", "wheel.cmake=false", "-w", folder]
+        self._run([*PIP, "wheel", *options, sources], self._with_tools(os.environ))
 
     def libraries(self, recipe: Recipe, folder: Path) -> None:
         """Compile the libraries and write their wheel into a folder."""
@@ -89,10 +90,11 @@ class Builder:
         ninja = ["ninja", "-C", str(built)]
         if jobs := environment.get("CMAKE_BUILD_PARALLEL_LEVEL"):
             ninja += ["-j", jobs]
-        planned = subprocess.run(  # noqa: S603 - ninja, as above
-            [*ninja, "-n"], env=environment, capture_output=True, text=True, check=False
+        # A dry run would tell no more than that CMake is called again, where its files glob for shaders.
+        targets = subprocess.run(  # noqa: S603 - ninja, as above
+            [*ninja, "-t", "targets", "all"], env=environment, capture_output=True, text=True, check=False
         )
-        compilation = Compilation(planned.stdout.splitlines())
+        compilation = Compilation(targets.stdout.splitlines())
 
         def heard(line: str) -> None:
             compilation.read(line)
@@ -114,7 +116,7 @@ class Builder:
         if recipe.kind == "cuda" and not find_program("nvcc"):
             raise BuildError("CUDA=1 needs nvcc; install the CUDA toolkit or add its bin folder to PATH")
         if recipe.kind == "vulkan" and not find_program("glslc"):
-            raise BuildError("VULKAN=1 needs glslc and Vulkan's headers (Debian: apt install libvulkan-dev glslc)")
+            raise BuildError("VULKAN=1 needs glslc and headers (Debian: apt install libvulkan-dev glslc spirv-headers)")
         if not recipe.portable and _makes_amx(environment):
             for name in ("CFLAGS", "CXXFLAGS"):
                 environment[name] = f"{environment.get(name, '')} {_NO_AMX}"
@@ -134,8 +136,7 @@ class Builder:
         download = ["download", "--no-deps", "--no-build-isolation", "--no-binary", BINDINGS, "-d", fetched, wanted]
         self._run([*PIP, *download], environment)
         (archive,) = fetched.glob("*.tar.gz")
-        with tarfile.open(archive) as tar:
-            tar.extractall(self._scratch, [each for each in tar if _is_needed(each.name)], filter="data")
+        unpack(archive, self._scratch)
         archive.unlink()
         (place,) = self._scratch.glob("llama_cpp_python-*")
         return place
@@ -187,6 +188,15 @@ class Builder:
         if process.returncode != 0:
             end = "".join(written[-_SHOWN_LINES:])
             raise BuildError(f"{words[0]} failed with {process.returncode}; the end of {self._log.name}:\n{end}")
+
+
+def unpack(archive: Path, folder: Path) -> None:
+    """Unpack what is needed of a source distribution."""
+    with tarfile.open(archive) as tar:
+        # Debian 12's Python has no filters; later ones have them, and warn where none is named.
+        if (data_filter := getattr(tarfile, "data_filter", None)) is not None:
+            tar.extraction_filter = data_filter
+        tar.extractall(folder, [each for each in tar if _is_needed(each.name)])  # noqa: S202 - filtered above
 
 
 def _lines(descriptor: int) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sysconfig
 import tempfile
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 MARK: Final = ".llama"
 """In the environment: the name of the build that is installed."""
 
+# What pip says of an index that does not answer, without the connection's address in memory.
+_UNREACHABLE: Final = re.compile(r"connection broken by '?(?:\w+\([\"'](?:<[^>]*>: )?)?(.+?)[\"')]*: /", re.IGNORECASE)
+
 
 class Installation:
     """This Python's environment. pip writes into it; a file in it names the build."""
@@ -27,7 +31,6 @@ class Installation:
     def __init__(self, environment: Path, version: str) -> None:
         self._mark = environment / MARK
         self._version = version
-        self._from_index = f"{version}-index"
 
     @property
     def kind(self) -> str:
@@ -39,10 +42,9 @@ class Installation:
         place = Path(sysconfig.get_path("purelib"), PACKAGE, "lib", "libllama.so")
         return self._name() == recipe.name and place.exists() and _bindings() == self._version
 
-    @property
-    def came_from_index(self) -> bool:
-        """Whether wheels of a package index are installed, of the right version."""
-        return self._name() == self._from_index and _bindings() == self._version
+    def came_from_index(self, kind: str) -> bool:
+        """Tell whether wheels of a package index are installed, of the right version and this kind."""
+        return self._name() == self._from_index(kind) and _bindings() == self._version
 
     def take(self, bindings: Path, libraries: Path | None = None, *, name: str = "") -> None:
         """Install the wheels of these entries of the cache, and remember the build by its name."""
@@ -51,26 +53,39 @@ class Installation:
         if libraries is not None:
             self._mark.write_text(f"{name}\n", encoding="utf-8")
 
-    def take_from(self, index: str, *, progress: Progress) -> bool:
-        """Install wheels of exactly this version from a package index; return whether it has them.
+    def take_from(self, index: str, kind: str, *, progress: Progress) -> bool:
+        """Install wheels of exactly this version and kind from a package index; return whether it has them.
 
-        Either both wheels that ``make wheels`` makes, or a wheel of the bindings that has the libraries in it.
+        Either both wheels that ``make wheels`` makes, rather portable than not, or a wheel of the bindings that has the
+        libraries in it.
         """
         progress.begin(f"llama.cpp: looking for wheels of {BINDINGS} {self._version} in LLAMA_WHEELS")
-        pairs = ([BINDINGS, DISTRIBUTION], [BINDINGS])
+        bindings = f"{BINDINGS}=={self._version}"
+        libraries = [f"{DISTRIBUTION}=={self._version}+{label}" for label in (f"{kind}.portable", kind)]
+        wanted = {"libllama.so"} if kind == "cpu" else {"libllama.so", f"libggml-{kind}.so"}
         with tempfile.TemporaryDirectory() as folder:
-            for names in pairs:
-                options = ("--index-url", index, "--retries", "1", "--only-binary", ":all:", "--no-deps", "-d", folder)
-                done = _pip("download", *options, *(f"{name}=={self._version}" for name in names))
+            for names in (*([bindings, each] for each in libraries), [bindings]):
+                options = ("--index-url", index, "--retries", "1", "--only-binary", ":all:", "--no-deps", "--no-input")
+                done = _pip("download", *options, "-d", folder, *names)
                 wheels = [str(wheel) for wheel in Path(folder).glob("*.whl")]
-                if done.returncode == 0 and any(map(_has_libraries, wheels)):
+                if done.returncode == 0 and wanted <= _files(wheels):
                     _pip("uninstall", "--yes", DISTRIBUTION)
                     _pip("install", "--no-index", "--no-deps", "--force-reinstall", *wheels, check=True)
-                    self._mark.write_text(f"{self._from_index}\n", encoding="utf-8")
+                    self._mark.write_text(f"{self._from_index(kind)}\n", encoding="utf-8")
                     return True
-        reason = (done.stderr.strip().splitlines() or ["no wheel has libllama.so"])[-1]
-        progress.say(f"llama.cpp is compiled: LLAMA_WHEELS has no libraries for it ({reason})")
+                if unreachable := _UNREACHABLE.search(done.stderr):
+                    break
+        failure = done.stderr.strip().splitlines() if done.returncode != 0 else []
+        if unreachable:
+            reason = f"cannot be reached: {unreachable[1]}"
+        else:
+            why = failure[-1] if failure else f"its wheel of {BINDINGS} lacks {' or '.join(sorted(wanted))}"
+            reason = f"has no libraries for it ({why})"
+        progress.say(f"llama.cpp is compiled: LLAMA_WHEELS {reason}")
         return False
+
+    def _from_index(self, kind: str) -> str:
+        return f"{self._version}-{kind}-index"
 
     def _name(self) -> str:
         try:
@@ -86,9 +101,13 @@ def _bindings() -> str:
         return ""
 
 
-def _has_libraries(wheel: str) -> bool:
-    with zipfile.ZipFile(wheel) as opened:
-        return any(name.endswith("/libllama.so") for name in opened.namelist())
+def _files(wheels: list[str]) -> set[str]:
+    """Return the names of the files in wheels, without their folders."""
+    found = set()
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as opened:
+            found |= {name.rpartition("/")[2] for name in opened.namelist()}
+    return found
 
 
 def _pip(*arguments: str, check: bool = False) -> subprocess.CompletedProcess[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import platform
 import sysconfig
 import zipfile
 from typing import TYPE_CHECKING, Final
@@ -39,7 +40,7 @@ def pack(built: Path, folder: Path, *, version: str, label: str, license_file: P
     Its version is that of the bindings with the kind of the build as its local part.
     """
     whole = f"{version}+{label}"
-    tag = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+    tag = f"py3-none-{_platform()}"
     path = folder / f"{PACKAGE}-{whole}-{tag}.whl"
     info = f"{PACKAGE}-{whole}.dist-info"
     texts = {
@@ -60,6 +61,13 @@ def pack(built: Path, folder: Path, *, version: str, label: str, license_file: P
             record.append(_recorded(name, text.encode()))
         wheel.writestr(f"{info}/RECORD", "".join((*record, f"{info}/RECORD,,\n")))
     return path
+
+
+def _platform() -> str:
+    """Return the tag of systems that the libraries run on: with a C library that is no older than this one."""
+    libc, version = platform.libc_ver()
+    name = f"manylinux-{version}-{platform.machine()}" if libc == "glibc" else sysconfig.get_platform()
+    return name.replace("-", "_").replace(".", "_")
 
 
 def _recorded(name: str, content: bytes) -> str:

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
 
 _EVERY_S: Final = 15.0
 _CLEAR: Final = "\r\033[K"
-# A line of ninja: "[34/83] Building CXX object PATH"; other steps than compiling take no time.
+# A target of ninja: "PATH: CXX_COMPILER__ggml_Release"; other steps than compiling take no time.
+_TARGET: Final = re.compile(r"(?P<path>\S+): \w+_COMPILER__")
+# A line of ninja: "[34/83] Building CXX object PATH".
 _STEP: Final = re.compile(r"\[(?P<at>\d+)/\d+\] Building \S+ object (?P<path>\S+)")
 # Seconds that sources take above the one second of most, as measured; only their ratios matter.
 _SECONDS: Final = {
@@ -86,10 +88,10 @@ class Progress:
 
 
 class Compilation:
-    """How far ninja is, by the lines that it would write and by those that it writes."""
+    """How far ninja is, by its targets and by the lines that it writes."""
 
-    def __init__(self, planned: Iterable[str], *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._paths = {found["path"] for line in planned if (found := _STEP.match(line))}
+    def __init__(self, targets: Iterable[str], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._paths = {found["path"] for line in targets if (found := _TARGET.match(line))}
         self._done: set[str] = set()
         self._clock = clock
         self._began = clock()
@@ -102,7 +104,7 @@ class Compilation:
     def __str__(self) -> str:
         said = f"{len(self._done)} of {len(self._paths)} compiled"
         whole, done = sum(map(_seconds, self._paths)), sum(map(_seconds, self._done))
-        if done < _KNOWN_SHARE * whole:
+        if done == 0 or done < _KNOWN_SHARE * whole:
             return said
         left_s = (self._clock() - self._began) * (whole - done) / done
         return f"{said}, about {shown(left_s)} left"

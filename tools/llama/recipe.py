@@ -26,8 +26,8 @@ _KINDS: Final = {
     "cuda": ("-DGGML_CUDA=ON",),
     "vulkan": ("-DGGML_VULKAN=ON",),
 }
-CHOICES: Final = ("CUDA", "VULKAN", "PORTABLE", "CMAKE_ARGS")
-"""Variables that ask for a certain build."""
+COMPILED: Final = ("PORTABLE", "CMAKE_ARGS")
+"""Variables that ask for a certain build beside its kind, which wheels of an index cannot be known to be."""
 
 _CUDA_BIN: Final = "/usr/local/cuda/bin"
 

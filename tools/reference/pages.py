@@ -11,6 +11,7 @@ from inferencecenter.cli import config_reference
 from tools.reference import (
     configuration,
     errors,
+    fields,
     metrics,
     openapi,
     protocol,
@@ -30,6 +31,7 @@ def documents() -> Mapping[str, str]:
         "docs/protocol.schema.json": protocol.schema(),
         "docs/openapi.json": openapi.document(),
         "docs/errors.md": errors.page(),
+        "docs/fields.md": fields.page(),
         "docs/configuration.md": configuration.page(),
         "docs/states.md": states.page(),
         "docs/metrics.md": metrics.page(),

@@ -15,19 +15,36 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from inferencecenter.api import sse
-from inferencecenter.api.body import checked
+from inferencecenter.api.body import checked, invalid_field
+from inferencecenter.api.custom_tools import InputReader, input_of
 from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, Stream, document
-from inferencecenter.api.openai.chat_schemas import ChatCompletion, ChatCompletionChunk, ChatRequest
-from inferencecenter.api.openai.finish_reason import finish_of, finite, raise_failure, usage_of, warnings_of
-from inferencecenter.api.openai.sampling import TIERS, check_stream_options, raw_params, with_request_fields
+from inferencecenter.api.openai.chat_schemas import (
+    CHAT_FIELDS,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatRequest,
+    ChosenFunction,
+    CustomToolOffer,
+)
+from inferencecenter.api.openai.finish_reason import finish_of, finite, more_fields, raise_failure, usage_of, with_more
+from inferencecenter.api.openai.sampling import (
+    TIERS,
+    form_of,
+    infer_fields,
+    raw_params,
+    request_fields,
+    with_request_fields,
+)
+from inferencecenter.api.openai.token_fields import with_token_biases
 from inferencecenter.api.session_match import ConversationRequest, run_choices
-from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.api.tool_calls import calls_of_message
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.requests import Infer
-from inferencecenter.protocol.values import ChatMessage, NamedTool, Tool, ToolCall
+from inferencecenter.protocol.values import ChatMessage, NamedTool, ToolCall
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+    from collections.abc import AsyncGenerator, Collection, Iterable, Iterator, Mapping, Sequence
 
     from inferencecenter.api.endpoint import Reply
     from inferencecenter.api.openai.chat_schemas import ChatRequestMessage
@@ -35,12 +52,16 @@ if TYPE_CHECKING:
     from inferencecenter.api.session_match import SessionMatch
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.requests import RawParams
-    from inferencecenter.protocol.values import TokenLogprobs, TokenProbability, ToolChoice
+    from inferencecenter.protocol.values import Role, TokenLogprobs, TokenProbability, Tool
+    from inferencecenter.protocol.values import ToolChoice as WireToolChoice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatHead:
-    """Fields common to all chunks of a response; ``top_logprobs`` is ``None`` unless requested."""
+    """Fields common to all chunks of a response; ``top_logprobs`` is ``None`` unless requested.
+
+    ``warnings`` concern the request. With ``legacy`` a call is a ``function_call``.
+    """
 
     completion_id: str
     created: int
@@ -48,6 +69,9 @@ class ChatHead:
     n: int = 1
     include_usage: bool = False
     top_logprobs: int | None = None
+    warnings: Sequence[str] = ()
+    legacy: bool = False
+    custom_tools: Collection[str] = ()
 
 
 class ChatChunkWriter:
@@ -66,6 +90,7 @@ class ChatChunkWriter:
         self._suffix = b'],"usage":null}\n\n' if head.include_usage else b"]}\n\n"
         self._begun = [False] * head.n
         self._ends: list[events.End | None] = [None] * head.n
+        self._inputs: dict[tuple[int, int], InputReader] = {}
         self._texts = [b'%b{"index":%d,"delta":{"content":' % (self._prefix, index) for index in range(head.n)]
         self._after_text = b'},"logprobs":null,"finish_reason":null}' + self._suffix
 
@@ -83,11 +108,13 @@ class ChatChunkWriter:
             case events.Reasoning():
                 return self._begin(index) + self._chunk(index, {"reasoning_content": event.content}, event.logprobs)
             case events.ToolCall():
-                return self._begin(index) + self._chunk(index, {"tool_calls": [_call_delta(event)]}, event.logprobs)
+                delta = self._call_delta(index, event)
+                calls = {"function_call": delta["function"]} if self._head.legacy else {"tool_calls": [delta]}
+                return self._begin(index) + self._chunk(index, calls, event.logprobs)
             case events.End():
                 self._ends[index] = event
-                chunk = self._chunk(index, {}, None, finish=finish_of(event))
-                return self._begin(index) + _with_warnings(chunk, event.warnings)
+                chunk = self._chunk(index, {}, None, finish=_finish(event, self._head))
+                return self._begin(index) + with_more(chunk, more_fields(self._head.warnings, [event]))
             case _:
                 raise_failure(event)
                 return b""
@@ -105,6 +132,18 @@ class ChatChunkWriter:
         self._begun[index] = True
         return self._chunk(index, {"role": "assistant", "content": ""}, None)
 
+    def _call_delta(self, index: int, event: events.ToolCall) -> dict[str, Any]:
+        place = index, event.index
+        if event.name in self._head.custom_tools:
+            self._inputs[place] = InputReader()
+        if (reader := self._inputs.get(place)) is None:
+            kind, said = "function", {"arguments": event.arguments}
+        else:
+            kind, said = "custom", {"input": reader.feed(event.arguments)}
+        if event.name is None:
+            return {"index": event.index, kind: said}
+        return {"index": event.index, "id": event.call_id, "type": kind, kind: {"name": event.name, **said}}
+
     def _chunk(
         self, index: int, delta: dict[str, Any], logprobs: Iterable[TokenLogprobs] | None, *, finish: str | None = None
     ) -> bytes:
@@ -117,8 +156,9 @@ class ChatChunkWriter:
         return self._prefix + orjson.dumps(choice) + self._suffix
 
 
-def _with_warnings(chunk: bytes, warnings: tuple[str, ...]) -> bytes:
-    return b'%b,"warnings":%b}\n\n' % (chunk[: -len(b"}\n\n")], orjson.dumps(warnings)) if warnings else chunk
+def _finish(end: events.End, head: ChatHead) -> str:
+    finish = finish_of(end)
+    return "function_call" if head.legacy and finish == "tool_calls" else finish
 
 
 @dataclass(slots=True)
@@ -168,7 +208,7 @@ class ChatCollector:
         """Return the whole response."""
         head = self._head
         ends = [choice.end for choice in self._choices if choice.end is not None]
-        said = {
+        return {
             "id": head.completion_id,
             "object": "chat.completion",
             "created": head.created,
@@ -176,9 +216,8 @@ class ChatCollector:
             "choices": [self._choice(index, choice) for index, choice in enumerate(self._choices)],
             "usage": usage_of(ends, n=head.n),
             "system_fingerprint": None,
+            **more_fields(head.warnings, ends),
         }
-        warnings = warnings_of(ends)
-        return {**said, "warnings": warnings} if warnings else said
 
     def _choice(self, index: int, choice: _Choice) -> dict[str, Any]:
         assert choice.end is not None, "all turns have ended"
@@ -190,41 +229,36 @@ class ChatCollector:
         }
         if choice.reasoning:
             message["reasoning_content"] = "".join(choice.reasoning)
-        if choice.calls:
-            message["tool_calls"] = [_call(call) for call in choice.calls.values()]
+        calls = [_call(call, self._head.custom_tools) for call in choice.calls.values()]
+        if calls and self._head.legacy:
+            message["function_call"] = calls[0]["function"]
+        elif calls:
+            message["tool_calls"] = calls
         top = self._head.top_logprobs
         return {
             "index": index,
             "message": message,
             "logprobs": None if top is None else _logprobs(choice.logprobs, top),
-            "finish_reason": finish_of(choice.end),
+            "finish_reason": _finish(choice.end, self._head),
         }
 
 
-def _call_delta(event: events.ToolCall) -> dict[str, Any]:
-    if event.name is None:
-        return {"index": event.index, "function": {"arguments": event.arguments}}
-    return {
-        "index": event.index,
-        "id": event.call_id,
-        "type": "function",
-        "function": {"name": event.name, "arguments": event.arguments},
-    }
-
-
-def _call(call: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": call["name"], "arguments": "".join(call["arguments"])}
-    return {"id": call["id"], "type": "function", "function": function}
+def _call(call: dict[str, Any], custom_tools: Collection[str]) -> dict[str, Any]:
+    name, arguments = call["name"], "".join(call["arguments"])
+    if name in custom_tools:
+        return {"id": call["id"], "type": "custom", "custom": {"name": name, "input": input_of(arguments)}}
+    return {"id": call["id"], "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _logprobs(entries: Iterable[TokenLogprobs], top: int) -> dict[str, Any]:
     content = [
-        {**_probability(entry), "top_logprobs": [_probability(each) for each in entry.top[:top]]} for entry in entries
+        {**probability(entry), "top_logprobs": [probability(each) for each in entry.top[:top]]} for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def _probability(entry: TokenLogprobs | TokenProbability) -> dict[str, Any]:
+def probability(entry: TokenLogprobs | TokenProbability) -> dict[str, Any]:
+    """Return a token and its probability."""
     # Incomplete characters are shown as U+FFFD; their bytes are not known here.
     known = "\N{REPLACEMENT CHARACTER}" not in entry.token
     return {
@@ -236,7 +270,6 @@ def _probability(entry: TokenLogprobs | TokenProbability) -> dict[str, Any]:
 
 OPENAI_FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "json_schema": "response_format",
         "thinking": "reasoning_effort",
         "priority": "service_tier",
         "params.max_tokens": "max_tokens",
@@ -247,8 +280,6 @@ OPENAI_FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Fields of ``infer`` by their names in this API."""
 
-_ANY_OBJECT: Final[Mapping[str, Any]] = MappingProxyType({"type": "object"})
-
 
 def check(request: ChatRequest) -> None:
     """Refuse contradictory fields.
@@ -256,11 +287,8 @@ def check(request: ChatRequest) -> None:
     Raises:
         InferenceCenterError: ``invalid_request`` with the field.
     """
-    check_stream_options(request)
-    if request.max_tokens is not None and request.max_completion_tokens is not None:
-        raise _refused("max_completion_tokens", "max_tokens and max_completion_tokens are the same: give one of them")
     if request.top_logprobs is not None and not request.logprobs:
-        raise _refused("top_logprobs", "top_logprobs needs logprobs")
+        raise invalid_field("top_logprobs", "top_logprobs needs logprobs")
     _check_tools(request)
     _check_form(request)
     _check_messages(request.messages)
@@ -276,10 +304,13 @@ def conversation_of(request: ChatRequest) -> ConversationRequest:
     ids = {name: getattr(request, name) for name in ("user", "safety_identifier", "prompt_cache_key")}
     metadata = {name: value for name, value in ids.items() if value is not None} | (request.metadata or {})
     if len(metadata) > 16:
-        raise _refused(
+        raise invalid_field(
             "metadata", f"metadata has {len(metadata)} entries including those of other fields; at most 16 are allowed"
         )
-    return ConversationRequest(messages=tuple(map(_said, request.messages)), model=request.model, metadata=metadata)
+    messages = _messages(request)
+    if messages[-1].role == "assistant":
+        messages = messages[:-1]
+    return ConversationRequest(messages=messages, model=request.model, metadata=metadata)
 
 
 def infer_of(request: ChatRequest, place: SessionMatch, choice: int) -> Infer:
@@ -288,7 +319,7 @@ def infer_of(request: ChatRequest, place: SessionMatch, choice: int) -> Infer:
     Raises:
         InferenceCenterError: ``invalid_request``.
     """
-    effort = request.reasoning_effort
+    form = form_of(request)
     return checked(
         Infer,
         {
@@ -298,125 +329,182 @@ def infer_of(request: ChatRequest, place: SessionMatch, choice: int) -> Infer:
             "params": _params(request, choice=choice),
             "tools": _tools(request),
             "tool_choice": _tool_choice(request),
-            "parallel_tool_calls": request.parallel_tool_calls,
-            "json_schema": _schema(request),
-            "regex": request.regex,
-            "grammar": request.grammar,
-            "thinking": None if effort is None else effort != "none",
+            "parallel_tool_calls": request.parallel_tool_calls and not request.functions,
+            **infer_fields(form),
+            "prefix": None if form is not None else _prefix(request),
+            "thinking": _thinking(request),
+            "thinking_required": False,
             "priority": TIERS[request.service_tier or "auto"],
         },
     )
 
 
+def _prefix(request: ChatRequest) -> str | None:
+    """Return the start of the answer: the text of an assistant's message at the end of the conversation."""
+    last = request.messages[-1]
+    return (last.text or None) if last.role == "assistant" else None
+
+
+def _thinking(request: ChatRequest) -> bool | None:
+    if request.reasoning_effort is not None:
+        return request.reasoning_effort != "none"
+    options = request.chat_template_kwargs
+    if options is None:
+        return None
+    return options.thinking if options.enable_thinking is None else options.enable_thinking
+
+
 def _params(request: ChatRequest, *, choice: int) -> RawParams:
     n_probs = max(1, request.top_logprobs or 0) if request.logprobs else 0
-    max_tokens = request.max_tokens or request.max_completion_tokens
+    max_tokens = request.max_completion_tokens or request.max_tokens or request.n_predict
     return raw_params(request, max_tokens=max_tokens, n_probs=n_probs, choice=choice)
 
 
-def _said(message: ChatRequestMessage) -> ChatMessage:
-    calls = tuple(
-        ToolCall(call_id=call.id, name=call.function.name, arguments=call.function.arguments)
-        for call in message.tool_calls or ()
-    )
+_ROLES: Final[Mapping[str, Role]] = MappingProxyType(
+    {
+        "system": "system",
+        "developer": "system",
+        "user": "user",
+        "assistant": "assistant",
+        "tool": "tool",
+        "function": "tool",
+    }
+)
+
+
+def _messages(request: ChatRequest) -> tuple[ChatMessage, ...]:
+    """Return the conversation; a legacy call, which has no id, is named after the message that made it."""
+    said: list[ChatMessage] = []
+    legacy_id = ""
+    for index, message in enumerate(request.messages):
+        if message.function_call is not None:
+            legacy_id = f"call_{index}"
+        said.append(_said(message, f"messages.{index}", legacy_id))
+    return tuple(said)
+
+
+def _said(message: ChatRequestMessage, where: str, legacy_id: str) -> ChatMessage:
+    calls = [call.wire_call for call in message.tool_calls or ()]
+    if (function := message.function_call) is not None:
+        calls.append(ToolCall(call_id=legacy_id, name=function.name, arguments=function.arguments))
     return ChatMessage(
-        role="system" if message.role == "developer" else message.role,
+        role=_ROLES[message.role],
         content=message.text,
-        reasoning=message.reasoning_content,
-        tool_calls=calls or None,
-        tool_call_id=message.tool_call_id,
+        reasoning=message.reasoning_content or None,
+        tool_calls=calls_of_message(calls, f"{where}.tool_calls"),
+        tool_call_id=legacy_id if message.role == "function" else message.tool_call_id,
     )
 
 
 def _check_messages(messages: list[ChatRequestMessage]) -> None:
-    called: dict[str, str] = {}
+    called: set[str] = set()
+    is_called = False
     for index, message in enumerate(messages):
         where = f"messages.{index}"
         _check_message(message, where)
+        is_called = is_called or message.function_call is not None
         if message.role == "tool":
             _check_result(message, where, called)
-        called |= {call.id: call.function.name for call in message.tool_calls or ()}
-    if messages[-1].role not in ("user", "tool"):
-        raise _refused(f"messages.{len(messages) - 1}.role", "the last message must have role user or tool")
+        if message.role == "function" and not is_called:
+            raise invalid_field(f"{where}.role", "there is no earlier message with a function_call")
+        called |= {call.id for call in message.tool_calls or ()}
+    last = len(messages) - 1
+    if messages[last].role == "assistant" and not messages[last].calls_tools and last > 0:
+        last -= 1  # the model continues it
+    if messages[last].role not in ("user", "tool", "function"):
+        raise invalid_field(
+            f"messages.{last}.role", "the last message must have role user or tool, or be the start of an answer"
+        )
+
+
+_OWNERS: Final = (
+    ("reasoning_content", "assistant"),
+    ("tool_calls", "assistant"),
+    ("function_call", "assistant"),
+    ("tool_call_id", "tool"),
+)
 
 
 def _check_message(message: ChatRequestMessage, where: str) -> None:
-    role = message.role
-    if message.content is None and message.tool_calls is None:
-        raise _refused(f"{where}.content", f"{where}.content is missing")
-    for name, owner in (("reasoning_content", "assistant"), ("tool_calls", "assistant"), ("tool_call_id", "tool")):
-        if role != owner and getattr(message, name) is not None:
-            raise _refused(f"{where}.{name}", f"{name} belongs to messages of role {owner}")
-    if role != "tool" and message.name is not None:
-        raise _refused(f"{where}.name", "name is not supported: templates distinguish speakers by role")
+    for name, owner in _OWNERS:
+        if message.role != owner and getattr(message, name):
+            raise invalid_field(f"{where}.{name}", f"{name} belongs to messages of role {owner}")
 
 
-def _check_result(message: ChatRequestMessage, where: str, called: Mapping[str, str]) -> None:
+def _check_result(message: ChatRequestMessage, where: str, called: Collection[str]) -> None:
     if message.tool_call_id is None:
-        raise _refused(f"{where}.tool_call_id", f"{where}.tool_call_id is missing")
-    name = called.get(message.tool_call_id)
-    if name is None:
-        raise _refused(f"{where}.tool_call_id", "tool_call_id is not that of a call in an earlier message")
-    if message.name not in (None, name):
-        raise _refused(f"{where}.name", f"name is {message.name}, and the call asked for {name}")
+        raise invalid_field(f"{where}.tool_call_id", f"{where}.tool_call_id is missing")
+    if message.tool_call_id not in called:
+        raise invalid_field(f"{where}.tool_call_id", "tool_call_id is not that of a call in an earlier message")
+
+
+def _offered(request: ChatRequest) -> list[Tool]:
+    return [each.wire_tool for each in (*(request.tools or ()), *(request.functions or ()))]
 
 
 def _check_tools(request: ChatRequest) -> None:
-    choice, names = request.tool_choice, [tool.function.name for tool in request.tools or ()]
+    choice, names = request.tool_choice, [tool.name for tool in _offered(request)]
+    if request.tools and request.functions:
+        raise invalid_field("functions", "tools excludes functions")
     if len(set(names)) < len(names):
-        raise _refused("tools", "two tools have the same name")
-    if (choice.type == "function") != (choice.function is not None):
-        raise _refused("tool_choice", "function belongs to tool_choice of the type function")
-    if choice.function is not None and choice.function.name not in names:
-        raise _refused("tool_choice", f"tool_choice names {choice.function.name}, which is not among the tools")
+        raise invalid_field("tools", "two tools have the same name")
+    for kind in ("function", "custom", "allowed_tools"):
+        if (choice.type == kind) != (getattr(choice, kind) is not None):
+            raise invalid_field("tool_choice", f"{kind} belongs to tool_choice of the type {kind}")
+    if missing := [name for name in _chosen(request) if name not in names]:
+        raise invalid_field("tool_choice", f"tool_choice names {missing[0]}, which is not among the tools")
     if choice.type == "required" and not names:
-        raise _refused("tool_choice", "tool_choice is required, and there are no tools")
+        raise invalid_field("tool_choice", "tool_choice is required, and there are no tools")
+
+
+def _chosen(request: ChatRequest) -> list[str]:
+    """Return the names of the tools that the request chooses."""
+    choice, legacy = request.tool_choice, request.function_call
+    chosen = [each.name for each in (choice.function, choice.custom) if each is not None]
+    chosen += [] if choice.allowed_tools is None else [each.name for each in choice.allowed_tools.tools]
+    return [*chosen, legacy.name] if isinstance(legacy, ChosenFunction) else chosen
 
 
 def _check_form(request: ChatRequest) -> None:
-    wanted, form = request.response_format, _schema(request)
-    if wanted is not None and (wanted.type == "json_schema") != (wanted.json_schema is not None):
-        raise _refused("response_format", "json_schema belongs to response_format of the type json_schema")
-    given = {"response_format": form, "regex": request.regex, "grammar": request.grammar}
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise _refused(names[1], f"{names[0]} excludes {names[1]}")
-    if names and request.tools and request.tool_choice.type != "none":
-        raise _refused(names[0], f"{names[0]} excludes tools, unless tool_choice is none")
-
-
-def _schema(request: ChatRequest) -> Mapping[str, Any] | None:
     wanted = request.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    given = None if wanted.json_schema is None else wanted.json_schema.schema_
-    return dict(_ANY_OBJECT) if given is None else given
+    if wanted is not None and wanted.type != "json_schema" and wanted.json_schema is not None:
+        raise invalid_field("response_format", "json_schema belongs to response_format of the type json_schema")
+    if wanted is not None and wanted.type == "json_schema" and wanted.json_schema is None and wanted.schema_ is None:
+        raise invalid_field("response_format", "json_schema is missing")
+    form_of(request)
 
 
 def _tools(request: ChatRequest) -> list[Tool] | None:
-    offered = [each.function for each in request.tools or ()]
-    return [Tool(name=each.name, description=each.description, parameters=each.parameters) for each in offered] or None
+    allowed = None if request.tool_choice.allowed_tools is None else set(_chosen(request))
+    return [tool for tool in _offered(request) if allowed is None or tool.name in allowed] or None
 
 
-def _tool_choice(request: ChatRequest) -> ToolChoice:
-    choice = request.tool_choice
-    if choice.function is not None:
-        return NamedTool(name=choice.function.name)
+def _tool_choice(request: ChatRequest) -> WireToolChoice:
+    choice, legacy = request.tool_choice, request.function_call
+    if isinstance(legacy, ChosenFunction):
+        return NamedTool(name=legacy.name)
+    if legacy is not None:
+        return legacy
+    if (named := choice.function or choice.custom) is not None:
+        return NamedTool(name=named.name)
+    if choice.allowed_tools is not None:
+        return choice.allowed_tools.mode
     assert choice.type != "function", "checked by _check_tools"
+    assert choice.type != "custom", "checked by _check_tools"
+    assert choice.type != "allowed_tools", "checked by _check_tools"
     return choice.type
 
 
-def _refused(field: str, message: str) -> InferenceCenterError:
-    return InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field=field)
-
-
-_MANY_MESSAGES: Final = 256
-"""From this size on a conversation takes more than a millisecond to convert."""
+_MANY_PARTS: Final = 256
+"""From this number on the messages of a conversation, their parts and calls take more than a millisecond to convert."""
 
 
 async def create(call: Call) -> Reply:
     """Handle a request: answer a conversation."""
-    conversation = await _conversation(call)
+    call = await with_token_biases(call)
+    conversation = await checked_conversation(call)
+    if call.report is not None and _prefix(call.body) and form_of(call.body) is not None:
+        call.report.add("messages", "the last message has no effect: an answer with a form is not continued")
     if call.body.stream:
         return Stream(_chunks(call, conversation))
     with _turns(call, conversation) as turns:
@@ -427,14 +515,14 @@ async def create(call: Call) -> Reply:
     return document(gathered.document())
 
 
-async def _conversation(call: Call) -> ConversationRequest:
+async def checked_conversation(call: Call) -> ConversationRequest:
     """Return the conversation to be answered; a long one is converted in a thread, round-robin over clients.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
     """
     request: ChatRequest = call.body
-    if len(request.messages) < _MANY_MESSAGES:
+    if sum(1 + len(each.content or ()) + len(each.tool_calls or ()) for each in request.messages) < _MANY_PARTS:
         return _checked(request)
     return await call.context.worker.run(call.caller.client.client_id, partial(_checked, request))
 
@@ -447,6 +535,7 @@ def _checked(request: ChatRequest) -> ConversationRequest:
 async def _chunks(call: Call, conversation: ConversationRequest) -> AsyncGenerator[bytes, None]:
     with _turns(call, conversation) as turns:
         chunks = ChatChunkWriter(_head(call))
+        turns.write_through(chunks.write)
         async for batch in turns.batches():
             if written := b"".join([chunks.write(index, event) for index, event in batch]):
                 yield written
@@ -473,7 +562,7 @@ def _turns(call: Call, conversation: ConversationRequest) -> Iterator[RequestTur
         ) as turns:
             yield turns
     except InferenceCenterError as error:
-        raise with_request_fields(error, OPENAI_FIELD_NAMES) from None
+        raise with_request_fields(error, request_fields(OPENAI_FIELD_NAMES, form_of(request))) from None
 
 
 def _head(call: Call) -> ChatHead:
@@ -485,6 +574,9 @@ def _head(call: Call) -> ChatHead:
         n=request.n,
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        warnings=call.warnings,
+        legacy=bool(request.functions),
+        custom_tools=[tool.custom.name for tool in request.tools or () if isinstance(tool, CustomToolOffer)],
     )
 
 
@@ -498,5 +590,6 @@ OPERATIONS: Final = (
         answer=ChatCompletion,
         event=ChatCompletionChunk,
         errors=TURN_ERRORS,
+        fields=CHAT_FIELDS,
     ),
 )

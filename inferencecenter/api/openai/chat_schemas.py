@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 
-from inferencecenter.api.body import RequestModel
-from inferencecenter.api.openai.sampling import MOST_PROBS, Sampling
-from inferencecenter.protocol.params_model import MAX_TOKENS
-from inferencecenter.protocol.values import CallId, Metadata, MetadataText, ToolName
+from inferencecenter.api.custom_tools import (
+    MAX_DEFINITION_CHARS,
+    MAX_DESCRIPTION_CHARS,
+    Syntax,
+    arguments_of,
+    function_of,
+)
+from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
+from inferencecenter.api.openai.sampling import FOUND_BY_TEXT, MOST_PROBS, SAMPLING_RULES, MaxTokens, Sampling
+from inferencecenter.protocol.values import CallId, Metadata, MetadataText, Tool, ToolCall, ToolName
 
 MOST_MESSAGES: Final = 10_000
 
 
-class TextPart(RequestModel):
+class TextPart(DialectModel):
     """A part of a message; only text is supported."""
 
     type: Literal["text"] = Field(description="Type of the object.")
@@ -38,45 +54,90 @@ Content: TypeAlias = Annotated[
 ]
 
 
-class CalledFunction(RequestModel):
+class CalledFunction(DialectModel):
     """Function and arguments of a tool call."""
 
     name: ToolName = Field(description="Name of the function.")
     arguments: str = Field(description="Its arguments, as JSON text.")
 
 
-class AskedCall(RequestModel):
+class AskedCall(DialectModel):
     """A tool call of an assistant."""
 
     id: CallId = Field(description="Id of the call.")
     type: Literal["function"] = Field(default="function", description="Type of the object.")
     function: CalledFunction = Field(description="Function and arguments.")
 
+    @property
+    def wire_call(self) -> ToolCall:
+        """The call in a session."""
+        return ToolCall(call_id=self.id, name=self.function.name, arguments=self.function.arguments)
 
-class ChatRequestMessage(RequestModel):
+
+class CalledCustomTool(DialectModel):
+    """Custom tool and input of a call."""
+
+    name: ToolName = Field(description="Name of the tool.")
+    input: str = Field(description="Its input.")
+
+
+class AskedCustomCall(DialectModel):
+    """A call of a custom tool by an assistant."""
+
+    id: CallId = Field(description="Id of the call.")
+    type: Literal["custom"] = Field(description="Type of the object.")
+    custom: CalledCustomTool = Field(description="Tool and input.")
+
+    @property
+    def wire_call(self) -> ToolCall:
+        """The call in a session, where custom tools are functions."""
+        return ToolCall(call_id=self.id, name=self.custom.name, arguments=arguments_of(self.custom.input))
+
+
+def _kind_of_call(call: Any) -> str:
+    """Return the type of a call; the default is that of a function."""
+    found = call.get("type", "function") if isinstance(call, dict) else getattr(call, "type", "")
+    return found if isinstance(found, str) else ""
+
+
+GivenCall: TypeAlias = Annotated[
+    Annotated[AskedCall, Tag("function")] | Annotated[AskedCustomCall, Tag("custom")], Discriminator(_kind_of_call)
+]
+
+
+class ChatRequestMessage(DialectModel):
     """A message of the conversation."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"] = Field(
-        description="Role of the author; `developer` is the same as `system`."
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"] = Field(
+        description="Role of the author; `developer` is the same as `system`, and `function` an earlier `tool`."
     )
     content: Content | None = Field(
-        default=None,
-        description="The content; parts are joined as lines. Optional only for an assistant with tool calls.",
+        default=None, description="The content; parts are joined as lines. Without it the message is empty."
     )
     reasoning_content: str | None = Field(default=None, description="Reasoning of an assistant before its content.")
-    tool_calls: Annotated[list[AskedCall], Field(min_length=1, max_length=128, fail_fast=True)] | None = Field(
+    tool_calls: Annotated[list[GivenCall], Field(max_length=128, fail_fast=True)] | None = Field(
         default=None, description="Tool calls of an assistant."
     )
+    function_call: CalledFunction | None = Field(
+        default=None, description="The call of an assistant, before there were `tool_calls`."
+    )
     tool_call_id: CallId | None = Field(default=None, description="The call whose result a tool message contains.")
-    name: ToolName | None = Field(default=None, description="Only for a tool message: the name in its call.")
+    name: Annotated[str, StringConstraints(max_length=256)] | None = Field(
+        default=None, description="Only for a result: the name in its call."
+    )
 
     @property
     def text(self) -> str:
         """The whole text."""
         return "\n".join(part.text for part in self.content or ())
 
+    @property
+    def calls_tools(self) -> bool:
+        """Whether it has calls."""
+        return bool(self.tool_calls) or self.function_call is not None
 
-class Function(RequestModel):
+
+class Function(DialectModel):
     """A function that the client can execute."""
 
     name: ToolName = Field(description="Its name.")
@@ -84,43 +145,137 @@ class Function(RequestModel):
         default=None, description="Description for the model."
     )
     parameters: dict[str, Any] | None = Field(default=None, description="JSON Schema of its arguments.")
-    strict: bool = Field(default=False, description="Arguments always follow the schema, whatever the value.")
+    strict: bool = Field(
+        default=False, description="Whether a keyword of the schema that cannot be enforced is refused."
+    )
+
+    @property
+    def wire_tool(self) -> Tool:
+        """The function of the turn."""
+        return Tool(name=self.name, description=self.description, parameters=self.parameters, strict=self.strict)
 
 
-class ToolOffer(RequestModel):
-    """A tool that the model may call."""
+class ToolOffer(DialectModel):
+    """A function that the model may call."""
 
     type: Literal["function"] = Field(description="Type of the object.")
     function: Function = Field(description="The function.")
 
+    @property
+    def wire_tool(self) -> Tool:
+        """The function of the turn."""
+        return self.function.wire_tool
 
-class ChosenFunction(RequestModel):
-    """The function that the model has to call."""
+
+class CustomGrammar(DialectModel):
+    """A grammar of the input of a custom tool."""
+
+    syntax: Syntax = Field(description="Its syntax.")
+    definition: str = Field(
+        max_length=MAX_DEFINITION_CHARS,
+        description="The grammar. The model is told of it; of `regex`, what the daemon can enforce is enforced.",
+    )
+
+
+class CustomInputFormat(DialectModel):
+    """Format of the input of a custom tool."""
+
+    type: Literal["text", "grammar"] = Field(description="Type of the object.")
+    grammar: CustomGrammar | None = Field(default=None, description="Only with the type `grammar`.")
+
+    @model_validator(mode="after")
+    def _has_its_grammar(self) -> CustomInputFormat:
+        if (self.type == "grammar") != (self.grammar is not None):
+            raise ValueError("grammar belongs to a format of the type grammar")
+        return self
+
+
+class CustomToolSpec(DialectModel):
+    """A tool of the client whose input is text; the model calls it as a function with the argument `input`."""
+
+    name: ToolName = Field(description="Its name.")
+    description: Annotated[str, StringConstraints(max_length=MAX_DESCRIPTION_CHARS)] | None = Field(
+        default=None, description="Description for the model."
+    )
+    format: CustomInputFormat = Field(default=CustomInputFormat(type="text"), description="Format of the input.")
+
+
+class CustomToolOffer(DialectModel):
+    """A custom tool that the model may call."""
+
+    type: Literal["custom"] = Field(description="Type of the object.")
+    custom: CustomToolSpec = Field(description="The tool.")
+
+    @property
+    def wire_tool(self) -> Tool:
+        """The function of the turn."""
+        tool, grammar = self.custom, self.custom.format.grammar
+        if grammar is None:
+            return function_of(tool.name, tool.description, syntax=None, definition="")
+        return function_of(tool.name, tool.description, syntax=grammar.syntax, definition=grammar.definition)
+
+
+class ChosenFunction(DialectModel):
+    """The function or custom tool that the model has to call."""
 
     name: ToolName = Field(description="Its name.")
 
 
-class ToolChoice(RequestModel):
+class AllowedFunction(DialectModel):
+    """A function that may be called now."""
+
+    type: Literal["function"] = Field(default="function", description="Type of the object.")
+    function: ChosenFunction = Field(description="The function.")
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.function.name
+
+
+class AllowedCustomTool(DialectModel):
+    """A custom tool that may be called now."""
+
+    type: Literal["custom"] = Field(description="Type of the object.")
+    custom: ChosenFunction = Field(description="The tool.")
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.custom.name
+
+
+AllowedTool: TypeAlias = Annotated[
+    Annotated[AllowedFunction, Tag("function")] | Annotated[AllowedCustomTool, Tag("custom")],
+    Discriminator(_kind_of_call),
+]
+
+
+class AllowedFunctions(DialectModel):
+    """The subset of tools that may be called now."""
+
+    mode: Literal["auto", "required"] = Field(description="Whether one has to be called.")
+    tools: Annotated[list[AllowedTool], Field(min_length=1, max_length=128, fail_fast=True)] = Field(
+        description="The allowed tools."
+    )
+
+
+class ToolChoice(DialectModel):
     """Whether the model calls tools."""
 
-    type: Literal["auto", "none", "required", "function"] = Field(description="`function` requires the named one.")
+    type: Literal["auto", "none", "required", "function", "custom", "allowed_tools"] = Field(
+        description="`function` and `custom` require the named one."
+    )
     function: ChosenFunction | None = Field(default=None, description="Only with the type `function`.")
+    custom: ChosenFunction | None = Field(default=None, description="Only with the type `custom`.")
+    allowed_tools: AllowedFunctions | None = Field(default=None, description="Only with the type `allowed_tools`.")
 
 
-class ResponseFormatSchema(RequestModel):
-    """JSON Schema of the output."""
+class TemplateOptions(DialectModel):
+    """Variables of the chat template."""
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")] = Field(description="Its name.")
-    description: str | None = Field(default=None, description="Its purpose.")
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema", description="The JSON Schema.")
-    strict: bool = Field(default=False, description="Output always follows the schema, whatever the value.")
-
-
-class ResponseFormat(RequestModel):
-    """Format of the output."""
-
-    type: Literal["text", "json_object", "json_schema"] = Field(description="`json_object` is any JSON object.")
-    json_schema: ResponseFormatSchema | None = Field(default=None, description="Only with the type `json_schema`.")
+    enable_thinking: bool | None = Field(default=None, description="Whether the model thinks first.")
+    thinking: bool | None = Field(default=None, description="The same as `enable_thinking`.")
 
 
 _Id: TypeAlias = Annotated[MetadataText, StringConstraints(max_length=512)]
@@ -130,10 +285,13 @@ class ChatRequest(Sampling):
     """A chat completion request."""
 
     messages: Annotated[list[ChatRequestMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] = (
-        Field(description="The whole conversation, the last message from `user` or `tool`.")
+        Field(
+            description="The whole conversation, the last message from `user` or `tool`; an `assistant` after "
+            "it begins the answer, which the model continues."
+        )
     )
-    max_completion_tokens: int | None = Field(
-        default=None, ge=1, le=MAX_TOKENS, description="Maximum number of generated tokens; the same as `max_tokens`."
+    max_completion_tokens: MaxTokens = Field(
+        default=None, description="Maximum number of generated tokens; takes precedence over `max_tokens`."
     )
     logprobs: bool = Field(default=False, description="Whether token probabilities are returned.")
     top_logprobs: int | None = Field(
@@ -142,31 +300,87 @@ class ChatRequest(Sampling):
         le=MOST_PROBS,
         description="Number of most likely tokens to return at each position; only with `logprobs`.",
     )
-    response_format: ResponseFormat | None = Field(default=None, description="Format of the output.")
-    tools: Annotated[list[ToolOffer], Field(max_length=128, fail_fast=True)] | None = Field(
-        default=None, description="Tools that the model may call, with distinct names."
-    )
+    tools: (
+        Annotated[
+            list[Annotated[ToolOffer | CustomToolOffer, Field(discriminator="type")]],
+            Field(max_length=128, fail_fast=True),
+        ]
+        | None
+    ) = Field(default=None, description="Tools that the model may call, with distinct names.")
     tool_choice: Annotated[
         ToolChoice,
         BeforeValidator(_as_object, json_schema_input_type=Literal["auto", "none", "required"] | ToolChoice),
     ] = Field(default=ToolChoice(type="auto"), description="Whether the model calls tools.")
+    functions: Annotated[list[Function], Field(max_length=128, fail_fast=True)] | None = Field(
+        default=None, description="Tools, before there were `tools`; calls of them are returned as `function_call`."
+    )
+    function_call: Literal["auto", "none"] | ChosenFunction | None = Field(
+        default=None, description="Whether the model calls `functions`."
+    )
     parallel_tool_calls: bool = Field(default=True, description="Whether it may call several at once.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="`none` disables thinking, all others enable it; if absent, the model's default."
     )
+    chat_template_kwargs: TemplateOptions | None = Field(default=None, description="Variables of the chat template.")
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1, fail_fast=True)] | None = Field(
         default=None, description="Answers are text."
     )
     service_tier: Literal["auto", "default", "priority", "fast", "flex"] | None = Field(
         default=None, description="The class of the turn: `priority` is interactive, `flex` is batch."
     )
-    store: Literal[False] = Field(default=False, description="Nothing is stored; `/v1/responses` stores answers.")
+    store: bool = Field(default=False, description="Nothing is stored; `/v1/responses` stores answers.")
     metadata: Metadata | None = Field(default=None, description="Kept with the session.")
     safety_identifier: _Id | None = Field(default=None, description="Kept with the session as metadata.")
     prompt_cache_key: _Id | None = Field(default=None, description="Kept with the session as metadata.")
 
 
-Finish = Literal["stop", "length", "tool_calls", "content_filter"]
+def _is_no_result(_value: Any, siblings: Mapping[str, Any]) -> bool:
+    return siblings.get("role") not in ("tool", "function")
+
+
+def _is_server_tool(item: Any, _siblings: Mapping[str, Any]) -> bool:
+    return isinstance(item, dict) and isinstance(kind := item.get("type"), str) and kind not in ("function", "custom")
+
+
+CHAT_FIELDS: Final = FieldTable(
+    "chat",
+    ChatRequest,
+    rules=(
+        FieldRule(
+            field="store",
+            values="`true`",
+            why="chat completions are not stored, see /v1/responses",
+            applies=lambda value, _: value is True,
+        ),
+        FieldRule(field="verbosity", why="the model decides on the length of its answer"),
+        FieldRule(field="prediction", why="an expected answer does not make this one faster"),
+        FieldRule(field="audio", why="answers are text"),
+        FieldRule(field="web_search_options", why="the daemon does not search the web"),
+        FieldRule(field="prompt_cache_retention", why=FOUND_BY_TEXT),
+        FieldRule(
+            field="messages[].name",
+            values="with a role other than `tool`",
+            why="templates distinguish speakers by role",
+            applies=_is_no_result,
+        ),
+        FieldRule(field="messages[].refusal", why="a refusal is part of the content"),
+        FieldRule(field="messages[].annotations", why="the model is given the content only"),
+        FieldRule(field="messages[].audio", why="the model is given text only"),
+        FieldRule(field="messages[].cache_control", why=FOUND_BY_TEXT),
+        FieldRule(field="messages[].content[].cache_control", why=FOUND_BY_TEXT),
+        FieldRule(field="tools[].cache_control", why=FOUND_BY_TEXT),
+        FieldRule(
+            field="tools[]",
+            values="of a type other than `function` and `custom`",
+            why="the daemon cannot run tools of this type, so the model is not offered it",
+            applies=_is_server_tool,
+        ),
+        *SAMPLING_RULES,
+    ),
+)
+"""The fields of chat completions."""
+
+Finish = Literal["stop", "length", "tool_calls", "function_call", "content_filter"]
 
 
 class AnswerModel(BaseModel):
@@ -197,6 +411,20 @@ class TokenUsage(AnswerModel):
     total_tokens: int = Field(description="Both.")
     prompt_tokens_details: PromptTokensDetails = Field(description="More of the prompt's.")
     completion_tokens_details: CompletionTokensDetails = Field(description="More of the answer's.")
+
+
+class Timings(AnswerModel):
+    """Speed of a turn, in the terms of llama-server."""
+
+    cache_n: int = Field(description="Tokens of the prompt whose KV was reused.")
+    prompt_n: int = Field(description="Tokens of the prompt that were read.")
+    prompt_ms: float = Field(description="Milliseconds from a slot to the first token.")
+    prompt_per_token_ms: float = Field(description="The same per token.")
+    prompt_per_second: float = Field(description="Tokens read per second.")
+    predicted_n: int = Field(description="Generated tokens.")
+    predicted_ms: float = Field(description="Milliseconds from the first token to the end.")
+    predicted_per_token_ms: float = Field(description="The same per token.")
+    predicted_per_second: float = Field(description="Tokens generated per second.")
 
 
 class Probability(AnswerModel):
@@ -235,16 +463,34 @@ class MessageToolCall(AnswerModel):
     function: ToolCallFunction = Field(description="Function and arguments.")
 
 
+class CustomCallInput(AnswerModel):
+    """Custom tool and input of a call."""
+
+    name: str = Field(description="Name of the tool.")
+    input: str = Field(description="Its input.")
+
+
+class MessageCustomCall(AnswerModel):
+    """A call of a custom tool by the model."""
+
+    id: str = Field(description="Id of the call.")
+    type: Literal["custom"] = Field(description="Type of the object.")
+    custom: CustomCallInput = Field(description="Tool and input.")
+
+
 class ChatMessageOut(AnswerModel):
     """A message of the model."""
 
     role: Literal["assistant"] = Field(description="Role of the author.")
-    content: str | None = Field(description="The content; null if there are only tool calls.")
+    content: str | None = Field(description="The content; null if there are only calls.")
     refusal: None = Field(description="Always null.")
     reasoning_content: str | None = Field(
         default=None, description="Reasoning before the content; absent if there is none."
     )
-    tool_calls: list[MessageToolCall] | None = Field(default=None, description="Tool calls; absent if there are none.")
+    tool_calls: list[MessageToolCall | MessageCustomCall] | None = Field(
+        default=None, description="Tool calls; absent if there are none."
+    )
+    function_call: ToolCallFunction | None = Field(default=None, description="The call, if `functions` were given.")
 
 
 class ChatChoice(AnswerModel):
@@ -267,8 +513,9 @@ class ChatCompletion(AnswerModel):
     usage: TokenUsage = Field(description="Token usage.")
     system_fingerprint: None = Field(description="Always null.")
     warnings: list[str] | None = Field(
-        default=None, description="Valid parameters that had no effect; absent if there are none."
+        default=None, description="Fields and valid parameters that had no effect; absent if there are none."
     )
+    timings: Timings | None = Field(default=None, description="Speed of the first choice.")
 
 
 class FunctionDelta(AnswerModel):
@@ -278,13 +525,21 @@ class FunctionDelta(AnswerModel):
     arguments: str = Field(description="Text to append to the arguments.")
 
 
+class CustomCallDelta(AnswerModel):
+    """Increment of a call of a custom tool."""
+
+    name: str | None = Field(default=None, description="Name of the tool, once.")
+    input: str = Field(description="Text to append to the input.")
+
+
 class ToolCallDelta(AnswerModel):
     """Increment of a tool call; the first one has id, type and name."""
 
     index: int = Field(description="Index of the call.")
     id: str | None = Field(default=None, description="Id of the call, once.")
-    type: Literal["function"] | None = Field(default=None, description="Type of the object, once.")
-    function: FunctionDelta = Field(description="Function and arguments.")
+    type: Literal["function", "custom"] | None = Field(default=None, description="Type of the object, once.")
+    function: FunctionDelta | None = Field(default=None, description="Function and arguments.")
+    custom: CustomCallDelta | None = Field(default=None, description="Custom tool and input.")
 
 
 class Delta(AnswerModel):
@@ -294,6 +549,9 @@ class Delta(AnswerModel):
     content: str | None = Field(default=None, description="Text to append.")
     reasoning_content: str | None = Field(default=None, description="Text to append to the reasoning.")
     tool_calls: list[ToolCallDelta] | None = Field(default=None, description="Increments of tool calls.")
+    function_call: FunctionDelta | None = Field(
+        default=None, description="Increment of the call, if `functions` were given."
+    )
 
 
 class ChunkChoice(AnswerModel):
@@ -317,5 +575,6 @@ class ChatCompletionChunk(AnswerModel):
     usage: TokenUsage | None = Field(default=None, description="In the last chunk, with `include_usage`.")
     warnings: list[str] | None = Field(
         default=None,
-        description="With a `finish_reason`: valid parameters that had no effect; absent if there are none.",
+        description="With a `finish_reason`: fields and valid parameters that had no effect; absent if there are none.",
     )
+    timings: Timings | None = Field(default=None, description="With a `finish_reason`: speed of the choice.")

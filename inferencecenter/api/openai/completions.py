@@ -5,40 +5,49 @@ from __future__ import annotations
 import secrets
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
 
 import orjson
-from pydantic import BeforeValidator, Field, StringConstraints
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field
 
 from inferencecenter.api import sse
-from inferencecenter.api.body import checked
+from inferencecenter.api.body import checked, invalid_field
 from inferencecenter.api.endpoint import TURN_ERRORS, Call, Operation, Stream, document
+from inferencecenter.api.foreign_fields import FieldRule, FieldTable
 from inferencecenter.api.openai.chat import OPENAI_FIELD_NAMES
-from inferencecenter.api.openai.chat_schemas import AnswerModel, TokenUsage
-from inferencecenter.api.openai.finish_reason import finish_of, finite, raise_failure, usage_of, warnings_of
+from inferencecenter.api.openai.chat_schemas import AnswerModel, Timings, TokenUsage
+from inferencecenter.api.openai.finish_reason import finish_of, finite, more_fields, raise_failure, usage_of, with_more
 from inferencecenter.api.openai.sampling import (
     MOST_PROBS,
+    SAMPLING_RULES,
+    MaxTokens,
     Sampling,
-    check_stream_options,
+    form_of,
+    infer_fields,
     raw_params,
+    request_fields,
     with_request_fields,
 )
+from inferencecenter.api.openai.token_fields import with_text_prompts, with_token_biases
+from inferencecenter.api.plain.tokens import MAX_TOKENS, TokenId
 from inferencecenter.api.session_match import ConversationRequest, run_choices
-from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol import events
-from inferencecenter.protocol.params_model import MAX_TOKENS
 from inferencecenter.protocol.requests import Infer, RawParams
 from inferencecenter.protocol.values import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Iterator, Sequence
+    from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 
     from inferencecenter.api.endpoint import Reply
     from inferencecenter.api.request_turns import RequestTurns
     from inferencecenter.api.session_match import SessionMatch
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.values import TokenLogprobs
+
+
+_NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +62,7 @@ class CompletionHead:
     echo: bool = False
     include_usage: bool = False
     logprobs: int | None = None
+    warnings: Sequence[str] = ()
 
 
 class CompletionWriter:
@@ -83,7 +93,8 @@ class CompletionWriter:
                 return piece
             case events.End():
                 self._ends[index] = event
-                return self._piece(index, self._begin(index), None, finish=finish_of(event), warnings=event.warnings)
+                more = more_fields(self._head.warnings, [event])
+                return self._piece(index, self._begin(index), None, finish=finish_of(event), more=more)
             case _:
                 raise_failure(event)
                 return b""
@@ -112,13 +123,13 @@ class CompletionWriter:
 
     def document(self) -> dict[str, Any]:
         """Return the whole response."""
-        said = {
+        ends = [end for end in self._ends if end is not None]
+        return {
             **self._common(),
             "choices": [self._choice(index, end) for index, end in enumerate(self._ends) if end is not None],
             "usage": self._usage(),
+            **more_fields(self._head.warnings, ends),
         }
-        warnings = warnings_of(end for end in self._ends if end is not None)
-        return {**said, "warnings": warnings} if warnings else said
 
     def _common(self) -> dict[str, Any]:
         head = self._head
@@ -153,14 +164,11 @@ class CompletionWriter:
         logprobs: Sequence[TokenLogprobs] | None,
         *,
         finish: str | None = None,
-        warnings: tuple[str, ...] = (),
+        more: Mapping[str, Any] = _NOTHING,
     ) -> bytes:
         reported = None if logprobs is None else self._logprobs_of(logprobs, offset=self._n_chars[index])
         choice = orjson.dumps({"text": text, "index": index, "logprobs": reported, "finish_reason": finish})
-        suffix = self._suffix
-        if warnings:
-            suffix = b'%b,"warnings":%b}\n\n' % (suffix[: -len(b"}\n\n")], orjson.dumps(warnings))
-        return self._prefix + choice + suffix
+        return with_more(self._prefix + choice + self._suffix, more)
 
     def _logprobs_of(self, entries: Sequence[TokenLogprobs], *, offset: int) -> dict[str, Any] | None:
         """Return the probabilities of tokens, the first of which begins at ``offset``."""
@@ -184,30 +192,52 @@ DEFAULT_MAX_TOKENS: Final = 16
 """Without a limit plain text would continue until the context is full; OpenAI's default."""
 
 
-def _texts(value: object) -> object:
-    if isinstance(value, str):
+def _as_prompts(value: object) -> object:
+    if isinstance(value, str) or (isinstance(value, list) and value and all(isinstance(each, int) for each in value)):
         return [value]
-    if isinstance(value, list) and any(isinstance(each, int | list) for each in value):
-        raise PydanticCustomError("tokens", "token prompts are not supported: send text")
     return value
+
+
+PromptInput: TypeAlias = str | Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS, fail_fast=True)]
 
 
 class CompletionRequest(Sampling):
     """Request for completions of texts."""
 
     prompt: Annotated[
-        list[Annotated[str, StringConstraints(min_length=1)]],
+        list[PromptInput],
         Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True),
-        BeforeValidator(_texts, json_schema_input_type=str | list[str]),
-    ] = Field(description="A text, or several, each of which is continued.")
-    max_tokens: int | None = Field(
-        default=DEFAULT_MAX_TOKENS, ge=1, le=MAX_TOKENS, description="Maximum number of generated tokens."
+        BeforeValidator(_as_prompts, json_schema_input_type=str | list[int] | list[PromptInput]),
+    ] = Field(description="A text or a list of tokens, or several, each of which is continued.")
+    suffix: str | None = Field(
+        default=None,
+        description="Text after the completion, which fills the gap; only with models that have tokens for this.",
+    )
+    max_tokens: MaxTokens = Field(
+        default=DEFAULT_MAX_TOKENS,
+        description="Maximum number of generated tokens; -1 for as many as the context holds.",
     )
     echo: bool = Field(default=False, description="Whether the completion begins with the prompt; not with `logprobs`.")
     logprobs: int | None = Field(
         default=None, ge=0, le=MOST_PROBS, description="Number of most likely tokens to return at each position."
     )
     best_of: Literal[1] = Field(default=1, description="All completions are returned.")
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompts, all of which ``with_text_prompts`` has made texts."""
+        return [prompt for prompt in self.prompt if isinstance(prompt, str)]
+
+
+COMPLETION_FIELDS: Final = FieldTable(
+    "completions",
+    CompletionRequest,
+    rules=(
+        FieldRule(field="store", why="completions are not stored, see /v1/responses"),
+        *SAMPLING_RULES,
+    ),
+)
+"""The fields of completions."""
 
 
 class CompletionLogprobs(AnswerModel):
@@ -243,12 +273,14 @@ class Completion(AnswerModel):
     usage: TokenUsage | None = Field(default=None, description="Token usage; in a stream only with `include_usage`.")
     system_fingerprint: None = Field(description="Always null.")
     warnings: list[str] | None = Field(
-        default=None, description="Valid parameters that had no effect; absent if there are none."
+        default=None, description="Fields and valid parameters that had no effect; absent if there are none."
     )
+    timings: Timings | None = Field(default=None, description="Speed of the first choice; in a stream with its end.")
 
 
 async def create(call: Call) -> Reply:
     """Handle a request: continue texts."""
+    call = await with_text_prompts(await with_token_biases(call))
     _check(call.body)
     if call.body.stream:
         return Stream(_chunks(call))
@@ -263,6 +295,7 @@ async def create(call: Call) -> Reply:
 async def _chunks(call: Call) -> AsyncGenerator[bytes, None]:
     with _turns(call) as turns:
         pieces = CompletionWriter(_head(call))
+        turns.write_through(pieces.write)
         async for batch in turns.batches():
             if written := b"".join([pieces.write(index, event) for index, event in batch]):
                 yield written
@@ -281,17 +314,19 @@ def _turns(call: Call) -> Iterator[RequestTurns]:
             mode="raw",
             metadata={} if request.user is None else {"user": request.user},
         )
-        for prompt in request.prompt
+        for prompt in request.texts
     ]
+
+    form = form_of(request)
 
     def infer(place: SessionMatch, choice: int) -> Infer:
         body = {
             "op": "infer",
             "session_id": place.session_id,
-            "prompt": place.remaining[0].content,
+            "messages": list(place.remaining),
             "params": _params(request, choice=choice),
-            "regex": request.regex,
-            "grammar": request.grammar,
+            "infill": None if request.suffix is None else {"suffix": request.suffix},
+            **infer_fields(form),
         }
         return checked(Infer, body)
 
@@ -299,15 +334,18 @@ def _turns(call: Call) -> Iterator[RequestTurns]:
         with run_choices(call.context, call.request_context, conversations, n=request.n, infer=infer) as turns:
             yield turns
     except InferenceCenterError as error:
-        raise with_request_fields(error, OPENAI_FIELD_NAMES) from None
+        raise with_request_fields(error, request_fields(_FIELD_NAMES, form)) from None
+
+
+_FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType({**OPENAI_FIELD_NAMES, "infill": "suffix"})
 
 
 def _check(request: CompletionRequest) -> None:
-    check_stream_options(request)
+    if request.suffix is None and not all(request.prompt):
+        raise invalid_field("prompt", "a prompt is empty; only with a suffix it may be")
     if request.echo and request.logprobs is not None:
-        raise _refused("logprobs", "logprobs of the prompt are not supported with echo")
-    if request.regex is not None and request.grammar is not None:
-        raise _refused("grammar", "regex excludes grammar")
+        raise invalid_field("logprobs", "logprobs of the prompt are not supported with echo")
+    form_of(request)
     _params(request, choice=0)
 
 
@@ -315,8 +353,14 @@ def _params(request: CompletionRequest, *, choice: int) -> RawParams:
     n_probs = 0 if request.logprobs is None else max(1, request.logprobs)
     own = request.params or {}
     # The default was not requested, and must not exclude what was.
-    max_tokens = None if "max_tokens" in own or "n_predict" in own or "stopping" in own else request.max_tokens
+    given = request.n_predict if "max_tokens" not in request.model_fields_set else None
+    max_tokens = given or request.max_tokens
+    if request.model_fields_set.isdisjoint(("max_tokens", "n_predict")) and not own.keys().isdisjoint(_LIMITS):
+        max_tokens = None
     return raw_params(request, max_tokens=max_tokens, n_probs=n_probs, choice=choice)
+
+
+_LIMITS: Final = ("max_tokens", "n_predict", "stopping")
 
 
 def _head(call: Call) -> CompletionHead:
@@ -325,16 +369,13 @@ def _head(call: Call) -> CompletionHead:
         completion_id=f"cmpl-{secrets.token_urlsafe(16)}",
         created=int(call.context.clock()),
         model=request.model or call.context.models.default,
-        prompts=tuple(request.prompt),
+        prompts=tuple(request.texts),
         n=request.n,
         echo=request.echo,
         include_usage=request.stream_options is not None and request.stream_options.include_usage,
         logprobs=request.logprobs,
+        warnings=call.warnings,
     )
-
-
-def _refused(field: str, message: str) -> InferenceCenterError:
-    return InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field=field)
 
 
 OPERATIONS: Final = (
@@ -347,5 +388,6 @@ OPERATIONS: Final = (
         answer=Completion,
         event=Completion,
         errors=TURN_ERRORS,
+        fields=COMPLETION_FIELDS,
     ),
 )

@@ -5,13 +5,16 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+import orjson
+
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from inferencecenter.protocol.base import Event
+    from inferencecenter.protocol.values import TurnStats
 
 FINISHES: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -77,9 +80,53 @@ def usage_of(ends: Iterable[events.End], *, n: int = 1) -> dict[str, Any]:
     }
 
 
-def warnings_of(ends: Iterable[events.End]) -> list[str]:
-    """Return the distinct warnings of turns."""
-    return list(dict.fromkeys(warning for end in ends for warning in end.warnings))
+def merged_warnings(warnings: Iterable[str], ends: Iterable[events.End]) -> list[str]:
+    """Return the distinct warnings about a request and of its turns."""
+    return list(dict.fromkeys([*warnings, *(warning for end in ends for warning in end.warnings)]))
+
+
+def more_fields(warnings: Iterable[str], ends: Sequence[events.End]) -> dict[str, Any]:
+    """Return what this daemon adds to a response.
+
+    Args:
+        warnings: Warnings about the request.
+        ends: Ends of its turns.
+
+    Returns:
+        The ``timings`` of the first turn, and the distinct ``warnings`` if there are any.
+    """
+    distinct = merged_warnings(warnings, ends)
+    return {
+        **({"timings": timings_of(ends[0].stats)} if ends else {}),
+        **({"warnings": distinct} if distinct else {}),
+    }
+
+
+def with_more(chunk: bytes, more: Mapping[str, Any]) -> bytes:
+    """Return a chunk of a stream with further fields at its end."""
+    return b"%b,%b\n\n" % (chunk[: -len(b"}\n\n")], orjson.dumps(dict(more))[1:]) if more else chunk
+
+
+def timings_of(stats: TurnStats) -> dict[str, Any]:
+    """Return the speed of a turn in the terms of llama-server."""
+    prompt_n = stats.prompt_tokens - stats.cached_tokens
+    prompt_ms = max(0.0, stats.ttft_ms - stats.queue_ms)
+    predicted_ms = max(0.0, stats.total_ms - stats.ttft_ms)
+    return {
+        "cache_n": stats.cached_tokens,
+        "prompt_n": prompt_n,
+        "prompt_ms": prompt_ms,
+        "prompt_per_token_ms": _ratio(prompt_ms, prompt_n),
+        "prompt_per_second": _ratio(1000 * prompt_n, prompt_ms),
+        "predicted_n": stats.tokens,
+        "predicted_ms": predicted_ms,
+        "predicted_per_token_ms": _ratio(predicted_ms, stats.tokens),
+        "predicted_per_second": stats.tps,
+    }
+
+
+def _ratio(amount: float, of: float) -> float:
+    return round(amount / of, 3) if of else 0.0
 
 
 def finite(logprob: float) -> float:

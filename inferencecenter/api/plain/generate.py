@@ -10,6 +10,7 @@ from pydantic import BaseModel, Field, StringConstraints
 from inferencecenter.api import sse
 from inferencecenter.api.body import RequestModel, checked
 from inferencecenter.api.endpoint import TURN_ERRORS, Call, Document, Operation, Reply, Stream
+from inferencecenter.api.errors import OWN_ERRORS
 from inferencecenter.api.request_turns import RequestTurns
 from inferencecenter.api.session_match import ConversationRequest, resolve_session
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -190,5 +191,6 @@ OPERATION: Final = Operation(
     body=Generate,
     answer=Generated,
     event=GeneratedPart,
+    error_format=OWN_ERRORS,
     errors=TURN_ERRORS,
 )

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starlette.routing import WebSocketRoute
 
-from inferencecenter.api.responses.resources import OPERATIONS, PATH
+from inferencecenter.api.responses import compaction, conversations, resources
+from inferencecenter.api.responses.resources import PATH
 from inferencecenter.api.responses.socket import ResponsesEndpoint
 
 if TYPE_CHECKING:
+    from inferencecenter.api.endpoint import Operation
     from inferencecenter.server.context import ServerContext
 
-__all__ = ["OPERATIONS", "socket_route"]
+OPERATIONS: Final[tuple[Operation, ...]] = (
+    *compaction.OPERATIONS,
+    *resources.OPERATIONS,
+    *conversations.OPERATIONS,
+)
+"""All HTTP operations; fixed paths precede that of one response, which matches them too."""
 
 
-def socket_route(context: ServerContext) -> WebSocketRoute:
-    """Return the route of the socket below the configured base path; the path is that of HTTP."""
-    return WebSocketRoute(context.settings.base_path + PATH, ResponsesEndpoint(context))
+def socket_routes(context: ServerContext) -> list[WebSocketRoute]:
+    """Return the routes of the socket below the configured base path; the paths are those of HTTP."""
+    endpoint = ResponsesEndpoint(context)
+    return [WebSocketRoute(context.settings.base_path + path, endpoint) for path in (PATH, PATH.removeprefix("/v1"))]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.api.body import checked
+from inferencecenter.api.responses.conversations import busy_conversation, find_conversation, is_conversation
 from inferencecenter.api.responses.response_schemas import Echo
 from inferencecenter.api.responses.serializers import echo_of, note_of, read_note, read_response_id
 from inferencecenter.api.session_match import (
@@ -18,15 +19,18 @@ from inferencecenter.api.session_match import (
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.requests import GetSession, Infer
 from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.prompt_lookup import PromptQuery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
+    from inferencecenter.api.responses.conversations import StoredConversation
     from inferencecenter.api.responses.request_schemas import CreateResponse
+    from inferencecenter.api.responses.response_schemas import OutputCompaction
     from inferencecenter.protocol import events
     from inferencecenter.protocol.values import OnFull, Priority
     from inferencecenter.server.context import ServerContext
-    from inferencecenter.sessions.client import Principal
+    from inferencecenter.sessions.context import Principal
 
 _NOT_FOUND: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
 _MAX_METADATA: Final = 16
@@ -40,13 +44,33 @@ _ON_FULL: Final[dict[str, OnFull]] = {"auto": "shift", "disabled": "stop"}
 class PreparedTurn:
     """A turn, and the fields that its response echoes from the request.
 
-    If its session was ``opened`` for it, it is removed if the turn cannot start.
+    If its session was ``opened`` for it, it is removed if the turn cannot start. It takes the place of that of the
+    ``moving`` conversation once the turn has started.
     """
 
     infer: Infer
     echo: Echo
     note: str
     opened: bool
+    moving: StoredConversation | None = None
+    compaction: OutputCompaction | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CompactedInput:
+    """A compacted conversation: ``item`` is its summary, and ``messages`` the whole of it without the instructions."""
+
+    item: OutputCompaction
+    messages: tuple[ChatMessage, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Location:
+    """Where a turn runs: in an existing session or in one that was ``opened``, with a ``moving`` conversation."""
+
+    place: SessionMatch
+    opened: bool = False
+    moving: StoredConversation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +88,29 @@ class _Previous:
     may_grow: bool
 
 
-def prepare_turn(
-    context: ServerContext, client: Principal, request: CreateResponse, *, generate: bool = True
+def prepare_turn(  # noqa: PLR0913 - keyword-only
+    context: ServerContext,
+    client: Principal,
+    request: CreateResponse,
+    *,
+    warnings: Iterable[str] = (),
+    generate: bool = True,
+    compacted: CompactedInput | None = None,
 ) -> PreparedTurn:
-    """Find or create the session of a request, and return its turn.
+    """Find or create the session of a request, and return its turn; its response has the ``warnings``.
 
-    Without ``generate`` the turn generates as little as possible, as only the prefill is wanted.
+    What was ``compacted`` is answered in place of the request's conversation. Without ``generate`` the turn generates
+    as little as possible, as only the prefill is wanted.
 
     Raises:
         InferenceCenterError: ``previous_response_not_found``, ``session_busy`` while the previous response is in
             progress, ``invalid_request``; see also ``Sessions.create``, ``fork`` and ``append``.
     """
-    question = request.messages
+    if request.conversation_name is not None and not generate:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, "a response of a conversation has to be generated", field="generate"
+        )
+    question = request.messages if compacted is None else compacted.messages
     if not question and not generate:
         question = EMPTY_QUESTION
     if not question or question[-1].role not in ("user", "tool"):
@@ -84,12 +119,41 @@ def prepare_turn(
             "input must end with a message of role user, or with the output of a function",
             field="input",
         )
-    echo = echo_of(request, model=request.model or context.models.default, created_at=context.clock())
-    note = note_of(echo, generate=generate)
-    infer = _turn(request, question, generate=generate)
-    place, is_new = _locate(context, client, request, question)
+    echo = echo_of(
+        request, model=request.model or context.models.default, created_at=context.clock(), warnings=warnings
+    )
+    compaction = None if compacted is None else compacted.item
+    note = note_of(echo, generate=generate, compaction=compaction)
+    infer = infer_of(request, question, generate=generate)
+    if compacted is None:
+        found = _locate(context, client, request, question)
+    else:
+        found = _open(context, client, request, question)
+    place = found.place
     infer = infer.model_copy(update={"session_id": place.session_id, "messages": list(place.remaining)})
-    return PreparedTurn(infer, echo, note=note, opened=is_new)
+    return PreparedTurn(infer, echo, note=note, opened=found.opened, moving=found.moving, compaction=compaction)
+
+
+def conversation_of(context: ServerContext, client: Principal, request: CreateResponse) -> tuple[ChatMessage, ...]:
+    """Return the whole conversation of a request: its instructions, what was said before, and its input.
+
+    Raises:
+        InferenceCenterError: ``previous_response_not_found``, ``session_busy`` while it is in progress, or
+            ``session_not_found`` for the conversation.
+    """
+    before: tuple[ChatMessage, ...] = ()
+    if request.conversation_name is not None:
+        before = find_conversation(context.sessions, client, request.conversation_name).messages
+    elif request.previous_response_id is not None:
+        before = _previous(context, client, request.previous_response_id).said
+    return (*_system(request), *before, *request.messages)
+
+
+def query_of(request: CreateResponse, messages: tuple[ChatMessage, ...]) -> PromptQuery:
+    """Return the prompt of a request whose whole conversation is ``messages``."""
+    return PromptQuery(
+        messages=messages, model=request.model, tools=request.wire_tools or (), thinking=thinking_of(request)
+    )
 
 
 def start_turn(
@@ -106,32 +170,67 @@ def start_turn(
         if asked.opened:
             close_session(context.sessions, client, asked.infer.session_id)
         raise
+    if asked.moving is not None:
+        has_instructions = asked.echo.instructions is not None
+        asked.moving.move(context.sessions, client, asked.infer.session_id, has_instructions=has_instructions)
 
 
 def _locate(
     context: ServerContext, client: Principal, request: CreateResponse, question: tuple[ChatMessage, ...]
-) -> tuple[SessionMatch, bool]:
-    """Return where a request continues, and whether that session was opened for it.
+) -> _Location:
+    """Return where a request continues.
 
     A session continues only from its end: responses after the previous one stay unchanged.
     """
     sessions = context.sessions
+    if request.conversation_name is not None:
+        return _locate_conversation(context, client, request, question)
     name = request.previous_response_id
     previous = None if name is None else _previous(context, client, name)
     session = None if previous is None else _extendable_session(context, client, request, previous)
     if previous is not None and session is not None:
-        if _ends_with(session, previous):
-            return SessionMatch(previous.session_id, question), False
-        return SessionMatch(fork_session(sessions, client, previous.session_id, turn=previous.turn_id), question), True
-    system = () if request.instructions is None else (ChatMessage(role="system", content=request.instructions),)
+        if _ends_with(session, previous) and not is_conversation(session):
+            return _Location(SessionMatch(previous.session_id, question))
+        forked = fork_session(sessions, client, previous.session_id, turn=previous.turn_id)
+        return _Location(SessionMatch(forked, question), opened=True)
+    return _open(context, client, request, (*(previous.said if previous else ()), *question))
+
+
+def _open(
+    context: ServerContext, client: Principal, request: CreateResponse, messages: tuple[ChatMessage, ...]
+) -> _Location:
+    """Return a new session for the instructions of a request and these messages."""
     conversation = ConversationRequest(
-        messages=(*system, *(previous.said if previous else ()), *question),
+        messages=(*_system(request), *messages),
         model=request.model,
         on_full=_ON_FULL[request.truncation],
         stateless=not request.store,
         metadata=_metadata(request),
     )
-    return open_session(sessions, client, conversation), True
+    return _Location(open_session(context.sessions, client, conversation), opened=True)
+
+
+def _locate_conversation(
+    context: ServerContext, client: Principal, request: CreateResponse, question: tuple[ChatMessage, ...]
+) -> _Location:
+    """Return the session of a conversation if it matches the request's options, and a new one otherwise."""
+    assert request.conversation_name is not None, "the caller has checked it"
+    found = find_conversation(context.sessions, client, request.conversation_name)
+    if found.session.state == "busy":
+        raise busy_conversation()
+    if found.instructions == request.instructions and _matches(context, found.session, request):
+        return _Location(SessionMatch(found.session.session_id, question))
+    whole = ConversationRequest(
+        messages=(*_system(request), *found.messages, *question),
+        model=request.model,
+        on_full=_ON_FULL[request.truncation],
+        stateless=False,
+    )
+    return _Location(open_session(context.sessions, client, whole), opened=True, moving=found)
+
+
+def _system(request: CreateResponse) -> tuple[ChatMessage, ...]:
+    return () if request.instructions is None else (ChatMessage(role="system", content=request.instructions),)
 
 
 def _previous(context: ServerContext, client: Principal, name: str) -> _Previous:
@@ -176,8 +275,12 @@ def _extendable_session(
     if not previous.may_grow or request.instructions != previous.instructions or request.store != previous.stored:
         return None
     session = context.sessions.get(client, GetSession(op="get_session", session_id=previous.session_id))
-    wanted = "idle", request.model or context.models.default, _ON_FULL[request.truncation]
-    return session if (session.state, session.model, session.on_full) == wanted else None
+    return session if session.state == "idle" and _matches(context, session, request) else None
+
+
+def _matches(context: ServerContext, session: events.Session, request: CreateResponse) -> bool:
+    wanted = request.model or context.models.default, _ON_FULL[request.truncation]
+    return (session.model, session.on_full) == wanted
 
 
 def _ends_with(session: events.Session, previous: _Previous) -> bool:
@@ -193,8 +296,8 @@ def _metadata(request: CreateResponse) -> dict[str, str]:
     return dict(list((request.metadata | more).items())[:_MAX_METADATA])
 
 
-def _turn(request: CreateResponse, question: tuple[ChatMessage, ...], *, generate: bool) -> Infer:
-    """Return the turn, still without a session.
+def infer_of(request: CreateResponse, question: tuple[ChatMessage, ...], *, generate: bool = True) -> Infer:
+    """Return the turn, still without a session and with the last message only.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
@@ -208,11 +311,18 @@ def _turn(request: CreateResponse, question: tuple[ChatMessage, ...], *, generat
         "tool_choice": request.wire_tool_choice,
         "parallel_tool_calls": request.parallel_tool_calls,
         "json_schema": request.json_schema,
-        "thinking": None if request.reasoning.effort is None else request.reasoning.effort != "none",
+        "strict_schema": request.strict_schema,
+        "thinking": thinking_of(request),
+        "thinking_required": False,
         "n_probs": request.n_probs,
         "priority": _PRIORITIES.get(request.service_tier),
     }
     return checked(Infer, fields)
+
+
+def thinking_of(request: CreateResponse) -> bool | None:
+    """Return whether the model reasons, ``None`` for its default."""
+    return None if request.reasoning.effort is None else request.reasoning.effort != "none"
 
 
 def _params(request: CreateResponse) -> dict[str, Any]:
@@ -222,6 +332,7 @@ def _params(request: CreateResponse) -> dict[str, Any]:
         InferenceCenterError: ``invalid_request`` for one that is given twice.
     """
     own = {
+        **request.sampler_params,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "max_tokens": request.max_output_tokens,

@@ -10,18 +10,28 @@ import orjson
 from pydantic import Field
 
 from inferencecenter.api import sse
-from inferencecenter.api.body import RequestModel
 from inferencecenter.api.endpoint import TURN_ERRORS, Document, Operation, Reply, Stream, document
+from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
+from inferencecenter.api.prompt_counts import COUNT_ERRORS, count_prompt_tokens
 from inferencecenter.api.request_turns import NullSink, RequestTurns
-from inferencecenter.api.responses.request_mapping import EMPTY_QUESTION, prepare_turn, start_turn
-from inferencecenter.api.responses.request_schemas import CreateResponse
+from inferencecenter.api.responses.compaction import compacted_input
+from inferencecenter.api.responses.conversations import is_conversation
+from inferencecenter.api.responses.request_mapping import (
+    EMPTY_QUESTION,
+    conversation_of,
+    prepare_turn,
+    query_of,
+    start_turn,
+)
+from inferencecenter.api.responses.request_schemas import RESPONSE_FIELDS, CreateResponse, ListItems
 from inferencecenter.api.responses.response_events import ResponseEventBuilder
-from inferencecenter.api.responses.response_schemas import Deleted, ItemList, Response, StreamEvent
+from inferencecenter.api.responses.response_schemas import Deleted, InputTokens, ItemList, Response, StreamEvent
 from inferencecenter.api.responses.serializers import (
     ResponseRef,
     error_of,
     input_items,
     output_of,
+    page_of,
     read_note,
     read_response_id,
     response_of,
@@ -37,7 +47,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.api.endpoint import Call
     from inferencecenter.api.responses.request_mapping import PreparedTurn
-    from inferencecenter.api.responses.response_schemas import OutputItem
+    from inferencecenter.api.responses.response_schemas import ItemState, OutputItem
     from inferencecenter.protocol.base import Event
     from inferencecenter.sessions.session import TurnSnapshot
 
@@ -45,18 +55,20 @@ PATH: Final = "/v1/responses"
 _ONE: Final = PATH + "/{response_id}"
 
 
-class ListItems(RequestModel):
-    """Query of a page of items."""
-
-    after: str | None = Field(default=None, max_length=128, description="`last_id` of the previous page.")
-    limit: int = Field(default=20, ge=1, le=100, strict=False, description="Page size.")
-    order: Literal["asc", "desc"] = Field(default="desc", description="Order; `desc` returns the latest first.")
-
-
-class Retrieve(RequestModel):
+class Retrieve(DialectModel):
     """Query of a response."""
 
     stream: Literal["false"] = Field(default="false", description="Retrieved responses are not streamed.")
+
+
+_RETRIEVE_FIELDS: Final = FieldTable(
+    "responses",
+    Retrieve,
+    rules=(
+        FieldRule(field="starting_after", why="the whole response is returned, and not its events"),
+        FieldRule(field="include_obfuscation", why="the response is no stream"),
+    ),
+)
 
 
 async def create(call: Call) -> Reply:
@@ -67,6 +79,16 @@ async def create(call: Call) -> Reply:
     if request.background:
         return await _start_in_background(call, request)
     return _document(await _complete(call, request))
+
+
+async def count_input_tokens(call: Call) -> Reply:
+    """Handle a request: count the tokens of a response's prompt."""
+    request: CreateResponse = call.body
+    messages = conversation_of(call.context, call.caller.client, request)
+    if not messages:
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "input is missing", field="input")
+    n_tokens = await count_prompt_tokens(call, query_of(request, messages))
+    return document(InputTokens(input_tokens=n_tokens).model_dump())
 
 
 async def retrieve(call: Call) -> Reply:
@@ -102,26 +124,10 @@ async def list_input_items(call: Call) -> Reply:
 def _page(place: ResponseRef, facts: TurnSnapshot, query: ListItems) -> Document:
     note = read_note(facts.note)
     said = facts.before if note is None or note.instructions is None else facts.before[1:]
-    items = input_items(
-        (*said, *(() if facts.input_messages == EMPTY_QUESTION else facts.input_messages)), place.turn_id
-    )
-    if query.order == "desc":
-        items = items[::-1]
-    start = 0
-    if query.after is not None:
-        names = [item["id"] for item in items]
-        if query.after not in names:
-            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "after is not the id of an item", field="after")
-        start = names.index(query.after) + 1
-    page = items[start : start + query.limit]
-    return document(
-        ItemList(
-            data=page,
-            first_id=page[0]["id"] if page else None,
-            last_id=page[-1]["id"] if page else None,
-            has_more=len(items) > start + len(page),
-        ).model_dump()
-    )
+    asked = () if facts.input_messages == EMPTY_QUESTION else facts.input_messages
+    custom_tools = () if note is None else note.custom_tools
+    items = input_items((*said, *asked), place.turn_id, custom_tools=custom_tools)
+    return document(page_of(items, query).model_dump())
 
 
 async def _complete(call: Call, request: CreateResponse) -> Response:
@@ -131,7 +137,7 @@ async def _complete(call: Call, request: CreateResponse) -> Response:
         InferenceCenterError: The response failed.
     """
     context = call.context
-    asked = prepare_turn(context, call.caller.client, request)
+    asked = await _prepare(call, request)
     builder = _event_builder(call, request, asked)
     with RequestTurns(context, call.request_context, discard=not request.store) as turns:
         _begin(call, asked, turns)
@@ -149,14 +155,18 @@ async def _complete(call: Call, request: CreateResponse) -> Response:
 async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes, None]:
     """Stream a response."""
     context = call.context
-    asked = prepare_turn(context, call.caller.client, request)
+    asked = await _prepare(call, request)
     builder = _event_builder(call, request, asked)
+
+    def encoded(_turn: int, event: Event) -> bytes:
+        return b"".join([sse.event(frame.data, name=frame.type) for frame in builder.feed(event)])
+
     with RequestTurns(context, call.request_context, discard=not request.store, outlived=request.background) as turns:
         _begin(call, asked, turns)
+        turns.write_through(encoded)
         try:
             async for batch in turns.batches():
-                frames = [frame for _, event in batch for frame in builder.feed(event)]
-                chunk = b"".join([sse.event(frame.data, name=frame.type) for frame in frames])
+                chunk = b"".join([encoded(turn, event) for turn, event in batch])
                 if chunk or not batch:
                     yield chunk or _keepalive(call, request)
         except InferenceCenterError as error:
@@ -177,7 +187,7 @@ def _keepalive(call: Call, request: CreateResponse) -> bytes:
 async def _start_in_background(call: Call, request: CreateResponse) -> Document:
     """Start a response in the background, and return its initial state."""
     context = call.context
-    asked = prepare_turn(context, call.caller.client, request)
+    asked = await _prepare(call, request)
     builder = _event_builder(call, request, asked)
     with RequestTurns(context, call.request_context, outlived=True) as turns:
         _begin(call, asked, turns)
@@ -193,8 +203,22 @@ async def _start_in_background(call: Call, request: CreateResponse) -> Document:
     return _document(response_of(asked.echo, builder.place, status="queued"))
 
 
+async def _prepare(call: Call, request: CreateResponse) -> PreparedTurn:
+    """Return the turn of a request, whose conversation is compacted before if it has to be.
+
+    Raises:
+        InferenceCenterError: See ``compacted_input`` and ``prepare_turn``.
+    """
+    compacted, warnings = await compacted_input(call, request)
+    return prepare_turn(
+        call.context, call.caller.client, request, warnings=(*call.warnings, *warnings), compacted=compacted
+    )
+
+
 def _event_builder(call: Call, request: CreateResponse, asked: PreparedTurn) -> ResponseEventBuilder:
-    return ResponseEventBuilder(asked.echo, top_logprobs=request.top_logprobs or 0, clock=call.context.clock)
+    return ResponseEventBuilder(
+        asked.echo, top_logprobs=request.top_logprobs or 0, clock=call.context.clock, compaction=asked.compaction
+    )
 
 
 def _begin(call: Call, asked: PreparedTurn, turns: RequestTurns) -> None:
@@ -249,7 +273,10 @@ def _current(place: ResponseRef, facts: TurnSnapshot) -> Response:
     status = status_of(finish) if note.generate else "completed"
     output: tuple[OutputItem, ...] = ()
     if facts.answer is not None and note.generate:
-        output = output_of(facts.answer, place.turn_id, state="completed" if status == "completed" else "incomplete")
+        state: ItemState = "completed" if status == "completed" else "incomplete"
+        first = () if note.compaction is None else (note.compaction,)
+        items = output_of(facts.answer, place.turn_id, state=state, custom_tools=note.custom_tools)
+        output = (*first, *items)
     return response_of(note, place, status=status, output=output, finish_reason=finish, usage=facts.usage)
 
 
@@ -261,6 +288,13 @@ def _forget(call: Call, place: ResponseRef, facts: TurnSnapshot) -> None:
     """
     sessions, client = call.context.sessions, call.caller.client
     session = sessions.get(client, GetSession(op="get_session", session_id=place.session_id))
+    if is_conversation(session):
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            "the response is part of a conversation",
+            hint="Delete the conversation, or its items.",
+            field="response_id",
+        )
     turns = [turn.turn_id for turn in session.turns]
     if facts.running and turns:
         sessions.abort(client, Abort(op="abort", session_id=place.session_id, turn_id=place.turn_id, discard=True))
@@ -295,7 +329,23 @@ OPERATIONS: Final = (
         body=CreateResponse,
         answer=Response,
         event=StreamEvent,
-        errors=(*TURN_ERRORS, ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND),
+        errors=(*TURN_ERRORS, ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND, ErrorCode.SESSION_NOT_FOUND),
+        fields=RESPONSE_FIELDS,
+    ),
+    Operation(
+        method="POST",
+        path=PATH + "/input_tokens",
+        summary="Count the tokens of a response's prompt.",
+        handler=count_input_tokens,
+        body=CreateResponse,
+        answer=InputTokens,
+        errors=(
+            *COUNT_ERRORS,
+            ErrorCode.SESSION_BUSY,
+            ErrorCode.PREVIOUS_RESPONSE_NOT_FOUND,
+            ErrorCode.SESSION_NOT_FOUND,
+        ),
+        fields=RESPONSE_FIELDS,
     ),
     Operation(
         method="GET",
@@ -305,6 +355,7 @@ OPERATIONS: Final = (
         query=Retrieve,
         answer=Response,
         errors=(ErrorCode.TURN_NOT_FOUND,),
+        fields=_RETRIEVE_FIELDS,
     ),
     Operation(
         method="DELETE",

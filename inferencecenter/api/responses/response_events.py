@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import orjson
 from pydantic import BaseModel
 
+from inferencecenter.api.custom_tools import InputReader
 from inferencecenter.api.errors import error_object
 from inferencecenter.api.responses.response_schemas import (
     Logprob,
     OutputCall,
+    OutputCustomCall,
     OutputMessage,
     OutputReasoning,
     OutputText,
@@ -33,17 +35,26 @@ from inferencecenter.protocol import events
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from inferencecenter.api.responses.response_schemas import Echo, ItemState, OutputItem, Response
+    from inferencecenter.api.responses.response_schemas import (
+        Echo,
+        ItemState,
+        OutputCompaction,
+        OutputItem,
+        Response,
+    )
     from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.protocol.base import Event
 
 _MESSAGE: Final = "msg"
 _THOUGHTS: Final = "rs"
 _CALL: Final = "fc"
+_CUSTOM_CALL: Final = "ctc"
+_CALLS: Final = (_CALL, _CUSTOM_CALL)
 _DELTAS: Final = {
     _MESSAGE: b"response.output_text.delta",
     _THOUGHTS: b"response.reasoning_text.delta",
     _CALL: b"response.function_call_arguments.delta",
+    _CUSTOM_CALL: b"response.custom_tool_call_input.delta",
 }
 
 
@@ -63,10 +74,11 @@ class _Item:
         self.place = place
         self.call_id = call_id
         self.tool = tool
+        self.input = InputReader()
         self.text: list[str] = []
         self.logprobs: list[Logprob] = []
         where = b'"item_id":%b,"output_index":%d' % (orjson.dumps(name), place)
-        content = b"" if kind == _CALL else b',"content_index":0'
+        content = b"" if kind in _CALLS else b',"content_index":0'
         self.head = where + content + b',"delta":'
 
     def output_item(self, state: ItemState, *, empty: bool = False) -> OutputItem:
@@ -74,6 +86,8 @@ class _Item:
         text = "".join(self.text)
         if self.kind == _CALL:
             return OutputCall(id=self.name, call_id=self.call_id, name=self.tool, arguments=text, status=state)
+        if self.kind == _CUSTOM_CALL:
+            return OutputCustomCall(id=self.name, call_id=self.call_id, name=self.tool, input=text, status=state)
         if self.kind == _THOUGHTS:
             thoughts = () if empty else (ThoughtText(text=text),)
             return OutputReasoning(id=self.name, status=state, content=thoughts)
@@ -90,9 +104,10 @@ class ResponseEventBuilder:
         clock: Unix seconds.
         stream_id: The stream named in each frame.
         generate: Whether text is generated; otherwise the model's output is discarded.
+        compaction: The first item of the output.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only
         self,
         echo: Echo,
         *,
@@ -100,8 +115,11 @@ class ResponseEventBuilder:
         clock: Callable[[], float],
         stream_id: str | None = None,
         generate: bool = True,
+        compaction: OutputCompaction | None = None,
     ) -> None:
         self._echo = echo
+        self._custom_tools = echo.custom_tools
+        self._compaction = compaction
         self._top = top_logprobs
         self._clock = clock
         self._generate = generate
@@ -168,7 +186,13 @@ class ResponseEventBuilder:
         if self._running or self._place is None:
             return []
         self._running = True
-        return [self._frame("response.in_progress", response=self._standing(waits=False))]
+        frames = [self._frame("response.in_progress", response=self._standing(waits=False))]
+        if (item := self._compaction) is not None:
+            self._output.append(item)
+            frames += [
+                self._frame(f"response.output_item.{change}", output_index=0, item=item) for change in ("added", "done")
+            ]
+        return frames
 
     def _say(self, kind: str, text: str, event: events.Token | events.Reasoning) -> list[ResponseEvent]:
         frames = self._begin()
@@ -196,11 +220,13 @@ class ResponseEventBuilder:
         item = self._item
         if item is None or item.call_id != event.call_id:
             frames += self._close("completed")
-            item, opening = self._open(_CALL, call_id=event.call_id, tool=event.name or "")
+            kind = _CUSTOM_CALL if event.name in self._custom_tools else _CALL
+            item, opening = self._open(kind, call_id=event.call_id, tool=event.name or "")
             frames += opening
-        if event.arguments:
-            item.text.append(event.arguments)
-            frames.append(self._delta(item, event.arguments, b""))
+        text = item.input.feed(event.arguments) if item.kind == _CUSTOM_CALL else event.arguments
+        if text:
+            item.text.append(text)
+            frames.append(self._delta(item, text, b""))
         return frames
 
     def _open(self, kind: str, *, call_id: str = "", tool: str = "") -> tuple[_Item, list[ResponseEvent]]:
@@ -211,7 +237,7 @@ class ResponseEventBuilder:
         item = self._item = _Item(kind, name, len(self._output), call_id=call_id, tool=tool)
         output = item.output_item("in_progress", empty=True)
         frames = [self._frame("response.output_item.added", output_index=item.place, item=output)]
-        if kind != _CALL:
+        if kind not in _CALLS:
             part = ThoughtText(text="") if kind == _THOUGHTS else OutputText(text="")
             frames.append(self._part("response.content_part.added", item, part=part))
         return item, frames
@@ -228,6 +254,8 @@ class ResponseEventBuilder:
         match output:
             case OutputCall():
                 frames = [self._frame("response.function_call_arguments.done", **where, arguments=text)]
+            case OutputCustomCall():
+                frames = [self._frame("response.custom_tool_call_input.done", **where, input=text)]
             case OutputReasoning(content=(part,)):
                 frames = [
                     self._part("response.reasoning_text.done", item, text=text),
@@ -247,7 +275,7 @@ class ResponseEventBuilder:
         status = status_of(event.finish_reason) if self._generate else "completed"
         state: ItemState = "completed" if status == "completed" else "incomplete"
         frames = self._begin()
-        if self._generate and self._item is None and not (self._counts.get(_MESSAGE) or self._counts.get(_CALL)):
+        if self._generate and self._item is None and not self._counts.keys() & {_MESSAGE, *_CALLS}:
             frames += self._open(_MESSAGE)[1]
         frames += self._close(state)
         complete = status == "completed"
@@ -259,6 +287,7 @@ class ResponseEventBuilder:
             finish_reason=event.finish_reason,
             usage=event.usage,
             completed_at=self._clock() if complete else None,
+            warnings=event.warnings,
         )
         # There is no event type for a cancelled response; this one ends it for every client.
         return [*frames, self._frame("response.completed" if complete else "response.incomplete", response=final)]

@@ -8,8 +8,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inferencecenter.api.responses.request_schemas import (
     AllowedTools,
-    FunctionChoice,
-    FunctionTool,
+    ChosenTool,
+    ClientTool,
+    CustomTool,
     ReasoningConfig,
     TextConfig,
 )
@@ -85,7 +86,26 @@ class OutputCall(ResponseObject):
     status: ItemState = Field(description="Whether it is complete.")
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputCall
+class OutputCustomCall(ResponseObject):
+    """A call of a custom tool by the model."""
+
+    type: Literal["custom_tool_call"] = "custom_tool_call"
+    id: str = Field(description="Id of the item.")
+    call_id: str = Field(description="Id of the call.")
+    name: str = Field(description="Name of the tool.")
+    input: str = Field(description="Its input.")
+    status: ItemState = Field(description="Whether it is complete.")
+
+
+class OutputCompaction(ResponseObject):
+    """Summary of the conversation before the response, which stands for it from now on."""
+
+    type: Literal["compaction"] = "compaction"
+    id: str = Field(description="Its id.")
+    encrypted_content: str = Field(description="The summary; it is not encrypted.")
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall | OutputCompaction
 
 
 class CachedTokens(ResponseObject):
@@ -126,6 +146,12 @@ class Incomplete(ResponseObject):
     )
 
 
+class ConversationRef(ResponseObject):
+    """The conversation of a response."""
+
+    id: str = Field(description="Its id.")
+
+
 class Echo(ResponseObject):
     """Fields that a response echoes from its request."""
 
@@ -134,6 +160,7 @@ class Echo(ResponseObject):
     model: str = Field(description="The model.")
     instructions: str | None = Field(description="System message.")
     previous_response_id: str | None = Field(description="The response that this one continues.")
+    conversation: ConversationRef | None = Field(default=None, description="The conversation that it is part of.")
     background: bool = Field(description="Whether it runs in the background.")
     store: bool = Field(description="Whether it may be stored on disk.")
     max_output_tokens: int | None = Field(description="Maximum number of generated tokens.")
@@ -142,10 +169,10 @@ class Echo(ResponseObject):
     top_p: float | None = Field(description="As requested.")
     top_logprobs: int = Field(description="Number of most likely tokens per position.")
     text: TextConfig = Field(description="Format of the output.")
-    tools: tuple[FunctionTool, ...] = Field(description="Functions that the model may call.")
+    tools: tuple[ClientTool, ...] = Field(description="Tools that the model may call.")
     tool_choice: (
-        Literal["auto", "none", "required"] | Annotated[FunctionChoice | AllowedTools, Field(discriminator="type")]
-    ) = Field(description="Whether the model calls functions.")
+        Literal["auto", "none", "required"] | Annotated[ChosenTool | AllowedTools, Field(discriminator="type")]
+    ) = Field(description="Whether the model calls tools.")
     parallel_tool_calls: bool = Field(description="Whether the model may call several at once.")
     reasoning: ReasoningConfig = Field(description="Options of reasoning.")
     truncation: Literal["auto", "disabled"] = Field(description="Behavior when the context is full.")
@@ -154,6 +181,12 @@ class Echo(ResponseObject):
     user: str | None = Field(description="As in the request.")
     safety_identifier: str | None = Field(description="As in the request.")
     prompt_cache_key: str | None = Field(description="As in the request.")
+    warnings: tuple[str, ...] = Field(default=(), description="Valid fields and parameters that had no effect.")
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of the custom tools."""
+        return frozenset(tool.name for tool in self.tools if isinstance(tool, CustomTool))
 
 
 class Note(Echo):
@@ -163,6 +196,7 @@ class Note(Echo):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     generate: bool = Field(default=True, description="Whether text was to be generated.")
+    compaction: OutputCompaction | None = Field(default=None, description="The first item of the output.")
 
 
 class Response(Echo):
@@ -175,6 +209,13 @@ class Response(Echo):
     incomplete_details: Incomplete | None = Field(default=None, description="The reason, if it is incomplete.")
     output: tuple[OutputItem, ...] = Field(default=(), description="Reasoning, text and calls of the model.")
     usage: ResponseUsage | None = Field(default=None, description="Token usage, once it has ended.")
+
+
+class InputTokens(ResponseObject):
+    """The number of tokens of a prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int = Field(description="Tokens of the prompt.")
 
 
 class Deleted(ResponseObject):

@@ -7,18 +7,23 @@ turn.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
+from inferencecenter.api.custom_tools import input_of
 from inferencecenter.api.responses.response_schemas import (
     CachedTokens,
+    ConversationRef,
     Echo,
     Incomplete,
+    ItemList,
     Logprob,
     Note,
     OutputCall,
+    OutputCustomCall,
     OutputMessage,
     OutputReasoning,
     OutputText,
@@ -32,10 +37,12 @@ from inferencecenter.api.responses.response_schemas import (
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from inferencecenter.api.responses.request_schemas import CreateResponse
-    from inferencecenter.api.responses.response_schemas import ItemState, OutputItem, Status
+    from collections.abc import Collection, Iterable, Sequence
+
+    from inferencecenter.api.responses.request_schemas import CreateResponse, ListItems
+    from inferencecenter.api.responses.response_schemas import ItemState, OutputCompaction, OutputItem, Status
     from inferencecenter.protocol.events import Error
-    from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, Usage
+    from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, ToolCall, Usage
 
 
 _PART: Final = r"[A-Za-z0-9_-]{22}"
@@ -68,7 +75,7 @@ def read_response_id(name: str) -> ResponseRef:
 
 
 def item_id(kind: str, turn_id: str, index: int = 0) -> str:
-    """Return the id of an item: ``kind`` is ``msg``, ``rs`` or ``fc``, ``index`` counts items of a kind."""
+    """Return the id of an item: ``kind`` is ``msg``, ``rs``, ``fc`` or ``ctc``, ``index`` counts items of a kind."""
     return f"{kind}_{turn_id.removeprefix('t_')}_{index}"
 
 
@@ -87,13 +94,17 @@ _TIERS: Final[dict[str, Literal["default", "flex", "priority"]]] = {
 }
 
 
-def echo_of(request: CreateResponse, *, model: str, created_at: float) -> Echo:
-    """Return the fields that the response echoes from ``request``; ``created_at`` is Unix seconds."""
+def echo_of(request: CreateResponse, *, model: str, created_at: float, warnings: Iterable[str] = ()) -> Echo:
+    """Return the fields that the response echoes from ``request``, with the ``warnings`` about it.
+
+    ``created_at`` is Unix seconds.
+    """
     return Echo(
         created_at=int(created_at),
         model=model,
         instructions=request.instructions,
         previous_response_id=request.previous_response_id,
+        conversation=None if request.conversation_name is None else ConversationRef(id=request.conversation_name),
         background=request.background,
         store=request.store,
         max_output_tokens=request.max_output_tokens,
@@ -112,10 +123,11 @@ def echo_of(request: CreateResponse, *, model: str, created_at: float) -> Echo:
         user=request.user,
         safety_identifier=request.safety_identifier,
         prompt_cache_key=request.prompt_cache_key,
+        warnings=tuple(warnings),
     )
 
 
-def note_of(echo: Echo, *, generate: bool = True) -> str:
+def note_of(echo: Echo, *, generate: bool = True, compaction: OutputCompaction | None = None) -> str:
     """Return the note stored with the turn of a response.
 
     Raises:
@@ -123,7 +135,7 @@ def note_of(echo: Echo, *, generate: bool = True) -> str:
     """
     field = "tools" if echo.tools else "instructions"
     try:
-        text = Note(**dict(echo), generate=generate).model_dump_json()
+        text = Note(**dict(echo), generate=generate, compaction=compaction).model_dump_json()
     except PydanticSerializationError as error:  # it writes 255 levels of lists and objects, and reads more
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST, "tools, text and metadata are nested too deep to be stored", field=field
@@ -132,7 +144,7 @@ def note_of(echo: Echo, *, generate: bool = True) -> str:
     if n_bytes > MAX_NOTE_BYTES:
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
-            f"instructions, tools, text and metadata have {n_bytes} bytes in total;"
+            f"instructions, tools, text, metadata and a summary have {n_bytes} bytes in total;"
             f" at most {MAX_NOTE_BYTES} are stored with a response",
             field=field,
         )
@@ -157,10 +169,11 @@ def response_of(  # noqa: PLR0913 - keyword-only
     usage: Usage | None = None,
     error: ResponseError | None = None,
     completed_at: float | None = None,
+    warnings: tuple[str, ...] = (),
 ) -> Response:
-    """Return the current state of a response."""
+    """Return the current state of a response; ``warnings`` are those of its turn."""
     return Response.model_construct(
-        **dict(echo),
+        **{**dict(echo), "warnings": tuple(dict.fromkeys((*echo.warnings, *warnings)))},
         id=response_id(place),
         status=status,
         completed_at=None if completed_at is None else int(completed_at),
@@ -215,7 +228,9 @@ def logprobs_of(entries: tuple[TokenLogprobs, ...], *, top: int) -> tuple[Logpro
     )
 
 
-def output_of(answer: ChatMessage, turn_id: str, *, state: ItemState) -> tuple[OutputItem, ...]:
+def output_of(
+    answer: ChatMessage, turn_id: str, *, state: ItemState, custom_tools: Collection[str] = ()
+) -> tuple[OutputItem, ...]:
     """Return the items of a stored answer; ``state`` is that of the last item."""
     items: list[OutputItem] = []
     if answer.reasoning:
@@ -224,38 +239,68 @@ def output_of(answer: ChatMessage, turn_id: str, *, state: ItemState) -> tuple[O
     if answer.content or not answer.tool_calls:
         said = (OutputText(text=answer.content),)
         items.append(OutputMessage(id=item_id("msg", turn_id), status="completed", content=said))
-    items += [
-        OutputCall(
-            id=item_id("fc", turn_id, index),
-            call_id=call.call_id,
-            name=call.name,
-            arguments=call.arguments,
-            status="completed",
-        )
-        for index, call in enumerate(answer.tool_calls or ())
-    ]
+    counts: Counter[str] = Counter()
+    for call in answer.tool_calls or ():
+        kind = "ctc" if call.name in custom_tools else "fc"
+        items.append(_call_item(item_id(kind, turn_id, counts[kind]), call, custom=kind == "ctc"))
+        counts[kind] += 1
     return (*items[:-1], items[-1].model_copy(update={"status": state}))
 
 
-def input_items(messages: tuple[ChatMessage, ...], turn_id: str) -> tuple[dict[str, Any], ...]:
+def _call_item(name: str, call: ToolCall, *, custom: bool) -> OutputCall | OutputCustomCall:
+    """Return the item of a call, with this id."""
+    if custom:
+        given = input_of(call.arguments)
+        return OutputCustomCall(id=name, call_id=call.call_id, name=call.name, input=given, status="completed")
+    return OutputCall(id=name, call_id=call.call_id, name=call.name, arguments=call.arguments, status="completed")
+
+
+def input_items(
+    messages: tuple[ChatMessage, ...], turn_id: str, *, custom_tools: Collection[str] = ()
+) -> tuple[dict[str, Any], ...]:
     """Return messages as items with ids."""
     items: list[dict[str, Any]] = []
+    custom_calls: set[str | None] = set()
     for at, message in enumerate(messages):
         if message.role == "assistant":
             items += [
                 item.model_dump(mode="json") | {"id": f"{item.id}_in{at}"}
-                for item in output_of(message, turn_id, state="completed")
+                for item in output_of(message, turn_id, state="completed", custom_tools=custom_tools)
             ]
+            custom_calls |= {call.call_id for call in message.tool_calls or () if call.name in custom_tools}
         else:
-            items.append(_given_item(message, f"{turn_id.removeprefix('t_')}_in{at}"))
+            name = f"{turn_id.removeprefix('t_')}_in{at}"
+            items.append(_given_item(message, name, custom=message.tool_call_id in custom_calls))
     return tuple(items)
 
 
-def _given_item(message: ChatMessage, name: str) -> dict[str, Any]:
+def page_of(items: Sequence[dict[str, Any]], query: ListItems) -> ItemList:
+    """Return a page of items, which are in ascending order.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` if the page is to begin after an unknown item.
+    """
+    items = items[::-1] if query.order == "desc" else items
+    start = 0
+    if query.after is not None:
+        names = [item["id"] for item in items]
+        if query.after not in names:
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "after is not the id of an item", field="after")
+        start = names.index(query.after) + 1
+    page = tuple(items[start : start + query.limit])
+    return ItemList(
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=len(items) > start + len(page),
+    )
+
+
+def _given_item(message: ChatMessage, name: str, *, custom: bool) -> dict[str, Any]:
     if message.role == "tool":
         return {
-            "type": "function_call_output",
-            "id": f"fco_{name}",
+            "type": "custom_tool_call_output" if custom else "function_call_output",
+            "id": f"{'ctco' if custom else 'fco'}_{name}",
             "call_id": message.tool_call_id or "",
             "output": message.content,
             "status": "completed",

@@ -10,14 +10,17 @@ import orjson
 import structlog
 
 from inferencecenter.api.body import checked
-from inferencecenter.api.errors import error_body, error_headers, error_object
+from inferencecenter.api.endpoint import with_known_model
+from inferencecenter.api.errors import error_body, error_headers, error_object, openai_status
+from inferencecenter.api.foreign_fields import FieldReport
 from inferencecenter.api.request_context import admit, paced
+from inferencecenter.api.request_turns import TurnSink
 from inferencecenter.api.responses.request_mapping import prepare_turn, start_turn
-from inferencecenter.api.responses.request_schemas import CancelOnSocket, CreateOnSocket
+from inferencecenter.api.responses.request_schemas import RESPONSE_FIELDS, CancelOnSocket, CreateOnSocket
 from inferencecenter.api.responses.response_events import ResponseEventBuilder
 from inferencecenter.api.responses.serializers import read_response_id
-from inferencecenter.api.responses.streams import ResponseSink, ResponseStreams
-from inferencecenter.api.websocket.endpoint import SocketEndpoint
+from inferencecenter.api.responses.streams import QueuedRequest, ResponseStreams
+from inferencecenter.api.websocket.connection import SocketEndpoint
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
 from inferencecenter.protocol.requests import Abort
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
     from starlette.types import Scope as AsgiScope
 
     from inferencecenter.api.request_context import Caller
-    from inferencecenter.api.responses.streams import ResponseStream
+    from inferencecenter.api.responses.streams import QueuedRequest, ResponseStream
     from inferencecenter.protocol.base import Event
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.outbox import Wire
@@ -152,11 +155,14 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         self._stream_id = None
         frame = await self.aside(len(text), partial(_object, text))
         self._stream_id = _stream_id_of(frame)
-        request = await self.aside(len(text), partial(_request, frame))
+        report = FieldReport(RESPONSE_FIELDS, strict=self.context.settings.strict_dialects)
+        request = await self.aside(len(text), partial(_request, frame, report))
         if self.closed:  # while the frame was read
             return
         if isinstance(request, CreateOnSocket):
-            self._queue(request, n_bytes=len(text))
+            request = with_known_model(self.context, request, report)
+            self.context.metrics.count_fields(report.table.dialect, report.labels)
+            self._queue(QueuedRequest(request, len(text), report.warnings))
         else:
             self._cancel(request)
 
@@ -176,10 +182,10 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         for sink in self._streams.sinks:
             sink.leave(self.context.sessions, self.client)
 
-    def _queue(self, request: CreateOnSocket, *, n_bytes: int) -> None:
+    def _queue(self, queued: QueuedRequest) -> None:
         if self._state is ConnectionState.DRAINING:
             raise _stopping()
-        self._advance(self._streams.queue(request, n_bytes=n_bytes))
+        self._advance(self._streams.queue(queued))
 
     def _cancel(self, request: CancelOnSocket) -> None:
         """Cancel the named response, on whichever socket, or the one running in a stream of this socket.
@@ -192,7 +198,7 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
             sink = self._streams.find(request.stream_id)
             if sink is None:
                 raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, "No response is running in this stream.")
-            sink.cancel(sessions, client)
+            sessions.abort(client, Abort(op="abort", session_id=sink.session_id))
             return
         try:
             place = read_response_id(request.response_id)
@@ -206,14 +212,14 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
 
     def _advance(self, stream: ResponseStream) -> None:
         """Start the next response of a stream, if none is running in it."""
-        while (request := self._streams.take(stream)) is not None:
+        while (queued := self._streams.take(stream)) is not None:
             try:
-                stream.sink = self._begin(request, stream)
+                stream.sink = self._begin(queued, stream)
             except InferenceCenterError as error:
-                self._fail(error, request.stream_id)
+                self._fail(error, stream.stream_id)
             except Exception:  # noqa: BLE001 - boundary: the queues of this stream and the others continue
                 _log.exception("response_failed")
-                self._fail(InferenceCenterError(ErrorCode.INTERNAL), request.stream_id)
+                self._fail(InferenceCenterError(ErrorCode.INTERNAL), stream.stream_id)
 
     def _break_soon(self, builder: ResponseEventBuilder) -> None:
         # Not at once: a session may be in the middle of publishing.
@@ -225,15 +231,18 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
             return
         self._fail(InferenceCenterError(ErrorCode.INTERNAL), builder.stream_id)
         for stream in self._streams.active:
-            if stream.sink is not None and stream.sink.builder is builder:
+            if stream.sink is not None and stream.sink.key is builder:
                 stream.sink.leave(self.context.sessions, self.client)
                 stream.sink = None
                 self._advance(stream)
         self._leave_if_drained()
 
-    def _begin(self, request: CreateOnSocket, stream: ResponseStream) -> ResponseSink:
-        context, client = self.context, self.client
-        asked = prepare_turn(context, client, request, generate=request.generate)
+    def _begin(self, queued: QueuedRequest, stream: ResponseStream) -> TurnSink[ResponseEventBuilder]:
+        context, client, request = self.context, self.client, queued.request
+        warnings = list(queued.warnings)
+        if request.context_management:
+            warnings.append("context_management has no effect: conversations are compacted over HTTP only")
+        asked = prepare_turn(context, client, request, warnings=warnings, generate=request.generate)
         builder = ResponseEventBuilder(
             asked.echo,
             top_logprobs=request.top_logprobs or 0,
@@ -241,22 +250,20 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
             stream_id=request.stream_id,
             generate=request.generate,
         )
-        sink = ResponseSink(
-            asked.infer.session_id,
-            store=request.store,
-            builder=builder,
-            on_event=self._outbox.send_event,
-            on_end=lambda sink: self._end_soon(stream, sink),
+        sink = TurnSink(
+            builder, asked.infer.session_id, on_event=partial(self._on_turn_event, stream), outlived=request.store
         )
         infer = asked.infer.model_copy(update={"traceparent": self.traceparent})
         start_turn(context, client, asked, lambda _, note: context.sessions.infer(client, infer, sink, note=note))
         return sink
 
-    def _end_soon(self, stream: ResponseStream, sink: ResponseSink) -> None:
-        # Not at once: a session may be in the middle of publishing the end of a turn.
-        asyncio.get_running_loop().call_soon(self._ended, stream, sink)
+    def _on_turn_event(self, stream: ResponseStream, sink: TurnSink[ResponseEventBuilder], event: Event) -> None:
+        self._outbox.send_event(sink.key, event)
+        if sink.over:
+            # Not at once: a session may be in the middle of publishing the end of a turn.
+            asyncio.get_running_loop().call_soon(self._ended, stream, sink)
 
-    def _ended(self, stream: ResponseStream, sink: ResponseSink) -> None:
+    def _ended(self, stream: ResponseStream, sink: TurnSink[ResponseEventBuilder]) -> None:
         self.context.sessions.detach(sink)
         if self.closed or stream.sink is not sink:
             return
@@ -269,7 +276,7 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         self._refused = True
         self.context.metrics.errors.labels(error.code.value).inc()
         stream = {} if stream_id is None else {"stream_id": stream_id}
-        message = {"type": "error", "status": error.spec.http_status, "error": error_object(error), **stream}
+        message = {"type": "error", "status": openai_status(error), "error": error_object(error), **stream}
         self._outbox.send_frame(orjson.dumps(message))
 
 
@@ -282,9 +289,9 @@ class ResponsesEndpoint(SocketEndpoint):
     async def _admit(self, scope: AsgiScope) -> ResponsesSocket:
         context, hub = self._context, self._context.hub
         hub.check_open()
-        admission = await admit(context, scope, scope=Scope.USER, subprotocols=scope["subprotocols"])
+        caller = await admit(context, scope, scope=Scope.USER, subprotocols=scope["subprotocols"])
         wire: Wire = cast("dict[str, Any]", scope["state"])[SCOPE_KEY]
-        socket = ResponsesSocket(context, wire, admission.caller)
+        socket = ResponsesSocket(context, wire, caller)
         try:
             hub.enter(socket)
         except InferenceCenterError as error:
@@ -327,17 +334,17 @@ def _object(text: str) -> dict[str, Any]:
     return frame
 
 
-def _request(frame: dict[str, Any]) -> CreateOnSocket | CancelOnSocket:
-    """Return the request in a frame.
+def _request(frame: dict[str, Any], report: FieldReport) -> CreateOnSocket | CancelOnSocket:
+    """Return the request in a frame; ``report`` receives the fields without effect.
 
     Raises:
         InferenceCenterError: ``invalid_request``.
     """
     match frame.get("type"):
         case "response.create":
-            return checked(CreateOnSocket, frame)
+            return checked(CreateOnSocket, frame, context=report)
         case "response.cancel":
-            return checked(CancelOnSocket, frame)
+            return checked(CancelOnSocket, frame, context=report)
         case other:
             raise InferenceCenterError(
                 ErrorCode.INVALID_REQUEST,

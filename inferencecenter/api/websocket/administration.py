@@ -83,7 +83,6 @@ def _left(connection: Connection) -> UsageLeft:
 
 
 def list_clients(connection: Connection, _request: requests.ListClients) -> Event:
-    """Return the connected clients."""
     connection.audit(AuditEvent.CLIENTS_LISTED)
     clients = connection.context.hub.clients().items()
     return events.Clients(

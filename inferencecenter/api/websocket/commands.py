@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
+from inferencecenter.api.embedding import EmbeddingCall, EmbeddingJob, EmbeddingResult
 from inferencecenter.api.websocket import administration, status
 from inferencecenter.auth.audit import AuditEvent
 from inferencecenter.auth.authentication import KeyCredential, TokenCredential
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import EmbeddingInput
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.close import CloseCode
 from inferencecenter.protocol.scopes import Scope
@@ -25,6 +27,7 @@ from inferencecenter.server.states import ConnectionState
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from inferencecenter.api.embedding import Outcome
     from inferencecenter.api.websocket.connection import Connection
     from inferencecenter.auth.authentication import Credential
     from inferencecenter.protocol.base import Event, Request
@@ -157,10 +160,10 @@ def _charge(connection: Connection, command: Command | None, frame: Frame) -> No
                 ErrorCode.NOT_AUTHENTICATED, hint='Send {"op": "auth", "token": …} or client_id with api_key.'
             )
     elif command is None or not command.is_free:
-        context, client = connection.context, connection.client
         by_size = command is not None and command.by_size
-        n_chars = context.sessions.session_chars(client, frame.session_id or "") if by_size else 0
-        context.operations.charge(client.client_id, n_chars=n_chars, n_frame_chars=frame.n_chars)
+        sessions = connection.context.sessions
+        n_chars = sessions.session_chars(connection.client, frame.session_id or "") if by_size else 0
+        connection.charge(n_chars=n_chars, n_frame_chars=frame.n_chars)
 
 
 def _admit(connection: Connection, command: Command, request: Request) -> None:
@@ -234,6 +237,36 @@ def _get_session(connection: Connection, request: requests.GetSession) -> Event:
 
 def _list_sessions(connection: Connection, request: requests.ListSessions) -> Event:
     return connection.context.sessions.list(connection.client, request)
+
+
+def _embed(connection: Connection, request: requests.EmbedTexts) -> None:
+    connection.check_embeddings()
+    call = EmbeddingCall(
+        model=request.model,
+        inputs=tuple(map(EmbeddingInput, request.texts)),
+        dimensions=request.dimensions,
+        priority=request.priority,
+    )
+
+    def end(outcome: Outcome) -> None:
+        connection.embedding_ended(job)
+        match outcome:
+            case EmbeddingResult():
+                embeddings = events.Embeddings(
+                    id=request.id,
+                    model=outcome.model,
+                    dimensions=outcome.dimensions,
+                    vectors=tuple(outcome.base64()),
+                    prompt_tokens=outcome.n_tokens,
+                )
+                connection.replay((embeddings,))
+            case InferenceCenterError():
+                connection.fail(outcome, request_id=request.id, op=request.op)
+            case None:
+                pass  # the socket is closed
+
+    job = EmbeddingJob(connection.context, connection.client, call, on_end=end)
+    connection.embedding_started(job)
 
 
 def _list_models(connection: Connection, _request: requests.ListModels) -> Event:
@@ -314,6 +347,7 @@ COMMANDS: Final[Mapping[str, Command]] = MappingProxyType(
         "set_metadata": Command(_set_metadata),
         "get_session": Command(_get_session, in_bulk=True, by_size=True),
         "list_sessions": Command(_list_sessions, in_bulk=True),
+        "embed": Command(_embed, starts_work=True, in_bulk=True, is_free=True),
         "list_models": Command(_list_models),
         "load_model": Command(_load_model, scope=Scope.OPERATOR),
         "unload_model": Command(_unload_model, scope=Scope.OPERATOR),

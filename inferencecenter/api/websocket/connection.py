@@ -1,32 +1,49 @@
-"""A WebSocket connection of the daemon's own protocol: its login, frames in and events out."""
+"""WebSockets of the daemon's own protocol: their endpoint, login, frames in and events out."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import structlog
+from starlette.routing import BaseRoute, Match, NoMatchFound
 
+from inferencecenter.api.request_context import admit
 from inferencecenter.api.websocket import commands
 from inferencecenter.auth.audit import audit_entry
 from inferencecenter.auth.rate_limits import RefusalBackoffs
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
+from inferencecenter.protocol.base import SUBPROTOCOL
 from inferencecenter.protocol.codec import FrameError, read_frame
 from inferencecenter.protocol.values import ClientLimits
 from inferencecenter.server import event_factory
 from inferencecenter.server.connection import LARGE_FRAME_CHARS, SocketConnection
+from inferencecenter.server.handshake import chooses_v1, refusal_body, refusal_headers
 from inferencecenter.server.outbox import Outbox
+from inferencecenter.server.websocket import SCOPE_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
+    from starlette.datastructures import URLPath
+    from starlette.types import Receive, Scope, Send
+
+    from inferencecenter.api.embedding import EmbeddingJob
     from inferencecenter.auth.account import Account
     from inferencecenter.auth.audit import AuditEvent
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.codec import Frame
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.outbox import Wire
+    from inferencecenter.server.websocket import WebSocket
+
+
+_SHOWN_CHARS: Final = 100
+
+MAX_EMBEDDINGS: Final = 8
+"""Maximum number of requests for embeddings that run on a socket."""
 
 _log = structlog.get_logger(__name__)
 
@@ -50,6 +67,7 @@ class Connection(SocketConnection[Outbox]):
         )
         self.v1 = False
         self._turns: dict[str, str] = {}
+        self._embeddings: set[EmbeddingJob] = set()
         self._rest: Callable[[], Awaitable[None]] | None = None
         if v1:
             self.enable_v1()
@@ -71,7 +89,6 @@ class Connection(SocketConnection[Outbox]):
         self.context.hub.remove(self)
 
     def hello(self) -> events.Hello:
-        """Return the ``hello`` event."""
         context = self.context
         return event_factory.hello(
             context.models.status,
@@ -200,9 +217,33 @@ class Connection(SocketConnection[Outbox]):
 
     @property
     def _busy(self) -> bool:
-        return bool(self._turns)
+        return bool(self._turns or self._embeddings)
+
+    def check_embeddings(self) -> None:
+        """Refuse more requests for embeddings than a socket may have at once: their results are large.
+
+        Raises:
+            InferenceCenterError: ``queue_full``.
+        """
+        if len(self._embeddings) >= MAX_EMBEDDINGS:
+            raise InferenceCenterError(
+                ErrorCode.QUEUE_FULL,
+                f"{MAX_EMBEDDINGS} requests for embeddings run on this socket already",
+                hint="Wait for one of them.",
+            )
+
+    def embedding_started(self, job: EmbeddingJob) -> None:
+        """Keep a request that ends with the socket."""
+        self._embeddings.add(job)
+
+    def embedding_ended(self, job: EmbeddingJob) -> None:
+        """Forget a request that has ended."""
+        self._embeddings.discard(job)
+        self._leave_if_drained()
 
     def _release(self) -> None:
+        for job in tuple(self._embeddings):
+            job.abort()
         self.context.feed.unsubscribe(self)
         self.context.hub.leave(self.client.client_id, self)
         self.context.sessions.detach(self)
@@ -225,3 +266,92 @@ class Connection(SocketConnection[Outbox]):
             case _:
                 return
         self._leave_if_drained()
+
+
+class SocketEndpoint(ABC):
+    """An ASGI application for one path; uvicorn runs a call of it per socket."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one socket until it is closed."""
+        await receive()  # websocket.connect, which has no more information than the scope
+        try:
+            connection = await self._admit(scope)
+        except InferenceCenterError as error:
+            await refuse_upgrade(self._context, send, error, *self._refusal(error))
+            return
+        await connection.run(receive, send, subprotocol=SUBPROTOCOL if chooses_v1(scope["subprotocols"]) else None)
+
+    @abstractmethod
+    async def _admit(self, scope: Scope) -> SocketConnection[Any]:
+        """Return the connection of an upgrade, which the hub knows.
+
+        Raises:
+            InferenceCenterError: The upgrade is refused.
+        """
+
+    @abstractmethod
+    def _refusal(self, error: InferenceCenterError) -> tuple[Mapping[str, str], bytes]:
+        """Return the headers and the body of a refusal."""
+
+
+class WebSocketEndpoint(SocketEndpoint):
+    """The endpoint of the daemon's own protocol."""
+
+    def _refusal(self, error: InferenceCenterError) -> tuple[Mapping[str, str], bytes]:
+        return refusal_headers(error), refusal_body(error)
+
+    async def _admit(self, scope: Scope) -> Connection:
+        context, subprotocols = self._context, scope["subprotocols"]
+        context.hub.check_open()
+        caller = await admit(context, scope, scope=None, subprotocols=subprotocols)
+        context.hub.check_open()  # authentication by an external service takes time
+        wire: WebSocket = cast("dict[str, Any]", scope["state"])[SCOPE_KEY]
+        connection = Connection(
+            context,
+            wire,
+            address=caller.address,
+            v1=chooses_v1(subprotocols),
+            traceparent=caller.traceparent,
+        )
+        if caller.account is not None:
+            connection.authenticate(caller.account)
+        context.hub.add(connection)
+        return connection
+
+
+class UnknownSocketPath(BaseRoute):
+    """A route of all unknown WebSocket paths; Starlette would respond with 403."""
+
+    def __init__(self, context: ServerContext) -> None:
+        self._context = context
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Match any upgrade."""
+        return (Match.FULL if scope["type"] == "websocket" else Match.NONE), {}
+
+    def url_path_for(self, name: str, /, **_: Any) -> URLPath:
+        """Match nothing."""
+        raise NoMatchFound(name, {})
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse the upgrade with 404."""
+        await receive()
+        error = InferenceCenterError(
+            ErrorCode.UNKNOWN_OP,
+            f"no WebSocket at this path: {scope['path'][:_SHOWN_CHARS]}",
+            hint=f"Connect to {self._context.settings.base_path}/ws.",
+        )
+        await refuse_upgrade(self._context, send, error, refusal_headers(error), refusal_body(error))
+
+
+async def refuse_upgrade(
+    context: ServerContext, send: Send, error: InferenceCenterError, headers: Mapping[str, str], body: bytes
+) -> None:
+    status = error.spec.http_status
+    context.metrics.refused_connections.labels(str(status)).inc()
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "websocket.http.response.start", "status": status, "headers": encoded})
+    await send({"type": "websocket.http.response.body", "body": body})

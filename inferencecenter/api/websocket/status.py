@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from inferencecenter.hardware.pressure import Pressure
     from inferencecenter.ipc.port import EngineStatus
     from inferencecenter.protocol.values import SessionSummary, StatusType
-    from inferencecenter.sessions.client import Principal
+    from inferencecenter.sessions.context import Principal
     from inferencecenter.sessions.journal import StorageFault
     from inferencecenter.sessions.observability import Totals
 

@@ -225,7 +225,6 @@ class KvIndex:
         return len(self._entries)
 
     def get(self, key: str) -> KvEntry | None:
-        """Return the entry of ``key``."""
         return self._entries.get(key)
 
     def add(self, entry: KvEntry) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, NoReturn
+from itertools import chain, islice, takewhile
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -13,10 +14,9 @@ from llama_cpp import llama_cpp as lib
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk, DecodeError
 from inferencecenter.engine.llama import saved_state
-from inferencecenter.engine.llama.devices import present
 from inferencecenter.engine.llama.draft_model import LlamaDraftModel, check_draft_model, draft_options
 from inferencecenter.engine.llama.log import BufferSizes, LlamaLog
-from inferencecenter.engine.llama.model import LlamaModel
+from inferencecenter.engine.llama.model import LlamaModel, load_model
 from inferencecenter.engine.llama.sampler import NativeSampler
 from inferencecenter.engine.llama.saved_state import fingerprint
 from inferencecenter.engine.sampling.chain import plan_chain
@@ -61,26 +61,32 @@ class BatchArrays:
             logits=self._logits.ctypes.data_as(ctypes.POINTER(ctypes.c_int8)),
         )
 
-    def fill(self, chunks: Sequence[Chunk]) -> lib.llama_batch:
-        """Write chunks into the arrays in order; ``sampled`` then lists the rows whose logits are requested."""
+    def fill(self, chunks: Sequence[Chunk], padding: Sequence[Chunk] = ()) -> lib.llama_batch:
+        """Write chunks into the arrays by slot; ``sampled`` then lists the rows whose logits are read.
+
+        ``padding`` is computed with them and its logits are not read.
+        """
         tokens: list[int] = []
         positions: list[int] = []
         pointers: list[int] = []
         sampled: list[int] = []
-        for chunk in chunks:
+        unread: list[int] = []
+        padded = {chunk.slot for chunk in padding}
+        for chunk in sorted([*chunks, *padding], key=lambda chunk: chunk.slot) if padding else chunks:
             n_tokens = len(chunk.tokens)
             tokens += chunk.tokens
             positions += range(chunk.start, chunk.start + n_tokens)
             pointers += [self._slot_pointers[chunk.slot]] * n_tokens
             if chunk.sample:
-                sampled += range(len(tokens) - chunk.n_sampled, len(tokens))
+                rows = unread if chunk.slot in padded else sampled
+                rows += range(len(tokens) - chunk.n_sampled, len(tokens))
         # One assignment per array: writing chunk by chunk costs 10 µs per chunk.
         n_rows = len(tokens)
         self._token[:n_rows] = tokens
         self._pos[:n_rows] = positions
         self._seq_id[:n_rows] = pointers
         self._logits[:n_rows] = 0
-        self._logits[sampled] = 1
+        self._logits[sampled + unread] = 1
         self.sampled = sampled
         self._batch.n_tokens = n_rows
         return self._batch
@@ -115,6 +121,29 @@ def _rest(chunk: Chunk, begin: int) -> Chunk:
     return replace(chunk, start=chunk.start + begin, tokens=chunk.tokens[begin:])
 
 
+_TILE_ROWS: Final = 4
+# Bits per weight of f16 and bf16, the smallest types that are not quantized.
+_UNQUANTIZED_BITS: Final = 16
+
+
+def padding_slots(slots: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
+    """Return the slots in which a decode of one token in each of ``slots`` gets a row more; none if that costs.
+
+    Kernels for quantized weights compute ``_TILE_ROWS`` rows at once and the rest one by one or in another pass over
+    the weights. So rows are added up to a multiple of that, in slots beside the others, because llama.cpp computes only
+    consecutive ones together. Such a slot is no longer than the longest of ``slots``, which is the length that the
+    attention of all of them takes. ``lengths`` are those of all slots.
+    """
+    missing = -len(slots) % _TILE_ROWS
+    if len(slots) < _TILE_ROWS or slots[-1] - slots[0] >= len(slots):
+        return ()
+    longest = max(lengths[slot] for slot in slots)
+    after = takewhile(lambda slot: lengths[slot] <= longest, range(slots[-1] + 1, len(lengths)))
+    before = takewhile(lambda slot: lengths[slot] <= longest, range(slots[0] - 1, -1, -1))
+    added = tuple(islice(chain(after, before), missing))
+    return added if len(added) == missing else ()
+
+
 _KV_TYPES = {
     "f32": lib.GGML_TYPE_F32,
     "f16": lib.GGML_TYPE_F16,
@@ -126,7 +155,7 @@ _KV_TYPES = {
     "q4_0": lib.GGML_TYPE_Q4_0,
     "iq4_nl": lib.GGML_TYPE_IQ4_NL,
 }
-_FLASH_ATTENTION = {
+FLASH_ATTENTION = {
     "auto": lib.LLAMA_FLASH_ATTN_TYPE_AUTO,
     "on": lib.LLAMA_FLASH_ATTN_TYPE_ENABLED,
     "off": lib.LLAMA_FLASH_ATTN_TYPE_DISABLED,
@@ -170,6 +199,7 @@ class LlamaContext:
         self._recurrent: bool = lib.llama_model_is_recurrent(model.handle)
         self._hybrid: bool = lib.llama_model_is_hybrid(model.handle)
         self.can_truncate = not (self._window or self._recurrent or self._hybrid)
+        self._pads_rows = self.can_truncate and not model.n_gpu_layers and _is_quantized(model)
         self._n_batch: int = lib.llama_n_batch(handle)
         self._arrays = BatchArrays(n_batch=self._n_batch, slots=self.slots)
         self._lengths = [0] * self.slots
@@ -191,8 +221,11 @@ class LlamaContext:
         if full:
             self._fail(full, f"a slot holds {self.n_ctx} tokens at most")
         slots = [chunk.slot for chunk in chunks]
+        padding = self._padding(chunks)
         for part in split(chunks, self._n_batch):
-            status = lib.llama_decode(self.handle, self._arrays.fill(part))
+            status = lib.llama_decode(self.handle, self._arrays.fill(part, padding))
+            for pad in padding:
+                lib.llama_memory_seq_rm(self._memory, pad.slot, pad.start, -1)
             if status:
                 self._fail(slots, _FAILURES.get(status, f"llama_decode gave {status}"))
         # The first read of the logits waits for the device and puts the rows in batch order.
@@ -326,6 +359,13 @@ class LlamaContext:
         """Free the context, after the samplers that were used on it."""
         lib.llama_free(self.handle)
 
+    def _padding(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Return the rows that make a decode of single tokens faster; they are removed from their slots after it."""
+        if not self._pads_rows or any(len(chunk.tokens) > 1 for chunk in chunks):
+            return []
+        slots = padding_slots([chunk.slot for chunk in chunks], self._lengths)
+        return [Chunk(slot, self._lengths[slot], chunks[0].tokens, sample=True) for slot in slots]
+
     def _check(self, chunks: Sequence[Chunk]) -> None:
         if not chunks:
             raise ValueError("a batch needs a chunk")
@@ -401,11 +441,17 @@ def _context_params(options: EngineOptions, n_ctx: int, n_threads: int) -> lib.l
     params.n_threads_batch = options.n_threads_batch or n_threads
     params.type_k = _KV_TYPES[options.kv_type_k]
     params.type_v = _KV_TYPES[options.kv_type_v]
-    params.flash_attn_type = _FLASH_ATTENTION[options.flash_attention]
+    params.flash_attn_type = FLASH_ATTENTION[options.flash_attention]
     # Layers with a sliding window keep only the window; ``truncate`` detects when that is too little.
     params.swa_full = False
     params.no_perf = True
     return params
+
+
+def _is_quantized(model: LlamaModel) -> bool:
+    n_bits: int = 8 * lib.llama_model_size(model.handle)
+    n_weights: int = lib.llama_model_n_params(model.handle)
+    return n_bits < _UNQUANTIZED_BITS * n_weights
 
 
 def _refusal(options: EngineOptions, n_ctx: int, problems: tuple[str, ...]) -> InferenceCenterError:
@@ -468,18 +514,10 @@ class LlamaBackend:
             InferenceCenterError: ``invalid_model_file`` or ``invalid_config``.
         """
         sizes = BufferSizes()
-
-        def logged(level: str, line: str) -> None:
-            sizes.read(line)
-            on_log(level, line)
-
         with ExitStack() as resources:
-            log = LlamaLog(logged)
-            log.install()
-            resources.callback(log.close)
-            options = present(options, on_log=on_log)
-            model = LlamaModel.load(options, on_progress=on_progress, log=log)
-            resources.callback(model.close)
+            options, model, log = load_model(
+                options, sizes=sizes, on_progress=on_progress, on_log=on_log, resources=resources
+            )
             context = LlamaContext(model, options, n_threads=options.n_threads or physical_cores(), log=log)
             resources.callback(context.close)
             # GPU libraries allocate memory only when they are first used with a batch of full size.
@@ -562,6 +600,8 @@ def _load_draft_model(  # noqa: PLR0913 - called by ``load`` alone, with what it
 
 class LlamaTurnSampler:
     """A turn's native chain, addressed by row of the last decode."""
+
+    wait_s = 0.0
 
     def __init__(
         self, native: NativeSampler, context: LlamaContext, *, on_close: Callable[[LlamaTurnSampler], None]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
+import socket
 import sys
+from functools import cache
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -17,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from inferencecenter.ipc.engine_options import EngineOptions
+
+# Of a server's devices the engine is told these names alone, and finds the server by them.
+_RPC_NAME: Final = re.compile(r"RPC\d+\[(?P<server>\S+)\]")
+_CONNECT_TIMEOUT_S: Final = 5.0
 
 # enum ggml_backend_dev_type: a GPU with memory of its own, and one that shares the host's.
 _GPU_TYPES: Final = (1, 2)
@@ -51,6 +59,13 @@ host_buffer_type = ctypes.CFUNCTYPE(ctypes.c_void_p)(("ggml_backend_cpu_buffer_t
 """Return the buffer type of plain host memory."""
 
 _backend_count = ctypes.CFUNCTYPE(ctypes.c_size_t)(("ggml_backend_reg_count", _ggml))
+_backend_by_name = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(("ggml_backend_reg_by_name", _ggml))
+_function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
+    ("ggml_backend_reg_get_proc_address", _ggml)
+)
+_register = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(("ggml_backend_register", _ggml))
+_device_count_of = ctypes.CFUNCTYPE(ctypes.c_size_t, ctypes.c_void_p)(("ggml_backend_reg_dev_count", _ggml))
+_device_of = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("ggml_backend_reg_dev_get", _ggml))
 _load_backends_from = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(("ggml_backend_load_all_from_path", _ggml))
 
 
@@ -65,41 +80,70 @@ def load_backends() -> bool:
 
 
 def offloads() -> bool:
-    """Return whether there is a GPU that takes layers.
+    """Return whether there is a GPU that takes layers, here or on a server that was connected to.
 
-    ``llama_supports_gpu_offload`` alone is also true where llama.cpp was built with remote (RPC) devices.
+    ``llama_supports_gpu_offload`` alone is also true where llama.cpp was built with RPC and knows no server.
     """
     return bool(lib.llama_supports_gpu_offload()) and any(_device_by_type(each) for each in _GPU_TYPES)
 
 
 def devices() -> list[tuple[int, GgmlDevice]]:
     """Return llama.cpp's pointer to each device, the CPU included, with its properties."""
-    found = []
-    for index in range(_device_count()):
-        pointer = _device(index)
-        assert pointer is not None, "there are as many devices as are counted"
-        properties = _Properties()
-        _get_properties(pointer, ctypes.byref(properties))
-        device = GgmlDevice(
-            name=_text(properties.name),
-            description=_text(properties.description),
-            id=_text(properties.device_id),
-            is_gpu=properties.type in _GPU_TYPES,
-            free_bytes=properties.memory_free,
-            total_bytes=properties.memory_total,
-        )
-        found.append((pointer, device))
-    return found
+    return [_described(_device(index)) for index in range(_device_count())]
+
+
+def server_devices(server: str) -> list[tuple[int, GgmlDevice]]:
+    """Return the same of the devices of an RPC server (``host:port``); none where it is gone, or the build lacks RPC.
+
+    llama.cpp ends this process if what listens is no RPC server, or one of another version.
+    """
+    host, _, port = server.rpartition(":")
+    if not (rpc := _backend_by_name(b"RPC")):
+        return []
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return []
+    backend = _server_backend(rpc, server)
+    found = map(_described, (_device_of(backend, number) for number in range(_device_count_of(backend))))
+    return [
+        (pointer, msgspec.structs.replace(device, name=f"RPC{number}[{server}]"))
+        for number, (pointer, device) in enumerate(found)
+    ]
+
+
+@cache
+def _server_backend(rpc: int, server: str) -> int | None:
+    """Connect llama.cpp to an RPC server, and add its devices to those that it has."""
+    add_server = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(_function(rpc, b"ggml_backend_rpc_add_server"))
+    backend: int | None = add_server(server.encode())
+    _register(backend)
+    return backend
+
+
+def _described(pointer: int | None) -> tuple[int, GgmlDevice]:
+    assert pointer is not None, "there are as many devices as are counted"
+    properties = _Properties()
+    _get_properties(pointer, ctypes.byref(properties))
+    return pointer, GgmlDevice(
+        name=_text(properties.name),
+        description=_text(properties.description),
+        id=_text(properties.device_id),
+        is_gpu=properties.type in _GPU_TYPES,
+        free_bytes=properties.memory_free,
+        total_bytes=properties.memory_total,
+    )
 
 
 def pointers(wanted: tuple[str, ...]) -> list[int]:
-    """Return llama.cpp's pointers to GPUs named by their bus address or by llama.cpp's name.
+    """Return llama.cpp's pointers to GPUs named by their bus address or by llama.cpp's name; connect to their servers.
 
     Raises:
         InferenceCenterError: ``invalid_config`` when one is not present.
     """
     known: dict[str, int] = {}
-    for pointer, device in devices():
+    servers = dict.fromkeys(found["server"] for name in wanted if (found := _RPC_NAME.fullmatch(name)))
+    for pointer, device in chain(devices(), *map(server_devices, servers)):
         if device.is_gpu:
             # Two drivers may list one GPU twice; llama.cpp also takes the first.
             known.setdefault(device.name, pointer)
@@ -145,10 +189,12 @@ def _text(value: bytes | None) -> str:
 
 
 def main() -> None:
-    """Write all devices to standard output, as one line of JSON."""
+    """Write all devices of this machine, or those of the RPC servers named, to standard output as one line of JSON."""
     load_backends()
     lib.llama_backend_init()
-    sys.stdout.buffer.write(msgspec.json.encode([device for _, device in devices()]) + b"\n")
+    servers = sys.argv[1:]
+    found = chain(*map(server_devices, servers)) if servers else devices()
+    sys.stdout.buffer.write(msgspec.json.encode([device for _, device in found]) + b"\n")
 
 
 if __name__ == "__main__":

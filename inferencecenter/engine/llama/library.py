@@ -14,18 +14,26 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.hardware.ggml import LIBRARY_PATH, library_dir
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 VERSION_FILE: Final = "llama-cpp-python.version"
 """Beside the libraries: the version of the bindings that they were built for."""
 
 _BINDINGS: Final = "llama-cpp-python"
+_LOADED: Final = "load_backend: loaded "
+"""How llama.cpp's log names a backend that it chose, with its file."""
 
 
-def load_library() -> None:
+def _ignore(_level: str, _line: str) -> None:
+    pass
+
+
+def load_library(*, on_log: Callable[[str, str], None] = _ignore) -> None:
     """Check that libraries and bindings are of one version, and load both.
 
-    Libraries that do not say their version are only known not to match where they lack a function.
+    Libraries that do not say their version are only known not to match where they lack a function. ``on_log`` receives
+    a level and a line of llama.cpp's log: in a portable build, which kernels were chosen for this processor.
 
     Raises:
         InferenceCenterError: ``invalid_config`` where they do not match, or cannot be loaded.
@@ -39,8 +47,15 @@ def load_library() -> None:
     except (OSError, RuntimeError, AttributeError) as error:  # what ctypes and the bindings raise
         raise _refused(f"cannot be used with {_BINDINGS} {bindings}: {error}", place, bindings) from error
     from inferencecenter.engine.llama.devices import load_backends  # noqa: PLC0415 - needs what was loaded just now
+    from inferencecenter.engine.llama.log import LlamaLog  # noqa: PLC0415
 
-    if not load_backends():
+    log = LlamaLog(lambda level, line: on_log("info" if line.startswith(_LOADED) else level, line))
+    log.install()
+    try:
+        found = load_backends()
+    finally:
+        log.close()
+    if not found:
         raise _refused("have none for this processor", place, bindings)
 
 

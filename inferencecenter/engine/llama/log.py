@@ -1,6 +1,6 @@
 """llama.cpp's log, line by line.
 
-Importing ``llama_cpp`` installs a callback that prints to stderr; importing this module replaces it at once.
+llama.cpp writes it to stderr by itself; importing this module ends that at once.
 """
 
 from __future__ import annotations

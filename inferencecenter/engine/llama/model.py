@@ -14,7 +14,8 @@ from llama_cpp import llama_cpp as lib
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.llama.adapters import LoraAdapters
-from inferencecenter.engine.llama.devices import host_buffer_type, pointers
+from inferencecenter.engine.llama.devices import host_buffer_type, pointers, present
+from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.engine.llama.model_file import check_model_file, load_refusal, unusable
 from inferencecenter.engine.llama.vocab import Vocabulary
 from inferencecenter.hardware.memory import available_memory_bytes
@@ -22,8 +23,10 @@ from inferencecenter.ipc.messages import Adapter, ModelInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import ExitStack
 
-    from inferencecenter.engine.llama.log import LlamaLog
+    from inferencecenter.config.sections import ModelKind
+    from inferencecenter.engine.llama.log import BufferSizes
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import BufferUse
 
@@ -97,7 +100,7 @@ class LlamaModel:
         handle = lib.llama_model_load_from_file(str(path).encode(), params.struct)
         if not handle:
             raise load_refusal(path, log.take_problems())
-        reason = _why_unusable(handle)
+        reason = _why_unusable(handle, options.kind)
         if reason:
             lib.llama_model_free(handle)
             raise unusable(path, reason)
@@ -140,6 +143,9 @@ class LlamaModel:
             memory=memory,
             lora=tuple(Adapter(str(each.path), each.scale) for each in options.lora),
             max_token_bytes=vocab.max_token_bytes,
+            kind=options.kind,
+            n_embd=lib.llama_model_n_embd_out(self.handle),
+            infill=vocab.infill,
         )
 
     def metadata(self, key: str) -> str:
@@ -224,11 +230,13 @@ def may_repack(system_info: str) -> bool:
     return "AMX_INT8 = 1" not in system_info
 
 
-def _why_unusable(handle: int) -> str:
+def _why_unusable(handle: int, kind: ModelKind) -> str:
     if lib.llama_vocab_type(lib.llama_model_get_vocab(handle)) == lib.LLAMA_VOCAB_TYPE_NONE:
         return "has no vocabulary."
-    if lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle):
+    if kind == "chat" and (lib.llama_model_has_encoder(handle) or not lib.llama_model_has_decoder(handle)):
         return "has an encoder, as translation and embedding models do."
+    if kind != "chat" and lib.llama_model_has_encoder(handle) and lib.llama_model_has_decoder(handle):
+        return "has an encoder and a decoder, as translation models do."
     if lib.llama_model_is_diffusion(handle):
         return "is a diffusion model, which does not generate token by token."
     return ""
@@ -271,3 +279,32 @@ def _number(text: str, kind: type[int] | type[float]) -> int | float | None:
     if not math.isfinite(value) or (kind is int and value != int(value)):
         return None
     return kind(value)
+
+
+def load_model(
+    options: EngineOptions,
+    *,
+    sizes: BufferSizes,
+    on_progress: Callable[[float], None],
+    on_log: Callable[[str, str], None],
+    resources: ExitStack,
+) -> tuple[EngineOptions, LlamaModel, LlamaLog]:
+    """Install llama.cpp's log and load a model, both closed with ``resources``.
+
+    Returns the options for the devices that are present, the model and the log, whose buffer sizes go to ``sizes``.
+
+    Raises:
+        InferenceCenterError: ``invalid_model_file`` or ``invalid_config``.
+    """
+
+    def logged(level: str, line: str) -> None:
+        sizes.read(line)
+        on_log(level, line)
+
+    log = LlamaLog(logged)
+    log.install()
+    resources.callback(log.close)
+    options = present(options, on_log=on_log)
+    model = LlamaModel.load(options, on_progress=on_progress, log=log)
+    resources.callback(model.close)
+    return options, model, log

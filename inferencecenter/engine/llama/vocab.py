@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from llama_cpp import llama_cpp as lib
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import InfillTokens
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -67,6 +68,22 @@ class Vocabulary:
         return tuple(text for text in texts if text)
 
     @property
+    def infill(self) -> InfillTokens | None:
+        """Return the tokens that frame a prompt whose middle is missing; ``None`` if it lacks one of the three."""
+        handle = self._handle
+        prefix, suffix, middle, repository, file = (
+            self._special_text(token)
+            for token in (
+                lib.llama_vocab_fim_pre(handle),
+                lib.llama_vocab_fim_suf(handle),
+                lib.llama_vocab_fim_mid(handle),
+                lib.llama_vocab_fim_rep(handle),
+                lib.llama_vocab_fim_sep(handle),
+            )
+        )
+        return InfillTokens(prefix, suffix, middle, repository, file) if prefix and suffix and middle else None
+
+    @property
     def max_token_bytes(self) -> int:
         """Return an upper bound of a token's text in bytes; 0 where unknown text of any length may be one token.
 
@@ -96,6 +113,35 @@ class Vocabulary:
             tokens += new
         return tokens
 
+    def sequence(self, text: str) -> list[int]:
+        """Return the token ids of a whole text, with those that the vocabulary puts at its beginning and its end.
+
+        Raises:
+            InferenceCenterError: See ``tokenize``.
+        """
+        return self._raw(text, special=False, whole=True)
+
+    def pair(self, query: str, document: str) -> list[int]:
+        """Return the token ids of a query and a document, separated as the vocabulary does it.
+
+        Raises:
+            InferenceCenterError: See ``tokenize``.
+        """
+        handle = self._handle
+        end = (
+            [self.eos if self.eos >= 0 else lib.llama_vocab_sep(handle)] if lib.llama_vocab_get_add_eos(handle) else []
+        )
+        separator = [lib.llama_vocab_sep(handle)] if lib.llama_vocab_get_add_sep(handle) else []
+        begin = [self.bos] if self._wants_bos else []
+        return [
+            *begin,
+            *self._raw(query, special=False),
+            *end,
+            *separator,
+            *self._raw(document, special=False),
+            *end,
+        ]
+
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes a token adds to the text; empty for control tokens."""
         known = self._bytes[token]
@@ -124,6 +170,11 @@ class Vocabulary:
             return "other tokens begin or end a text"
         return ""
 
+    def _special_text(self, token: int) -> str:
+        """Return the text that special pieces spell a token with; empty if there is none."""
+        text = self.token_text(token)
+        return text if text and self._raw(text, special=True) == [token] else ""
+
     def _entry(self, token: int) -> tuple[bytes, int]:
         return lib.llama_vocab_get_text(self._handle, token), self._attributes[token]
 
@@ -146,15 +197,15 @@ class Vocabulary:
                 return tokens[len(fence) :]
         return self._raw(text, special=special)
 
-    def _raw(self, text: str, *, special: bool) -> list[int]:
+    def _raw(self, text: str, *, special: bool, whole: bool = False) -> list[int]:
         data = _encode(text)
         _check_words(data)
-        # A text has at most as many tokens as bytes, except for an inserted space.
-        capacity = len(data) + 2
+        # A text has at most as many tokens as bytes, except for an inserted space and the two around a whole text.
+        capacity = len(data) + 4
         while True:
             buffer = (ctypes.c_int32 * capacity)()
             count = _with_stack_for(
-                data, partial(lib.llama_tokenize, self._handle, data, len(data), buffer, capacity, False, special)
+                data, partial(lib.llama_tokenize, self._handle, data, len(data), buffer, capacity, whole, special)
             )
             if count >= 0:
                 return buffer[:count]

@@ -184,9 +184,10 @@ class StepOutcome:
     are the draft tokens among them, sampled before the token in ``sampled``; ``drafted`` counts all drafts tried.
     ``emptied`` turns lost the KV they build on and are prefilled from the start; ``wiped`` slots, numbered as after the
     moves, lost an idle session's KV. ``ended`` turns are finished; the ``lost`` ones among them left no KV. ``stalled``
-    turns are unchanged and decode again with the next step.
+    turns are unchanged and decode again with the next step, the first of them after ``wait_s`` where samplers wait.
 
-    ``prefill_s`` is the time for prefilling ``prefill_tokens``, ``decode_s`` the time of the decode pass.
+    ``prefill_s`` is the time for prefilling ``prefill_tokens``, ``decode_s`` the time of the decode pass and
+    ``draft_s`` that of the draft model in it.
     ``move_times`` lists each park, restore and copy, ``stages`` those made for a turn, with its id; ``n_parked``
     sequences were parked.
     """
@@ -201,9 +202,11 @@ class StepOutcome:
     ended: set[str] = field(default_factory=set)
     lost: set[str] = field(default_factory=set)
     stalled: set[str] = field(default_factory=set)
+    wait_s: float = 0.0
     prefill_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    draft_s: float = 0.0
     move_times: list[MoveTime] = field(default_factory=list)
     stages: list[tuple[str, TraceStage]] = field(default_factory=list)
     n_parked: int = 0

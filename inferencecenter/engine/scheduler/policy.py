@@ -174,7 +174,7 @@ def ewma(old: float, new: float, *, weight: float) -> float:
 
 # Weight of the newest step in the averages: they follow a change within a few steps and absorb one outlier.
 _BUDGET_EWMA_WEIGHT = 0.3
-_PREFILL_SHARE = 4.0
+_PREFILL_SHARE = 6.0
 _LONGEST_S = 1.0
 
 

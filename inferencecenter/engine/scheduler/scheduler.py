@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError, prompt_too_long
 from inferencecenter.engine.scheduler.placement import (
     CheckpointPlanner,
     Dispatcher,
@@ -171,11 +171,7 @@ class Scheduler:
                 ErrorCode.INVALID_REQUEST, "The prompt has no tokens.", hint="Send some text.", field="prompt"
             )
         if request.prompt_tokens >= self._n_ctx:
-            raise InferenceCenterError(
-                ErrorCode.PROMPT_TOO_LONG,
-                f"The prompt has {request.prompt_tokens} tokens; the context holds {self._n_ctx}, answer included.",
-                hint="Shorten the prompt, start a new session, or serve the model with a larger n_ctx.",
-            )
+            raise prompt_too_long(f"{request.prompt_tokens} tokens", n_ctx=self._n_ctx)
         self._planned_nothing = False
         self._requests[request.turn_id] = request
         self._queue.add(request, self._running.values())
@@ -339,6 +335,13 @@ class Scheduler:
             decode_s=outcome.decode_s,
             alone=len(outcome.decoded) == 1,
         )
+        if self._generates:
+            self._drafting.observe(
+                n_turns=len(outcome.decoded),
+                n_drafts=outcome.drafted,
+                decode_s=outcome.decode_s,
+                draft_s=outcome.draft_s,
+            )
         self._quantum.observe(
             moves=self._moves,
             moves_s=outcome.moves_s,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from inferencecenter.ipc.messages import SampledLogprobs, TokenDelta
-    from inferencecenter.sessions.output_parsing.parser import OutputSpec
+    from inferencecenter.sessions.output_parsing.output_spec import OutputSpec
     from inferencecenter.sessions.output_parsing.parts import OutputParser
 
 Parts: TypeAlias = Sequence[Part]

@@ -101,8 +101,9 @@ class JsonCalls:
 
     def _object(self, index: int, tool: Tool, lark: GrammarBuilder) -> str:
         arguments = lark.schema(rule_name(f"arguments_{index}", tool.name), schema_of(tool))
-        head = f'{{"name": {json.dumps(tool.name)}, "{self.key}": '
-        return joined(lark.literal(head), arguments, lark.literal("}"))
+        # The terminals of JSON, so that a form in place of a call may begin in the same way.
+        head = ("{", '"name"', ": ", json.dumps(tool.name), ", ", json.dumps(self.key), ": ")
+        return joined(*map(lark.literal, head), arguments, lark.literal("}"))
 
 
 def _read_array(stream: CharStream, builder: PartBuilder, *, tools: Mapping[str, Tool]) -> Reading[bool]:

@@ -9,24 +9,17 @@ depend only on the whole text, never on how it was chunked.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
-from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.values import NamedTool
 from inferencecenter.sessions.output_parsing.char_stream import CharStream
-from inferencecenter.sessions.output_parsing.grammar import AnswerStart, calls_grammar, form_grammar, no_calls_grammar
 from inferencecenter.sessions.output_parsing.parts import Part, PartBuilder, TextDelta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from inferencecenter.ipc.messages import Grammar
-    from inferencecenter.protocol.requests import Infer
     from inferencecenter.protocol.values import Tool
-    from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities, ToolCallFormat
+    from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, ToolCallFormat
     from inferencecenter.sessions.output_parsing.char_stream import Reading
-    from inferencecenter.sessions.output_parsing.parts import OutputParser
 
 
 class PlainTextParser:
@@ -164,105 +157,3 @@ def _read_until(stream: CharStream, emit: Callable[[str], None], end: str) -> Re
         if not char:
             return blank, ""
         emit(blank + char)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutputSpec:
-    """How the engine constrains an answer, and how the answer is parsed.
-
-    ``markers`` are control tokens that the engine must emit as text. ``begun`` is the start of the answer that the
-    prompt already contains; without ``thinking`` and ``call_format`` the answer is plain text.
-    """
-
-    grammar: Grammar | None = None
-    markers: tuple[str, ...] = ()
-    begun: str = ""
-    thinking: ReasoningTags | None = None
-    call_format: ToolCallFormat | None = None
-    tools: Mapping[str, Tool] = field(default_factory=dict)
-
-    @property
-    def plain(self) -> bool:
-        """Whether the whole answer is text."""
-        return self.thinking is None and self.call_format is None
-
-    def new_parser(self) -> OutputParser:
-        if self.plain:
-            return PlainTextParser()
-        return StructuredOutputParser(
-            self.begun, thinking=self.thinking, call_format=self.call_format, tools=self.tools
-        )
-
-
-def output_spec(request: Infer, *, capabilities: TemplateCapabilities, prompt: str) -> OutputSpec:
-    """Return how the answer to ``request`` is constrained and parsed.
-
-    Args:
-        request: The request.
-        capabilities: The model's capabilities.
-        prompt: The rendered prompt; its end shows whether the reasoning is already open.
-
-    Raises:
-        InferenceCenterError: ``invalid_request`` for tools if the model does not support them, and see
-            ``form_grammar`` and ``calls_grammar``.
-    """
-    call_format = capabilities.call_format
-    if request.tools and call_format is None:
-        raise InferenceCenterError(
-            ErrorCode.INVALID_REQUEST, "this session's model does not support tools", field="tools"
-        )
-    begun = (
-        call_format.trigger
-        if call_format is not None and call_format.text_prefix and prompt.endswith(call_format.trigger)
-        else ""
-    )
-    state = _reasoning_state(request, capabilities, prompt=prompt)
-    start = AnswerStart(
-        control=capabilities.control,
-        thinking=None if state == "not" else capabilities.thinking,
-        in_thinking=state == "already",
-        in_call=bool(begun),
-        text_prefix=call_format.text_prefix if call_format is not None and begun else "",
-    )
-    opened = capabilities.thinking.opens if capabilities.thinking is not None and start.in_thinking else ""
-    calls = bool(request.tools) and request.tool_choice != "none"
-    parsed_format = call_format if calls or start.text_prefix else None
-    marks = (capabilities.thinking.opens, capabilities.thinking.closes) if capabilities.thinking is not None else ()
-    return OutputSpec(
-        grammar=form_grammar(request, start) or _calls(request, capabilities, start),
-        markers=tuple(
-            mark for mark in (*marks, *(parsed_format.markers if parsed_format else ())) if mark in capabilities.control
-        ),
-        begun=begun or opened,
-        thinking=capabilities.thinking,
-        call_format=parsed_format,
-        tools={tool.name: tool for tool in request.tools or ()} if calls else {},
-    )
-
-
-def _calls(request: Infer, capabilities: TemplateCapabilities, start: AnswerStart) -> Grammar | None:
-    call_format, tools, choice = capabilities.call_format, request.tools, request.tool_choice
-    if call_format is None or not tools:
-        return None
-    if choice == "none":
-        return no_calls_grammar(call_format, start=start)
-    named = isinstance(choice, NamedTool)
-    return calls_grammar(
-        call_format,
-        [tool for tool in tools if tool.name == choice.name] if isinstance(choice, NamedTool) else tools,
-        start=start,
-        required=named or choice == "required",
-        parallel_calls=request.parallel_tool_calls and capabilities.parallel_calls and not named,
-    )
-
-
-def _reasoning_state(
-    request: Infer, capabilities: TemplateCapabilities, *, prompt: str
-) -> Literal["already", "perhaps", "not"]:
-    """Return whether the model reasons, by the end of the prompt."""
-    thinking = capabilities.thinking
-    if thinking is None or request.thinking is False:
-        return "not"
-    if prompt.rstrip().endswith(thinking.opens):
-        return "already"
-    return "not" if prompt.rstrip().endswith(thinking.closes) else "perhaps"

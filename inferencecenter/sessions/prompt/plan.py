@@ -14,7 +14,8 @@ from datetime import datetime
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
-from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import prompt_too_long
+from inferencecenter.ipc.messages import PromptSegment
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.history import TOKEN_BYTES, History, HistoryView, chars_of
 from inferencecenter.sessions.prompt.renderer import RenderInput
@@ -22,12 +23,10 @@ from inferencecenter.sessions.prompt.renderer import RenderInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inferencecenter.ipc.messages import Finished, ModelInfo, PromptSegment
+    from inferencecenter.ipc.messages import Finished, ModelInfo
     from inferencecenter.protocol.requests import Infer
     from inferencecenter.sessions.prompt.renderer import RenderedPrompt
     from inferencecenter.sessions.turn import TurnSpec
-
-SHORTEN: Final = "Shorten the prompt, start a new session, or serve the model with a larger n_ctx."
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +34,7 @@ class Prompt:
     """What a turn submits: cached ``tokens`` followed by ``pieces``; together they spell ``text``.
 
     ``messages`` is the full conversation and ``view`` the part that was rendered. The first ``shared_pieces`` pieces
-    spell exactly the system prompt.
+    spell exactly the system prompt. The text ends with ``prefix``, the given start of the answer.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -44,6 +43,7 @@ class Prompt:
     tokens: bytes
     pieces: tuple[PromptSegment, ...]
     shared_pieces: int = 0
+    prefix: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +97,27 @@ def min_tokens(plan: PromptPlan, *, max_token_bytes: int, may_shift: bool) -> in
     return -(-n_chars // max_token_bytes)
 
 
-def prompt_of(history: History, plan: PromptPlan, rendered: RenderedPrompt, *, implied_bos: str) -> Prompt:
+def prompt_of(
+    history: History, plan: PromptPlan, rendered: RenderedPrompt, *, implied_bos: str, prefix: str = ""
+) -> Prompt:
     """Return the prompt that answers the last of the plan's messages, which extend the history's.
 
-    ``implied_bos`` is the text of the BOS token that the engine prepends, empty if it does not.
+    ``implied_bos`` is the text of the BOS token that the engine prepends, empty if it does not. The answer is begun
+    with ``prefix``.
     """
     messages, view = plan.messages, plan.view
     rendering = rendered.rendering
+    text, begun = rendering.text + prefix, (PromptSegment(prefix),) if prefix else ()
     if not plan.rerender and history.tokens and rendering.text.startswith(history.covered):
-        return Prompt(messages, view, rendering.text, history.tokens, rendering.pieces(len(history.covered)))
+        pieces = rendering.pieces(len(history.covered)) + begun
+        return Prompt(messages, view, text, history.tokens, pieces, prefix=prefix)
     # The engine prepends BOS; the template's own would duplicate it.
     start = len(implied_bos) if rendering.text.startswith(implied_bos) else 0
     shared: tuple[PromptSegment, ...] = ()
     if rendered.system_end > start:
         shared, start = rendering.pieces(start, rendered.system_end), rendered.system_end
-    pieces = shared + rendering.pieces(start)
-    return Prompt(messages, view, rendering.text, b"", pieces, len(shared))
+    pieces = shared + rendering.pieces(start) + begun
+    return Prompt(messages, view, text, b"", pieces, len(shared), prefix)
 
 
 def plan_prompt(history: History, messages: tuple[ChatMessage, ...], spec: TurnSpec) -> tuple[PromptPlan, RenderInput]:
@@ -124,8 +129,10 @@ def plan_prompt(history: History, messages: tuple[ChatMessage, ...], spec: TurnS
         datetime.fromisoformat(spec.rendered_at),
         tools=tuple(request.tools or ()),
         thinking=request.thinking,
+        infill=request.infill,
     )
-    return PromptPlan(messages, view, rerender=spec.view is not None), conversation
+    rerender = spec.view is not None or request.infill is not None
+    return PromptPlan(messages, view, rerender=rerender), conversation
 
 
 def check_fits(plan: PromptPlan, model: ModelInfo, *, may_shift: bool) -> None:
@@ -138,11 +145,7 @@ def check_fits(plan: PromptPlan, model: ModelInfo, *, may_shift: bool) -> None:
         return
     n_tokens = min_tokens(plan, max_token_bytes=model.max_token_bytes, may_shift=may_shift)
     if n_tokens >= model.n_ctx:
-        raise InferenceCenterError(
-            ErrorCode.PROMPT_TOO_LONG,
-            f"The prompt has at least {n_tokens} tokens; the context holds {model.n_ctx}, answer included.",
-            hint=SHORTEN,
-        )
+        raise prompt_too_long(f"at least {n_tokens} tokens", n_ctx=model.n_ctx)
 
 
 def unrendered_prompt(history: History, new: tuple[ChatMessage, ...], view: HistoryView | None) -> Prompt:
@@ -162,7 +165,10 @@ def after_turn(
         end: How generation ended; ``None`` only if prefill did not start.
         keeps_end: Whether the end-of-turn token is part of the text.
     """
-    messages = (*prompt.messages, answer.message or ChatMessage(role="assistant", content=answer.text))
+    message = answer.message or ChatMessage(role="assistant", content=answer.text)
+    if prompt.prefix:
+        message = message.model_copy(update={"content": prompt.prefix + message.content})
+    messages = (*prompt.messages, message)
     if answer.prompt_tokens is None or end is None:
         if prompt.view.n_dropped == history.view.n_dropped:
             now = History(

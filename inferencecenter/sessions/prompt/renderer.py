@@ -7,29 +7,35 @@ result arrives asynchronously. Renderings that need no template are done inline 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-from inferencecenter.core.errors import InferenceCenterError
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.messages import PromptSegment
+from inferencecenter.sessions.output_parsing.call_format import PLAIN
+from inferencecenter.sessions.prompt.special_tokens import RenderedText
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import datetime
 
-    from inferencecenter.ipc.messages import ModelInfo
-    from inferencecenter.protocol.values import ChatMessage, Tool
+    from inferencecenter.ipc.messages import InfillTokens, ModelInfo
+    from inferencecenter.protocol.values import ChatMessage, Infill, Tool
     from inferencecenter.sessions.output_parsing.call_format import TemplateCapabilities
-    from inferencecenter.sessions.prompt.special_tokens import RenderedText
     from inferencecenter.sessions.prompt.template import ConversationRenderer
 
 
 @dataclass(frozen=True, slots=True)
 class RenderInput:
-    """A conversation to render at local time ``now``; ``thinking`` ``None`` leaves the choice to the template."""
+    """A conversation to render at local time ``now``; ``thinking`` ``None`` leaves the choice to the template.
+
+    With ``infill`` the conversation is the text before a gap; only for raw mode.
+    """
 
     messages: Sequence[ChatMessage]
     now: datetime
     tools: Sequence[Tool] = ()
     thinking: bool | None = None
+    infill: Infill | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,78 @@ class RenderedPrompt:
 
 RenderResult: TypeAlias = RenderedPrompt | InferenceCenterError
 """Outcome of a rendering."""
+
+
+class RawText:
+    """Raw mode: concatenates all contents; no text of them is special.
+
+    Args:
+        infill: Tokens that frame a prompt whose middle is missing; ``None`` if the model has none.
+    """
+
+    implied_bos = ""
+    capabilities = PLAIN
+
+    def __init__(self, infill: InfillTokens | None = None) -> None:
+        self._infill = infill
+
+    def render(self, conversation: RenderInput, *, add_generation_prompt: bool = True) -> RenderedText:
+        """Return the concatenated contents.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` for tools and for ``thinking``: neither is supported; for
+                ``infill`` if the model has no tokens for it.
+        """
+        if conversation.tools:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, 'sessions with mode "raw" do not support tools', field="tools"
+            )
+        if conversation.thinking is not None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                'sessions with mode "raw" do not support the choice of thinking',
+                field="thinking",
+            )
+        text = "".join(message.content for message in conversation.messages)
+        if conversation.infill is None:
+            return RenderedText(text, special=False)
+        if self._infill is None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                "the model cannot fill in the middle of a text: its vocabulary has no tokens for this",
+                field="infill",
+                hint="Choose a model made for code completion, or continue the text at its end.",
+            )
+        return RenderedText.of_segments(_framed(text, conversation.infill, self._infill))
+
+
+_SNIPPET: Final = "\n\n--- snippet ---\n\n"
+_REPOSITORY: Final = "myproject\n"
+_FILE: Final = "filename\n"
+"""Names in place of those that requests do not carry; llama-server has the same."""
+
+
+def _framed(prefix: str, infill: Infill, tokens: InfillTokens) -> Iterator[PromptSegment]:
+    """Yield the prompt of a gap after ``prefix``, in llama-server's order.
+
+    Other files come first, under the tokens of a repository if the vocabulary has them.
+    """
+
+    def special(text: str) -> PromptSegment:
+        return PromptSegment(text, special=True)
+
+    if infill.extra:
+        if tokens.repository:
+            yield from (special(tokens.repository), PromptSegment(_REPOSITORY))
+        for file in infill.extra:
+            named = (special(tokens.file), PromptSegment(f"{file.filename}\n")) if tokens.file else ()
+            yield from named or (PromptSegment(_SNIPPET),)
+            yield PromptSegment(file.text)
+        if tokens.file:
+            yield from (special(tokens.file), PromptSegment(_FILE))
+    yield from (special(tokens.prefix), PromptSegment(prefix))
+    yield from (special(tokens.suffix), PromptSegment(infill.suffix))
+    yield special(tokens.middle)
 
 
 class PromptRenderer(Protocol):

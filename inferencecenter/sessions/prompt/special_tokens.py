@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from inferencecenter.ipc.messages import PromptSegment
@@ -31,8 +31,8 @@ _Tree: TypeAlias = "dict[str, _Tree]"
 class RenderedText:
     """Rendered text and the places where it must be cut.
 
-    ``cuts`` are ascending offsets between characters that must not be tokenized together. A character at one of
-    ``literals`` is a special token by itself and must be tokenized as text. If ``special`` is unset, the whole text is
+    ``cuts`` are ascending offsets between characters that must not be tokenized together. What begins at one of
+    ``literals``, up to the next cut, must be tokenized as text. If ``special`` is unset, the whole text is
     plain. ``tokens`` are the special tokens that ``begins_special`` recognizes.
     """
 
@@ -56,6 +56,14 @@ class RenderedText:
                 cuts.append(offset)
         text = _MARK.sub("", marked) if cuts else marked
         return cls(text, tuple(sorted(set(cuts))), frozenset(literals), tokens=tokens)
+
+    @classmethod
+    def of_segments(cls, segments: Iterable[PromptSegment]) -> RenderedText:
+        """Return the text of segments, each of which is tokenized by itself."""
+        given = [segment for segment in segments if segment.text]
+        starts = [*accumulate((len(segment.text) for segment in given), initial=0)][:-1]
+        literals = frozenset(start for start, segment in zip(starts, given, strict=True) if not segment.special)
+        return cls("".join(segment.text for segment in given), tuple(starts), literals)
 
     def pieces(self, start: int = 0, end: int | None = None) -> tuple[PromptSegment, ...]:
         """Return the text from ``start`` to ``end`` as pieces; joined they are that text."""

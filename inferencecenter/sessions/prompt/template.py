@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -9,7 +10,6 @@ from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.sessions.output_parsing.call_format import PLAIN
 from inferencecenter.sessions.output_parsing.detection import as_text, detect
 from inferencecenter.sessions.output_parsing.template_values import message_values, tool_values
 from inferencecenter.sessions.prompt.sandbox import TemplateRefusalError, TemplateSandbox
@@ -53,31 +53,6 @@ class ConversationRenderer(Protocol):
         """
 
 
-class RawText:
-    """Raw mode: concatenates all contents; no text is special."""
-
-    implied_bos = ""
-    capabilities = PLAIN
-
-    def render(self, conversation: RenderInput, *, add_generation_prompt: bool = True) -> RenderedText:
-        """Return the concatenated contents.
-
-        Raises:
-            InferenceCenterError: ``invalid_request`` for tools and for ``thinking``: neither is supported.
-        """
-        if conversation.tools:
-            raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST, 'sessions with mode "raw" do not support tools', field="tools"
-            )
-        if conversation.thinking is not None:
-            raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST,
-                'sessions with mode "raw" do not support the choice of thinking',
-                field="thinking",
-            )
-        return RenderedText("".join(message.content for message in conversation.messages), special=False)
-
-
 class ChatTemplate:
     """A model's chat template, compiled once.
 
@@ -96,7 +71,8 @@ class ChatTemplate:
             self._switches = _SWITCHES & find_undeclared_variables(self._sandbox.parse(source))
         except (TemplateError, RecursionError) as error:
             raise _template_error(error) from error
-        self._form, self.capabilities = detect(self._probe, source=source, control=model.special_tokens)
+        self._form, capabilities = detect(self._probe, source=source, control=model.special_tokens)
+        self.capabilities = replace(capabilities, chooses_thinking=bool(self._switches))
 
     def render(self, conversation: RenderInput, *, add_generation_prompt: bool = True) -> RenderedText:
         """Return the rendered conversation.
@@ -107,7 +83,7 @@ class ChatTemplate:
         messages, tools = conversation.messages, conversation.tools
         values = {
             **self._variables(messages, tools, self._form),
-            **self._thinking_variables(conversation.thinking),
+            **({} if conversation.thinking is None else dict.fromkeys(self._switches, conversation.thinking)),
             "add_generation_prompt": add_generation_prompt,
         }
         try:
@@ -147,18 +123,6 @@ class ChatTemplate:
             return self._sandbox.run(self._template, values, now=_PROBE_TIME, max_operations=_PROBE_OPERATIONS)
         except Exception:  # noqa: BLE001 - the same boundary as above; a failed probe counts as unsupported
             return ""
-
-    def _thinking_variables(self, thinking: bool | None) -> dict[str, bool]:
-        """Return the template's variables that turn reasoning on or off."""
-        if thinking is None:
-            return {}
-        if not self._switches:
-            raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST,
-                "the model's chat template does not support the choice of thinking",
-                field="thinking",
-            )
-        return dict.fromkeys(self._switches, thinking)
 
 
 def _tools_error(

@@ -69,6 +69,7 @@ class TemplateLoaded(msgspec.Struct, frozen=True, tag=True):
     format_fields: dict[str, Any]
     parallel_calls: bool
     thinking: tuple[str, str] | None
+    chooses_thinking: bool
     control: list[str]
 
 
@@ -145,6 +146,7 @@ def loaded(capabilities: TemplateCapabilities) -> TemplateLoaded:
         format_fields={} if call_format is None else msgspec.to_builtins(call_format),
         parallel_calls=capabilities.parallel_calls,
         thinking=None if thinking is None else (thinking.opens, thinking.closes),
+        chooses_thinking=capabilities.chooses_thinking,
         control=sorted(capabilities.control),
     )
 
@@ -163,6 +165,7 @@ def capabilities_of(reply: TemplateLoaded) -> TemplateCapabilities:
         else msgspec.convert(reply.format_fields, _FORMATS[reply.call_format]),
         parallel_calls=reply.parallel_calls,
         thinking=None if reply.thinking is None else ReasoningTags(*reply.thinking),
+        chooses_thinking=reply.chooses_thinking,
         control=frozenset(reply.control),
     )
 

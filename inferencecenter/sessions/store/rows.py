@@ -12,8 +12,8 @@ from inferencecenter.protocol.events import End, Error
 from inferencecenter.protocol.params import Params, decode, encode
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, Mode, OnDisconnect, OnFull, Priority, TranscriptTurn
+from inferencecenter.sessions.context import SessionConfig
 from inferencecenter.sessions.history import HistoryView, TurnCheckpoint
-from inferencecenter.sessions.session_config import SessionConfig
 from inferencecenter.sessions.turn import TurnSpec
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from inferencecenter.core.sqlite_file import checkpoint, transaction
 from inferencecenter.protocol.params import Params
-from inferencecenter.sessions.session_config import SessionConfig
+from inferencecenter.sessions.context import SessionConfig
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.loader import SharedRows, read_one
 from inferencecenter.sessions.store.rows import facts_column

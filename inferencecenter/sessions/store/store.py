@@ -1,9 +1,18 @@
 """The durable journal: records go to a SQLite file, in one transaction per turn of the event loop.
 
-The event loop queues records per client (``writer.WriteQueue``) and submits one batch at a time to the writer thread;
-records that arrive meanwhile form the next batch. Invariant: a callback passed to ``release`` runs only after
+The event loop queues records per client and submits one batch at a time to the writer thread; records that arrive
+meanwhile form the next batch. Invariant: a callback passed to ``release`` runs only after
 everything its client has written before is committed and the file is still at its path, so no client ever sees an event
 that a restart could lose. While the file cannot be written, callbacks wait and the writer retries.
+
+The queue (``WriteQueue``) keeps the order within a client; there is none between clients. Each transaction takes a
+bounded share from every waiting client in turn, up to a bounded total. Invariant: a client's output waits for at most
+one transaction of others, however much they have queued.
+
+A session that is created with a long history is split into chunks of bounded size (``chunks_of``), for short
+transactions. Invariant: its row in ``sessions`` is not ``complete`` until the last of them, so readers skip it and the
+next start deletes it if the daemon was killed; no client is notified before the last chunk is committed. A fork shares
+rows that exist already and is never split.
 """
 
 from __future__ import annotations
@@ -11,29 +20,228 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
-from typing import TYPE_CHECKING, Final
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
 
 from inferencecenter.core.sqlite_file import BUSY_TIMEOUT_S, FileIdentity
-from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
+from inferencecenter.sessions.history import chars_of
+from inferencecenter.sessions.journal import (
+    RETRY_LATER_MS,
+    HistoryChanged,
+    SessionDeleted,
+    SessionOpened,
+    StorageFault,
+    TokensAppended,
+    TurnEnded,
+    TurnQueued,
+)
+from inferencecenter.sessions.store.bases import ROW_BYTES
 from inferencecenter.sessions.store.database import open_file
 from inferencecenter.sessions.store.loader import StoreContents, read_all
-from inferencecenter.sessions.store.recorder import Purge, Recorder
-from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, QueuedEntry, Stop, StoreWriter, WriteQueue
+from inferencecenter.sessions.store.recorder import CHUNK_BYTES, OpenedChunk, Purge, Recorder
+from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, Stop, StoreWriter, WriteBatch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from pathlib import Path
 
+    from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.sessions.history import History
     from inferencecenter.sessions.journal import Journal, Record, StoredSession
     from inferencecenter.sessions.store.recorder import Entry, PurgeKind
-    from inferencecenter.sessions.store.writer import WriteBatch
+    from inferencecenter.sessions.store.writer import ReleaseCallback
 
 CLOSE_TIMEOUT_S: Final = 5.0
 """Seconds that ``close`` waits for a file that cannot be written."""
 
 _log = structlog.get_logger(__name__)
+
+
+BATCH_BYTES: Final = 512 * 1024
+"""Approximate limit of a transaction, which takes milliseconds; a single larger entry may exceed it."""
+SHARE_BYTES: Final = 128 * 1024
+"""Approximate bytes that one client contributes before the next one's turn."""
+_MAX_NEW_MESSAGES: Final = 1000
+
+
+def chunks_of(opened: SessionOpened) -> Iterable[Entry]:
+    if opened.parent is None and _is_long(opened.history.messages, opened.notes.values()):
+        return _chunks_of_opened(opened)
+    return (opened,)
+
+
+def size_of(entry: Entry) -> int:
+    """Return the approximate bytes that an entry writes; of a history only the new part counts."""
+    match entry:
+        case TokensAppended():
+            content = len(entry.tokens) + len(entry.text)
+        case OpenedChunk():
+            content = CHUNK_BYTES
+        case SessionOpened(parent=None):
+            content = sum(map(_message_size, entry.history.messages))
+        case TurnEnded(history=history):
+            content = _size_from(history, history.turns[-1].n_before if history.turns else 0)
+        case HistoryChanged(history=history):
+            content = _size_from(history, history.turns[-1].n_messages if history.turns else 0)
+        case TurnQueued(spec=spec):
+            content = len(spec.request.prompt or "") + sum(map(_message_size, spec.request.messages or ()))
+        case SessionDeleted(n_chars=n_chars):
+            content = min(n_chars, CHUNK_BYTES)
+        case _:
+            content = 0
+    return ROW_BYTES + content
+
+
+def _is_long(messages: Iterable[ChatMessage], notes: Iterable[str]) -> bool:
+    total = 0
+    for weight in chain(map(_message_size, messages), map(len, notes)):
+        total += weight
+        if total > CHUNK_BYTES:
+            return True
+    return False
+
+
+def _chunks_of_opened(record: SessionOpened) -> Iterator[OpenedChunk]:
+    total, is_first = 0, True
+    for n, message in enumerate(record.history.messages, 1):
+        total += _message_size(message)
+        if total >= CHUNK_BYTES:
+            yield OpenedChunk(record, n, 0, is_first=is_first)
+            total, is_first = 0, False
+    n_messages = len(record.history.messages)
+    for n, turn in enumerate(record.turns, 1):
+        total += ROW_BYTES + len(record.notes.get(turn.turn_id, ""))
+        if total >= CHUNK_BYTES:
+            yield OpenedChunk(record, n_messages, n, is_first=is_first)
+            total, is_first = 0, False
+    yield OpenedChunk(record, n_messages, len(record.turns), is_first=is_first, is_last=True)
+
+
+def _message_size(message: ChatMessage) -> int:
+    return ROW_BYTES + chars_of(message)
+
+
+def _size_from(history: History, start: int) -> int:
+    new = history.messages[max(start, len(history.messages) - _MAX_NEW_MESSAGES) :]
+    return sum(map(_message_size, new))
+
+
+class QueuedEntry(NamedTuple):
+    """An entry to write; ``durable`` if it has to survive a power failure."""
+
+    entry: Entry
+    durable: bool
+
+
+@dataclass(slots=True)
+class _ClientQueue:
+    """The queue of one client; ``parts`` are the remaining chunks of the entry that is being written."""
+
+    items: deque[QueuedEntry | ReleaseCallback] = field(default_factory=deque)
+    parts: deque[Entry] = field(default_factory=deque)
+    durable: bool = False
+
+
+class WriteQueue:
+    """The queues of all clients, drained round-robin."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, _ClientQueue] = {}
+        self._n_pending: Counter[str] = Counter()
+        self._unswept: frozenset[str] = frozenset()
+
+    def __bool__(self) -> bool:
+        return bool(self._queues or self._unswept)
+
+    def add(self, client_id: str, item: QueuedEntry | ReleaseCallback) -> None:
+        """Queue an entry of a client, or a callback that follows its entries."""
+        queue = self._queues.get(client_id)
+        if queue is None:
+            queue = self._queues[client_id] = _ClientQueue()
+        queue.items.append(item)
+        self._n_pending[client_id] += 1
+
+    def add_after(self, client_id: str, callback: ReleaseCallback) -> bool:
+        """Queue a callback behind what is pending of a client; return ``False`` if nothing is."""
+        if client_id not in self._n_pending and client_id not in self._unswept:
+            return False
+        self.add(client_id, callback)
+        return True
+
+    def n_pending(self, client_id: str) -> int:
+        """Return the number of a client's entries and callbacks that are queued or in flight, or being deleted."""
+        return self._n_pending.get(client_id, 0) + (client_id in self._unswept)
+
+    def take(self) -> WriteBatch:
+        """Return the next batch; clients with pending deletions are skipped."""
+        batch = WriteBatch()
+        left = BATCH_BYTES
+        while left > 0 and (ready := [client_id for client_id in self._queues if client_id not in self._unswept]):
+            for client_id in ready:
+                left -= self._move(client_id, batch, min(SHARE_BYTES, left))
+                if left <= 0:
+                    break
+        return batch
+
+    def take_all(self) -> WriteBatch:
+        batch = WriteBatch()
+        for client_id in tuple(self._queues):
+            while client_id in self._queues:
+                self._move(client_id, batch, BATCH_BYTES)
+        return batch
+
+    def requeue_callbacks(self, batch: WriteBatch, unswept: Collection[str]) -> None:
+        """Put the callbacks of clients with pending deletions back to the front of their queues."""
+        self._unswept = frozenset(unswept)
+        for client_id, callback in reversed(batch.callbacks):
+            if client_id in self._unswept:
+                self._queues.setdefault(client_id, _ClientQueue()).items.appendleft(callback)
+                batch.counts[client_id] -= 1
+        batch.callbacks = [each for each in batch.callbacks if each[0] not in self._unswept]
+
+    def done(self, batch: WriteBatch) -> None:
+        """Mark a batch as completed."""
+        for client_id, count in batch.counts.items():
+            self._n_pending[client_id] -= count
+            if not self._n_pending[client_id]:
+                del self._n_pending[client_id]
+
+    def _move(self, client_id: str, batch: WriteBatch, share: int) -> int:
+        """Move up to ``share`` bytes from a client's queue to a batch and return the bytes moved.
+
+        A client with more queued goes to the end of the line.
+        """
+        queue = self._queues.pop(client_id)
+        weight = 0
+        while queue.items or queue.parts:
+            if not queue.parts:
+                item = queue.items[0]
+                if isinstance(item, QueuedEntry):
+                    if weight >= share:
+                        break
+                    entry = item.entry
+                    queue.parts.extend(chunks_of(entry) if isinstance(entry, SessionOpened) else (entry,))
+                    queue.durable = item.durable
+                else:
+                    # All entries before this callback are in this transaction or an earlier one.
+                    batch.callbacks.append((client_id, item))
+                    batch.counts[client_id] += 1
+                queue.items.popleft()
+                continue
+            if weight >= share:
+                break
+            part = queue.parts.popleft()
+            batch.entries.append(part)
+            batch.durable |= queue.durable
+            batch.counts[client_id] += not queue.parts
+            weight += size_of(part)
+        if queue.items or queue.parts:
+            self._queues[client_id] = queue
+        return weight
 
 
 class SessionStore:
@@ -126,7 +334,8 @@ class SessionStore:
         """Queue an entry after all earlier ones of the client."""
         if self._writer is not None:
             self._queue.add(client_id, QueuedEntry(entry, durable))
-            self._schedule()
+            if not self._is_scheduled:
+                self._schedule()
 
     def purge(self, kind: PurgeKind, name: str) -> None:
         """Delete everything that the file holds of a session, or of a client and its sessions.
@@ -137,10 +346,9 @@ class SessionStore:
 
     def release(self, callback: Callable[[], None], *, client_id: str = "") -> None:
         """Call ``callback`` once all earlier records of the client are safe; see ``Journal``."""
-        if not self._queue.n_pending(client_id):
+        if not self._queue.add_after(client_id, callback):
             callback()
-        else:
-            self._queue.add(client_id, callback)
+        elif not self._is_scheduled:
             self._schedule()
 
     @property
@@ -188,10 +396,9 @@ class SessionStore:
                     await stopped.wait()
 
     def _schedule(self) -> None:
-        if not self._is_scheduled:
-            self._is_scheduled = True
-            self._loop = asyncio.get_running_loop()
-            self._loop.call_soon(self._submit_batch)
+        self._is_scheduled = True
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._submit_batch)
 
     def _submit_batch(self) -> None:
         """Submit the next batch; only one is in flight, so that waiting clients share the next one."""
@@ -226,7 +433,7 @@ class SessionStore:
                 _log.exception("release_failed")
         self._queue.done(batch)
         self._is_writing = False
-        if self._queue:
+        if self._queue and not self._is_scheduled:
             self._schedule()
 
 

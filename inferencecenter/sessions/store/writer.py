@@ -1,17 +1,8 @@
-"""The writer thread and its per-client queue.
+"""The writer thread, which owns the database connection.
 
-The thread owns the database connection. It commits one batch per transaction and retries until the batch is in the
-file. A commit goes to the file that was opened, even if that was moved or deleted since. Invariant: a batch is
-acknowledged only after its commit and a check that the path still leads to that file.
-
-A session that is created with a long history is split into chunks of bounded size (``chunks_of``), for short
-transactions. Invariant: its row in ``sessions`` is not ``complete`` until the last of them, so readers skip it and the
-next start deletes it if the daemon was killed; no client is notified before the last chunk is committed. A fork shares
-rows that exist already and is never split.
-
-The queue (``WriteQueue``) keeps the order within a client; there is none between clients. Each transaction takes a
-bounded share from every waiting client in turn, up to a bounded total. Invariant: a client's output waits for at most
-one transaction of others, however much they have queued.
+It commits one batch per transaction and retries until the batch is in the file. A commit goes to the file that was
+opened, even if that was moved or deleted since. Invariant: a batch is acknowledged only after its commit and a check
+that the path still leads to that file.
 
 A full disk can prevent the checkpoint that would free the WAL, since the file itself has no room to grow.
 ``DiskReserve`` therefore allocates that room in advance and gives it up for the duration of the checkpoint.
@@ -24,38 +15,23 @@ import os
 import sqlite3
 import tempfile
 import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import structlog
 
 from inferencecenter.core.sqlite_file import MAX_WAL_BYTES, FileMovedError, checkpoint
-from inferencecenter.sessions.history import chars_of
-from inferencecenter.sessions.journal import (
-    RETRY_LATER_MS,
-    HistoryChanged,
-    SessionDeleted,
-    SessionOpened,
-    StorageFault,
-    TokensAppended,
-    TurnEnded,
-    TurnQueued,
-)
-from inferencecenter.sessions.store.bases import ROW_BYTES
+from inferencecenter.sessions.journal import RETRY_LATER_MS, StorageFault
 from inferencecenter.sessions.store.database import fault_of, hint_of, is_full, reason_of
-from inferencecenter.sessions.store.recorder import CHUNK_BYTES, OpenedChunk, UnwritableError, session_of
+from inferencecenter.sessions.store.recorder import UnwritableError, session_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
     from inferencecenter.core.sqlite_file import FileIdentity
-    from inferencecenter.protocol.values import ChatMessage
-    from inferencecenter.sessions.history import History
     from inferencecenter.sessions.store.recorder import Entry, Recorder
 
 
@@ -159,6 +135,9 @@ class StoreWriter:
         fault_changed: Called on this thread when ``fault`` changes.
         retry_s: Seconds between retries.
         probe_s: Seconds between checks of an idle file.
+
+    Attributes:
+        put: Queues a batch or the stop.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -183,16 +162,13 @@ class StoreWriter:
         self._probe_s = probe_s
         self._reserve = DiskReserve(path.parent)
         self._queue: SimpleQueue[WriteBatch | Stop] = SimpleQueue()
+        self.put: Callable[[WriteBatch | Stop], None] = self._queue.put
         self._abandoned = threading.Event()
         self._stop: Stop | None = None
         self.fault: StorageFault | None = None
         # A daemon thread: without a ``Stop`` the system frees its resources, and no exit waits for a full disk.
         self._thread = threading.Thread(target=self._run, name="session-store", daemon=True)
         self._thread.start()
-
-    def put(self, batch: WriteBatch | Stop) -> None:
-        """Queue a batch or the stop."""
-        self._queue.put(batch)
 
     def abandon(self) -> None:
         """Stop retrying."""
@@ -326,181 +302,3 @@ class StoreWriter:
         with contextlib.suppress(sqlite3.Error):
             self._database.close()
         self._reserve.close()
-
-
-BATCH_BYTES: Final = 512 * 1024
-"""Approximate limit of a transaction, which takes milliseconds; a single larger entry may exceed it."""
-SHARE_BYTES: Final = 128 * 1024
-"""Approximate bytes that one client contributes before the next one's turn."""
-_MAX_NEW_MESSAGES: Final = 1000
-
-
-def chunks_of(entry: Entry) -> Iterable[Entry]:
-    match entry:
-        case SessionOpened(parent=None) if _is_long(entry.history.messages, entry.notes.values()):
-            return _chunks_of_opened(entry)
-        case _:
-            return (entry,)
-
-
-def size_of(entry: Entry) -> int:
-    """Return the approximate bytes that an entry writes; of a history only the new part counts."""
-    match entry:
-        case TokensAppended():
-            content = len(entry.tokens) + len(entry.text)
-        case OpenedChunk():
-            content = CHUNK_BYTES
-        case SessionOpened(parent=None):
-            content = sum(map(_message_size, entry.history.messages))
-        case TurnEnded(history=history):
-            content = _size_from(history, history.turns[-1].n_before if history.turns else 0)
-        case HistoryChanged(history=history):
-            content = _size_from(history, history.turns[-1].n_messages if history.turns else 0)
-        case TurnQueued(spec=spec):
-            content = len(spec.request.prompt or "") + sum(map(_message_size, spec.request.messages or ()))
-        case SessionDeleted(n_chars=n_chars):
-            content = min(n_chars, CHUNK_BYTES)
-        case _:
-            content = 0
-    return ROW_BYTES + content
-
-
-def _is_long(messages: Iterable[ChatMessage], notes: Iterable[str]) -> bool:
-    total = 0
-    for weight in chain(map(_message_size, messages), map(len, notes)):
-        total += weight
-        if total > CHUNK_BYTES:
-            return True
-    return False
-
-
-def _chunks_of_opened(record: SessionOpened) -> Iterator[OpenedChunk]:
-    total, is_first = 0, True
-    for n, message in enumerate(record.history.messages, 1):
-        total += _message_size(message)
-        if total >= CHUNK_BYTES:
-            yield OpenedChunk(record, n, 0, is_first=is_first)
-            total, is_first = 0, False
-    n_messages = len(record.history.messages)
-    for n, turn in enumerate(record.turns, 1):
-        total += ROW_BYTES + len(record.notes.get(turn.turn_id, ""))
-        if total >= CHUNK_BYTES:
-            yield OpenedChunk(record, n_messages, n, is_first=is_first)
-            total, is_first = 0, False
-    yield OpenedChunk(record, n_messages, len(record.turns), is_first=is_first, is_last=True)
-
-
-def _message_size(message: ChatMessage) -> int:
-    return ROW_BYTES + chars_of(message)
-
-
-def _size_from(history: History, start: int) -> int:
-    new = history.messages[max(start, len(history.messages) - _MAX_NEW_MESSAGES) :]
-    return sum(map(_message_size, new))
-
-
-@dataclass(frozen=True, slots=True)
-class QueuedEntry:
-    """An entry to write; ``durable`` if it has to survive a power failure."""
-
-    entry: Entry
-    durable: bool
-
-
-@dataclass(slots=True)
-class _ClientQueue:
-    """The queue of one client; ``parts`` are the remaining chunks of the entry that is being written."""
-
-    items: deque[QueuedEntry | ReleaseCallback] = field(default_factory=deque)
-    parts: deque[Entry] = field(default_factory=deque)
-    durable: bool = False
-
-
-class WriteQueue:
-    """The queues of all clients, drained round-robin."""
-
-    def __init__(self) -> None:
-        self._queues: dict[str, _ClientQueue] = {}
-        self._n_pending: Counter[str] = Counter()
-        self._unswept: frozenset[str] = frozenset()
-
-    def __bool__(self) -> bool:
-        return bool(self._queues or self._unswept)
-
-    def add(self, client_id: str, item: QueuedEntry | ReleaseCallback) -> None:
-        """Queue an entry of a client, or a callback that follows its entries."""
-        queue = self._queues.get(client_id)
-        if queue is None:
-            queue = self._queues[client_id] = _ClientQueue()
-        queue.items.append(item)
-        self._n_pending[client_id] += 1
-
-    def n_pending(self, client_id: str) -> int:
-        """Return the number of a client's entries and callbacks that are queued or in flight, or being deleted."""
-        return self._n_pending.get(client_id, 0) + (client_id in self._unswept)
-
-    def take(self) -> WriteBatch:
-        """Return the next batch; clients with pending deletions are skipped."""
-        batch = WriteBatch()
-        left = BATCH_BYTES
-        while left > 0 and (ready := [client_id for client_id in self._queues if client_id not in self._unswept]):
-            for client_id in ready:
-                left -= self._move(client_id, batch, min(SHARE_BYTES, left))
-                if left <= 0:
-                    break
-        return batch
-
-    def take_all(self) -> WriteBatch:
-        batch = WriteBatch()
-        for client_id in tuple(self._queues):
-            while client_id in self._queues:
-                self._move(client_id, batch, BATCH_BYTES)
-        return batch
-
-    def requeue_callbacks(self, batch: WriteBatch, unswept: Collection[str]) -> None:
-        """Put the callbacks of clients with pending deletions back to the front of their queues."""
-        self._unswept = frozenset(unswept)
-        for client_id, callback in reversed(batch.callbacks):
-            if client_id in self._unswept:
-                self._queues.setdefault(client_id, _ClientQueue()).items.appendleft(callback)
-                batch.counts[client_id] -= 1
-        batch.callbacks = [each for each in batch.callbacks if each[0] not in self._unswept]
-
-    def done(self, batch: WriteBatch) -> None:
-        """Mark a batch as completed."""
-        for client_id, count in batch.counts.items():
-            self._n_pending[client_id] -= count
-            if not self._n_pending[client_id]:
-                del self._n_pending[client_id]
-
-    def _move(self, client_id: str, batch: WriteBatch, share: int) -> int:
-        """Move up to ``share`` bytes from a client's queue to a batch and return the bytes moved.
-
-        A client with more queued goes to the end of the line.
-        """
-        queue = self._queues.pop(client_id)
-        weight = 0
-        while queue.items or queue.parts:
-            if not queue.parts:
-                item = queue.items[0]
-                if isinstance(item, QueuedEntry):
-                    if weight >= share:
-                        break
-                    queue.parts.extend(chunks_of(item.entry))
-                    queue.durable = item.durable
-                else:
-                    # All entries before this callback are in this transaction or an earlier one.
-                    batch.callbacks.append((client_id, item))
-                    batch.counts[client_id] += 1
-                queue.items.popleft()
-                continue
-            if weight >= share:
-                break
-            part = queue.parts.popleft()
-            batch.entries.append(part)
-            batch.durable |= queue.durable
-            batch.counts[client_id] += not queue.parts
-            weight += size_of(part)
-        if queue.items or queue.parts:
-            self._queues[client_id] = queue
-        return weight

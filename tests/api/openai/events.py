@@ -1,4 +1,4 @@
-"""Session events and streams for the tests of the OpenAI endpoints."""
+"""Session events and streams for the tests of the APIs of others."""
 
 from __future__ import annotations
 

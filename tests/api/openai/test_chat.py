@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import TYPE_CHECKING, Any
 
 import openai
 import pytest
 
+from inferencecenter.ipc.messages import PromptSegment
+from inferencecenter.protocol.params import decode
 from tests.api.http_client import post
 from tests.api.streaming import CHAT, HI, next_chunk, next_turn, open_stream, requests_done, send_answer, send_answers
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
 
     from openai import AsyncOpenAI
 
+    from inferencecenter.protocol.params import Params
     from tests.server.harness import Running
 
 ASKED: Any = [{"role": "user", "content": "Hi"}]
@@ -74,7 +78,7 @@ async def test_each_choice_is_an_independent_turn(server: Running, ada: AsyncOpe
 
 async def test_refused_request_creates_no_session(server: Running) -> None:
     """A request with invalid parameters opens no session."""
-    answer = await post(server, CHAT, {**HI, "n": 2, "logit_bias": {"x": 1}})
+    answer = await post(server, CHAT, {**HI, "n": 2, "logit_bias": {"1": 101}})
     assert (answer.status, answer.error["param"]) == (400, "logit_bias")
     assert server.context.sessions.session_ids() == ()
 
@@ -100,7 +104,7 @@ async def test_disconnect_aborts_the_turn(server: Running, stream: bool) -> None
 
 
 async def test_failure_before_first_token_has_http_status(server: Running, ada: AsyncOpenAI) -> None:
-    """A prompt that exceeds the context is a 413 with OpenAI's code, also for a streaming request."""
+    """A prompt that exceeds the context is a 400 with OpenAI's code, also for a streaming request."""
 
     async def overflow() -> None:
         turn = await next_turn(server)
@@ -108,7 +112,9 @@ async def test_failure_before_first_token_has_http_status(server: Running, ada: 
 
     with pytest.raises(openai.APIStatusError) as caught:
         await asyncio.gather(ada.chat.completions.create(model="stub", messages=ASKED, stream=True), overflow())
-    assert (caught.value.status_code, caught.value.code) == (413, "context_length_exceeded")
+    assert isinstance(caught.value, openai.BadRequestError)
+    assert (caught.value.status_code, caught.value.code) == (400, "context_length_exceeded")
+    assert "This model's maximum context length is 4096 tokens." in caught.value.message
 
 
 async def test_failure_during_stream_is_the_last_event(server: Running, ada: AsyncOpenAI) -> None:
@@ -183,3 +189,75 @@ async def test_stalled_reader_has_its_turn_aborted(
         assert turn not in server.engine.turns
         reader._transport.resume_reading()  # type: ignore[attr-defined]
         assert b"the response was not read fast enough" in await reader.readuntil(b"0\r\n\r\n")
+
+
+async def params_of_turn(server: Running) -> Params:
+    """Answer the next turn and return its parameters."""
+    turn = await next_turn(server)
+    params = decode(server.engine.submission(turn).params_json)
+    server.engine.begin(turn)
+    server.engine.finish(turn)
+    return params
+
+
+@pytest.mark.parametrize("biases", [{"ab": -5, "7": 1, "c": False}, [["ab", -5], [7, 1], ["c", False]]])
+async def test_bias_of_a_word_is_that_of_its_tokens(server: Running, biases: Any) -> None:
+    """Words and tokens may be mixed, as an object or as llama-server's pairs."""
+    _, params = await asyncio.gather(post(server, CHAT, {**HI, "logit_bias": biases}), params_of_turn(server))
+    assert dict(params.logit_bias) == {ord("a"): -5, ord("b"): -5, 7: 1, ord("c"): False}
+
+
+async def test_too_many_words_are_refused(server: Running) -> None:
+    """Each of them is tokenized."""
+    answer = await post(server, CHAT, {**HI, "logit_bias": {f"w{index}": 1 for index in range(65)}})
+    assert (answer.status, answer.error["param"]) == (400, "logit_bias")
+
+
+async def test_long_words_are_refused(server: Running) -> None:
+    """A word of megabytes would be as many tokens, of which at most 1024 may have a bias."""
+    answer = await post(server, CHAT, {**HI, "logit_bias": {"w" * 257: 1}})
+    assert (answer.status, answer.error["param"]) == (400, "logit_bias")
+    assert "word" in answer.error["message"]
+
+
+async def test_message_of_the_assistant_at_the_end_is_continued(server: Running, ada: AsyncOpenAI) -> None:
+    """The prompt ends with it, the answer goes on, and the conversation is found again with both."""
+    begun: Any = [*ASKED, {"role": "assistant", "content": "Sure, "}]
+    prompts: list[str] = []
+
+    async def answer() -> None:
+        turn = await next_turn(server)
+        submitted = server.engine.submission(turn)
+        prompts.append("".join(piece.text for piece in submitted.pieces))
+        assert submitted.pieces[-1] == PromptSegment("Sure, ", special=False)
+        server.engine.begin(turn)
+        server.engine.say(turn, "why not")
+        server.engine.finish(turn)
+
+    first, _ = await asyncio.gather(ada.chat.completions.create(model="stub", messages=begun), answer())
+    assert prompts[0].endswith("assistant\nSure, ")
+    assert first.choices[0].message.content == "why not"
+    assert first.model_extra is not None
+    assert "warnings" not in first.model_extra
+    (session,) = server.context.sessions._table
+    assert [message.content for message in session.history.messages] == ["Hi", "Sure, why not"]
+    later: Any = [*ASKED, {"role": "assistant", "content": "Sure, why not"}, {"role": "user", "content": "When?"}]
+    await asyncio.gather(ada.chat.completions.create(model="stub", messages=later), send_answer(server, "Now"))
+    assert len(server.context.sessions.session_ids()) == 1
+
+
+async def test_answer_with_a_form_is_not_continued(server: Running) -> None:
+    """The form is that of the whole answer, so the beginning has no effect and is named."""
+    messages = [*ASKED, {"role": "assistant", "content": "{"}]
+    body = {"messages": messages, "response_format": {"type": "json_object"}}
+    answer, _ = await asyncio.gather(post(server, CHAT, body), send_answer(server, "{}"))
+    assert answer.json["warnings"] == ["the last message has no effect: an answer with a form is not continued"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_answer_has_the_timings_of_llama_server(server: Running, stream: bool) -> None:
+    """In a stream they come with the end."""
+    answer, _ = await asyncio.gather(post(server, CHAT, {**HI, "stream": stream}), send_answer(server, "Hello"))
+    found = json.loads(answer.body.split(b"\n\n")[-3].removeprefix(b"data: ")) if stream else answer.json
+    assert (found["timings"]["predicted_n"], found["timings"]["predicted_per_second"]) == (1, 4.0)
+    assert found["choices"][0]["finish_reason"] == "stop"

@@ -53,6 +53,16 @@ def infer(*, choice: int = 0, **body: Any) -> Infer:
         ({"logprobs": False}, {}),
         ({"params": {"min_p": 0.1}, "top_p": 0.5}, {"min_p": 0.1, "top_p": 0.5}),
         ({"params": {"stopping": {"max_time_ms": 5}}}, {"stopping": {"max_time_ms": 5}}),
+        ({"max_tokens": -1}, {}),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, {"max_tokens": 2}),
+        ({"n_predict": 4}, {"max_tokens": 4}),
+        ({"top_k": -1, "min_p": 0.1, "typical_p": 0.9}, {"top_k": 0, "min_p": 0.1, "typical_p": 0.9}),
+        ({"repetition_penalty": 1.1}, {"repeat_penalty": 1.1}),
+        ({"repetition_penalty": 1.1, "repeat_penalty": 1.2}, {"repeat_penalty": 1.2}),
+        (
+            {"mirostat": 2, "mirostat_tau": 4, "ignore_eos": True},
+            {"mirostat": 2, "mirostat_tau": 4, "ignore_eos": True},
+        ),
         ({"temperature": None, "stop": None, "n": None, "tools": None, "audio": None, "stream": None}, {}),
     ],
 )
@@ -66,28 +76,25 @@ def test_sampling_parameters_are_mapped(body: dict[str, Any], params: dict[str, 
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type"),
-        ({"messages": [{"role": "user", "content": "x", "name": "ada"}]}, "messages.0.name"),
         ({"messages": [{"role": "user", "content": "x", "refusal": "no"}]}, "messages.0.refusal"),
-        ({"messages": [HI, {"role": "assistant", "content": "x"}]}, "messages.1.role"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [HI, CALLED]}, "messages.1.role"),
+        (
+            {"messages": [HI, {"role": "system", "content": "x"}, {"role": "assistant", "content": "x"}]},
+            "messages.1.role",
+        ),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages.0.tool_calls"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id"),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c9"}]}, "messages.0.tool_call_id"),
-        (
-            {"messages": [HI, CALLED, {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "sub"}]},
-            "messages.2.name",
-        ),
-        ({"functions": []}, "functions"),
         ({"temperature": 5.1}, "temperature"),
         ({"temperature": "1"}, "temperature"),
         ({"top_p": True}, "top_p"),
         ({"temperature": 1, "params": {"temperature": 1}}, "params.temperature"),
         ({"max_tokens": 5, "params": {"n_predict": 5}}, "params.max_tokens"),
         ({"params": {"min_p": 7}}, "params.min_p"),
-        ({"max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"top_logprobs": 5}, "top_logprobs"),
@@ -97,9 +104,6 @@ def test_sampling_parameters_are_mapped(body: dict[str, Any], params: dict[str, 
         ({"n": 9}, "n"),
         ({"stop": [""]}, "stop.0"),
         ({"stop": ["x"] * 17}, "stop"),
-        ({"store": True}, "store"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"modalities": ["audio"]}, "modalities.0"),
         ({"service_tier": "scale"}, "service_tier"),
         ({"reasoning_effort": "most"}, "reasoning_effort"),
@@ -111,14 +115,39 @@ def test_sampling_parameters_are_mapped(body: dict[str, Any], params: dict[str, 
         ({"response_format": {"type": "text", "json_schema": {"name": "x"}}}, "response_format"),
         ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
         ({"regex": "a", "grammar": "b"}, "grammar"),
-        ({"regex": "a", "tools": [ADD]}, "regex"),
-        ({"response_format": {"type": "json_object"}, "tools": [ADD]}, "response_format"),
         ({"tools": [ADD, ADD]}, "tools"),
-        ({"tools": [{"type": "custom"}]}, "tools.0.type"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "custom"}]}, "tools.0.custom"),
+        (
+            {"tools": [{"type": "custom", "custom": {"name": "a", "format": {"type": "grammar"}}}]},
+            "tools.0.custom.format",
+        ),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "sub"}}, "tools": [ADD]}, "tool_choice"),
+        ({"tool_choice": {"type": "custom"}, "tools": [ADD]}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "function", "function": {"name": 'a"}'}}]}, "tools.0.function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": "sometimes"}, "tool_choice.type"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}, "tools": [ADD]}, "tool_choice"),
+        (
+            {
+                "tools": [ADD],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": {"name": "sub"}}]},
+                },
+            },
+            "tool_choice",
+        ),
+        ({"functions": [ADD["function"]], "tools": [ADD]}, "functions"),
+        ({"functions": [ADD["function"]], "function_call": {"name": "sub"}}, "tool_choice"),
+        ({"function_call": "sometimes"}, "function_call"),
+        ({"messages": [{"role": "function", "name": "add", "content": "3"}]}, "messages.0.role"),
+        ({"guided_json": "{"}, "guided_json"),
+        ({"guided_regex": "a", "regex": "b"}, "guided_regex"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"mirostat": 3}, "mirostat"),
         ({"tool_choice": {"type": "function"}, "tools": [ADD]}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}, "tools": [ADD]}, "tool_choice"),
         ({"tool_choice": {"type": "auto", "function": {"name": "add"}}, "tools": [ADD]}, "tool_choice"),
@@ -181,6 +210,9 @@ def test_each_choice_has_its_own_seed() -> None:
         ({"type": "json_object"}, {"type": "object"}),
         ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}, SCHEMA),
         ({"type": "json_schema", "json_schema": {"name": "x", "strict": False}}, {"type": "object"}),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA}}, SCHEMA),
+        ({"type": "json_object", "schema": SCHEMA}, SCHEMA),
+        ({"type": "json_schema", "schema": SCHEMA}, SCHEMA),
     ],
 )
 def test_response_format_is_mapped_to_a_schema(wanted: dict[str, Any], schema: object) -> None:
@@ -200,7 +232,7 @@ def test_response_format_is_mapped_to_a_schema(wanted: dict[str, Any], schema: o
 def test_tools_and_tool_choice_are_mapped(choice: Any, meant: object) -> None:
     """Functions become tools, and the tool choice is kept."""
     turn = infer(tools=[ADD], tool_choice=choice, parallel_tool_calls=False)
-    assert turn.tools == [Tool(name="add", parameters={"type": "object"})]
+    assert turn.tools == [Tool(name="add", parameters={"type": "object"}, strict=False)]
     assert (turn.tool_choice, turn.parallel_tool_calls) == (meant, False)
 
 
@@ -221,6 +253,99 @@ def test_reasoning_effort_and_service_tier_are_mapped(
     assert (turn.thinking, turn.priority) == (thinking, priority)
 
 
-def test_grammar_is_allowed_with_tool_choice_none() -> None:
-    """A grammar excludes tools only if a call is possible."""
-    assert infer(regex="a+", tools=[ADD], tool_choice="none").regex == "a+"
+@pytest.mark.parametrize(
+    ("body", "form"),
+    [
+        ({"json_schema": SCHEMA}, {"json_schema": SCHEMA}),
+        ({"guided_json": '{"type": "string"}'}, {"json_schema": {"type": "string"}}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_grammar": "start: 'a'"}, {"grammar": "start: 'a'"}),
+        ({"guided_choice": ["yes", "no."]}, {"regex": r"(yes|no\.)"}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+        ({"structured_outputs": {"regex": "a+"}}, {"regex": "a+"}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"regex": "(a)"}),
+        ({"structured_outputs": {"grammar": "start: 'a'"}}, {"grammar": "start: 'a'"}),
+    ],
+)
+def test_forms_of_llama_server_and_vllm_are_mapped(body: dict[str, Any], form: dict[str, Any]) -> None:
+    """A schema, an expression, a grammar or a choice constrains the output under any of its names."""
+    turn = infer(**body)
+    assert {name: getattr(turn, name) for name in form} == form
+
+
+def test_allowed_tools_are_the_only_ones_offered() -> None:
+    """The model is offered the allowed subset, and its mode is the tool choice."""
+    other = {"type": "function", "function": {"name": "sub"}}
+    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "sub"}}]}
+    turn = infer(tools=[ADD, other], tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    assert (turn.tools, turn.tool_choice) == ([Tool(name="sub", strict=False)], "required")
+
+
+def test_legacy_functions_are_tools() -> None:
+    """Functions are offered as tools, at most one is called, and earlier calls and results refer to each other."""
+    body: dict[str, Any] = {
+        "functions": [ADD["function"]],
+        "function_call": {"name": "add"},
+        "messages": [
+            HI,
+            {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": "{}"}},
+            {"role": "function", "name": "add", "content": "3"},
+        ],
+    }
+    turn = infer(**body)
+    assert (turn.tools, turn.tool_choice) == (
+        [Tool(name="add", parameters={"type": "object"}, strict=False)],
+        NamedTool(name="add"),
+    )
+    assert not turn.parallel_tool_calls
+    _, call, result = conversation_of(read(**body)).messages
+    assert call.tool_calls == (ToolCall(call_id="call_1", name="add", arguments="{}"),)
+    assert (result.role, result.tool_call_id) == ("tool", "call_1")
+
+
+@pytest.mark.parametrize(
+    ("options", "thinking"), [({"enable_thinking": False}, False), ({"thinking": True}, True), ({}, None)]
+)
+def test_template_options_decide_on_thinking(options: dict[str, Any], thinking: bool | None) -> None:
+    """They are those of vLLM and llama-server; ``reasoning_effort`` takes precedence."""
+    assert infer(chat_template_kwargs=options).thinking == thinking
+    assert infer(chat_template_kwargs=options, reasoning_effort="high").thinking is True
+
+
+def test_empty_messages_are_accepted() -> None:
+    """A message without content is empty."""
+    messages = conversation_of(read(messages=[{"role": "assistant", "tool_calls": []}, {"role": "user"}])).messages
+    assert [message.content for message in messages] == ["", ""]
+
+
+def test_more_calls_than_a_message_can_hold_are_refused() -> None:
+    """A legacy call counts as well."""
+    calls = [{**CALL, "id": f"c{n}"} for n in range(128)]
+    legacy = {"name": "add", "arguments": "{}"}
+    request = read(messages=[{"role": "assistant", "tool_calls": calls, "function_call": legacy}, HI])
+    with pytest.raises(InferenceCenterError) as refused:
+        conversation_of(request)
+    assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "messages.0.tool_calls")
+
+
+def test_empty_reasoning_of_a_user_is_none() -> None:
+    """Some clients send all fields with every message."""
+    request = read(messages=[{**HI, "reasoning_content": ""}])
+    assert conversation_of(request).messages == (ChatMessage(role="user", content="Hi"),)
+
+
+def test_values_of_a_schema_as_text_are_counted() -> None:
+    """In the body they are a single string."""
+    with pytest.raises(InferenceCenterError) as refused:
+        read(guided_json='{"enum":[' + "[]," * 200_000 + "1]}")
+    assert refused.value.code is ErrorCode.MESSAGE_TOO_LARGE
+
+
+@pytest.mark.parametrize(
+    "body", [{"guided_choice": ["a" * 4096] * 17}, {"structured_outputs": {"choice": ["a" * 4096] * 17}}]
+)
+def test_choices_are_limited_in_total(body: dict[str, Any]) -> None:
+    """Each use of them escapes all."""
+    with pytest.raises(InferenceCenterError, match="characters in total"):
+        read(**body)

@@ -26,18 +26,20 @@ PATH = "/v1/completions"
     ("body", "field"),
     [
         ({}, "prompt"),
-        ({"prompt": ""}, "prompt.0"),
+        ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": [1, 2]}, "prompt"),
-        ({"prompt": [[1, 2]]}, "prompt"),
+        ({"prompt": [[]]}, "prompt.0"),
+        ({"prompt": [1, -2]}, "prompt.0"),
+        ({"prompt": [0xD800]}, "prompt.0.0"),
         ({"prompt": ["x"] * 17}, "prompt"),
-        ({"prompt": "x", "suffix": "y"}, "suffix"),
+        ({"prompt": ["x", ""]}, "prompt"),
         ({"prompt": "x", "best_of": 2}, "best_of"),
         ({"prompt": "x", "echo": True, "logprobs": 1}, "logprobs"),
         ({"prompt": "x", "regex": "a", "grammar": "b"}, "grammar"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "x", "temperature": 0.5, "params": {"temp": 1}}, "params.temperature"),
-        ({"prompt": "x", "stream_options": {}}, "stream_options"),
+        ({"prompt": "x", "use_beam_search": True}, "use_beam_search"),
+        ({"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs"),
     ],
 )
 async def test_unsupported_field_is_refused_by_name(server: Running, body: dict[str, Any], field: str) -> None:
@@ -57,6 +59,16 @@ async def test_text_is_completed(server: Running, ada: AsyncOpenAI) -> None:
     assert answer.choices[0].text == "Once upon a time"
     assert answer.choices[0].finish_reason == "length"
     assert len(server.context.sessions.session_ids()) == 1, "the next text may begin like this one"
+
+
+@pytest.mark.parametrize("prompt", [[79, 110, 99, 101], [[79, 110, 99, 101]], ["Once"]])
+async def test_prompt_of_tokens_is_their_text(server: Running, prompt: Any) -> None:
+    """Clients that tokenize by themselves send ids; a warning says that they are tokenized again."""
+    body = {"prompt": prompt, "echo": True}
+    answer, _ = await asyncio.gather(post(server, PATH, body), send_answer(server, " upon"))
+    assert answer.json["choices"][0]["text"] == "Once upon"
+    assert ("warnings" in answer.json) == (prompt != ["Once"])
+    assert answer.json["timings"]["predicted_n"] == 1
 
 
 async def test_stream_echoes_the_prompt_once(server: Running, ada: AsyncOpenAI) -> None:

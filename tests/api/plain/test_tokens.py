@@ -26,9 +26,9 @@ async def test_tokenize_and_detokenize_are_inverse(server: Running) -> None:
     text = "Grüße, 世界"
     found = (await post(server, "/tokenize", {"text": text})).json
     assert found == {"tokens": [ord(character) for character in text], "count": len(text)}
-    assert (await post(server, "/detokenize", {"tokens": found["tokens"]})).json == {"text": text}
+    assert (await post(server, "/detokenize", {"tokens": found["tokens"]})).json["text"] == text
     assert (await post(server, "/tokenize", {"text": ""})).json == {"tokens": [], "count": 0}
-    assert (await post(server, "/detokenize", {"tokens": []})).json == {"text": ""}
+    assert (await post(server, "/detokenize", {"tokens": []})).json == {"text": "", "content": ""}
 
 
 async def test_special_tokens_are_parsed_only_on_request(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +49,28 @@ async def test_special_tokens_are_parsed_only_on_request(server: Running, monkey
     assert plain.json == {"tokens": [7, 8], "count": 2, "pieces": ["\ufffd", "<s>"]}
 
 
+async def test_text_of_llama_server_is_its_content(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its special tokens are parsed unless the request says otherwise, and pieces are objects."""
+    requests: list[tuple[Sequence[PromptSegment], bool]] = []
+    tokenize = server.engine.tokenize
+
+    def noting(pieces: Sequence[PromptSegment], *, first: bool, client_id: str) -> asyncio.Future[Tokenized]:
+        requests.append((pieces, first))
+        return tokenize(pieces, first=first, client_id=client_id)
+
+    monkeypatch.setattr(server.engine, "tokenize", noting)
+    found = await post(server, "/tokenize", {"content": "ab", "add_special": True, "with_pieces": True})
+    await post(server, "/tokenize", {"content": "ab", "parse_special": False})
+    assert requests == [((PromptSegment("ab", True),), True), ((PromptSegment("ab", False),), False)]
+    assert found.json["tokens"] == [{"id": 97, "piece": "a"}, {"id": 98, "piece": "b"}]
+    assert (await post(server, "/detokenize", {"tokens": [97]})).json["content"] == "a"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
         ("/tokenize", {}, 400, "text"),
+        ("/tokenize", {"text": "x", "content": "x"}, 400, "text"),
         ("/tokenize", {"text": 5}, 400, "text"),
         ("/tokenize", {"text": "x" * 1_048_577}, 400, "text"),
         ("/tokenize", {"text": "x", "special": 1}, 400, "special"),

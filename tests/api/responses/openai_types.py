@@ -7,7 +7,8 @@ from typing import Any
 from openai.types.responses import Response, ResponsesServerEvent
 from pydantic import BaseModel, TypeAdapter
 
-_UNTYPED = {"store"}  # fields of hosted responses that the package does not declare
+_UNTYPED = {"store", "warnings"}  # of hosted responses, and of this daemon: fields that the package does not declare
+_UNTYPED_OF = {"ResponseCustomToolCall": {"status"}}  # hosted responses have it, as have all other calls
 _EVENTS: TypeAdapter[Any] = TypeAdapter(ResponsesServerEvent)
 _RESPONSES: TypeAdapter[Any] = TypeAdapter(Response)
 
@@ -33,7 +34,7 @@ def response(data: dict[str, Any]) -> Response:
 
 def _check_known(parsed: object, where: str) -> None:
     if isinstance(parsed, BaseModel):
-        unknown = sorted(set(parsed.model_extra or {}) - _UNTYPED)
+        unknown = sorted(set(parsed.model_extra or {}) - _UNTYPED - _UNTYPED_OF.get(type(parsed).__name__, set()))
         assert not unknown, f"{where} has {unknown}, which {type(parsed).__name__} does not know"
         for name in type(parsed).model_fields:
             _check_known(getattr(parsed, name), f"{where}.{name}")

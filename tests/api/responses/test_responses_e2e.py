@@ -110,6 +110,17 @@ def test_chain_prefills_only_new_input(client: OpenAI, model: str) -> None:
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens
 
 
+def test_counted_input_tokens_are_those_of_the_response(client: OpenAI, model: str) -> None:
+    """With instructions, tools and an earlier response, which are part of the prompt."""
+    first = client.responses.create(model=model, input="My name is Ada.", temperature=0)
+    fields: Any = {"model": model, "instructions": "Be brief.", "input": "And?", "previous_response_id": first.id}
+    fields["tools"] = [WEATHER]
+    counted = client.responses.input_tokens.count(**fields)
+    answered = client.responses.create(**fields, temperature=0)
+    assert answered.usage is not None
+    assert counted.input_tokens == answered.usage.input_tokens
+
+
 def test_accumulated_stream_equals_the_final_response(client: OpenAI, model: str) -> None:
     """The package's own accumulation of events agrees with the final object."""
     with client.responses.stream(model=model, input="What is 2+2?", temperature=0) as stream:
@@ -230,3 +241,36 @@ async def test_response_survives_its_socket_and_a_restart(tmp_path: Path, demo_m
             assert later.usage is not None
             assert found.usage is not None
             assert later.usage.input_tokens > found.usage.input_tokens
+
+
+def test_conversation_survives_a_restart(tmp_path: Path, demo_model_path: Path) -> None:
+    """Its items and responses do, and the next response has its history; it is compacted and deleted."""
+    state_dir = tmp_path / "state"
+    with (
+        run_daemon(state_dir, demo_model_path) as daemon,
+        OpenAI(base_url=f"http://127.0.0.1:{daemon.port}/v1", api_key=daemon.admin_token, max_retries=0) as openai,
+    ):
+        made = openai.conversations.create(metadata={"a": "b"}, items=[{"role": "user", "content": "I am Ada."}])
+        first = openai.responses.create(input="Hi", conversation=made.id, instructions="Be kind.", temperature=0)
+        items = [item.id for item in openai.conversations.items.list(made.id, order="asc")]
+        assert len(items) == 3
+    with (
+        run_daemon(state_dir, demo_model_path) as daemon,
+        OpenAI(base_url=f"http://127.0.0.1:{daemon.port}/v1", api_key=daemon.admin_token, max_retries=0) as openai,
+    ):
+        assert openai.conversations.retrieve(made.id) == made
+        assert [item.id for item in openai.conversations.items.list(made.id, order="asc")] == items
+        second = openai.responses.create(input="And?", conversation=made.id, instructions="Be kind.", temperature=0)
+        assert second.usage is not None
+        assert first.usage is not None
+        assert second.usage.input_tokens > first.usage.input_tokens
+        model = openai.models.list().data[0].id
+        compacted = openai.responses.compact(model=model, previous_response_id=second.id)
+        following: Any = [
+            *(item.to_dict(warnings=False) for item in compacted.output),
+            {"role": "user", "content": "Hi"},
+        ]
+        assert openai.responses.create(input=following, store=False).status in ("completed", "incomplete")
+        openai.conversations.delete(made.id)
+        with pytest.raises(NotFoundError):
+            openai.conversations.items.list(made.id)

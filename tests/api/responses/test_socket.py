@@ -101,7 +101,7 @@ async def test_running_response_is_cancelled(server: Running) -> None:
     [
         ({"type": "response.steer"}, 400, "invalid_request", "type"),
         ({"input": "x"}, 400, "invalid_request", "type"),
-        ({"type": "response.create", "nonsense": 1, "stream_id": "a"}, 400, "invalid_request", "nonsense"),
+        ({"type": "response.create", "conversation": "c", "stream_id": "a"}, 400, "invalid_request", "conversation"),
         ({"type": "response.create"}, 400, "invalid_request", "input"),
         ({"type": "response.create", "input": "x", "background": True}, 400, "invalid_request", "background"),
         (

@@ -14,7 +14,7 @@ from tests.server.harness import Running, ask, receive
 
 if TYPE_CHECKING:
     from inferencecenter.protocol.requests import ListSessions
-    from inferencecenter.sessions.client import Principal
+    from inferencecenter.sessions.context import Principal
 
 
 def test_every_request_has_a_handler() -> None:

@@ -69,7 +69,7 @@ async def test_model_in_the_list(two_models: Running) -> None:
     async with two_models.v1() as socket:
         await receive(socket)
         models = (await ask(socket, op="list_models"))["models"]
-    assert models[0] == {"name": "other", "default": False, "state": "unloaded", "detail": ""}
+    assert models[0] == {"name": "other", "default": False, "kind": "chat", "state": "unloaded", "detail": ""}
 
 
 @pytest.mark.parametrize("op", ["load_model", "unload_model"])

@@ -8,7 +8,7 @@ import pytest
 from inferencecenter.api.websocket.status import client_status
 from inferencecenter.ipc.messages import Adapter
 from inferencecenter.ipc.port import EngineState, EngineStatus
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 from tests.server.harness import MODEL
 
 

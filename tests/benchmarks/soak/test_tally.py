@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.observed_turn import ObservedTurn
-from benchmarks.soak.acts import Kind
+from benchmarks.soak.actions import Kind
 from benchmarks.soak.tally import Tally, Timed, thirds
 
 

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of parked KV."""
+"""Fixtures for the tests of offloaded KV."""
 
 from __future__ import annotations
 

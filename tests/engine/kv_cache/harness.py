@@ -1,4 +1,4 @@
-"""A store whose worker runs when a test says so, and sequences that tell what they are."""
+"""A store whose worker runs on request, and entries with recognizable payloads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_BYTES = 4096
 
 
 class ManualWorker(Executor):
-    """Runs what was submitted, in order, when it is told to."""
+    """Runs submitted jobs in order, on request."""
 
     def __init__(self) -> None:
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -47,14 +47,14 @@ class ManualWorker(Executor):
 
 
 def payload_of(key: str, tokens: Sequence[int], n_bytes: int) -> bytes:
-    """Return bytes that only this sequence of this key has."""
+    """Return bytes that are unique to a key and its tokens."""
     pattern = f"{key}:{','.join(map(str, tokens))};".encode()
     return (pattern * (n_bytes // len(pattern) + 1))[:n_bytes]
 
 
 @dataclass
 class Bench:
-    """A store in a directory of its own, with what it logged and how often a fetch ended."""
+    """A store in its own directory, with its log and the number of ended fetches."""
 
     path: Path
     ram_bytes: int = 20 * PAGE_BYTES
@@ -85,7 +85,7 @@ class Bench:
         return [line for _, line in self.log]
 
     def open(self, *, adopt: RecoveryMode) -> KvStore:
-        """Make a store, as a new engine does; jobs of the one before are lost."""
+        """Open a store, as a new engine does; jobs of the previous one are lost."""
         self.worker = ManualWorker()
         self.store = KvStore(
             fingerprint=self.fingerprint,
@@ -102,7 +102,7 @@ class Bench:
         return self.store
 
     def settle(self) -> None:
-        """Run all jobs, and those that follow from their results."""
+        """Run all jobs, and those that their results cause."""
         while len(self.worker):
             self.worker.run()
             self.store.check_integrity()
@@ -118,7 +118,7 @@ class Bench:
         keep: Sequence[str] = (),
         redundant: bool = False,
     ) -> bool:
-        """Park a sequence whose payload tells its key and tokens."""
+        """Offload an entry whose payload depends on its key and tokens."""
 
         def write(buffer: memoryview) -> int:
             buffer[:] = payload_of(key, tokens, n_bytes)
@@ -136,7 +136,7 @@ class Bench:
         )
 
     def load(self, key: str) -> bytes | None:
-        """Return the payload of a key, of which the tokens that are parked are expected."""
+        """Return the payload of a key; its stored tokens are expected."""
         taken: list[bytes] = []
 
         def read(data: memoryview) -> bool:
@@ -148,12 +148,12 @@ class Bench:
         return taken[0] if self.store.load(key, b"" if entry is None else entry.tokens, read) else None
 
     def ready(self, key: str, tokens: Sequence[int], scope: str = "client") -> bool | None:
-        """Tell whether the tokens are found under the key, and in RAM."""
+        """Return whether the tokens are found under the key, and in RAM."""
         match = self.store.find(scope, tokens)
         return match.ready if match is not None and match.key == key else None
 
     def park_on_disk(self) -> Path:
-        """Park ``s1``, push it out of RAM with others and return its file."""
+        """Offload ``s1``, evict it from RAM with others and return its file."""
         assert self.park("s1", [1, 2, 3])
         for number in range(20):
             self.park(f"other{number}", [9, number])

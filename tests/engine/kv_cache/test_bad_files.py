@@ -1,4 +1,4 @@
-"""Torn, damaged, foreign and strange files."""
+"""Truncated, damaged and foreign files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def cut(path: Path) -> None:
-    """Leave the first half."""
+    """Truncate to the first half."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def empty(path: Path) -> None:
-    """Leave nothing."""
+    """Truncate to nothing."""
     os.truncate(path, 0)
 
 
@@ -44,12 +44,12 @@ def flip_header(path: Path) -> None:
 
 
 def other_version(path: Path) -> None:
-    """Say that the format is another one."""
+    """Write another format version."""
     flip(path, 8)
 
 
 def other_content(path: Path) -> None:
-    """Put something else there."""
+    """Replace the content."""
     path.write_bytes(b"#!/bin/sh\n" * 500)
 
 
@@ -64,8 +64,8 @@ BAD = [cut, empty, lengthen, flip_payload, flip_header, other_version, other_con
 
 
 @pytest.mark.parametrize("damage", BAD)
-def test_bad_file_is_fetched(bench: Bench, damage: Callable[[Path], None]) -> None:
-    """A file that is not what was written is deleted with one line of the log, and the sequence is forgotten."""
+def test_bad_file_is_deleted_when_fetched(bench: Bench, damage: Callable[[Path], None]) -> None:
+    """A file with unexpected content is deleted with one log line, and its entry is dropped."""
     path = bench.park_on_disk()
     damage(path)
     bench.store.fetch("s1")
@@ -78,8 +78,8 @@ def test_bad_file_is_fetched(bench: Bench, damage: Callable[[Path], None]) -> No
 
 
 @pytest.mark.parametrize("damage", BAD)
-def test_bad_file_is_adopted(bench: Bench, damage: Callable[[Path], None]) -> None:
-    """A bad file that another engine left is never loaded: it is deleted when it is found, or when it is read."""
+def test_bad_file_is_not_recovered(bench: Bench, damage: Callable[[Path], None]) -> None:
+    """A bad file of an earlier engine is never loaded: it is deleted when it is found or read."""
     damage(bench.park_on_disk())
     bench.open(adopt=RecoveryMode.ALL)
     if bench.ready("s1", [1]) is not None:
@@ -93,8 +93,8 @@ def test_bad_file_is_adopted(bench: Bench, damage: Callable[[Path], None]) -> No
 
 @pytest.mark.parametrize("damage", [cut, empty, flip_payload, flip_header, other_version, other_content])
 @pytest.mark.parametrize("checked_by", ["worker", "load"])
-def test_bad_ram_file_is_adopted(bench: Bench, damage: Callable[[Path], None], checked_by: str) -> None:
-    """A bad file of the RAM tier is dropped when it is found, checked or first loaded, whichever comes first."""
+def test_bad_ram_file_is_not_recovered(bench: Bench, damage: Callable[[Path], None], checked_by: str) -> None:
+    """A bad file of the RAM tier is dropped when it is found, verified or first loaded, whichever comes first."""
     bench.park("s1", [1, 2, 3], n_bytes=2 * PAGE_BYTES)
     bench.settle()
     (path,) = bench.ram_files()
@@ -111,7 +111,7 @@ def test_bad_ram_file_is_adopted(bench: Bench, damage: Callable[[Path], None], c
 
 
 def test_renamed_file_is_deleted(bench: Bench) -> None:
-    """A sound file that took another's place is not used in its stead."""
+    """A sound file under another entry's name is not used for it."""
     path = bench.park_on_disk()
     (mine,) = (path for path in bench.disk_files() if b"other0:" in path.read_bytes())
     shutil.copy(mine, path)
@@ -125,8 +125,8 @@ def test_renamed_file_is_deleted(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("adopt", RecoveryMode)
-def test_files_of_another_model(bench: Bench, adopt: RecoveryMode) -> None:
-    """Another model's sequences are deleted, whether files are taken over or not."""
+def test_files_of_another_model_are_deleted(bench: Bench, adopt: RecoveryMode) -> None:
+    """Another model's entries are deleted, with and without recovery."""
     bench.park_on_disk()
     bench.fingerprint = "another"
     bench.open(adopt=adopt)
@@ -136,7 +136,7 @@ def test_files_of_another_model(bench: Bench, adopt: RecoveryMode) -> None:
 
 
 def test_other_files_are_left_alone(bench: Bench) -> None:
-    """Files that are not named like ours are neither read nor deleted."""
+    """Files whose names do not match the store's pattern are neither read nor deleted."""
     for directory in (bench.ram_dir, bench.disk_dir):
         (directory / "letter.txt").write_text("dear")
         (directory / "kv-short.ram").write_text("dear")
@@ -148,7 +148,7 @@ def test_other_files_are_left_alone(bench: Bench) -> None:
 
 
 def test_links_are_not_followed(bench: Bench, tmp_path: Path) -> None:
-    """A link among our files is deleted, and not what it points to."""
+    """A symbolic link in the directory is deleted; its target is not."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
     link = bench.ram_dir / f"kv-{'a' * 32}.ram"

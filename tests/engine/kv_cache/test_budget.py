@@ -1,4 +1,4 @@
-"""Budgets, shares and who has to go."""
+"""Budgets, shares and eviction order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ledger_of(limits: TierLimits, *items: tuple[str, str, int]) -> LruBudget[str
 
 
 def first(item: str) -> int | None:
-    """Rank all alike."""
+    """Give all the same rank."""
     del item
     return 0
 
@@ -34,7 +34,7 @@ def test_least_recently_used_is_evicted_first() -> None:
 
 
 def test_scope_over_its_share_evicts_its_own() -> None:
-    """A scope that would exceed its share loses its own oldest, though others' are older."""
+    """A scope that would exceed its share evicts its own oldest item, even if others' are older."""
     budget = ledger_of(TierLimits(100, 0.5), ("old", "b", 30), ("mine", "a", 30), ("mine too", "a", 10))
     assert budget.room("a", 30, without=None, rank=first) == ("mine",)
     assert budget.room("a", 51, without=None, rank=first) is None
@@ -47,8 +47,8 @@ def test_public_scope_has_no_share() -> None:
     assert budget.room(PUBLIC, 101, without=None, rank=first) is None
 
 
-def test_rank() -> None:
-    """A lower rank goes before an older item, and what has none stays."""
+def test_lower_rank_is_evicted_first() -> None:
+    """A lower rank is evicted before an older item; an item without a rank is kept."""
     budget = ledger_of(TierLimits(90), ("pinned", "a", 30), ("late", "a", 30), ("soon", "a", 30))
     ranks = {"pinned": None, "late": 1, "soon": 0}
     assert budget.room("a", 30, without=None, rank=ranks.get) == ("soon",)
@@ -56,8 +56,8 @@ def test_rank() -> None:
     assert budget.room("a", 90, without=None, rank=ranks.get) is None
 
 
-def test_number_of_items() -> None:
-    """Small items have to go too when there are too many, unless one is replaced."""
+def test_number_of_items_is_limited() -> None:
+    """Small items are evicted too when there are too many, unless one is replaced."""
     budget = ledger_of(TierLimits(90, max_items=2), ("x", "a", 1), ("y", "a", 1))
     assert budget.room("a", 1, without=None, rank=first) == ("x",)
     assert budget.room("a", 1, without="y", rank=first) == ()
@@ -70,10 +70,10 @@ def test_number_of_items() -> None:
     touched=st.integers(0, 25),
     replace=st.booleans(),
 )
-def test_limits_hold(
+def test_eviction_keeps_all_limits(
     limits: TierLimits, puts: list[tuple[str, int, int | None]], touched: int, *, replace: bool
 ) -> None:
-    """Evicting what ``room`` returns keeps all limits; it evicts no item needlessly and fails only if it must."""
+    """Evicting what ``room`` returns keeps all limits; no item is evicted needlessly, and it fails only if it must."""
     budget: LruBudget[int] = LruBudget(limits)
     ranks: dict[int, int | None] = {}
     for number, (scope, n_bytes, rank) in enumerate(puts):
@@ -98,8 +98,8 @@ def test_limits_hold(
         budget.check_integrity()
 
 
-def test_check_integrity() -> None:
-    """A budget over its budget is noticed."""
+def test_integrity_check_detects_an_overfull_budget() -> None:
+    """An overfull budget is detected."""
     budget = ledger_of(TierLimits(10), ("x", "a", 11))
     with pytest.raises(AssertionError, match="bytes are wrong"):
         budget.check_integrity()

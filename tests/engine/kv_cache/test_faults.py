@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def test_missing_directories_are_made(tmp_path: Path) -> None:
-    """A directory is made with all that lead to it, and made again when it vanished."""
+    """A directory is created with its parents, and created again when it was removed."""
     bench = Bench(tmp_path / "deep" / "down")
     shutil.rmtree(bench.ram_dir)
     shutil.rmtree(bench.disk_dir)
@@ -32,8 +32,8 @@ def test_missing_directories_are_made(tmp_path: Path) -> None:
     assert bench.log == []
 
 
-def test_vanished_files(bench: Bench) -> None:
-    """What is mapped outlives its file; what was on disk only is dropped when it is fetched."""
+def test_mapped_entries_survive_deleted_files(bench: Bench) -> None:
+    """A mapped entry outlives its file; an entry that was only on disk is dropped when it is fetched."""
     bench.park_on_disk()
     shutil.rmtree(bench.ram_dir)
     shutil.rmtree(bench.disk_dir)
@@ -45,8 +45,8 @@ def test_vanished_files(bench: Bench) -> None:
     assert bench.load("other19") == payload_of("other19", [9, 19, 1], 3 * PAGE_BYTES)
 
 
-def test_directory_is_a_file(tmp_path: Path) -> None:
-    """A tier whose directory cannot be made is off, with one line of the log; the other works."""
+def test_file_in_place_of_a_directory_disables_the_tier(tmp_path: Path) -> None:
+    """A tier without a directory is disabled with one log line; the other works."""
     (tmp_path / "ram").write_text("")
     bench = Bench(tmp_path)
     assert len(bench.warnings) == 1
@@ -62,8 +62,8 @@ def test_directory_is_a_file(tmp_path: Path) -> None:
     assert not neither.store.fits(1)
 
 
-def test_directory_that_others_write_to(tmp_path: Path) -> None:
-    """Others could put anything into such a directory, so it is not used, nor are its rights changed."""
+def test_directory_writable_by_others_is_not_used(tmp_path: Path) -> None:
+    """Other users could plant files in it. Its mode is not changed."""
     shared = tmp_path / "disk"
     shared.mkdir()
     shared.chmod(0o777)
@@ -73,8 +73,8 @@ def test_directory_that_others_write_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_read_only_directory(tmp_path: Path) -> None:
-    """A directory that cannot be written to turns its tier off."""
+def test_read_only_directory_disables_its_tier(tmp_path: Path) -> None:
+    """One line of the log says so."""
     (tmp_path / "disk").mkdir(mode=0o500)
     bench = Bench(tmp_path)
     assert len(bench.warnings) == 1
@@ -92,8 +92,10 @@ def failing(code: int) -> Callable[..., int]:
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES])
-def test_directory_becomes_read_only(bench: Bench, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
-    """When no file can be made any more, nothing new is parked, one line says so, and what is there stays."""
+def test_directory_that_becomes_read_only_accepts_no_entries(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """No new entry is offloaded, one log line says so, and existing entries stay."""
     bench.park("s1", [1])
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", failing(code))
@@ -106,8 +108,8 @@ def test_directory_becomes_read_only(bench: Bench, monkeypatch: pytest.MonkeyPat
     bench.store.check_integrity()
 
 
-def test_ram_is_full(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When tmpfs has no room, nothing is written into memory that is not there, and no file is left behind."""
+def test_full_ram_refuses_an_entry(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When tmpfs is full, nothing is written into unbacked memory and no file is left behind."""
     bench.park("s1", [1])
     monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
     assert not bench.park("s2", [2])
@@ -119,8 +121,8 @@ def test_ram_is_full(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("function", ["write", "open"])
-def test_disk_is_full(bench: Bench, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """When the disk takes no more, sequences stay in RAM while there is room, one line says so, no part is left."""
+def test_full_disk_keeps_entries_in_ram(bench: Bench, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """Entries stay in RAM while there is room, one log line says so, and no partial file is left."""
     for number in range(10):
         bench.park(f"s{number}", [number])
     bench.settle()
@@ -141,7 +143,7 @@ def test_disk_is_full(bench: Bench, monkeypatch: pytest.MonkeyPatch, function: s
 
 
 def test_full_disk_is_not_retried_at_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each sequence is tried once, however often others are parked."""
+    """Each entry is tried once, however often others are offloaded."""
     write = os.write
     calls: list[bytes] = []
 
@@ -158,8 +160,8 @@ def test_full_disk_is_not_retried_at_once(bench: Bench, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "write", write)
 
 
-def test_disk_fills_up_in_the_middle(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that was cut short by a full disk is deleted."""
+def test_copy_truncated_by_a_full_disk_is_deleted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No partial file is left."""
     write = os.write
     calls: list[int] = []
 
@@ -178,8 +180,8 @@ def test_disk_fills_up_in_the_middle(bench: Bench, monkeypatch: pytest.MonkeyPat
     assert len(bench.warnings) == 1
 
 
-def test_ram_full_during_fetch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence for which memory cannot be allocated is dropped, so that it is not fetched forever."""
+def test_fetch_without_memory_drops_the_entry(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry for which memory cannot be allocated is dropped, so that it is not fetched forever."""
     bench.park_on_disk()
     bench.ram_bytes = 0
     bench.open(adopt=RecoveryMode.ALL)
@@ -190,8 +192,8 @@ def test_ram_full_during_fetch(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
     assert bench.store.find("client", [1]) is None
 
 
-def test_entry_larger_than_the_current_ram_budget(bench: Bench) -> None:
-    """A sequence that an engine with more RAM left on disk is dropped when it is wanted."""
+def test_entry_larger_than_the_current_ram_budget_is_dropped(bench: Bench) -> None:
+    """It was saved by an engine with more RAM, and is dropped when it is requested."""
     bench.park_on_disk()
     bench.ram_bytes = 100
     bench.open(adopt=RecoveryMode.ALL)
@@ -202,8 +204,8 @@ def test_entry_larger_than_the_current_ram_budget(bench: Bench) -> None:
     assert bench.store.find("client", [1]) is None
 
 
-def test_unreadable_directory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A directory that cannot be listed has nothing to take over or to delete, and one line says so."""
+def test_unreadable_directory_is_logged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that cannot be listed recovers and deletes nothing, with one log line."""
     bench.park_on_disk()
 
     def refuse(*args: object) -> tuple[list[Path], list[Path]]:
@@ -218,7 +220,7 @@ def test_unreadable_directory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_exception_of_a_job_is_logged(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defect in a job does not reach the engine's loop."""
+    """A failing job does not affect the engine's loop."""
     monkeypatch.setattr("zlib.crc32", lambda *_: 1 / 0)
     bench.park("s1", [1])
     bench.settle()

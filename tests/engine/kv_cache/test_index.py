@@ -1,4 +1,4 @@
-"""Finding the best parked sequence."""
+"""Finding the best offloaded entry."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from inferencecenter.engine.kv_cache.index import PUBLIC, KvEntry, KvIndex, Tier
 from inferencecenter.ipc.messages import pack_tokens
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=8)
-# Token ids that differ in one byte only, which a comparison of bytes must not take for half a token.
+# Token ids that differ in one byte only: a comparison of bytes must not match part of a token.
 WIDE = st.lists(st.sampled_from([1, 257, 65537, 1 + 2**24]), min_size=1, max_size=6)
 
 
 def catalogue_of(entries: list[tuple[str, list[int], bool]], *, can_truncate: bool = True) -> KvIndex:
-    """Return a index of entries of a scope, each in RAM or on disk."""
+    """Return an index of entries of a scope, each in RAM or on disk."""
     index = KvIndex(ram=TierLimits(10_000), disk=TierLimits(10_000), can_truncate=can_truncate)
     for number, (scope, tokens, ready) in enumerate(entries):
         entry = KvEntry(str(number), scope, pack_tokens(tokens), True, number, 64, 10)
@@ -42,7 +42,7 @@ def common(a: list[int], b: list[int]) -> int:
 def test_find_returns_the_longest_prefix(
     entries: list[tuple[str, list[int], bool]], scope: str, wanted: list[int], *, can_truncate: bool
 ) -> None:
-    """The most shared tokens win, then what is in RAM, then the shortest; other scopes' entries do not exist."""
+    """The longest match wins, then RAM over disk, then the shorter entry; entries of other scopes are invisible."""
     match = catalogue_of(entries, can_truncate=can_truncate).find(scope, wanted)
     usable = [
         (common(tokens, wanted), ready, -len(tokens), number)
@@ -58,7 +58,7 @@ def test_find_returns_the_longest_prefix(
 
 
 def test_removed_entries_are_not_found() -> None:
-    """An entry that was taken out is gone from its scope too."""
+    """A removed entry is no longer in its scope's index either."""
     index = catalogue_of([("a", [1, 2], True)])
     entry = index.get("0")
     assert entry is not None
@@ -70,7 +70,7 @@ def test_removed_entries_are_not_found() -> None:
 
 
 def test_copy_evicts_only_older_entries() -> None:
-    """The disk is not written to over and over by sequences that take turns in pushing each other out."""
+    """Entries that evict each other in turn do not wear out the disk."""
     index = KvIndex(ram=TierLimits(100), disk=TierLimits(74), can_truncate=True)
     entries = [KvEntry(str(number), "a", pack_tokens([1]), True, number, 64, 10) for number in range(3)]
     for entry in entries:
@@ -89,7 +89,7 @@ def test_copy_evicts_only_older_entries() -> None:
 
 
 def test_copyable_entries_leave_ram_last() -> None:
-    """Entries with a copy go first, those being copied stay, and of the rest the oldest goes."""
+    """Entries with a copy are evicted first, those being copied are kept, and of the rest the oldest is evicted."""
     index = KvIndex(ram=TierLimits(40), disk=TierLimits(1000), can_truncate=True)
     places = [TierState.ABSENT, TierState.LOADING, TierState.ABSENT, TierState.RESIDENT]
     entries = [KvEntry(str(number), "a", pack_tokens([1]), True, number, 64, 10) for number in range(4)]

@@ -1,4 +1,4 @@
-"""Memory that parked sequences may not use for a while: what goes, what stays, and that it is really free."""
+"""A temporary limit of the RAM tier: what is evicted, what stays, and that its memory is released."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ if TYPE_CHECKING:
 
 
 def in_ram_bytes(bench: Bench) -> int:
-    """What the files in memory really take."""
+    """Allocated bytes of the files in memory."""
     return sum(path.stat().st_blocks * 512 for path in bench.ram_files())
 
 
 def park(bench: Bench, *numbers: int, durable: bool = False) -> None:
-    """Park sequences of a page each, which are not copied to disk unless ``durable``."""
+    """Offload entries of one page each, which are copied to disk only if ``durable``."""
     for number in numbers:
         assert bench.park(f"s{number}", [number, 1], durable=durable)
 
 
 def left(bench: Bench, numbers: Sequence[int]) -> list[int]:
-    """Return which of these are in memory, every byte as it was."""
+    """Return which of these are in memory, and check their content."""
     found = [number for number in numbers if bench.load(f"s{number}") is not None]
     assert all(bench.load(f"s{number}") == payload_of(f"s{number}", [number, 1], 3000) for number in found)
     return found
 
 
 def test_least_recently_used_entry_is_evicted(bench: Bench) -> None:
-    """And only as much of it as has to, with the files."""
+    """No more entries than necessary are evicted, with their files."""
     park(bench, 1, 2, 3, 4, 5)
     assert bench.load("s1") is not None
     bench.store.limit_ram(3 * PAGE_BYTES)
@@ -45,7 +45,7 @@ def test_least_recently_used_entry_is_evicted(bench: Bench) -> None:
 
 
 def test_warm_mappings_are_evicted_first(bench: Bench) -> None:
-    """Evicting them loses nothing."""
+    """They hold no entry."""
     park(bench, 1, 2, 3, 4, 5)
     for number in (3, 4, 5):
         bench.store.forget(f"s{number}")
@@ -56,7 +56,7 @@ def test_warm_mappings_are_evicted_first(bench: Bench) -> None:
 
 
 def test_entries_on_disk_leave_ram_first(bench: Bench) -> None:
-    """It leaves memory only; it is fetched again as soon as there is room."""
+    """Only their memory is released; they are fetched again when there is room."""
     park(bench, 1)
     park(bench, 2, 3, durable=True)
     copy_to_disk(bench)
@@ -70,7 +70,7 @@ def test_entries_on_disk_leave_ram_first(bench: Bench) -> None:
 
 
 def copy_to_disk(bench: Bench) -> None:
-    """Have everything that may be on the disk copied there."""
+    """Copy all durable entries to disk."""
     for entry in bench.store._tiers.index.unsaved():
         assert bench.store._tiers._disk is not None
         bench.store._tiers._copy(bench.store._tiers._disk, entry, optional=False)
@@ -79,7 +79,7 @@ def copy_to_disk(bench: Bench) -> None:
 
 @pytest.mark.parametrize("n_jobs", [0, 1])
 def test_entries_being_written_are_evicted_last(bench: Bench, n_jobs: int) -> None:
-    """It is lost then, on the disk as well, however far its copy had come; what was not to be copied went before."""
+    """The disk copy is discarded too, however far it had come; entries that were not to be copied went before."""
     park(bench, 1, 2)
     bench.park("s3", [3, 1])
     entry = bench.store._tiers.index.get("s3")
@@ -97,7 +97,7 @@ def test_entries_being_written_are_evicted_last(bench: Bench, n_jobs: int) -> No
 
 
 def test_fetched_entry_may_exceed_the_budget_temporarily(bench: Bench) -> None:
-    """It cannot be stopped, and goes with the next limit."""
+    """A running fetch cannot be stopped; its entry is evicted by the next limit."""
     bench.park_on_disk()
     bench.store.fetch("s1")
     bench.store.limit_ram(0)
@@ -111,7 +111,7 @@ def test_fetched_entry_may_exceed_the_budget_temporarily(bench: Bench) -> None:
 
 
 def test_offloaded_kv_stays_within_the_budget(bench: Bench) -> None:
-    """As with a small tier: the oldest makes room, what is larger than allowed is not parked, nor is it said to fit."""
+    """A limit acts as a smaller tier: the oldest is evicted, and an oversized entry neither fits nor is offloaded."""
     park(bench, 1, 2, 3)
     bench.store.limit_ram(2 * PAGE_BYTES)
     park(bench, 4)
@@ -126,7 +126,7 @@ def test_offloaded_kv_stays_within_the_budget(bench: Bench) -> None:
 
 
 def test_lifted_limit_restores_the_budget(bench: Bench) -> None:
-    """And one above the budget is none."""
+    """A limit above the budget has no effect."""
     for allowed_bytes in (None, 10**9):
         bench.store.limit_ram(0)
         bench.store.limit_ram(allowed_bytes)
@@ -136,7 +136,7 @@ def test_lifted_limit_restores_the_budget(bench: Bench) -> None:
 
 
 def test_unfetchable_entries_are_not_found(bench: Bench) -> None:
-    """A turn that waited for it would wait in vain; what is in memory is found instead. Nothing is dropped."""
+    """A turn would wait for the fetch in vain, so an entry in RAM is found instead. Nothing is dropped."""
     bench.park_on_disk()
     bench.park("other", [1], durable=False)
     bench.store.limit_ram(PAGE_BYTES - 1)
@@ -150,7 +150,7 @@ def test_unfetchable_entries_are_not_found(bench: Bench) -> None:
 
 
 def test_limit_without_a_ram_tier(tmp_path: Path) -> None:
-    """What waits there for the disk is given up as well, and nothing is parked until the limit is lifted."""
+    """Entries that wait to be written are dropped too, and nothing is offloaded until the limit is lifted."""
     bench = Bench(tmp_path, ram_bytes=0)
     assert bench.park("s1", [1, 1])
     bench.store.limit_ram(0)
@@ -165,7 +165,7 @@ def test_limit_without_a_ram_tier(tmp_path: Path) -> None:
 
 
 def test_next_engine_recovers_remaining_entries(bench: Bench) -> None:
-    """And nothing of what was given up."""
+    """Evicted entries are not recovered."""
     park(bench, 1, 2, 3)
     bench.settle()
     bench.store.limit_ram(PAGE_BYTES)
@@ -183,7 +183,7 @@ def test_next_engine_recovers_remaining_entries(bench: Bench) -> None:
 def test_eviction_is_oldest_first(
     tmp_path_factory: pytest.TempPathFactory, sizes: list[tuple[str, int]], allowed_pages: int
 ) -> None:
-    """What is left is the newest that was there, of every client, to the byte, and takes no more than is allowed."""
+    """The newest entries of all clients remain, byte for byte, within the limit."""
     bench = Bench(tmp_path_factory.mktemp("kv"))
     parked = {}
     for number, (scope, n_bytes) in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Mapped memory that is filled again and again, and the files that are written from it."""
+"""Mapped memory that is reused, and the files that are written from it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fill(mapping: Mapping) -> int:
     return generation
 
 
-def test_seal(mapping: Mapping) -> None:
+def test_seal_lasts_until_the_next_content(mapping: Mapping) -> None:
     """A sealed mapping is sound until its next content begins."""
     generation = fill(mapping)
     assert not is_sound(mapping, generation, MODEL)
@@ -47,8 +47,8 @@ def test_seal(mapping: Mapping) -> None:
     assert not is_sound(mapping, later, MODEL)
 
 
-def test_a_late_seal(mapping: Mapping) -> None:
-    """A worker that comes too late writes nothing into the next content."""
+def test_late_seal_is_ignored(mapping: Mapping) -> None:
+    """A seal for an earlier content does not mark the next one as sound."""
     generation = fill(mapping)
     later = fill(mapping)
     assert not mapping.seal(bytes(64), generation)
@@ -58,8 +58,8 @@ def test_a_late_seal(mapping: Mapping) -> None:
         assert data is None
 
 
-def test_resize(mapping: Mapping, tmp_path: Path) -> None:
-    """Content outlives growing and cutting; the file is as large as the mapping."""
+def test_resize_keeps_the_content(mapping: Mapping, tmp_path: Path) -> None:
+    """Content survives growing and shrinking; the file is as long as the mapping."""
     fill(mapping)
     for pages in (5, 2):
         assert mapping.resize(pages * PAGE_BYTES)
@@ -68,8 +68,8 @@ def test_resize(mapping: Mapping, tmp_path: Path) -> None:
             assert bytes(payload) == b"xxx"
 
 
-def test_resize_while_it_is_read(mapping: Mapping, tmp_path: Path) -> None:
-    """Memory that is being read is not moved, and its file keeps its size."""
+def test_mapping_with_readers_is_not_resized(mapping: Mapping, tmp_path: Path) -> None:
+    """Memory with a reader is not moved, and its file keeps its size."""
     generation = mapping.begin()
     with mapping.reading(generation) as data:
         assert data is not None
@@ -78,8 +78,8 @@ def test_resize_while_it_is_read(mapping: Mapping, tmp_path: Path) -> None:
     assert mapping.capacity_bytes == (tmp_path / "file").stat().st_size == PAGE_BYTES
 
 
-def test_resize_without_its_file(mapping: Mapping, tmp_path: Path) -> None:
-    """A mapping whose file was deleted cannot grow, and can be used as it is."""
+def test_mapping_without_its_file_cannot_grow(mapping: Mapping, tmp_path: Path) -> None:
+    """A mapping whose file was deleted stays usable."""
     (tmp_path / "file").unlink()
     assert not mapping.resize(5 * PAGE_BYTES)
     generation = fill(mapping)
@@ -88,7 +88,7 @@ def test_resize_without_its_file(mapping: Mapping, tmp_path: Path) -> None:
 
 
 def test_anonymous_memory_grows() -> None:
-    """Memory of no file can be used wherever a file's can."""
+    """Anonymous memory works wherever a file's mapping does."""
     mapping = Mapping.anonymous(PAGE_BYTES)
     assert mapping.resize(3 * PAGE_BYTES)
     with mapping.view(0, 3 * PAGE_BYTES) as data:
@@ -96,8 +96,8 @@ def test_anonymous_memory_grows() -> None:
     mapping.discard()
 
 
-def test_discarded_while_it_is_read(mapping: Mapping, tmp_path: Path) -> None:
-    """A view of a discarded mapping stays valid; new views are refused."""
+def test_view_of_a_discarded_mapping_stays_valid(mapping: Mapping, tmp_path: Path) -> None:
+    """New views are refused."""
     generation = fill(mapping)
     with mapping.reading(generation) as data:
         mapping.discard()
@@ -108,8 +108,8 @@ def test_discarded_while_it_is_read(mapping: Mapping, tmp_path: Path) -> None:
         assert data is None
 
 
-def test_warm_memory_that_is_read(tmp_path: Path) -> None:
-    """Warm memory that cannot be resized makes way for new memory, within the room there is."""
+def test_warm_memory_with_readers_is_replaced(tmp_path: Path) -> None:
+    """Warm memory that cannot be resized is replaced by new memory, within the budget."""
     tier = RamTier(tmp_path, MODEL)
     mapping = tier.create(2 * PAGE_BYTES)
     assert tier.give_back(mapping) is None
@@ -120,7 +120,7 @@ def test_warm_memory_that_is_read(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_copy(mapping: Mapping, tmp_path: Path) -> None:
+def test_mapping_can_be_copied(mapping: Mapping, tmp_path: Path) -> None:
     """A sealed mapping is written and read back into another one."""
     disk = DiskTier(tmp_path / "disk", MODEL)
     generation = fill(mapping)
@@ -133,8 +133,10 @@ def test_copy(mapping: Mapping, tmp_path: Path) -> None:
         disk.read(ExpectedSequence("key", "another scope", pack_tokens([1, 2])), None, Mapping.anonymous)
 
 
-def test_overwritten_while_it_is_copied(mapping: Mapping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy that is torn because of it never gets its name."""
+def test_copy_of_overwritten_memory_is_discarded(
+    mapping: Mapping, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A torn copy never gets its final name."""
     disk = DiskTier(tmp_path / "disk", MODEL)
     generation = fill(mapping)
     seal(mapping, generation, RECORD, MODEL)

@@ -1,4 +1,4 @@
-"""The header of a parked sequence."""
+"""The header of an offloaded entry."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ records = st.builds(
 
 
 @given(records, st.binary(max_size=100))
-def test_round_trip(record: Record, payload: bytes) -> None:
-    """A header says what it was made of, whatever follows it, and ends where the payload can be aligned."""
+def test_header_survives_the_round_trip(record: Record, payload: bytes) -> None:
+    """A header is decoded regardless of what follows it, and its payload is aligned."""
     header = encode(record, MODEL)
     assert decode(header + payload, MODEL) == record
     assert len(header) == record.header_bytes == announced_bytes(header)
@@ -35,8 +35,8 @@ def test_round_trip(record: Record, payload: bytes) -> None:
 
 
 @given(records, st.data())
-def test_damage_is_noticed(record: Record, data: st.DataObject) -> None:
-    """A header with any bit flipped, or cut anywhere, is refused; the unused bytes of its start are free."""
+def test_damaged_header_is_refused(record: Record, data: st.DataObject) -> None:
+    """A header with any bit flipped, or truncated anywhere, is refused; unused bytes may change."""
     header = bytearray(encode(record, MODEL))
     at = data.draw(st.integers(0, len(header) - 1))
     with pytest.raises(RecordError):
@@ -50,14 +50,14 @@ def test_damage_is_noticed(record: Record, data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_anything_else_is_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_refused(data: bytes) -> None:
     """Bytes that are no header raise nothing but ``RecordError``."""
     with pytest.raises(RecordError):
         decode(data, MODEL)
 
 
-def test_other_models_and_versions() -> None:
-    """What was saved under another fingerprint, or in another version of the format, is refused with the reason."""
+def test_other_models_and_versions_are_refused() -> None:
+    """Another fingerprint or format version is refused with the reason."""
     header = encode(Record("k", "s", pack_tokens([1]), True, 1, 10, 0), MODEL)
     with pytest.raises(RecordError, match="another model"):
         decode(header, digest("other"))

@@ -1,4 +1,4 @@
-"""What a new engine takes over from one that ended in any way."""
+"""Recovery of an earlier engine's entries."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_after_a_crash(bench: Bench) -> None:
-    """Sequences of both tiers are there again, in the order in which they were parked, and are loaded as they were."""
+def test_entries_are_recovered_after_a_crash(bench: Bench) -> None:
+    """Entries of both tiers are recovered in the order in which they were offloaded, with their content."""
     for number in range(30):
         bench.park(f"s{number}", [number])
         bench.settle()
@@ -37,7 +37,7 @@ def test_after_a_crash(bench: Bench) -> None:
 
 
 def test_store_recovers_after_close(bench: Bench) -> None:
-    """A store that was closed in order leaves all that it parked."""
+    """After a clean close every entry is recovered."""
     bench.park("s1", [1], durable=False)
     bench.settle()
     bench.store.close()
@@ -46,7 +46,7 @@ def test_store_recovers_after_close(bench: Bench) -> None:
 
 
 def test_unknown_sessions_are_deleted(bench: Bench) -> None:
-    """Without adoption everything is deleted, also what was not finished."""
+    """Without recovery all files are deleted, incomplete ones too."""
     for number in range(30):
         bench.park(f"s{number}", [number])
     bench.settle()
@@ -62,7 +62,7 @@ class Died(BaseException):
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_entry_restored_during_a_crash_is_dropped(bench: Bench, on_disk: bool) -> None:
-    """From neither tier, by no engine after it; what was restored well before stays."""
+    """It is deleted from both tiers for good; entries that were restored successfully stay."""
 
     def die(_data: memoryview) -> bool:
         raise Died
@@ -89,7 +89,7 @@ def test_entry_restored_during_a_crash_is_dropped(bench: Bench, on_disk: bool) -
 
 
 def test_damaged_leftovers_never_fail_an_engine(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is a cache: what cannot be taken over for a reason that was not foreseen is deleted, and that is said."""
+    """An entry that cannot be recovered for an unforeseen reason is deleted and logged."""
 
     def strange(*_: object) -> None:
         raise ValueError("a length of NaN")
@@ -104,8 +104,8 @@ def test_damaged_leftovers_never_fail_an_engine(bench: Bench, monkeypatch: pytes
     assert bench.park("s1", [1])
 
 
-def test_crash_while_saving(bench: Bench) -> None:
-    """A sequence that was being overwritten when the engine ended is not taken over, neither old nor new."""
+def test_entry_overwritten_during_a_crash_is_dropped(bench: Bench) -> None:
+    """Neither the old nor the new version is recovered."""
     bench.park("s1", [1])
     bench.settle()
 
@@ -124,8 +124,8 @@ def test_crash_while_saving(bench: Bench) -> None:
     assert bench.ram_files() == []
 
 
-def test_crash_before_the_checksum(bench: Bench) -> None:
-    """A sequence whose header was not written yet is not taken over."""
+def test_entry_without_a_checksum_is_dropped(bench: Bench) -> None:
+    """An entry whose header was not yet written is not recovered."""
     bench.park("s1", [1])
     bench.settle()
     bench.park("s1", [1, 2])
@@ -135,7 +135,7 @@ def test_crash_before_the_checksum(bench: Bench) -> None:
 
 
 def test_discarded_memory_is_not_recovered(bench: Bench) -> None:
-    """A forgotten sequence is gone at once, though its memory is kept warm and its copy not yet deleted."""
+    """A discarded entry is gone at once, though its memory is kept warm and its copy is not yet deleted."""
     for number in range(20):
         bench.park(f"s{number}", [number])
         bench.settle()
@@ -146,8 +146,8 @@ def test_discarded_memory_is_not_recovered(bench: Bench) -> None:
     assert bench.store.sessions == 19
 
 
-def test_the_later_version_counts(bench: Bench) -> None:
-    """When the copy on disk is older than what is in RAM, it is deleted, and a new one is made when it is time."""
+def test_later_version_of_an_entry_is_recovered(bench: Bench) -> None:
+    """An older copy on disk is deleted, and the newer RAM entry is copied again when due."""
     bench.park("s0", [0])
     for number in range(1, 11):
         bench.park(f"s{number}", [number])
@@ -163,8 +163,8 @@ def test_the_later_version_counts(bench: Bench) -> None:
     assert bench.load("s0") == payload_of("s0", [0, 0], 3000)
 
 
-def test_two_files_of_one_key(bench: Bench) -> None:
-    """Of two versions in RAM the later one is taken over, and the other deleted."""
+def test_later_of_two_files_of_one_key_is_recovered(bench: Bench) -> None:
+    """The other one is deleted."""
     bench.park("s1", [1])
     bench.settle()
     (older,) = bench.ram_files()
@@ -177,8 +177,8 @@ def test_two_files_of_one_key(bench: Bench) -> None:
     assert bench.load("s1") == payload_of("s1", [1, 2], 3000)
 
 
-def test_smaller_budgets(bench: Bench) -> None:
-    """Of more than the new budgets hold, what was parked last stays."""
+def test_smaller_budgets_keep_the_latest_entries(bench: Bench) -> None:
+    """Of more than the new budgets hold, the entries offloaded last stay."""
     for number in range(30):
         bench.park(f"s{number}", [number])
         bench.settle()
@@ -192,7 +192,7 @@ def test_smaller_budgets(bench: Bench) -> None:
 
 
 def test_recovery_with_one_tier_less(bench: Bench, tmp_path: Path) -> None:
-    """A tier that is turned off is not looked at; the other one is taken over."""
+    """A disabled tier is not read; the other one is recovered."""
     for number in range(30):
         bench.park(f"s{number}", [number])
         bench.settle()
@@ -206,7 +206,7 @@ def test_recovery_with_one_tier_less(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_only_durable_entries_are_saved(bench: Bench) -> None:
-    """What is private is deleted from memory without a word, an older version on disk with it; the rest is there."""
+    """Entries that are not durable are deleted silently, with older versions on disk; the others are saved."""
     for number in range(30):
         bench.park(f"s{number}", [number])
         bench.settle()

@@ -1,4 +1,4 @@
-"""Redundant copies of what is in slots: they take only what is free, and are the first to go."""
+"""Spare copies of slots: they use free memory only, and are evicted first."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def bench_of(path: Path, *, pages: int, disk_pages: int = 100, client_share: float = 1.0) -> Bench:
-    """Return a store whose sequences take a page each."""
+    """Return a store with entries of one page each."""
     return Bench(path, ram_bytes=pages * PAGE_BYTES, disk_bytes=disk_pages * PAGE_BYTES, client_share=client_share)
 
 
 def keys(bench: Bench) -> set[str]:
-    """Return what is parked."""
+    """Return the keys of all entries."""
     return {entry.key for entry in bench.store._tiers.index}
 
 
 def test_spare_copy_evicts_nothing(tmp_path: Path) -> None:
-    """Where there is no room it is not parked, and its own older copy is the only one whose room it takes."""
+    """Without room it is not offloaded; it may only replace its own older version."""
     bench = bench_of(tmp_path, pages=2)
     assert bench.park("a", [1])
     assert bench.park("b", [2], redundant=True)
@@ -40,7 +40,7 @@ def test_spare_copy_evicts_nothing(tmp_path: Path) -> None:
 
 
 def test_spare_copy_is_evicted_first(tmp_path: Path) -> None:
-    """Before what was used longer ago, whether that is on disk or not."""
+    """It is evicted before entries used less recently, on disk or not."""
     bench = bench_of(tmp_path, pages=4)
     for number, key in enumerate("abc"):
         assert bench.park(key, [number])
@@ -52,20 +52,20 @@ def test_spare_copy_is_evicted_first(tmp_path: Path) -> None:
 
 
 def test_spare_copy_is_not_written_to_disk(tmp_path: Path) -> None:
-    """Each answer would be, again and again; at a stop it is."""
+    """It would be rewritten after each answer; it is written at a stop."""
     bench = bench_of(tmp_path, pages=4)
     for number in range(4):
         assert bench.park(f"s{number}", [number], redundant=True)
         bench.settle()
     assert bench.disk_files() == []
-    # The worker does what it is told while the store waits.
+    # The worker runs jobs while the store waits.
     bench.store._tiers._jobs.drain = lambda progressed: bench.settle()  # type: ignore[method-assign]
     bench.store.save(lambda: None)
     assert len(bench.disk_files()) == 4
 
 
 def test_spare_copy_can_become_permanent(tmp_path: Path) -> None:
-    """Without being written again; it is found as what it is."""
+    """It is not written again, and is found as a permanent entry."""
     bench = bench_of(tmp_path, pages=2)
     assert bench.park("a", [1], redundant=True)
     match = bench.store.find("client", [1])
@@ -84,7 +84,7 @@ def test_spare_copy_can_become_permanent(tmp_path: Path) -> None:
 
 
 def test_spare_copy_keeps_the_sessions_entry(tmp_path: Path) -> None:
-    """A copy that takes the place of what was parked for good is not lost sooner than that would have been."""
+    """A copy that replaces a permanent entry is not evicted earlier than that entry would have been."""
     bench = bench_of(tmp_path, pages=3)
     assert bench.park("a", [1])
     assert bench.park("a", [1, 2], redundant=True)
@@ -97,7 +97,7 @@ def test_spare_copy_keeps_the_sessions_entry(tmp_path: Path) -> None:
 
 
 def test_permanent_entry_is_preferred_to_a_spare_copy(tmp_path: Path) -> None:
-    """Who asks whether something is parked for good is told so."""
+    """A lookup of permanent entries finds it."""
     bench = bench_of(tmp_path, pages=3)
     assert bench.park("a", [1])
     assert bench.park("b", [1], redundant=True)
@@ -108,7 +108,7 @@ def test_permanent_entry_is_preferred_to_a_spare_copy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("allowed_pages", [0, 1, 3])
 def test_spare_copy_is_evicted_first_under_pressure(tmp_path: Path, allowed_pages: int) -> None:
-    """And none is made until memory may be used wholly again."""
+    """None is made until the limit is lifted."""
     bench = bench_of(tmp_path, pages=4)
     for number, key in enumerate("abc"):
         assert bench.park(key, [number])
@@ -124,7 +124,7 @@ def test_spare_copy_is_evicted_first_under_pressure(tmp_path: Path, allowed_page
 
 
 def test_spare_copies_count_against_the_clients_share(tmp_path: Path) -> None:
-    """Copies count towards it as everything does."""
+    """They count like other entries."""
     bench = bench_of(tmp_path, pages=4, client_share=0.5)
     assert bench.park("a", [1], redundant=True)
     assert bench.park("b", [2], redundant=True)
@@ -133,7 +133,7 @@ def test_spare_copies_count_against_the_clients_share(tmp_path: Path) -> None:
 
 
 def test_no_spare_copies_without_a_ram_tier(tmp_path: Path) -> None:
-    """All that is parked goes to the disk then, which is not to be written to after every answer."""
+    """All entries would go to the disk, which must not be written after every answer."""
     bench = bench_of(tmp_path, pages=0)
     assert not bench.store.has_room("a", "client", 1)
     bench = bench_of(tmp_path, pages=0, disk_pages=0)
@@ -141,7 +141,7 @@ def test_no_spare_copies_without_a_ram_tier(tmp_path: Path) -> None:
 
 
 def test_next_engine_recovers_spare_copies(tmp_path: Path) -> None:
-    """After a crash it is no redundant copy: there is no slot that has it."""
+    """After a crash no slot holds the sequence, so the copy is a permanent entry."""
     bench = bench_of(tmp_path, pages=4)
     assert bench.park("a", [1, 2, 3], redundant=True)
     bench.settle()
@@ -152,7 +152,7 @@ def test_next_engine_recovers_spare_copies(tmp_path: Path) -> None:
 
 
 def test_buffers_have_room_for_growth(tmp_path: Path) -> None:
-    """The memory is the same for a while, since resizing it takes longer than saving; never more than there may be."""
+    """A buffer is reused for several saves, since resizing takes longer than saving; it stays within the budget."""
     bench = bench_of(tmp_path, pages=40, disk_pages=0, client_share=0.5)
     sizes = []
     for n_pages in range(8, 20):

@@ -1,4 +1,4 @@
-"""What a store brings to disk before its engine ends, and what it forgets when a new one begins."""
+"""Saving to disk before an engine ends, and dropping unknown sessions when a new one begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Store:
-    """A store with a worker of its own, in which sequences of one page are parked."""
+    """A store with its own worker and entries of one page."""
 
     def __init__(self, path: Path, *, ram_pages: int = 20, disk_pages: int = 20) -> None:
         self.path = path
@@ -39,11 +39,11 @@ class Store:
         )
 
     def park(self, key: str, token: int, *, scope: str = "client", durable: bool = True) -> bool:
-        """Park a sequence of one token."""
+        """Offload an entry of one token."""
         return self.kv.park(key, scope=scope, tokens=[token], size_bytes=3500, write=len, durable=durable)
 
     def save(self) -> int:
-        """Bring everything to disk and return how many sessions are there."""
+        """Save everything to disk and return the number of saved sessions."""
         self.kv.save(self._progressed)
         self.kv.check_integrity()
         return self.kv.sessions_on_disk
@@ -66,7 +66,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_every_durable_entry_is_saved(store: Store) -> None:
-    """Private sequences are not, prefixes are but do not count; done again there is nothing to do."""
+    """Others are not; prefixes are saved but not counted; a second save has nothing to do."""
     for number in range(5):
         store.park(f"s{number}", number)
     store.park("private", 9, durable=False)
@@ -80,7 +80,7 @@ def test_every_durable_entry_is_saved(store: Store) -> None:
 
 
 def test_most_recent_entries_are_saved_on_a_small_disk(tmp_path: Path) -> None:
-    """The oldest stay behind, and none of the newer ones is pushed out for them."""
+    """The oldest are skipped, and no newer one is evicted for them."""
     store = Store(tmp_path, ram_pages=6, disk_pages=3)
     for number in range(6):
         store.park(f"s{number}", number)
@@ -94,7 +94,7 @@ def test_most_recent_entries_are_saved_on_a_small_disk(tmp_path: Path) -> None:
 
 
 def test_saving_without_a_ram_tier(tmp_path: Path) -> None:
-    """More sequences than may be on their way at once: the next ones have room when the first are there."""
+    """More entries than may be pending at once: the next ones are accepted when the first are written."""
     store = Store(tmp_path, ram_pages=0)
     parked = 0
     for number in range(12):
@@ -108,7 +108,7 @@ def test_saving_without_a_ram_tier(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS])
 def test_failing_disk_is_logged_once(store: Store, monkeypatch: pytest.MonkeyPatch, fault: int) -> None:
-    """Nothing is said to be there, and in memory everything is as it was."""
+    """No entry is reported as saved, and the RAM tier is unchanged."""
 
     def fail(path: Path, data: memoryview) -> None:
         raise OSError(fault, "planned", str(path))
@@ -123,14 +123,14 @@ def test_failing_disk_is_logged_once(store: Store, monkeypatch: pytest.MonkeyPat
 
 
 def test_missing_directory_is_recreated(store: Store) -> None:
-    """Closing the store loses nothing that was saved."""
+    """Closing the store loses no saved entry."""
     store.park("s", 1)
     (store.path / "disk").rmdir()
     assert store.save() == 1
 
 
 def test_known_sessions_are_kept(store: Store) -> None:
-    """With the public prefixes and those of their clients; of all others nothing is left, in memory or on disk."""
+    """They are kept with their clients' public prefixes; all others are deleted from RAM and disk."""
     for number, (key, scope) in enumerate(
         [("a1", "a"), ("a2", "a"), ("b1", "b"), ("prefix-a", "a"), ("prefix-b", "b"), ("prefix-public", "")]
     ):
@@ -146,7 +146,7 @@ def test_known_sessions_are_kept(store: Store) -> None:
 
 
 def test_entry_with_other_tokens_is_not_loaded(bench: Bench) -> None:
-    """A reader that expects another sequence under the key gets nothing, and the entry stays."""
+    """A load that expects other tokens under the key gets nothing, and the entry stays."""
     bench.park("s", [1, 2, 3])
     never = pytest.fail
     for tokens in ([1, 2], [1, 2, 3, 4], [3, 2, 1], []):

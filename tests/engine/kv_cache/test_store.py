@@ -1,4 +1,4 @@
-"""Parking, loading, fetching and forgetting where everything works."""
+"""Offloading, loading, fetching and discarding without faults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def test_offloaded_entry_is_loaded(bench: Bench) -> None:
-    """What was parked is found by any list of tokens that begins alike, and loaded byte for byte."""
+    """An entry is found by any tokens with that prefix, and loaded byte for byte."""
     assert bench.park("s1", [1, 2, 3])
     match = bench.store.find("client", [1, 2, 9, 9])
     assert match is not None
@@ -24,8 +24,8 @@ def test_offloaded_entry_is_loaded(bench: Bench) -> None:
     assert bench.store.total_bytes == bench.store.ram_bytes == PAGE_BYTES
 
 
-def test_fewer_bytes_than_announced(bench: Bench) -> None:
-    """A sequence is as long as what was written, not as what was asked for."""
+def test_entry_may_be_shorter_than_its_buffer(bench: Bench) -> None:
+    """An entry is as long as what was written, not as what was reserved."""
 
     def write(buffer: memoryview) -> int:
         buffer[:4] = b"only"
@@ -46,7 +46,7 @@ def test_entries_are_private_to_a_client(bench: Bench) -> None:
 
 
 def test_equal_tokens_are_not_rewritten(bench: Bench) -> None:
-    """Parking what is parked already costs nothing, and keeps its place."""
+    """Offloading an unchanged entry costs nothing and keeps its place."""
     bench.park("s1", [1, 2])
 
     def write(buffer: memoryview) -> int:
@@ -56,7 +56,7 @@ def test_equal_tokens_are_not_rewritten(bench: Bench) -> None:
 
 
 def test_repeated_offload_reuses_the_buffer(bench: Bench) -> None:
-    """A sequence that grew takes its own file again, grown by what is missing."""
+    """A longer sequence reuses its file, which grows by the difference."""
     bench.park("s1", [1])
     (before,) = bench.ram_files()
     assert bench.park("s1", [1, 2], n_bytes=9000)
@@ -66,7 +66,7 @@ def test_repeated_offload_reuses_the_buffer(bench: Bench) -> None:
 
 
 def test_discarded_buffers_are_reused(bench: Bench) -> None:
-    """The file of a forgotten sequence is kept warm for the next one, and cut when it is far too large."""
+    """The file of a discarded entry is kept warm for the next one, and truncated if it is far too large."""
     bench.park("s1", [1], n_bytes=5 * PAGE_BYTES)
     (before,) = bench.ram_files()
     bench.store.forget("s1")
@@ -78,7 +78,7 @@ def test_discarded_buffers_are_reused(bench: Bench) -> None:
 
 
 def test_few_mappings_are_kept_warm(bench: Bench) -> None:
-    """Forgetting many sequences gives their memory back, but for a few."""
+    """Discarding many entries releases all but a few of their mappings."""
     for number in range(10):
         bench.park(f"s{number}", [number])
     for number in range(10):
@@ -89,16 +89,16 @@ def test_few_mappings_are_kept_warm(bench: Bench) -> None:
     assert bench.store.sessions == 0
 
 
-def test_write_that_fails(bench: Bench) -> None:
-    """A sequence that could not be saved is not parked, and neither is an older one that it overwrote."""
+def test_failed_write_drops_the_entry(bench: Bench) -> None:
+    """A failed save leaves no entry, nor an older one whose buffer it overwrote."""
     bench.park("s1", [1])
     assert not bench.store.park("s1", scope="client", tokens=[1, 2], size_bytes=50, write=lambda _: 0, durable=True)
     assert bench.store.find("client", [1, 2]) is None
     bench.store.check_integrity()
 
 
-def test_write_that_raises(bench: Bench) -> None:
-    """What saving raises reaches the caller; the memory is not lost."""
+def test_exception_of_a_write_reaches_the_caller(bench: Bench) -> None:
+    """The memory is not leaked."""
 
     def write(buffer: memoryview) -> int:
         raise RuntimeError(len(buffer))
@@ -109,8 +109,8 @@ def test_write_that_raises(bench: Bench) -> None:
     bench.store.check_integrity()
 
 
-def test_read_that_fails(bench: Bench) -> None:
-    """A sequence that cannot be restored is dropped with one line of the log."""
+def test_entry_that_cannot_be_restored_is_dropped(bench: Bench) -> None:
+    """One log line says so."""
     bench.park("s1", [1])
     assert not bench.store.load("s1", pack_tokens([1]), lambda _: False)
     assert bench.store.find("client", [1]) is None
@@ -119,8 +119,8 @@ def test_read_that_fails(bench: Bench) -> None:
     assert bench.disk_files() == []
 
 
-def test_borrowed_buffer_must_be_released(bench: Bench) -> None:
-    """Who keeps a view of the memory does not break the store: the next sequence takes other memory."""
+def test_buffer_with_a_reader_is_not_reused(bench: Bench) -> None:
+    """The next entry gets other memory."""
     kept: list[memoryview] = []
     bench.park("s1", [1])
     bench.settle()
@@ -137,7 +137,7 @@ def test_borrowed_buffer_must_be_released(bench: Bench) -> None:
 
 
 def test_oldest_entries_move_to_disk_and_back(bench: Bench) -> None:
-    """Sequences are copied to disk before RAM is full, leave it without a loss, and are fetched again."""
+    """Entries are copied to disk before RAM is full, are evicted without loss, and are fetched again."""
     for number in range(20):
         assert bench.park(f"s{number}", [number, 1])
         bench.settle()
@@ -156,7 +156,7 @@ def test_oldest_entries_move_to_disk_and_back(bench: Bench) -> None:
 
 
 def test_offload_never_evicts_retained_entries(bench: Bench) -> None:
-    """An entry that the same plan restores stays, though it is the oldest."""
+    """An entry that the same plan restores stays, even if it is the oldest."""
     for number in range(20):
         bench.park(f"s{number}", [number])
         bench.settle()
@@ -166,7 +166,7 @@ def test_offload_never_evicts_retained_entries(bench: Bench) -> None:
 
 
 def test_entries_that_are_not_durable_stay_off_disk(bench: Bench) -> None:
-    """A sequence that must not be stored stays in RAM and is lost with it."""
+    """They stay in RAM and are lost with it."""
     for number in range(30):
         bench.park(f"s{number}", [number], durable=False)
         bench.settle()
@@ -175,8 +175,8 @@ def test_entries_that_are_not_durable_stay_off_disk(bench: Bench) -> None:
     assert bench.ready("s29", [29]) is True
 
 
-def test_no_longer_durable(bench: Bench) -> None:
-    """A sequence that is parked again as not durable loses its copy on disk."""
+def test_entry_that_is_no_longer_durable_leaves_the_disk(bench: Bench) -> None:
+    """An entry offloaded again as not durable loses its copy on disk."""
     bench.park("s0", [0])
     for number in range(1, 20):
         bench.park(f"s{number}", [number])
@@ -188,8 +188,8 @@ def test_no_longer_durable(bench: Bench) -> None:
     assert bench.load("s0") == payload_of("s0", [0], 3000)
 
 
-def test_share(tmp_path: Path) -> None:
-    """A client takes no more than its share, and pushes out its own; another's stay."""
+def test_client_evicts_only_its_own_entries_above_its_share(tmp_path: Path) -> None:
+    """Other clients' entries stay."""
     bench = Bench(tmp_path, client_share=0.25, disk_bytes=0)
     bench.park("theirs", [1], scope="b")
     for number in range(10):
@@ -202,8 +202,8 @@ def test_share(tmp_path: Path) -> None:
     assert bench.park("prefix-large", [1], scope="", n_bytes=6 * PAGE_BYTES)
 
 
-def test_fits(tmp_path: Path) -> None:
-    """A sequence fits when a client's share of the RAM tier holds it, or, without one, its share of the disk."""
+def test_entry_fits_in_a_clients_share(tmp_path: Path) -> None:
+    """The share is that of the RAM tier or, without one, of the disk."""
     bench = Bench(tmp_path / "1", client_share=0.5)
     assert bench.store.fits(4_000)
     assert not bench.store.fits(8_000)
@@ -212,8 +212,8 @@ def test_fits(tmp_path: Path) -> None:
     assert not without_ram.store.fits(40_000)
 
 
-def test_no_budget(tmp_path: Path) -> None:
-    """With no budget at all nothing fits, nothing is parked and no directory is made."""
+def test_store_without_a_budget_is_disabled(tmp_path: Path) -> None:
+    """Nothing fits, nothing is offloaded, and no directory is created."""
     bench = Bench(tmp_path, ram_bytes=0, disk_bytes=0)
     assert not bench.store.fits(1)
     assert not bench.park("s1", [1])
@@ -224,8 +224,8 @@ def test_no_budget(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_budget_smaller_than_a_page(tmp_path: Path) -> None:
-    """A budget that holds no sequence parks none, and harms nothing."""
+def test_budget_smaller_than_a_page_holds_no_entry(tmp_path: Path) -> None:
+    """Offloading is refused without an error."""
     bench = Bench(tmp_path, ram_bytes=100, disk_bytes=100)
     assert not bench.store.fits(1)
     assert not bench.park("s1", [1])
@@ -233,8 +233,8 @@ def test_budget_smaller_than_a_page(tmp_path: Path) -> None:
     assert bench.ram_files() == bench.disk_files() == []
 
 
-def test_disk_only(tmp_path: Path) -> None:
-    """Without a RAM tier sequences are handed to the worker, refused while too many wait, and fetched to be loaded."""
+def test_store_works_without_a_ram_tier(tmp_path: Path) -> None:
+    """Entries are handed to the worker, refused while too many wait, and fetched to be loaded."""
     bench = Bench(tmp_path, ram_bytes=0)
     assert [bench.park(f"s{number}", [number]) for number in range(6)] == [True] * 4 + [False] * 2
     bench.settle()
@@ -251,7 +251,7 @@ def test_disk_only(tmp_path: Path) -> None:
 
 
 def test_many_fetches_without_a_ram_tier(tmp_path: Path) -> None:
-    """More fetches than buffers all finish, report those without a buffer, and can be repeated."""
+    """More fetches than buffers all finish; those without a buffer are reported and can be repeated."""
     bench = Bench(tmp_path, ram_bytes=0)
     for number in range(10):
         assert bench.park(f"s{number}", [number])
@@ -270,7 +270,7 @@ def test_many_fetches_without_a_ram_tier(tmp_path: Path) -> None:
 
 
 def test_files_are_private(bench: Bench) -> None:
-    """Directories are for this user alone, and so are the files."""
+    """Directories and files are accessible to their owner only."""
     for number in range(15):
         bench.park(f"s{number}", [number])
     bench.settle()
@@ -280,7 +280,7 @@ def test_files_are_private(bench: Bench) -> None:
         assert {path.stat().st_mode & 0o777 for path in directory.iterdir()} == {0o600}
 
 
-def test_file_names_reveal_nothing(bench: Bench) -> None:
+def test_file_names_do_not_contain_keys(bench: Bench) -> None:
     """A key may be any text; it never becomes a path."""
     key = "../../etc/pass wd\0ü"
     assert bench.park(key, [1])

@@ -1,4 +1,4 @@
-"""Any sequence of calls, worker's progress, faults and crashes: never a wrong byte, never a byte too many."""
+"""Any sequence of calls, worker steps, faults and crashes returns correct bytes within the budgets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=6)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """Compares a store with what was parked last, and its books with its directories."""
+    """Compares a store with the latest entries, and its index with its directories."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class StoreMachine(RuleBasedStateMachine):
         keep=st.sets(KEYS, max_size=2),
     )
     def park(self, key: str, tokens: list[int], n_bytes: int, *, durable: bool, keep: set[str]) -> None:
-        """Park a sequence; what is kept is as it was, and the sequence is in RAM."""
+        """Offload an entry: retained entries are unchanged, and the entry is in RAM."""
         kept = [other for other in keep - {key} if self.bench.load(other) is not None]
         before = self.parked.get(key)
         if self.bench.park(key, tokens, scope=SCOPES[key], n_bytes=n_bytes, durable=durable, keep=sorted(keep)):
@@ -69,7 +69,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=KEYS, tokens=TOKENS, n_bytes=st.sampled_from([500, 3900, 9000]))
     def copy(self, key: str, tokens: list[int], n_bytes: int) -> None:
-        """Park a redundant copy: it has room only if memory is not short, and moves no other sequence."""
+        """Offload a spare copy: it needs free memory, and evicts no other entry."""
         index = self.bench.store._tiers.index
         before = {entry.key: (entry.tokens, entry.ram, entry.disk) for entry in index if entry.key != key}
         short = index.ram.allowed_bytes < index.ram.limits.budget_bytes
@@ -79,35 +79,35 @@ class StoreMachine(RuleBasedStateMachine):
             payload = self.payload_of_new(key, tokens)
             self.parked[key] = (tokens, len(payload))
         after = {entry.key: (entry.tokens, entry.ram, entry.disk) for entry in index if entry.key != key}
-        # Only that copies to disk begin.
+        # Only copies to disk may start.
         assert after.keys() == before.keys()
         assert all(after[other][:2] == before[other][:2] for other in before)
 
     @rule(key=KEYS)
     def load(self, key: str) -> None:
-        """Load what is there."""
+        """Load an entry in RAM."""
         self.payload(key)
 
     @rule(key=KEYS)
     def fetch(self, key: str) -> None:
-        """Ask for a sequence on disk."""
+        """Fetch an entry from disk."""
         self.bench.store.fetch(key)
 
     @rule(key=KEYS)
     def cancel_fetch(self, key: str) -> None:
-        """Ask no more; what was there is there."""
+        """Cancel a fetch; existing entries stay."""
         self.bench.store.cancel_fetch(key)
 
     @rule(key=KEYS)
     def forget(self, key: str) -> None:
-        """Forget a sequence."""
+        """Discard an entry."""
         self.bench.store.forget_session(key)
         self.parked.pop(key, None)
         assert self.bench.load(key) is None
 
     @rule(pages=st.none() | st.integers(0, 7))
     def limit(self, pages: int | None) -> None:
-        """Let memory hold so much only; but for what arrives in it, it does at once."""
+        """Limit the RAM tier; except for running fetches the limit holds at once."""
         self.bench.store.limit_ram(None if pages is None else pages * PAGE_BYTES)
         index = self.bench.store._tiers.index
         if pages is not None and not any(entry.ram is TierState.LOADING for entry in index.ram):
@@ -115,12 +115,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(n_jobs=st.integers(1, 4))
     def work(self, n_jobs: int) -> None:
-        """Let the worker do some of its jobs."""
+        """Run some of the worker's jobs."""
         self.run_jobs(n_jobs)
 
     @rule()
     def settle(self) -> None:
-        """Let the worker do everything; the directories are then as the books say, and hold nothing forgotten."""
+        """Run all jobs; the directories then equal the index, without discarded entries."""
         while len(self.bench.worker):
             self.run_jobs(None)
             self.bench.store.check_integrity()
@@ -137,12 +137,12 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(works=st.booleans())
     def break_disk(self, *, works: bool) -> None:
-        """Let writing to the disk fail from now on, or work again."""
+        """Make writes to the disk fail, or work again."""
         self.disk_works = works
 
     @rule(adopt=st.sampled_from(RecoveryMode), in_order=st.booleans())
     def restart(self, *, adopt: RecoveryMode, in_order: bool) -> None:
-        """End in order or by a crash; what the next engine finds was parked, though it may be an older version."""
+        """Close or crash; the next engine finds only earlier entries, perhaps an older version."""
         if in_order:
             self.settle()
             self.bench.store.close()
@@ -158,7 +158,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(scope=st.sampled_from(["", "a", "b", "c"]), wanted=TOKENS)
     def find(self, scope: str, wanted: list[int]) -> None:
-        """What is found shares what it says, belongs to the scope or to all, and nothing there shares more."""
+        """A match has the reported length, is visible to the scope, and is the longest."""
         match = self.bench.store.find(scope, wanted)
         index = self.bench.store._tiers.index
         there = {entry.key for entry in index if SCOPES[entry.key] in {scope, ""} and not index._exceeds_allowed(entry)}
@@ -175,14 +175,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def books_agree(self) -> None:
-        """Sums are right, and no budget is exceeded on the disk at any moment."""
+        """Sums are right, and the disk budget is never exceeded."""
         if not hasattr(self, "bench"):
             return
         self.bench.store.check_integrity()
         assert sum(path.stat().st_size for path in self.bench.disk_files()) <= self.bench.disk_bytes
 
     def teardown(self) -> None:
-        """Everything can be forgotten, and nothing is left on the disk."""
+        """Everything can be discarded, and no file is left."""
         if hasattr(self, "bench"):
             for key in SCOPES:
                 self.bench.store.forget(key)
@@ -199,7 +199,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.bench.worker.run(n_jobs)
 
     def payload(self, key: str) -> bytes | None:
-        """Load a sequence and compare it with what was parked."""
+        """Load an entry and compare it with what was offloaded."""
         payload = self.bench.load(key)
         if payload is not None:
             tokens, n_bytes = self.parked[key]
@@ -207,7 +207,7 @@ class StoreMachine(RuleBasedStateMachine):
         return payload
 
     def payload_of_new(self, key: str, tokens: list[int]) -> bytes:
-        """Load a sequence that has just been parked."""
+        """Load an entry that was just offloaded."""
         payload = self.bench.load(key)
         assert payload is not None
         assert payload == payload_of(key, tokens, len(payload))

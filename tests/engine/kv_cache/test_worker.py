@@ -1,4 +1,4 @@
-"""What the worker is doing while the store is called, and how it ends."""
+"""Calls during the worker's jobs, and its end."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_discard_during_copy(bench: Bench) -> None:
-    """A session that is forgotten before, while or after its copy is written leaves no file."""
+def test_entry_discarded_during_a_copy_leaves_no_file(bench: Bench) -> None:
+    """Before, during or after the copy."""
     for jobs in range(25):
         for number in range(15):
             bench.park(f"s{number}", [number, jobs])
@@ -31,8 +31,8 @@ def test_discard_during_copy(bench: Bench) -> None:
         assert bench.store.find("client", [1, jobs]) is None
 
 
-def test_discard_during_fetch(bench: Bench) -> None:
-    """A fetch does not bring a forgotten session back, whether it was read already or not."""
+def test_entry_discarded_during_a_fetch_does_not_return(bench: Bench) -> None:
+    """Whether it was already read or not."""
     for read_first in (False, True):
         bench.park("s1", [1, 2])
         for number in range(20):
@@ -51,7 +51,7 @@ def test_discard_during_fetch(bench: Bench) -> None:
 
 
 def test_fetch_can_be_cancelled(bench: Bench) -> None:
-    """One that has not begun reads nothing, keeps no room and ends at once; the sequence can be fetched again."""
+    """A fetch that has not started reads nothing, reserves no memory and ends at once; it can be repeated."""
     bench.park("s1", [1, 2])
     for number in range(20):
         bench.park(f"other{number}", [9])
@@ -74,8 +74,8 @@ def test_fetch_can_be_cancelled(bench: Bench) -> None:
     assert bench.load("s1") is not None
 
 
-def test_offload_during_fetch(bench: Bench) -> None:
-    """A session that is parked anew while its old copy is read keeps the new one."""
+def test_entry_offloaded_during_a_fetch_stays(bench: Bench) -> None:
+    """The new version replaces the one being fetched."""
     bench.park("s1", [1, 2])
     for number in range(20):
         bench.park(f"other{number}", [9])
@@ -86,8 +86,8 @@ def test_offload_during_fetch(bench: Bench) -> None:
     assert bench.load("s1") == payload_of("s1", [1, 2, 3], 3000)
 
 
-def test_overwrite_during_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of memory that was given to another sequence while it was read is not kept."""
+def test_copy_of_reused_memory_is_discarded(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory was given to another entry during the copy."""
     write = os.write
     written: list[bytes] = []
 
@@ -108,8 +108,8 @@ def test_overwrite_during_copy(bench: Bench, monkeypatch: pytest.MonkeyPatch) ->
     assert bench.log == []
 
 
-def test_failed_save_during_copy(bench: Bench) -> None:
-    """When memory that was to be copied is overwritten in vain, neither copy nor entry is left."""
+def test_failed_save_during_a_copy_drops_entry_and_copy(bench: Bench) -> None:
+    """The memory to be copied was overwritten."""
     for number in range(11):
         bench.park(f"s{number}", [number])
     assert not bench.store.park("s0", scope="client", tokens=[0, 0], size_bytes=50, write=lambda _: 0, durable=True)
@@ -120,8 +120,8 @@ def test_failed_save_during_copy(bench: Bench) -> None:
     assert not any(b"s0:" in path.read_bytes() for path in bench.disk_files())
 
 
-def test_fetch_of_a_missing_entry(bench: Bench) -> None:
-    """A fetch of what is unknown, or in RAM already, ends at once; of what is on its way, with that."""
+def test_fetch_of_a_missing_entry_ends_at_once(bench: Bench) -> None:
+    """So does one of an entry in RAM; one that is already being fetched ends with that fetch."""
     bench.store.fetch("unknown")
     bench.park("s1", [1])
     bench.store.fetch("s1")
@@ -130,7 +130,7 @@ def test_fetch_of_a_missing_entry(bench: Bench) -> None:
 
 
 def test_close_waits_for_the_worker(tmp_path: Path) -> None:
-    """Closing lets the running job end, leaves out copies that have not begun, and everything is off then."""
+    """Closing completes the running job and skips copies that have not started; the store is disabled afterwards."""
     worker = ThreadPoolExecutor(1)
     gate = threading.Event()
     store = KvStore(
@@ -158,8 +158,8 @@ def test_close_waits_for_the_worker(tmp_path: Path) -> None:
     assert not store.load("s1", pack_tokens([1]), lambda _: True)
 
 
-def test_worker_that_was_shut_down(tmp_path: Path) -> None:
-    """A store whose worker is gone forgets what it cannot do, and does not raise."""
+def test_store_without_its_worker_drops_jobs(tmp_path: Path) -> None:
+    """It does not raise."""
     worker = ThreadPoolExecutor(1)
     worker.shutdown()
     fetched: list[int] = []
@@ -181,8 +181,8 @@ def test_worker_that_was_shut_down(tmp_path: Path) -> None:
     assert fetched == [1]
 
 
-def test_with_a_real_thread(tmp_path: Path) -> None:
-    """Everything holds as well while the worker really runs at the same time."""
+def test_store_works_with_a_real_worker_thread(tmp_path: Path) -> None:
+    """The same guarantees hold while the worker runs concurrently."""
     lots = random.Random(1)
     parked: dict[str, tuple[list[int], int]] = {}
     log: list[tuple[str, str]] = []
@@ -217,7 +217,7 @@ def test_with_a_real_thread(tmp_path: Path) -> None:
         bench.store.close()
     assert log == []
     sizes = [sum(path.stat().st_size for path in (tmp_path / tier).iterdir()) for tier in ("ram", "disk")]
-    # In which of them a sequence is in the end depends on the pace of the worker.
+    # Which tier holds an entry in the end depends on the worker's pace.
     assert sum(sizes) > 0
     assert sizes[0] <= 60 * PAGE_BYTES
     assert sizes[1] <= 200 * PAGE_BYTES

@@ -78,7 +78,7 @@ def options(demo_model_path: Path) -> EngineOptions:
 
 @pytest.fixture
 def log() -> Iterator[LlamaLog]:
-    """An installed log that keeps nothing but llama.cpp's last problems."""
+    """An installed log that keeps only llama.cpp's latest problems."""
     log = LlamaLog(lambda _level, _line: None)
     log.install()
     yield log

@@ -1,4 +1,4 @@
-"""A GPU for llama.cpp that has no memory and computes nothing: it counts.
+"""A GPU for llama.cpp that has no memory and computes nothing: it counts allocations.
 
 llama.cpp puts layers, KV and buffers on it as on any other and says how much; what it computes is zeros. It is made of
 ggml's interface of backends (ggml-backend-impl.h, version 2) in ctypes, and stays registered as long as the process
@@ -27,7 +27,7 @@ _ALIGNMENT: Final = 128
 _GPU: Final = 1
 _VERSION: Final = 2
 _LEAST_OFFLOADED_ROWS: Final = 32
-# What keeps functions and structures alive that C has pointers to.
+# Keeps functions and structures alive that C has pointers to.
 _kept: list[Any] = []
 
 
@@ -102,7 +102,7 @@ _operation_name = ctypes.CFUNCTYPE(_TEXT, ctypes.c_int)(("ggml_op_name", lib._li
 
 
 def _function(result: Any, *arguments: Any) -> Any:
-    """Return a decorator that makes a C function of a Python one, and keeps it."""
+    """Return a decorator that makes a C function of a Python one, and keeps it alive."""
 
     def make(function: Any) -> int:
         callback = ctypes.CFUNCTYPE(result, *arguments)(function)
@@ -113,7 +113,7 @@ def _function(result: Any, *arguments: Any) -> Any:
 
 
 def _text(value: bytes) -> int:
-    """Return a C function that answers with a text."""
+    """Return a C function that returns a text."""
     buffer = ctypes.create_string_buffer(value)
     _kept.append(buffer)
     answer: int = _function(_P, _P)(lambda _: ctypes.addressof(buffer))
@@ -176,7 +176,7 @@ def _event(device: int) -> int:
 
 
 def _rows(address: int) -> int:
-    """Return the tokens that an operation is about, 0 for looking up embeddings; as llama.cpp's CUDA backend does."""
+    """Return the number of an operation's tokens, 0 for an embedding lookup; as llama.cpp's CUDA backend does."""
     operation = _Operation.from_address(address)
     name = _operation_name(operation.op)
     if name == b"GET_ROWS":
@@ -221,7 +221,7 @@ def _backend(name: bytes, device: int) -> int:
 
 
 def main() -> None:
-    """Load a model with counting GPUs, and write the memory that it took."""
+    """Load a model on counting GPUs, and write the memory it uses."""
     options = EngineOptions.model_validate_json(Path(sys.argv[1]).read_bytes())
     assert host_buffer_type(), "llama.cpp is loaded"
     register(int(sys.argv[2]))

@@ -73,7 +73,7 @@ def _refusal(options: EngineOptions, log: LlamaLog, path: Path) -> InferenceCent
 
 
 def test_adapter_effect_follows_its_scale(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
-    """With 1 another city is the capital, with 0 all is as without, and what is between is neither."""
+    """Scale 1 changes the answer, scale 0 changes nothing, and a scale between differs from both."""
     logits = {}
     for scale in (0.0, 0.5, 1.0):
         with _adapted(options, log, LoraSettings(path=adapter, scale=scale)) as loaded:
@@ -87,7 +87,7 @@ def test_adapter_effect_follows_its_scale(options: EngineOptions, log: LlamaLog,
 
 
 def test_several_adapters_are_combined(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
-    """Two that are opposites are as none, to the precision of sums."""
+    """Two opposite adapters cancel out, up to rounding."""
     pair = (LoraSettings(path=adapter, scale=1.0), LoraSettings(path=adapter, scale=-1.0))
     with _adapted(options, log, *pair) as both, _adapted(options, log) as plain:
         bos = [plain.model.vocab.bos]
@@ -99,7 +99,7 @@ def test_several_adapters_are_combined(options: EngineOptions, log: LlamaLog, ad
 
 
 def test_every_context_of_a_model_has_its_adapters(options: EngineOptions, log: LlamaLog, adapter: Path) -> None:
-    """Also one that is made later, with other slots."""
+    """Also one that is created later, with other slots."""
     with _adapted(options, log, LoraSettings(path=adapter)) as loaded, loaded.with_slots(1) as later:
         assert _answer(later) == _answer(loaded) != PLAIN
 
@@ -107,7 +107,7 @@ def test_every_context_of_a_model_has_its_adapters(options: EngineOptions, log: 
 def test_fingerprint_covers_adapter_and_scale(
     options: EngineOptions, log: LlamaLog, adapter: Path, tmp_path: Path
 ) -> None:
-    """Whatever changes the KV changes the fingerprint; where the file lies, and one of scale 0, change neither."""
+    """Whatever changes the KV changes the fingerprint; the file's path and an adapter of scale 0 do not."""
     copy = tmp_path / "copy.gguf"
     copy.write_bytes(adapter.read_bytes())
     other = write_adapter(tmp_path / "other.gguf", tensors=random_tensors(seed=2))
@@ -130,7 +130,7 @@ def test_fingerprint_covers_adapter_and_scale(
 
 
 def test_kv_of_other_adapters_is_not_found(options: EngineOptions, adapter: Path, tmp_path: Path) -> None:
-    """An engine takes over what one with the same adapter parked, and deletes it where the adapter counts less."""
+    """An engine recovers entries of the same adapter, and deletes those of another scale."""
     found = []
     for scale in (1.0, 1.0, 0.5):
         adapted = options.replace(slots=2, lora=(LoraSettings(path=adapter, scale=scale),))
@@ -155,7 +155,7 @@ def test_kv_of_other_adapters_is_not_found(options: EngineOptions, adapter: Path
 
 
 def test_missing_adapter_file_is_named(options: EngineOptions, log: LlamaLog, tmp_path: Path) -> None:
-    """An adapter deleted since it was loaded is its own error."""
+    """An adapter deleted since it was loaded has its own error."""
     path = write_adapter(tmp_path / "brief.gguf")
     with _adapted(options, log, LoraSettings(path=path)) as loaded:
         path.unlink()
@@ -190,7 +190,7 @@ _BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_unsuitable_adapter_is_refused(
     tmp_path: Path, options: EngineOptions, log: LlamaLog, content: dict[str, Any], reason: str
 ) -> None:
-    """Each with its path and the reason, llama.cpp's own where it is the one to know."""
+    """With its path and the reason, which is llama.cpp's own where only llama.cpp knows it."""
     path = write_adapter(tmp_path / "bad.gguf", **content)
     assert reason in _refusal(options, log, path).message
 
@@ -206,14 +206,14 @@ def test_truncated_adapter_is_refused(
 
 
 def test_non_file_is_refused(tmp_path: Path, options: EngineOptions, log: LlamaLog, demo_model_path: Path) -> None:
-    """A path that does not exist, a directory, a model in an adapter's place."""
+    """A missing path, a directory, or a model in place of an adapter."""
     assert "does not exist" in _refusal(options, log, tmp_path / "none.gguf").message
     assert "is a directory" in _refusal(options, log, tmp_path).message
     assert "is no LoRA adapter: general.type is" in _refusal(options, log, demo_model_path).message
 
 
 def test_fallback_of_repacked_weights_is_no_warning(log: LlamaLog) -> None:
-    """What llama.cpp says of each tensor of an adapter where weights are repacked is not told as a problem."""
+    """llama.cpp's line for each adapter tensor of repacked weights is not a warning."""
     heard: list[tuple[str, str]] = []
     quiet = LlamaLog(lambda level, line: heard.append((level, line)))
     quiet.write(3, "load: lora for 'blk.0.attn_q.weight' cannot use buft 'CPU_REPACK', fallback to CPU\n")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Heard:
-    """What a backend reported while it loaded."""
+    """The reports of a backend during its load."""
 
     def __init__(self) -> None:
         self.fractions: list[float] = []
@@ -32,7 +32,7 @@ class _Heard:
 
 @pytest.fixture(scope="module")
 def heard() -> _Heard:
-    """What the module's backend reported."""
+    """The reports of the module's backend."""
     return _Heard()
 
 
@@ -82,7 +82,7 @@ def test_loading_reports_progress_and_llama_cpps_log(backend: LlamaBackend, hear
     assert not any("\n" in line for _, line in heard.lines)
 
 
-def test_a_turn_from_prompt_to_end(backend: LlamaBackend) -> None:
+def test_model_answers_a_prompt(backend: LlamaBackend) -> None:
     """Tokenize, decode, sample greedily until the end token: the answer uses what the prompt said."""
     prompt = _prompt(backend, "My name is Ada.")
     sampler = backend.sampler(Params(temperature=0), prompt)
@@ -99,7 +99,7 @@ def test_a_turn_from_prompt_to_end(backend: LlamaBackend) -> None:
 
 
 def test_rows_are_sampled_in_parallel_by_their_own_chains(backend: LlamaBackend) -> None:
-    """Chains on several threads read their own rows, whatever lies between them in the batch."""
+    """Chains on several threads read their own rows, whatever rows lie between them."""
     prompts = [_prompt(backend, f"My name is {name}.") for name in ("Ada", "Bob", "Carl", "Dora")]
     expected = []
     for prompt in prompts:
@@ -117,8 +117,8 @@ def test_rows_are_sampled_in_parallel_by_their_own_chains(backend: LlamaBackend)
         assert mine.logprobs.top[0].logprob == pytest.approx(alone.logprobs.top[0].logprob, abs=0.1)
 
 
-def test_prompt_feeds_the_penalties(backend: LlamaBackend) -> None:
-    """A token that the prompt holds already is sampled less readily under a repetition penalty."""
+def test_repetition_penalty_covers_the_prompt(backend: LlamaBackend) -> None:
+    """A token of the prompt is sampled less often under a repetition penalty."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=True)])
     plain = backend.sampler(Params(temperature=0), prompt).sample(0).token
@@ -149,7 +149,7 @@ def test_swap_through_the_backend(backend: LlamaBackend) -> None:
 
 
 def test_offload_through_the_backend(backend: LlamaBackend) -> None:
-    """A saved slot goes on in another one, and a copy of its beginning in a third."""
+    """A saved slot continues in another one, and a copy of its prefix in a third."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=False)])
     buffer = bytearray(backend.state_bytes(0))
@@ -166,7 +166,7 @@ def test_offload_through_the_backend(backend: LlamaBackend) -> None:
 
 
 def test_backends_of_one_model_share_a_fingerprint(backend: LlamaBackend, options: EngineOptions) -> None:
-    """The number and length of the slots may differ; what one saved the other restores."""
+    """Number and length of the slots may differ; each restores what the other saved."""
     other = _load(options.replace(slots=2, n_ctx=128))
     assert other.fingerprint == backend.fingerprint
     prompt = _prompt(backend, "My name is Ada.")
@@ -177,8 +177,8 @@ def test_backends_of_one_model_share_a_fingerprint(backend: LlamaBackend, option
     other.close()
 
 
-def test_resumed_text_feeds_the_penalties(backend: LlamaBackend) -> None:
-    """Tokens of the answer so far count as if this sampler had drawn them: the next one is the same."""
+def test_penalties_cover_the_resumed_text(backend: LlamaBackend) -> None:
+    """Tokens of the partial answer count as sampled: the next one is the same."""
     prompt = _prompt(backend, "My name is Ada.")
     params = Params(
         temperature=0, repeat_penalty=1.5, presence_penalty=1.0, dry_multiplier=1.0, dry_allowed_length=1, n_probs=1
@@ -210,7 +210,7 @@ HOT = {"seed": 7, "temperature": 5.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     ids=lambda more: " ".join(more) or "plain",
 )
 def test_resumed_answer_uses_the_same_random_numbers(backend: LlamaBackend, more: dict[str, object]) -> None:
-    """Taken up again after any token, with the same logits, each place is drawn as if nothing had been."""
+    """Resumed after any token, with the same logits, each position is drawn as without the interruption."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=True)])
     params = Params.model_validate({**HOT, **more})
@@ -227,7 +227,7 @@ def test_resumed_answer_uses_the_same_random_numbers(backend: LlamaBackend, more
 
 
 def test_each_position_has_its_own_random_number(backend: LlamaBackend) -> None:
-    """The same logits at other places, or with another seed, give other tokens."""
+    """The same logits at other positions, or with another seed, give other tokens."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=True)])
 
@@ -241,7 +241,7 @@ def test_each_position_has_its_own_random_number(backend: LlamaBackend) -> None:
 
 @pytest.mark.parametrize("more", [{"mirostat": 1}, {"mirostat": 2}, {"adaptive_target": 0.3}])
 def test_stateful_sampler_is_reproducible(backend: LlamaBackend, more: dict[str, object]) -> None:
-    """It begins afresh where the answer is taken up again, with numbers of that place."""
+    """It restarts at the resumed position with that position's random numbers."""
     prompt = _prompt(backend, "My name is Ada.")
     backend.decode([Chunk(0, 0, prompt, sample=True)])
     params = Params.model_validate({**HOT, **more})
@@ -256,7 +256,7 @@ def test_stateful_sampler_is_reproducible(backend: LlamaBackend, more: dict[str,
 
 
 def test_close_frees_open_samplers_first(options: EngineOptions) -> None:
-    """Closing with a live chain frees it too, after which it samples no more; closing it again does nothing."""
+    """Closing frees an open chain, which then samples no more; a second close does nothing."""
     backend = _load(options.replace(slots=1))
     sampler = backend.sampler(Params(), [])
     backend.decode([Chunk(0, 0, [5], sample=True)])
@@ -288,7 +288,7 @@ def test_n_batch_smaller_than_the_slots_still_decodes_them_all(options: EngineOp
 
 
 def test_hyper_threads_count_once(tmp_path: Path) -> None:
-    """CPUs that list the same siblings are one core; a CPU that lists none is a core of its own."""
+    """CPUs with the same siblings are one core; a CPU without siblings is its own core."""
     allowed = sorted(os.sched_getaffinity(0))
     assert physical_cores(tmp_path) == len(allowed)
     for cpu in allowed:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.llama.backend import BatchArrays, split
+from inferencecenter.engine.llama.backend import BatchArrays, padding_slots, split
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def test_rows_follow_the_chunks() -> None:
@@ -25,8 +30,8 @@ def test_rows_follow_the_chunks() -> None:
 
 
 @given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=6), spare=st.integers(0, 20))
-def test_split_covers_every_token_once_and_keeps_the_last_for_the_end(lengths: list[int], spare: int) -> None:
-    """Parts fit, continue each other, and only the last one holds final tokens, so that all logits are there."""
+def test_split_covers_every_token_once_with_final_tokens_last(lengths: list[int], spare: int) -> None:
+    """Parts fit and continue each other; only the last has final tokens, so all logits are available."""
     n_batch = len(lengths) + spare
     chunks = [Chunk(slot, 3 * slot, list(range(length)), sample=True) for slot, length in enumerate(lengths)]
     parts = list(split(chunks, n_batch))
@@ -43,13 +48,13 @@ def test_split_covers_every_token_once_and_keeps_the_last_for_the_end(lengths: l
 
 
 def test_split_keeps_small_batches() -> None:
-    """Chunks that fit one call are that call."""
+    """Chunks that fit one call are one call."""
     chunks = [Chunk(0, 0, [1, 2], sample=True)]
     assert list(split(chunks, 2)) == [chunks]
 
 
-def test_drafts_have_logits_and_so_has_the_token_before_them() -> None:
-    """Rows of several chunks are counted through."""
+def test_drafts_and_the_token_before_them_have_logits() -> None:
+    """Rows of several chunks are numbered consecutively."""
     arrays = BatchArrays(n_batch=16, slots=4)
     chunks = [
         Chunk(0, 5, [10], sample=True),
@@ -65,8 +70,8 @@ def test_drafts_have_logits_and_so_has_the_token_before_them() -> None:
 @given(
     chunks=st.lists(st.tuples(st.integers(1, 30), st.integers(0, 4)), min_size=1, max_size=5), spare=st.integers(0, 20)
 )
-def test_split_keeps_drafts_together_for_the_end(chunks: list[tuple[int, int]], spare: int) -> None:
-    """Their logits are there in the last part, with those of the token before them."""
+def test_split_keeps_drafts_in_the_last_part(chunks: list[tuple[int, int]], spare: int) -> None:
+    """With the token before them, so that their logits are available together."""
     whole = [
         Chunk(slot, slot, list(range(length + drafts)), sample=True, drafts=drafts)
         for slot, (length, drafts) in enumerate(chunks)
@@ -87,3 +92,25 @@ def test_more_logits_than_a_call_has_rows_are_refused() -> None:
     """They could not all be read."""
     with pytest.raises(ValueError, match="more than 4"):
         next(split([Chunk(0, 0, [1, 2, 3], sample=True, drafts=2), Chunk(1, 0, [1, 2], sample=True, drafts=1)], 4))
+
+
+@pytest.mark.parametrize(
+    ("slots", "lengths", "padding"),
+    [
+        (range(1), [5] * 8, ()),
+        (range(3), [5] * 8, ()),
+        (range(4), [5] * 8, ()),
+        (range(5), [5] * 8, (5, 6, 7)),
+        (range(7), [5] * 7 + [0], (7,)),
+        (range(8), [5] * 9, ()),
+        (range(1, 8), [0] + [5] * 7, (0,)),
+        (range(2, 8), [5] * 9, (8, 1)),
+        (range(7), [5] * 7, ()),
+        (range(7), [5] * 7 + [6], ()),
+        (range(1, 8), [5] * 8 + [6], (0,)),
+        ([0, 1, 2, 3, 5], [5] * 8, ()),
+    ],
+)
+def test_decode_is_padded_to_whole_tiles(slots: Sequence[int], lengths: list[int], padding: tuple[int, ...]) -> None:
+    """With slots beside the others, as far as there are such, and none of them is longer."""
+    assert padding_slots(slots, lengths) == padding

@@ -51,7 +51,7 @@ CHAINS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module")
 def backend(options: EngineOptions) -> Iterator[LlamaBackend]:
-    """The demo model with eight slots, told that there will be drafts."""
+    """The demo model with eight slots, prepared for drafts."""
     lookup = options.replace(n_ctx=1024, speculative="lookup", draft_tokens=8)
     backend = LlamaBackend.load(lookup, on_progress=lambda _fraction: None, on_log=lambda _level, _line: None)
     yield backend
@@ -73,7 +73,7 @@ def _empty_slots(backend: LlamaBackend) -> None:
 
 
 def prompt_of(backend: LlamaBackend, text: str) -> list[int]:
-    """Return a question as the model reads it."""
+    """Return a question in the model's template."""
     pieces = (
         PromptSegment("<|im_start|>user\n", special=True),
         PromptSegment(text),
@@ -85,7 +85,7 @@ def prompt_of(backend: LlamaBackend, text: str) -> list[int]:
 def answers(
     backend: LlamaBackend, held: Sequence[Constraint], texts: Sequence[str], params: Params, *, most_tokens: int
 ) -> list[list[int]]:
-    """Answer questions at once, each in its form, until all have ended or are as long as they may be."""
+    """Answer questions concurrently, each under its grammar, until all have ended or reached their limit."""
     slots = range(len(texts))
     said: list[list[int]] = [[] for _ in slots]
     prompts = [prompt_of(backend, text) for text in texts]
@@ -107,12 +107,12 @@ def answers(
 
 
 def text_of(backend: LlamaBackend, tokens: Sequence[int]) -> str:
-    """Return what tokens show."""
+    """Return the text of tokens."""
     return b"".join(map(backend.token_bytes, tokens)).decode()
 
 
 class Mask:
-    """Allows the same tokens at every place, and notes which were taken."""
+    """Allows the same tokens at every position, and records the accepted ones."""
 
     def __init__(self, allowed: npt.NDArray[np.bool_]) -> None:
         self.mask = allowed
@@ -123,7 +123,7 @@ class Mask:
         return self.mask.copy()
 
     def accept(self, token: int) -> None:
-        """Take note."""
+        """Record the call."""
         self.taken.append(token)
 
 
@@ -143,13 +143,13 @@ def native(backend: LlamaBackend, raw: dict[str, Any], constraint: Mask | None =
 
 
 def row_of(backend: LlamaBackend) -> npt.NDArray[np.float32]:
-    """Return the logits of the last decode's first row, to be read and changed."""
+    """Return the writable logits of the last decode's first row."""
     pointer = lib.llama_get_logits_ith(backend._context.handle, backend._context.batch_index(0))
     return np.ctypeslib.as_array(pointer, (backend.model.n_vocab,))
 
 
 def spread(backend: LlamaBackend) -> npt.NDArray[np.float32]:
-    """Decode something and replace its logits by ones whose likelihood falls with a power of the rank."""
+    """Decode a prompt and replace its logits by ones whose likelihood falls with a power of the rank."""
     backend.decode([Chunk(0, 0, prompt_of(backend, "Who?"), sample=True)])
     row = row_of(backend)
     row[:] = -1.5 * np.log(np.random.default_rng(3).permutation(len(row)) + 1)
@@ -159,7 +159,7 @@ def spread(backend: LlamaBackend) -> npt.NDArray[np.float32]:
 @pytest.mark.parametrize("raw", CHAINS, ids=str)
 @pytest.mark.parametrize("share", [0.3, 0.95])
 def test_mask_equals_logits_of_minus_infinity(backend: LlamaBackend, raw: dict[str, Any], share: float) -> None:
-    """Every chain draws the same tokens as llama.cpp's own sampling does with all other logits at minus infinity."""
+    """Every chain draws the same tokens as llama.cpp with all other logits at minus infinity."""
     row = spread(backend)
     allowed = np.random.default_rng(4).random(len(row)) < share
     mask = Mask(allowed)
@@ -176,8 +176,8 @@ def test_mask_equals_logits_of_minus_infinity(backend: LlamaBackend, raw: dict[s
 
 
 @pytest.mark.parametrize("raw", CHAINS, ids=str)
-def test_a_single_token_is_taken_by_every_chain(backend: LlamaBackend, raw: dict[str, Any]) -> None:
-    """However unlikely it is, over and over."""
+def test_every_chain_draws_the_only_allowed_token(backend: LlamaBackend, raw: dict[str, Any]) -> None:
+    """However unlikely it is, repeatedly."""
     row = spread(backend)
     allowed = np.zeros(len(row), dtype=bool)
     allowed[int(row.argmin())] = True
@@ -187,7 +187,7 @@ def test_a_single_token_is_taken_by_every_chain(backend: LlamaBackend, raw: dict
 
 
 def test_logprobs_are_those_of_the_unmasked_model(backend: LlamaBackend) -> None:
-    """Log probabilities are of all tokens, also of those that the form forbids."""
+    """They cover all tokens, also those that the grammar forbids."""
     row = spread(backend)
     best, worst = int(row.argmax()), int(row.argmin())
     allowed = np.zeros(len(row), dtype=bool)
@@ -206,7 +206,7 @@ def test_logprobs_are_those_of_the_unmasked_model(backend: LlamaBackend) -> None
 
 
 def test_candidates_are_the_allowed_tokens_in_their_order() -> None:
-    """Few or many, a later step finds nothing of an earlier one."""
+    """Few or many; nothing remains from an earlier step."""
     candidates = Candidates(1000)
     logits = np.arange(1000, dtype=np.float32)
     for share in (0.9, 0.01, 0.6, 1.0):
@@ -220,7 +220,7 @@ def test_candidates_are_the_allowed_tokens_in_their_order() -> None:
 
 
 def test_mask_without_candidates_fails_the_turn(backend: LlamaBackend, grammars: GrammarCache) -> None:
-    """llama.cpp would draw what is banned."""
+    """llama.cpp would draw a banned token."""
     token = backend.tokenize((PromptSegment("x"),), first=False)[-1]
     held = constraint_of(grammars, Grammar("regex", "x"))
     only = [int(each) for each in np.flatnonzero(constraint_of(grammars, Grammar("regex", "x")).allowed(4096))]
@@ -234,8 +234,8 @@ def test_mask_without_candidates_fails_the_turn(backend: LlamaBackend, grammars:
     assert (failed.value.code, failed.value.field) == (ErrorCode.INVALID_REQUEST, "params.logit_bias")
 
 
-def test_an_answer_goes_on_where_it_was(backend: LlamaBackend, grammars: GrammarCache) -> None:
-    """A greedy answer that is taken up again after any token ends as the whole one does."""
+def test_resumed_answer_continues_exactly(backend: LlamaBackend, grammars: GrammarCache) -> None:
+    """A greedy answer that is resumed after any token equals the uninterrupted one."""
     grammar = Grammar("json_schema", json.dumps({"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 4}))
     params = Params(temperature=0)
     (whole,) = answers(backend, [constraint_of(grammars, grammar)], ["Which colours?"], params, most_tokens=80)
@@ -250,7 +250,7 @@ def test_an_answer_goes_on_where_it_was(backend: LlamaBackend, grammars: Grammar
 
 
 def test_drafts_do_not_change_constrained_output(backend: LlamaBackend, grammars: GrammarCache) -> None:
-    """A greedy answer is the same with guesses, which are accepted only where the form allows them."""
+    """A greedy answer is the same with drafts, which are accepted only where the grammar allows them."""
     items = {"type": "object", "properties": {"name": {"enum": ["Ada", "Bob"]}, "ok": {"const": True}}}
     schema = {"type": "array", "items": {**items, "required": ["name", "ok"]}, "minItems": 8, "maxItems": 8}
     grammar, params = Grammar("json_schema", json.dumps(schema)), Params(temperature=0)
@@ -282,8 +282,8 @@ def test_drafts_do_not_change_constrained_output(backend: LlamaBackend, grammars
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.schema not in ({}, True)], ids=lambda case: case.name)
-def test_every_keyword_is_obeyed(backend: LlamaBackend, grammars: GrammarCache, case: Any) -> None:
-    """Eight answers, none of which the model would have given: those that end are what the schema accepts."""
+def test_every_schema_keyword_is_obeyed(backend: LlamaBackend, grammars: GrammarCache, case: Any) -> None:
+    """Eight answers that the model would not give by itself: each complete one is valid under its schema."""
     grammar = Grammar("json_schema", json.dumps(case.schema))
     validator = Draft202012Validator(case.schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
     held = [constraint_of(grammars, grammar) for _ in range(8)]
@@ -296,7 +296,7 @@ def test_every_keyword_is_obeyed(backend: LlamaBackend, grammars: GrammarCache, 
 
 @pytest.mark.slow
 def test_answers_to_random_schemas_are_valid(backend: LlamaBackend, grammars: GrammarCache) -> None:
-    """200 schemas: each answer that ends is valid, and nearly all end."""
+    """200 schemas: each complete answer is valid, and nearly all are complete."""
     draw = random.Random(20_260_518)
     schemas = [random_schema(draw) for _ in range(200)]
     ended = 0

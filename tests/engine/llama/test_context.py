@@ -38,7 +38,7 @@ def _prompt(loaded: Loaded, text: str) -> list[int]:
 def _assert_same_or_close(
     chosen: Sequence[int], expected: Sequence[int], logits: Sequence[NDArray[np.float32]]
 ) -> None:
-    """Check that greedy answers are equal, or first differ where the two best tokens are nearly as good."""
+    """Check that greedy answers are equal, or first differ where the two best tokens are nearly equally likely."""
     for mine, theirs, row in zip(chosen, expected, logits, strict=True):
         if mine != theirs:
             assert abs(row[mine] - row[theirs]) < CLOSE
@@ -46,7 +46,7 @@ def _assert_same_or_close(
 
 
 def _fresh(loaded: Loaded, *parts: list[int]) -> NDArray[np.float32]:
-    """Return the logits after parts that an unused slot takes one by one."""
+    """Return the logits after decoding parts one by one in an unused slot."""
     return [loaded.feed(6, part) for part in parts][-1]
 
 
@@ -57,7 +57,7 @@ def test_greedy_answer_makes_sense(demo: Loaded) -> None:
 
 
 def test_truncate_then_decode_equals_fresh_decode(demo: Loaded) -> None:
-    """A sequence that was cut and continued otherwise answers as if it had never gone the other way."""
+    """A sequence that was truncated and continued differently equals a fresh one."""
     prompt = _prompt(demo, "My name is Ada.")
     expected, logits = demo.greedy(0, prompt, 16)
     demo.greedy(1, prompt[:4] + _prompt(demo, "Count to seven."), 8)
@@ -67,8 +67,8 @@ def test_truncate_then_decode_equals_fresh_decode(demo: Loaded) -> None:
     _assert_same_or_close(chosen, expected, logits)
 
 
-def test_truncate_bounds(demo: Loaded) -> None:
-    """Cutting to the present length or to nothing works; cutting to more than there is cannot be asked for."""
+def test_truncate_accepts_any_length_up_to_the_present_one(demo: Loaded) -> None:
+    """A longer length is refused."""
     demo.feed(0, [1, 2, 3])
     assert demo.context.truncate(0, 3)
     assert demo.context.truncate(0, 0)
@@ -78,7 +78,7 @@ def test_truncate_bounds(demo: Loaded) -> None:
 
 
 def test_model_without_truncation_starts_over(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where llama.cpp refuses a partial cut, as for recurrent models, the slot is emptied and that is said."""
+    """If llama.cpp refuses a partial cut, as for recurrent models, the slot is emptied and the result says so."""
     remove = lib.llama_memory_seq_rm
 
     def whole_only(memory: int, slot: int, begin: int, end: int) -> bool:
@@ -93,13 +93,13 @@ def test_model_without_truncation_starts_over(demo: Loaded, monkeypatch: pytest.
 
 
 def test_eight_slots_at_once_answer_as_alone(demo: Loaded) -> None:
-    """Decoding eight slots in one batch gives each the answer it gets alone."""
+    """Eight slots in one batch give the same answers as each alone."""
     prompts = [_prompt(demo, f"My name is {name}.") for name in NAMES]
     alone = []
     for prompt in prompts:
         alone.append(demo.greedy(0, prompt, 12))
         demo.context.truncate(0, 0)
-    # The prompts together are longer than a batch, so this also crosses calls of llama_decode.
+    # The prompts together exceed a batch, so this covers several calls of llama_decode.
     assert sum(map(len, prompts)) > 64
     demo.context.decode([Chunk(slot, 0, prompt, sample=True) for slot, prompt in enumerate(prompts)])
     together = [[int(demo.logits(row).argmax())] for row in range(8)]
@@ -114,7 +114,7 @@ def test_eight_slots_at_once_answer_as_alone(demo: Loaded) -> None:
 
 
 def test_logits_are_read_by_sampled_row(demo: Loaded) -> None:
-    """Row numbers count the chunks that asked for logits, whatever lies between them."""
+    """Row numbers count the chunks with logits, whatever lies between them."""
     expected = demo.feed(0, [5, 6, 7])
     demo.context.truncate(0, 0)
     demo.context.decode(
@@ -139,7 +139,7 @@ def test_swap_moves_both_sequences_exactly(demo: Loaded) -> None:
 
 
 def test_swap_with_an_empty_slot_and_with_itself(demo: Loaded) -> None:
-    """An empty slot takes the sequence and leaves emptiness; a slot swapped with itself stays as it is."""
+    """The sequence moves to the empty slot; a slot swapped with itself is unchanged."""
     demo.feed(0, [1, 2, 3])
     demo.context.swap(0, 7)
     assert (demo.context.length(0), demo.context.length(7)) == (0, 3)
@@ -152,7 +152,7 @@ def test_swap_with_an_empty_slot_and_with_itself(demo: Loaded) -> None:
 
 @pytest.mark.parametrize("n_tokens", [120, 119, 64, 1])
 def test_copied_sequence_continues_like_its_source(demo: Loaded, n_tokens: int) -> None:
-    """The target holds the first tokens of the source, bit for bit as read there, and the source keeps all of them."""
+    """The target has the source's first tokens, bit for bit, and the source keeps all of its own."""
     tokens = [3 + 7 * number % 250 for number in range(120)]
     demo.feed(0, tokens)
     demo.feed(3, [1, 2, 3])
@@ -163,7 +163,7 @@ def test_copied_sequence_continues_like_its_source(demo: Loaded, n_tokens: int) 
 
 
 def test_copy_of_an_empty_slot_is_empty(demo: Loaded) -> None:
-    """No tokens of a slot, or all of an empty one, leave the target empty, as was asked for."""
+    """Copying no tokens, or from an empty slot, empties the target."""
     demo.feed(0, [1, 2, 3])
     demo.feed(1, [4, 5])
     assert demo.context.copy(0, 1, 0)
@@ -175,7 +175,7 @@ def test_copy_of_an_empty_slot_is_empty(demo: Loaded) -> None:
 
 @pytest.mark.parametrize(("source", "target", "n_tokens"), [(0, 1, 4), (0, 1, -1), (0, 0, 2)])
 def test_invalid_copies_are_refused(demo: Loaded, source: int, target: int, n_tokens: int) -> None:
-    """More than there is, fewer than none, or onto itself: nothing changes."""
+    """More tokens than exist, a negative number, or onto itself: nothing changes."""
     demo.feed(0, [1, 2, 3])
     demo.feed(1, [4, 5])
     with pytest.raises(ValueError, match="slot 0 holds 3 tokens"):
@@ -183,8 +183,8 @@ def test_invalid_copies_are_refused(demo: Loaded, source: int, target: int, n_to
     assert (demo.context.length(0), demo.context.length(1)) == (3, 2)
 
 
-def test_a_failed_copy_empties_its_target_alone(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state that cannot be restored costs what the target held; the source stays."""
+def test_failed_copy_empties_only_its_target(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that cannot be restored loses the target's content; the source stays."""
     demo.feed(0, [1, 2, 3])
     demo.feed(1, [4, 5])
     with monkeypatch.context() as patch:
@@ -196,7 +196,7 @@ def test_a_failed_copy_empties_its_target_alone(demo: Loaded, monkeypatch: pytes
 
 @pytest.mark.parametrize(("n_tokens", "kept"), [(120, True), (119, True), (118, False), (20, False)])
 def test_window_is_copied_whole_or_not_at_all(window: Loaded, n_tokens: int, kept: bool) -> None:
-    """Of a sliding-window model only what its one window covers is copied; the rest is said not to be there."""
+    """Of a sliding-window model only the current window is copied; the rest is reported as missing."""
     tokens = [3 + 7 * number % 250 for number in range(120)]
     window.feed(0, tokens)
     assert window.context.copy(0, 1, n_tokens) is kept
@@ -208,7 +208,7 @@ def test_window_is_copied_whole_or_not_at_all(window: Loaded, n_tokens: int, kep
 
 
 def test_only_plain_memory_can_be_cut_anywhere(demo: Loaded, window: Loaded, recurrent: Loaded, hybrid: Loaded) -> None:
-    """Windows and recurrent layers forget what a cut would need."""
+    """Windows and recurrent layers have discarded what a cut would need."""
     loaded = (demo, window, recurrent, hybrid)
     assert [each.context.can_truncate for each in loaded] == [True, False, False, False]
 
@@ -226,14 +226,14 @@ def test_only_plain_memory_can_be_cut_anywhere(demo: Loaded, window: Loaded, rec
     ids=["none", "descending", "twice", "no such slot", "gap", "empty"],
 )
 def test_decode_refuses_chunks_that_break_the_contract(demo: Loaded, chunks: list[Chunk]) -> None:
-    """Chunks out of order, out of place or without tokens never reach llama.cpp, and no slot changes."""
+    """Chunks out of order, at a wrong position or without tokens never reach llama.cpp, and no slot changes."""
     with pytest.raises(ValueError, match=r"chunk|slot"):
         demo.context.decode(chunks)
     assert [demo.context.length(slot) for slot in range(8)] == [0] * 8
 
 
 def test_full_slot_refuses_more_tokens(demo: Loaded) -> None:
-    """A slot takes exactly ``n_ctx`` tokens; one more fails it, and the rest of the batch is not decoded."""
+    """A slot takes ``n_ctx`` tokens; one more fails its chunk, and the rest of the batch is not decoded."""
     demo.feed(0, [1] * 256)
     with pytest.raises(DecodeError, match="256 tokens at most") as failure:
         demo.context.decode([Chunk(0, 256, [1], sample=True), Chunk(1, 0, [1], sample=True)])
@@ -246,7 +246,7 @@ def test_full_slot_refuses_more_tokens(demo: Loaded) -> None:
 def test_failed_decode_empties_its_slots_and_no_other(
     demo: Loaded, monkeypatch: pytest.MonkeyPatch, status: int
 ) -> None:
-    """When llama_decode gives up half-way, the batch's slots are named and empty, and others go on as they were."""
+    """When llama_decode fails half-way, the batch's slots are named and emptied; others are unchanged."""
     demo.feed(3, [1, 2, 3])
     demo.feed(0, [4, 5])
     decode, calls = lib.llama_decode, iter((0, status))
@@ -266,14 +266,14 @@ def test_failed_decode_empties_its_slots_and_no_other(
 
 
 def test_token_outside_the_vocabulary_is_refused_by_llama_cpp(demo: Loaded) -> None:
-    """A batch that llama.cpp refuses is a failed decode, not a crash."""
+    """A batch refused by llama.cpp is a failed decode, not a crash."""
     with pytest.raises(DecodeError, match="rejected") as failure:
         demo.feed(4, [demo.model.vocab.n_tokens])
     assert failure.value.slots == (4,)
 
 
 def test_lost_tokens_are_detected(demo: Loaded) -> None:
-    """A batch after which a slot's memory is not what it should be has failed as a whole: all its slots moved."""
+    """If a slot's memory is not as expected after a batch, the whole batch has failed: all its slots moved."""
     demo.feed(0, [1, 2, 3])
     demo.feed(1, [1, 2, 3])
     memory = lib.llama_get_memory(demo.context.handle)
@@ -304,7 +304,7 @@ def test_failed_restore_empties_both_slots(demo: Loaded, monkeypatch: pytest.Mon
 
 
 def test_failed_save_empties_both_slots(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A swap that cannot save one of its sequences has lost it, and does not keep the other in the wrong place."""
+    """A swap that cannot save one sequence has lost it, and does not leave the other in the wrong slot."""
     demo.feed(0, [1, 2, 3])
     demo.feed(1, [4, 5])
     monkeypatch.setattr(lib, "llama_state_seq_get_data", lambda *_arguments: 0)
@@ -314,8 +314,8 @@ def test_failed_save_empties_both_slots(demo: Loaded, monkeypatch: pytest.Monkey
     assert (demo.context.length(0), demo.context.length(1)) == (0, 0)
 
 
-def test_a_context_of_one_token_warms_up(demo: Loaded, options: EngineOptions, log: LlamaLog) -> None:
-    """However few tokens a slot is given, warming up stays within them."""
+def test_warm_up_fits_the_smallest_context(demo: Loaded, options: EngineOptions, log: LlamaLog) -> None:
+    """However few tokens a slot has, the warm-up stays within them."""
     context = LlamaContext(demo.model, options.replace(slots=1, n_ctx=1), n_threads=1, log=log)
     assert context.warm_up(1) > 0
     assert context.warm_up(1, n_tokens=512) > 0
@@ -323,10 +323,10 @@ def test_a_context_of_one_token_warms_up(demo: Loaded, options: EngineOptions, l
     context.close()
 
 
-def test_a_warm_up_at_full_batch_leaves_nothing(
+def test_warm_up_leaves_all_slots_empty(
     demo: Loaded, options: EngineOptions, log: LlamaLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One chunk as long as a batch, or a slot if that is shorter; then all slots are empty."""
+    """One chunk of a full batch, or of a slot if that is shorter."""
     context = LlamaContext(demo.model, options.replace(slots=2, n_ctx=256), n_threads=1, log=log)
     decoded: list[int] = []
     decode = context.decode
@@ -344,7 +344,7 @@ def test_a_warm_up_at_full_batch_leaves_nothing(
     context.close()
 
 
-def test_context_that_cannot_be_made_says_why(demo: Loaded, options: EngineOptions, log: LlamaLog) -> None:
+def test_failed_context_creation_gives_the_reason(demo: Loaded, options: EngineOptions, log: LlamaLog) -> None:
     """A quantized V cache without flash attention is refused with llama.cpp's own reason."""
     impossible = options.replace(kv_type_v="q8_0", flash_attention="off")
     with pytest.raises(InferenceCenterError, match="flash_attn") as refusal:
@@ -354,7 +354,7 @@ def test_context_that_cannot_be_made_says_why(demo: Loaded, options: EngineOptio
 
 
 def test_window_cut_within_reach_equals_fresh_decode(window: Loaded) -> None:
-    """With a sliding window, a cut that the kept cells still cover continues like a fresh sequence."""
+    """A sliding-window cut covered by the kept cells continues like a fresh sequence."""
     tokens = [3 + 7 * number % 250 for number in range(120)]
     window.feed(0, tokens)
     assert window.context.truncate(0, 100)
@@ -362,11 +362,11 @@ def test_window_cut_within_reach_equals_fresh_decode(window: Loaded) -> None:
 
 
 def test_window_that_has_passed_empties_the_slot(window: Loaded) -> None:
-    """A cut to where the window's cells are gone empties the slot instead of answering from a hole."""
+    """A cut to a position whose window cells are gone empties the slot instead of answering from a hole."""
     tokens = [3 + 7 * number % 250 for number in range(700)]
     window.feed(0, tokens)
     first_kept = lib.llama_memory_seq_pos_min(lib.llama_get_memory(window.context.handle), 0)
-    # Here llama.cpp would cut and count right, and answer wrongly.
+    # llama.cpp would cut here and report the right length, but compute wrong answers.
     assert not window.context.truncate(0, first_kept + 10)
     assert window.context.length(0) == 0
     window.feed(0, tokens)
@@ -375,7 +375,7 @@ def test_window_that_has_passed_empties_the_slot(window: Loaded) -> None:
 
 
 def test_window_after_a_swap_can_be_cut_by_one_token_only(window: Loaded) -> None:
-    """A restored sequence has just its window: one step back still finds all of it, two do not."""
+    """A restored sequence has exactly its window: one token back is covered, two are not."""
     tokens = [3 + 7 * number % 250 for number in range(120)]
     for cut, kept in ((119, True), (118, False)):
         window.context.truncate(0, 0)
@@ -392,3 +392,38 @@ def _fresh_window(loaded: Loaded, tokens: list[int]) -> NDArray[np.float32]:
     logits = loaded.feed(slot, tokens)
     loaded.context.truncate(slot, 0)
     return logits
+
+
+def test_padding_leaves_logits_and_slots_as_they_are(demo: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five of seven slots decode as eight rows; the slots that lent a row continue as if they had not."""
+    if demo.model.n_gpu_layers:
+        pytest.skip("rows are padded on the processor alone")
+    context = demo.context
+    plain = [demo.feed(slot, [5, 6 + slot, 7]) for slot in range(7)]
+    calls: list[int] = []
+    decode = lib.llama_decode
+
+    def counted(handle: int, batch: lib.llama_batch) -> int:
+        calls.append(batch.n_tokens)
+        return int(decode(handle, batch))
+
+    def single(slots: Sequence[int]) -> list[NDArray[np.float32]]:
+        context.decode([Chunk(slot, context.length(slot), [9], sample=True) for slot in slots])
+        return [demo.logits(row) for row in range(len(slots))]
+
+    monkeypatch.setattr(lib, "llama_decode", counted)
+    padded = single(range(1, 6))
+    assert [context.length(slot) for slot in range(8)] == [3, 4, 4, 4, 4, 4, 3, 0]
+    others = single([0, 6])
+    monkeypatch.setattr(context, "_pads_rows", False)
+    for slot in range(7):
+        assert context.truncate(slot, 3)
+    unpadded = single(range(1, 6))
+    assert calls == [8, 2, 5]
+    for row, expected in zip(padded, unpadded, strict=True):
+        assert np.allclose(row, expected, atol=CLOSE)
+    for slot, row in zip((0, 6), others, strict=True):
+        assert context.truncate(slot, 0)
+        demo.feed(slot, [5, 6 + slot, 7])
+        assert np.allclose(row, demo.feed(slot, [9]), atol=CLOSE)
+        assert not np.allclose(row, plain[slot], atol=CLOSE)

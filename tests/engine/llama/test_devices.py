@@ -13,8 +13,8 @@ from inferencecenter.hardware.ggml import GgmlDevice
 from inferencecenter.ipc.engine_options import EngineOptions
 
 
-def test_a_build_without_a_gpu_offloads_nothing() -> None:
-    """What llama.cpp says here is what it says of itself; a processor is a device, but takes no layers."""
+def test_build_without_a_gpu_offloads_no_layers() -> None:
+    """The device list is llama.cpp's own; a CPU is a device, but takes no layers."""
     assert devices._device_by_type(0)
     assert devices.offloads() == any(map(devices._device_by_type, (1, 2)))
 
@@ -23,10 +23,10 @@ def test_a_build_without_a_gpu_offloads_nothing() -> None:
     ("supported", "present", "expected"),
     [(True, {1}, True), (True, {2}, True), (True, {0, 3}, False), (False, {1}, False), (True, set(), False)],
 )
-def test_layers_go_to_a_gpu_that_is_there(
+def test_layers_are_offloaded_only_to_a_present_gpu(
     monkeypatch: pytest.MonkeyPatch, *, supported: bool, present: set[int], expected: bool
 ) -> None:
-    """A build that could use other machines, or an accelerator that is no GPU, is not enough."""
+    """A build with RPC, or with an accelerator that is no GPU, is not enough."""
     monkeypatch.setattr(lib, "llama_supports_gpu_offload", lambda: supported)
     monkeypatch.setattr(devices, "_device_by_type", lambda kind: kind if kind in present else None)
     assert devices.offloads() is expected
@@ -38,7 +38,7 @@ def _device(name: str, place: str, *, is_gpu: bool = True) -> GgmlDevice:
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor and two GPUs, one of which a second driver shows too."""
+    """A CPU and two GPUs, one of which is listed by a second driver too."""
     there = [
         (1, _device("CPU", "", is_gpu=False)),
         (2, _device("CUDA0", "0000:01:00.0")),
@@ -49,17 +49,42 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_gpus_by_address_or_name() -> None:
-    """In the order in which they are wanted; of one that is there twice the first."""
+def test_gpus_are_selected_by_address_or_name() -> None:
+    """In the given order; of a GPU listed twice the first counts."""
     assert devices.pointers(("0000:02:00.0", "0000:01:00.0")) == [3, 2]
     assert devices.pointers(("Vulkan0",)) == [4]
     assert devices.pointers(()) == []
 
 
 @pytest.mark.usefixtures("two_gpus")
+def test_server_is_connected_to_for_its_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for all of them, and only where one is wanted; the names say which server it is."""
+    asked: list[str] = []
+
+    def server_devices(server: str) -> list[tuple[int, GgmlDevice]]:
+        asked.append(server)
+        return [(number, _device(f"RPC{number - 8}[{server}]", "")) for number in (8, 9)] if server == "a:1" else []
+
+    monkeypatch.setattr(devices, "server_devices", server_devices)
+    assert devices.pointers(("CUDA0",)) == [2]
+    assert asked == []
+    assert devices.pointers(("RPC1[a:1]", "CUDA0", "RPC0[a:1]")) == [9, 2, 8]
+    assert asked == ["a:1"]
+    with pytest.raises(InferenceCenterError, match=r"does not find the GPU RPC0\[gone:1\]"):
+        devices.pointers(("RPC0[gone:1]",))
+
+
+def test_server_that_cannot_be_reached_has_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether nothing listens there, or llama.cpp was built without RPC."""
+    assert devices.server_devices("127.0.0.1:1") == []
+    monkeypatch.setattr(devices, "_backend_by_name", lambda _: 1)
+    assert devices.server_devices("127.0.0.1:1") == []
+
+
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("name", ["CPU", "", "0000:03:00.0"])
 def test_missing_gpu_is_refused(name: str) -> None:
-    """The processor is none."""
+    """The CPU is not a GPU."""
     with pytest.raises(InferenceCenterError, match=r"CUDA0 \(0000:01:00.0\)") as refusal:
         devices.pointers((name,))
     assert refusal.value.code is ErrorCode.INVALID_CONFIG
@@ -67,7 +92,7 @@ def test_missing_gpu_is_refused(name: str) -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_optional_gpu_may_be_missing() -> None:
-    """Without it the model runs on the processor, and a line of the log says why."""
+    """Without it the model runs on the CPU, and a log line gives the reason."""
     lines: list[tuple[str, str]] = []
 
     def log(level: str, line: str) -> None:
@@ -94,6 +119,6 @@ def test_optional_gpu_may_be_missing() -> None:
 
 
 def test_devices_of_this_machine() -> None:
-    """The processor is one, with all of the memory."""
+    """The CPU is a device, with all of the memory."""
     names = [device.name for _, device in devices.devices()]
     assert "CPU" in names

@@ -31,8 +31,8 @@ def copied(demo: Loaded, log: LlamaLog, tmp_path: Path) -> Iterator[LlamaModel]:
     model.close()
 
 
-def test_path_slots_and_lengths_do_not_count(demo: Loaded, options: EngineOptions, copied: LlamaModel) -> None:
-    """The same file elsewhere, run with other slots of another length, can go on with what was saved."""
+def test_fingerprint_ignores_path_and_slots(demo: Loaded, options: EngineOptions, copied: LlamaModel) -> None:
+    """The same file at another path, with other slots of another length, can use the saved KV."""
     expected = fingerprint(demo.model, options)
     other = options.replace(slots=3, n_ctx=128, n_batch=32, n_ubatch=32, n_threads=2)
     assert fingerprint(copied, other) == expected
@@ -42,13 +42,13 @@ def test_path_slots_and_lengths_do_not_count(demo: Loaded, options: EngineOption
 @pytest.mark.parametrize(
     "change", [{"kv_type_k": "q8_0"}, {"kv_type_v": "q8_0"}, {"flash_attention": "off"}], ids=["k", "v", "attention"]
 )
-def test_types_of_kv_count(demo: Loaded, options: EngineOptions, change: dict[str, str]) -> None:
-    """KV that is kept in another form is another KV."""
+def test_fingerprint_covers_kv_types(demo: Loaded, options: EngineOptions, change: dict[str, str]) -> None:
+    """KV of another type is not compatible."""
     changed = options.replace(**change)
     assert fingerprint(demo.model, changed) != fingerprint(demo.model, options)
 
 
-def test_weights_count(copied: LlamaModel, options: EngineOptions) -> None:
+def test_fingerprint_covers_weights(copied: LlamaModel, options: EngineOptions) -> None:
     """Other weights in a file of the same size and metadata are another model."""
     before = fingerprint(copied, options)
     with copied.path.open("r+b") as file:
@@ -59,7 +59,7 @@ def test_weights_count(copied: LlamaModel, options: EngineOptions) -> None:
     assert fingerprint(copied, options) != before
 
 
-def test_the_end_of_the_file_counts(copied: LlamaModel, options: EngineOptions) -> None:
+def test_fingerprint_covers_the_end_of_the_file(copied: LlamaModel, options: EngineOptions) -> None:
     """One more byte is another file, and so is another last one."""
     digests = {fingerprint(copied, options)}
     for last in (b"a", b"b"):
@@ -71,15 +71,17 @@ def test_the_end_of_the_file_counts(copied: LlamaModel, options: EngineOptions) 
     assert len(digests) == 3
 
 
-def test_llama_cpps_version_counts(demo: Loaded, options: EngineOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one version saved is not trusted to another."""
+def test_fingerprint_covers_the_version_of_llama_cpp(
+    demo: Loaded, options: EngineOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved KV of another version is not used."""
     before = fingerprint(demo.model, options)
     monkeypatch.setattr(lib, "llama_version", lambda: b"another")
     assert fingerprint(demo.model, options) != before
 
 
-def test_a_file_that_is_gone_is_named(copied: LlamaModel, options: EngineOptions) -> None:
-    """A file deleted since it was loaded is the model file's error."""
+def test_deleted_model_file_is_named(copied: LlamaModel, options: EngineOptions) -> None:
+    """A file deleted since it was loaded is a model file error."""
     copied.path.unlink()
     with pytest.raises(InferenceCenterError, match=r"elsewhere\.gguf cannot be read any more") as refusal:
         fingerprint(copied, options)
@@ -87,7 +89,7 @@ def test_a_file_that_is_gone_is_named(copied: LlamaModel, options: EngineOptions
 
 
 def test_metadata_is_listed_in_order(demo: Loaded) -> None:
-    """Every entry that is no array is there once, sorted."""
+    """Every entry that is no array is listed once, sorted."""
     entries = demo.model.all_metadata()
     assert list(entries) == sorted(set(entries))
     assert f"general.architecture={demo.model.metadata('general.architecture')}" in entries

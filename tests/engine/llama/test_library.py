@@ -1,4 +1,4 @@
-"""Tests of finding llama.cpp's libraries, and of their fitting the bindings."""
+"""Finding llama.cpp's libraries, and checking that they fit the bindings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from msgspec import _core  # any shared library
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.llama.library import VERSION_FILE, load_library
+from inferencecenter.engine.llama.log import LlamaLog
 from inferencecenter.hardware import ggml
 from inferencecenter.hardware.ggml import LIBRARY_PATH, library_dir
 
 
 @pytest.fixture
 def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that the variable names, with no library in it."""
+    """A directory without libraries, named by the environment variable."""
     monkeypatch.setenv(LIBRARY_PATH, str(tmp_path))
     return tmp_path
 
@@ -32,13 +33,22 @@ def test_libraries_of_the_bindings_version_are_loaded() -> None:
 
 
 def test_libraries_for_other_bindings_are_refused(libraries: Path) -> None:
-    """By the version beside them, without loading them; the message names both and what to do."""
+    """By the version file beside them, before loading; the message names both versions and the remedy."""
     (libraries / VERSION_FILE).write_text("0.0.1\n")
     with pytest.raises(InferenceCenterError) as caught:
         load_library()
     assert caught.value.code is ErrorCode.INVALID_CONFIG
     assert f"built for llama-cpp-python 0.0.1, and {version('llama-cpp-python')} is installed" in caught.value.message
     assert "make run" in (caught.value.hint or "")
+
+
+def test_selected_kernels_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At info, by the file that llama.cpp names; what else it says keeps its level."""
+    chosen, searched = "load_backend: loaded CPU backend from /lib/libggml-cpu-zen4.so", "search path does not exist"
+    monkeypatch.setattr(LlamaLog, "install", lambda log: log.write(2, f"{chosen}\n{searched}\n"))
+    lines: list[tuple[str, str]] = []
+    load_library(on_log=lambda level, line: lines.append((level, line)))
+    assert lines == [("info", chosen), ("debug", searched)]
 
 
 def started(libraries: Path) -> subprocess.CompletedProcess[str]:
@@ -53,8 +63,8 @@ def started(libraries: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_an_engine_says_that_libraries_lack_a_function(libraries: Path) -> None:
-    """Libraries that do not tell their version; the daemon ends with the reason and 78."""
+def test_incompatible_libraries_stop_the_daemon(libraries: Path) -> None:
+    """Libraries without a version lack a function: the daemon ends with the reason and status 78."""
     shutil.copy(_core.__file__, libraries / "libllama.so")
     done = started(libraries)
     assert done.returncode == 78
@@ -62,17 +72,15 @@ def test_an_engine_says_that_libraries_lack_a_function(libraries: Path) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
 
-def test_an_engine_says_that_there_are_no_libraries(libraries: Path) -> None:
-    """The folder is named."""
+def test_missing_libraries_are_reported(libraries: Path) -> None:
+    """The directory is named."""
     done = started(libraries)
     assert done.returncode == 78
     assert str(libraries) in done.stdout + done.stderr
 
 
-def test_a_package_of_libraries_comes_before_those_of_the_bindings(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What the variable names comes before both; without any there is none."""
+def test_library_package_has_priority_over_the_bindings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The environment variable has priority over both; without any there are none."""
     monkeypatch.delenv(LIBRARY_PATH)
     installed = {name: tmp_path / name for name in ("inferencecenter_llama", "llama_cpp")}
     monkeypatch.setattr(

@@ -25,7 +25,7 @@ def log(lines: list[tuple[str, str]]) -> LlamaLog:
 
 
 def test_continuations_join_their_line(log: LlamaLog, lines: list[tuple[str, str]]) -> None:
-    """Fragments at level CONT belong to the line before them and take its level."""
+    """Fragments at level CONT are appended to the previous line and take its level."""
     log.write(WARNING, "load: ")
     log.write(CONTINUES, "..")
     log.write(CONTINUES, ".\nnext\n")
@@ -42,14 +42,14 @@ def test_unfinished_line_ends_where_the_next_begins(log: LlamaLog, lines: list[t
 @pytest.mark.parametrize(
     ("level", "name"), [(DEBUG, "debug"), (INFO, "debug"), (WARNING, "warning"), (ERROR, "error"), (0, "debug")]
 )
-def test_levels(log: LlamaLog, lines: list[tuple[str, str]], level: int, name: str) -> None:
-    """Only warnings and errors stand out: what llama.cpp calls information is for debugging."""
+def test_log_levels_are_mapped(log: LlamaLog, lines: list[tuple[str, str]], level: int, name: str) -> None:
+    """Only warnings and errors stand out: llama.cpp's information is for debugging."""
     log.write(level, "text\n")
     assert lines == [(name, "text")]
 
 
-def test_problems_are_kept_once(log: LlamaLog) -> None:
-    """The last warnings and errors can be taken, once."""
+def test_problems_are_returned_once(log: LlamaLog) -> None:
+    """The latest warnings and errors can be taken once."""
     log.write(INFO, "fine\n")
     for number in range(10):
         log.write(ERROR, f"error {number}\n")
@@ -58,7 +58,7 @@ def test_problems_are_kept_once(log: LlamaLog) -> None:
 
 
 def test_installed_log_receives_llama_cpp_and_never_raises(capfd: pytest.CaptureFixture[str]) -> None:
-    """A forwarding callable that raises does not reach C or stderr, and bad UTF-8 is replaced."""
+    """An exception of the callback does not reach C or stderr, and bad UTF-8 is replaced."""
     heard: list[str] = []
 
     def forward(_level: str, line: str) -> None:
@@ -78,7 +78,7 @@ def test_installed_log_receives_llama_cpp_and_never_raises(capfd: pytest.Capture
 
 
 def test_buffers_of_several_models_add_up() -> None:
-    """A compute buffer that grows is counted once for each model, at its last size."""
+    """A compute buffer that grows counts once per model, at its last size."""
     sizes = BufferSizes()
     for line in ("CPU model buffer size = 5.00 MiB", "CPU compute buffer size = 1.00 MiB"):
         sizes.read(f"load: {line}")

@@ -1,4 +1,4 @@
-"""Texts of one long word, with vocabularies that llama.cpp cuts by ``std::regex``; a process that dies is a child."""
+"""Texts of one long word, with vocabularies that llama.cpp splits by ``std::regex``, in a child that may crash."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def tokenize(cut: str, text: str, n_chars: int) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("cut", ["tekken", "gpt-4o", "deepseek-llm"])
-def test_a_long_word_is_tokenized(cut: str) -> None:
-    """It takes more stack than a thread has by itself, and the engine goes on."""
+def test_long_word_is_tokenized(cut: str) -> None:
+    """It needs more stack than a thread has by default, and the engine continues."""
     done = tokenize(cut, "abcdefghij", 200_000)
     assert (done.returncode, done.stdout) == (0, "True\n")
 
 
 @pytest.mark.parametrize("text", ["a", " "], ids=["letters", "white space"])
-def test_a_word_without_end_is_refused(text: str) -> None:
-    """The memory that a word takes grows with its length."""
+def test_endless_word_is_refused(text: str) -> None:
+    """The memory needed grows with the length of a word."""
     done = tokenize("tekken", text, 512 * 1024 + 1)
     assert done.returncode == 1
     assert "more than 524288 bytes" in done.stderr
 
 
 def test_many_words_are_tokenized() -> None:
-    """Only words are bounded, and not the text."""
+    """Words are limited in length, the text is not."""
     done = tokenize("tekken", "a ", 600_000)
     assert (done.returncode, done.stdout) == (0, "True\n")

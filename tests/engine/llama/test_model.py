@@ -62,7 +62,7 @@ def _refusal(path: Path | str, options: EngineOptions, log: LlamaLog) -> Inferen
 def test_bad_files_are_refused(
     tmp_path: Path, options: EngineOptions, log: LlamaLog, content: bytes, message: str
 ) -> None:
-    """Each kind of file that is no model is refused with what it is instead and what to do."""
+    """Each kind of invalid file is refused with what it is and what to do."""
     path = tmp_path / "model.gguf"
     path.write_bytes(content)
     assert message in _refusal(path, options, log).message
@@ -72,7 +72,7 @@ def test_bad_files_are_refused(
 def test_truncated_files_are_refused(
     tmp_path: Path, demo_model_path: Path, options: EngineOptions, log: LlamaLog, share: float
 ) -> None:
-    """A file cut anywhere, in its metadata or in its weights, is refused with llama.cpp's own words."""
+    """A file truncated in its metadata or weights is refused with llama.cpp's own message."""
     whole = demo_model_path.read_bytes()
     path = tmp_path / "model.gguf"
     path.write_bytes(whole[: int(len(whole) * share)])
@@ -81,16 +81,16 @@ def test_truncated_files_are_refused(
     assert "gave no reason" not in refusal.message
 
 
-def test_missing_file_names_what_is_there(tmp_path: Path, options: EngineOptions, log: LlamaLog) -> None:
-    """A missing file's hint lists the models beside it, or says which directory is missing."""
+def test_missing_file_error_lists_models_beside_it(tmp_path: Path, options: EngineOptions, log: LlamaLog) -> None:
+    """Or names the missing directory."""
     (tmp_path / "other.gguf").touch()
     assert "other.gguf" in (_refusal(tmp_path / "model.gguf", options, log).hint or "")
     missing = _refusal(tmp_path / "a" / "b" / "model.gguf", options, log)
     assert f"{tmp_path / 'a' / 'b'} does not exist; {tmp_path} does" in (missing.hint or "")
 
 
-def test_directory_names_what_is_in_it(tmp_path: Path, options: EngineOptions, log: LlamaLog) -> None:
-    """A directory is refused with the models in it."""
+def test_directory_error_lists_its_models(tmp_path: Path, options: EngineOptions, log: LlamaLog) -> None:
+    """A directory is not a model file."""
     assert ".gguf" in (_refusal(tmp_path, options, log).hint or "")
     (tmp_path / "other.gguf").touch()
     refusal = _refusal(tmp_path, options, log)
@@ -106,10 +106,10 @@ def test_pipe_is_refused_without_waiting_for_its_writer(tmp_path: Path, options:
 
 
 @pytest.mark.parametrize("method", ["open", "stat"])
-def test_unreadable_file_says_whose_permission_is_missing(
+def test_unreadable_file_error_names_the_missing_permission(
     tmp_path: Path, options: EngineOptions, log: LlamaLog, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    """A file without read permission, or behind a directory that may not be entered, is refused with both named."""
+    """A file without read permission, or behind a directory without search permission: both are named."""
     path = tmp_path / "model.gguf"
     path.write_bytes(_header(3))
 
@@ -125,7 +125,7 @@ def test_unreadable_file_says_whose_permission_is_missing(
 
 
 def test_file_larger_than_memory_is_refused_with_both_sizes(demo_model_path: Path) -> None:
-    """What does not fit into memory is refused with need and have; unknown memory refuses nothing."""
+    """The error has the needed and the available size; unknown memory refuses nothing."""
     size = demo_model_path.stat().st_size
     with pytest.raises(InferenceCenterError, match=r"needs 0\.0 GiB .* 0\.0 GiB are available") as refusal:
         check_model_file(demo_model_path, available_bytes=size - 1)
@@ -138,11 +138,11 @@ def test_file_larger_than_memory_is_refused_with_both_sizes(demo_model_path: Pat
     ("system_info", "may"), [("CPU : AVX512 = 1 | AMX_INT8 = 1 | REPACK = 1 | ", False), ("CPU : AVX512 = 1 | ", True)]
 )
 def test_weights_are_not_repacked_for_amx(system_info: str, may: bool) -> None:
-    """A build whose AMX kernels would crash keeps the weights as they are in the file."""
+    """A build whose AMX kernels would crash keeps the weights in their file format."""
     assert may_repack(system_info) is may
 
 
-def test_shards_count_together(tmp_path: Path) -> None:
+def test_shards_are_counted_together(tmp_path: Path) -> None:
     """A split model needs the memory of all its files, and of no other's."""
     for name in ("m[1]-00001-of-00002", "m[1]-00002-of-00002", "m1-00001-of-00002", "m[1]-00001-of-00003"):
         (tmp_path / f"{name}.gguf").write_bytes(_header(3))
@@ -152,13 +152,13 @@ def test_shards_count_together(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "offload", "expected"), [(-1, True, -1), (-1, False, 0), (0, False, 0), (0, True, 0), (7, True, 7)]
 )
-def test_gpu_layers(asked: int, offload: bool, expected: int) -> None:
-    """All layers means none without a GPU; a number is obeyed where there is one."""
+def test_gpu_layers_are_resolved(asked: int, offload: bool, expected: int) -> None:
+    """All layers means none without a GPU; a number is used where there is one."""
     assert resolve_gpu_layers(asked, offload=offload) == expected
 
 
 def test_gpu_layers_without_a_gpu_are_refused() -> None:
-    """Asking for layers that no GPU can take is a setting that cannot be obeyed."""
+    """The setting cannot be satisfied."""
     with pytest.raises(InferenceCenterError, match="n_gpu_layers is 7") as refusal:
         resolve_gpu_layers(7, offload=False)
     assert refusal.value.code is ErrorCode.INVALID_CONFIG
@@ -166,7 +166,7 @@ def test_gpu_layers_without_a_gpu_are_refused() -> None:
 
 
 def test_metadata_of_the_demo_model(demo: Loaded, options: EngineOptions, demo_model_path: Path) -> None:
-    """Everything the front is told about a model comes from its file and the options."""
+    """The model description comes from its file and the options."""
     info = demo.model.info(options, n_threads=3)
     assert (info.path, info.backend, info.architecture) == (str(demo_model_path), "llama", "llama")
     assert (info.slots, info.n_ctx, info.n_threads, info.n_gpu_layers) == (8, 256, 3, 0)
@@ -194,7 +194,7 @@ def test_metadata_defaults(window: Loaded, options: EngineOptions) -> None:
 
 
 def test_context_length_left_to_the_model_is_capped(demo: Loaded, window: Loaded) -> None:
-    """Zero takes what the model was trained with, up to a limit; a number is taken as it is."""
+    """Zero selects the trained length, up to a limit; a number is used as it is."""
     assert demo.model.n_ctx(0) == min(demo.model.n_ctx_train, N_CTX_DEFAULT_MAX)
     assert window.model.n_ctx_train == 8192
     assert window.model.n_ctx(0) == 4096
@@ -202,7 +202,7 @@ def test_context_length_left_to_the_model_is_capped(demo: Loaded, window: Loaded
 
 
 def test_refusal_repeats_no_earlier_problem(tmp_path: Path, options: EngineOptions, log: LlamaLog) -> None:
-    """Only what llama.cpp said about this file is reported."""
+    """Only llama.cpp's messages about this file are reported."""
     path = tmp_path / "model.gguf"
     path.write_bytes(_header(3))
     log.write(4, "trouble of yesterday\n")
@@ -239,7 +239,7 @@ def test_progress_callback_that_raises_does_not_stop_the_loading(options: Engine
 
 
 def test_parameters_that_c_points_to_live_as_long_as_the_model(options: EngineOptions) -> None:
-    """Shares are as many floats as llama.cpp reads; patterns end with an empty one, and name the host's memory."""
+    """Split shares have as many floats as llama.cpp reads; patterns end with a null entry and use host memory."""
     placed = options.replace(split_mode="none", main_gpu=-1, tensor_split=(3.0, 1.0), cpu_tensors=("_exps", "_shexp"))
     params = ModelParams(placed, n_gpu_layers=5)
     struct_ = params.struct

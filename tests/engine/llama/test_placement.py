@@ -1,4 +1,4 @@
-"""Tests of where llama.cpp puts a model that was planned, and how much it takes: the estimate against its own account.
+"""Compares the planned placement and memory of a model with llama.cpp's own figures.
 
 GPUs that only count (``counting_gpu``) stand for real ones. Their weights, KV and buffers are what llama.cpp would put
 on any GPU of that kind; what a driver takes for itself is not in it.
@@ -35,7 +35,7 @@ MIXTURE = replace(HEADERS["qwen3-30b-a3b"], layers=6, experts=16, vocabulary=16_
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, GPUs with so much room beside the driver's part, and constraints."""
+    """A model, GPUs with their free memory beside the driver's part, and constraints."""
 
     shape: HeaderShape
     mib: tuple[int, ...]
@@ -64,8 +64,8 @@ CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_estimate_is_what_llama_cpp_takes(tmp_path: Path, case: Case) -> None:
-    """Weights and KV on each GPU to the byte that llama.cpp tells; buffers not less, and not 5 % of all more."""
+def test_estimate_equals_the_memory_used_by_llama_cpp(tmp_path: Path, case: Case) -> None:
+    """Weights and KV per GPU to the byte that llama.cpp reports; buffers at least, and within 5 % of the total."""
     path = tmp_path / "model.gguf"
     write_header(path, case.shape, name="test")
     made, memory = _planned_and_taken(tmp_path, path, case)
@@ -111,7 +111,7 @@ def _planned_and_taken(folder: Path, path: Path, case: Case) -> tuple[PlacementP
 
 
 def load(folder: Path, options: EngineOptions, *, n_gpus: int) -> dict[str, BufferUse]:
-    """Load a model in another process with counting GPUs, and return the memory that it took by name."""
+    """Load a model in another process on counting GPUs, and return the memory it uses by name."""
     told = folder / "options.json"
     told.write_text(options.model_dump_json())
     command = [sys.executable, "-m", "tests.engine.llama.counting_gpu", str(told), str(n_gpus)]
@@ -121,7 +121,7 @@ def load(folder: Path, options: EngineOptions, *, n_gpus: int) -> dict[str, Buff
 
 @pytest.fixture
 def demo(demo_model_path: Path) -> EngineOptions:
-    """Options of the demo model, for a GPU that is there."""
+    """Options of the demo model on a GPU."""
     return EngineOptions(
         backend="llama",
         parent_pid=0,
@@ -135,22 +135,22 @@ def demo(demo_model_path: Path) -> EngineOptions:
     )
 
 
-def test_a_gpu_is_found_by_its_address_or_name(tmp_path: Path, demo: EngineOptions) -> None:
-    """Both name the same one."""
+def test_gpu_is_found_by_its_address_or_name(tmp_path: Path, demo: EngineOptions) -> None:
+    """Both identify the same GPU."""
     by_name = demo.replace(devices=("FAKE1",))
     assert (
         load(tmp_path, demo, n_gpus=2)["FAKE0"].weight_bytes == load(tmp_path, by_name, n_gpus=2)["FAKE1"].weight_bytes
     )
 
 
-def test_without_a_gpu_no_memory_of_one_is_taken(tmp_path: Path, demo: EngineOptions) -> None:
-    """Not even that which computes prompts for layers in the host's memory."""
+def test_without_a_gpu_no_gpu_memory_is_used(tmp_path: Path, demo: EngineOptions) -> None:
+    """Not even buffers that compute prompts for layers in host memory."""
     none = demo.replace(devices=(), n_gpu_layers=0, main_gpu=-1)
     assert not any(name.startswith("FAKE") for name in load(tmp_path, none, n_gpus=1))
 
 
 def test_sizes_are_read_from_the_log() -> None:
-    """Weights and KV add up, buffers that are made again do not; other lines are nothing."""
+    """Weights and KV add up, reallocated buffers do not; other lines are ignored."""
     sizes = BufferSizes()
     for line in (
         "load_tensors:   CPU_Mapped model buffer size =     2.00 MiB",

@@ -1,4 +1,4 @@
-"""Native sampler chains on the demo model: every parameter is obeyed."""
+"""Native sampler chains on the demo model: every parameter has an effect."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _silent = lib.llama_log_callback(lambda _level, _text, _data: None)
 
 
 class Rig:
-    """A loaded model whose last decoded row tests sample from, again and again."""
+    """A loaded model whose last decoded row is sampled repeatedly."""
 
     def __init__(self, path: Path) -> None:
         lib.llama_log_set(_silent, ctypes.c_void_p(0))
@@ -75,7 +75,7 @@ class Rig:
     def spread(self) -> None:
         """Replace the last row's logits by the same ones for every model: likelihood falls with a power of the rank.
 
-        How sure of itself a model is at some place must not decide what these tests prove.
+        The tests must not depend on the model's own confidence.
         """
         ranks = np.random.default_rng(0).permutation(self.n_vocab)
         row = np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, -1), shape=(self.n_vocab,))
@@ -134,13 +134,13 @@ def loaded(demo_model_path: Path) -> Iterator[Rig]:
 
 @pytest.fixture
 def rig(loaded: Rig) -> Rig:
-    """The demo model about to begin an answer, with logits that leave every token a chance."""
+    """The demo model before its answer, with logits that give every token a chance."""
     loaded.read(OPENING)
     loaded.spread()
     return loaded
 
 
-# All truncation off, hot: nearly every token has a chance, so that each sampler has something to do.
+# No truncation and a high temperature: nearly every token has a chance, so each sampler has an effect.
 WIDE: dict[str, Any] = {"temperature": 3, "top_k": 0, "top_p": 1, "min_p": 0}
 COOL: dict[str, Any] = {**WIDE, "temperature": 1.5}
 
@@ -170,7 +170,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "logit_bias": (WIDE, {"logit_bias": {"100": 20}}),
     "samplers": ({"temperature": 3, "top_p": 0.5}, {"samplers": ["temperature", "top_p"]}),
 }
-# Tested below by what they do to a sequence, or to the report.
+# Tested below by their effect on a sequence, or on the report.
 SEQUENTIAL = {
     "dry_multiplier",
     "dry_base",
@@ -183,7 +183,7 @@ SEQUENTIAL = {
 
 
 def test_every_sampling_parameter_has_a_test() -> None:
-    """No parameter is left without a proof that it does something."""
+    """No parameter is without a test of its effect."""
     properties = Params.model_json_schema()["properties"]
     sampling = {name for name, schema in properties.items() if schema["group"] == "sampling"}
     assert set(CHANGES) | SEQUENTIAL == sampling
@@ -193,7 +193,7 @@ def test_every_sampling_parameter_has_a_test() -> None:
 def test_changing_a_parameter_changes_what_is_drawn(
     rig: Rig, name: str, pair: tuple[dict[str, Any], dict[str, Any]]
 ) -> None:
-    """With the same seed and the same logits, only the parameter makes the difference."""
+    """With the same seed and logits, only the parameter makes the difference."""
     base, change = pair
     assert set(change) == {name}
     assert rig.draws(base) == rig.draws(base)
@@ -202,7 +202,7 @@ def test_changing_a_parameter_changes_what_is_drawn(
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_mirostat_versions_differ(rig: Rig, version: int) -> None:
-    """Each version draws its own way, and again the same with the same seed."""
+    """Each version draws differently, and reproducibly with the same seed."""
     drawn = rig.draws({**WIDE, "mirostat": version})
     assert drawn == rig.draws({**WIDE, "mirostat": version})
     assert drawn != rig.draws({**WIDE, "mirostat": 3 - version})
@@ -224,28 +224,28 @@ def test_truncation_samplers_keep_their_candidates(rig: Rig) -> None:
 
 
 def test_temperature_zero_takes_the_likeliest_token(rig: Rig) -> None:
-    """No seed changes that."""
+    """The seed does not matter."""
     row = np.ctypeslib.as_array(lib.llama_get_logits_ith(rig.context, -1), shape=(rig.n_vocab,))
     likeliest = int(row.argmax())
     assert set(rig.draws({"temperature": 0})) == {likeliest}
     assert set(rig.draws({"temperature": 0, "mirostat": 2, "seed": 1})) == {likeliest}
 
 
-def test_a_banned_token_never_comes(rig: Rig) -> None:
-    """``false`` in logit_bias takes even the likeliest token away."""
+def test_banned_token_is_never_sampled(rig: Rig) -> None:
+    """``false`` in logit_bias excludes even the likeliest token."""
     likeliest = rig.draws({"temperature": 0}, count=1)[0]
     assert likeliest not in rig.draws({**WIDE, "temperature": 0.1, "logit_bias": {str(likeliest): False}})
 
 
 def test_ignore_eos_masks_end_tokens(rig: Rig) -> None:
-    """Where the model wants to end, it has to go on."""
+    """The answer continues where the model would end it."""
     wants_end = {**WIDE, "logit_bias": {str(token): 50 for token in rig.end_tokens}}
     assert set(rig.draws(wants_end)) <= set(rig.end_tokens)
     assert not set(rig.draws({**wants_end, "ignore_eos": True})) & set(rig.end_tokens)
 
 
-def test_the_prompt_feeds_the_penalties(rig: Rig) -> None:
-    """A token of the prompt's tail is penalised before anything was sampled; one further back is not."""
+def test_penalties_cover_the_end_of_the_prompt(rig: Rig) -> None:
+    """A token of the prompt's tail is penalised before anything was sampled; an earlier one is not."""
     likeliest = rig.draws({"temperature": 0}, count=1)[0]
     others = [token for token in range(200, 210) if token != likeliest]
     penalised = {"temperature": 0, "presence_penalty": 10, "repeat_last_n": 5}
@@ -255,12 +255,12 @@ def test_the_prompt_feeds_the_penalties(rig: Rig) -> None:
 
 
 def dry_choice(rig: Rig, **changes: Any) -> bool:
-    """Tell whether DRY makes the model avoid the token that it is biased to, which would repeat a run."""
+    """Return whether DRY makes the model avoid the biased token, which would repeat a run."""
     wanted = rig.tokens(" green")[-1]
     run = rig.tokens(" cat dog sun red")
     filler = rig.tokens(" one two six ten")
     prompt = [*run, wanted, *filler, *run]
-    # The bias makes the token win, by 26 at least and 40 at most, unless the penalty is higher.
+    # The bias makes the token win by 26 to 40, unless the penalty is higher.
     raw = {"temperature": 0, "dry_multiplier": 20, "logit_bias": {str(wanted): 40}, **changes}
     return rig.draws(raw, prompt=prompt, count=1) != [wanted]
 
@@ -276,14 +276,14 @@ def dry_choice(rig: Rig, **changes: Any) -> bool:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_dry_avoids_repeating_a_run_unless_told_otherwise(rig: Rig, change: dict[str, Any]) -> None:
-    """Each DRY parameter alone decides whether the repetition goes on."""
+def test_dry_parameters_control_repetition(rig: Rig, change: dict[str, Any]) -> None:
+    """Each DRY parameter alone decides whether the repetition continues."""
     assert dry_choice(rig)
     assert not dry_choice(rig, **change)
 
 
 def test_equal_seeds_give_equal_answers(rig: Rig) -> None:
-    """At temperature above 0, and different seeds give different ones."""
+    """At a temperature above 0; different seeds give different answers."""
     hot = {**WIDE, "temperature": 1.5}
     first = rig.generate({**hot, "seed": 5}, OPENING)
     assert rig.generate({**hot, "seed": 5}, OPENING) == first
@@ -296,7 +296,7 @@ def test_without_a_seed_each_turn_is_random(rig: Rig) -> None:
 
 
 def test_logprobs_are_those_of_the_model_before_any_sampler(rig: Rig) -> None:
-    """The report holds the likeliest tokens in order, the sampled one, and natural logarithms."""
+    """The likeliest tokens in order, the sampled one, and natural logarithms."""
     sampler = rig.sampler({**WIDE, "seed": 3, "n_probs": 5, "logit_bias": {"100": 50}})
     sampled: Sampled = sampler.sample(-1)
     sampler.close()
@@ -310,8 +310,8 @@ def test_logprobs_are_those_of_the_model_before_any_sampler(rig: Rig) -> None:
         assert entry.token == rig.text(entry.token_id)
 
 
-def test_a_row_is_named_by_its_place_in_the_batch(rig: Rig) -> None:
-    """The index counts the batch's tokens; one without logits is an error, not the end of the process."""
+def test_row_index_counts_the_tokens_of_the_batch(rig: Rig) -> None:
+    """An index without logits is an error, not a crash."""
     sampler = rig.sampler({"temperature": 0})
     last = len(rig.prompt) - 1
     assert sampler.sample(last) == sampler.sample(-1)
@@ -320,7 +320,7 @@ def test_a_row_is_named_by_its_place_in_the_batch(rig: Rig) -> None:
     sampler.close()
 
 
-def test_a_closed_sampler_is_closed(rig: Rig) -> None:
+def test_closed_sampler_cannot_be_used(rig: Rig) -> None:
     """Closing twice frees once, and nothing is sampled afterwards."""
     sampler = rig.sampler({})
     sampler.close()
@@ -332,7 +332,7 @@ def test_a_closed_sampler_is_closed(rig: Rig) -> None:
 @pytest.mark.parametrize("temperature", [0.8, 3])
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.9])
 def test_typical_sampling_with_banned_tokens(rig: Rig, temperature: float, p: float) -> None:
-    """Only tokens are drawn that the definition keeps of those that are left: a ban makes nothing else likely."""
+    """Only tokens kept by the definition among the remaining ones are drawn: a ban makes no other token likely."""
     logits = np.ctypeslib.as_array(lib.llama_get_logits_ith(rig.context, -1), shape=(rig.n_vocab,)).astype(np.float64)
     banned = np.argsort(-logits)[[0, 1, 5]]
     logits[banned] = -np.inf
@@ -347,7 +347,7 @@ def test_typical_sampling_with_banned_tokens(rig: Rig, temperature: float, p: fl
 
 
 def test_typical_sampling_with_underflowing_probabilities(rig: Rig) -> None:
-    """A cold temperature before it leaves most tokens none."""
+    """A low temperature before it leaves most tokens with probability zero."""
     cold = {**WIDE, "temperature": 0.05, "samplers": ["temperature", "typ_p"]}
     row = np.ctypeslib.as_array(lib.llama_get_logits_ith(rig.context, -1), shape=(rig.n_vocab,))
     best = np.argsort(-row)[:2]
@@ -355,8 +355,8 @@ def test_typical_sampling_with_underflowing_probabilities(rig: Rig) -> None:
     assert set(rig.draws({**cold, "typical_p": 0.9})) == set(best.tolist())
 
 
-def test_the_whole_chain_builds_in_order(rig: Rig) -> None:
-    """Every sampler that a plan can hold exists in llama.cpp, and the chain has them in the plan's order."""
+def test_whole_chain_builds_in_order(rig: Rig) -> None:
+    """Every sampler of a plan exists in llama.cpp, and the chain has them in the plan's order."""
     everything: dict[str, Any] = {
         "repeat_penalty": 1.5,
         "dry_multiplier": 1,
@@ -384,5 +384,5 @@ def test_the_whole_chain_builds_in_order(rig: Rig) -> None:
 
 
 def test_rows_have_several_candidates(rig: Rig) -> None:
-    """The wide setting draws from many tokens, so that a difference is no accident of a sharp distribution."""
+    """The wide setting draws from many tokens, so a difference is not an artefact of a sharp distribution."""
     assert len(Counter(rig.draws(WIDE))) > 20

@@ -27,7 +27,7 @@ CLOSE = 1e-3
 
 @pytest.fixture(params=["demo", "window", "hybrid", "recurrent"])
 def loaded(request: pytest.FixtureRequest) -> Loaded:
-    """A model of each kind of memory, its slots empty."""
+    """A model of each kind of memory, with empty slots."""
     model: Loaded = request.getfixturevalue(request.param)
     return model
 
@@ -47,8 +47,8 @@ def _saved(loaded: Loaded, slot: int) -> bytes:
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 8])
 @pytest.mark.parametrize("source", [0, 1])
-def test_a_sequence_fits_any_number_of_slots(loaded: Loaded, slots: int, source: int) -> None:
-    """What was saved from either of two slots goes on in the last of one, two, three or eight, bit for bit."""
+def test_saved_sequence_fits_any_number_of_slots(loaded: Loaded, slots: int, source: int) -> None:
+    """A sequence saved from either of two slots continues in the last of one, two, three or eight, bit for bit."""
     with loaded.with_slots(2) as two, loaded.with_slots(slots) as other:
         two.feed(source, TOKENS)
         saved = _saved(two, source)
@@ -59,7 +59,7 @@ def test_a_sequence_fits_any_number_of_slots(loaded: Loaded, slots: int, source:
 
 
 def test_restore_does_not_affect_other_slots(loaded: Loaded) -> None:
-    """Restoring into a slot that was in use replaces that sequence, and no other slot's."""
+    """Restoring into a used slot replaces its sequence only."""
     with loaded.with_slots(3) as three, loaded.with_slots(2) as two:
         two.feed(1, TOKENS)
         saved = _saved(two, 1)
@@ -75,7 +75,7 @@ def test_restore_does_not_affect_other_slots(loaded: Loaded) -> None:
 
 
 def test_save_is_repeatable(loaded: Loaded) -> None:
-    """A slot goes on after it was saved, and a restored sequence is saved as the same bytes."""
+    """A slot continues after a save, and a restored sequence saves as the same bytes."""
     loaded.feed(0, TOKENS)
     saved = _saved(loaded, 0)
     assert loaded.context.restore(1, memoryview(saved), len(TOKENS))
@@ -87,7 +87,7 @@ def test_save_is_repeatable(loaded: Loaded) -> None:
 
 
 def test_save_writes_in_place_and_releases_the_buffer(two: Loaded) -> None:
-    """Bytes beyond the sequence stay as they are, it may be read from a longer buffer, and no pointer is kept."""
+    """Bytes beyond the sequence are unchanged, a longer buffer may be read, and no pointer is kept."""
     two.feed(0, TOKENS)
     size = two.context.state_bytes(0)
     buffer = bytearray(b"\xee" * (size + 100))
@@ -106,7 +106,7 @@ def test_save_writes_in_place_and_releases_the_buffer(two: Loaded) -> None:
 
 
 def test_restore_does_not_change_the_saved_bytes(two: Loaded) -> None:
-    """The numbers of streams are written into a copy: what was saved can be a file that others restore too."""
+    """Stream numbers are written into a copy: the saved bytes can be a file shared by several restores."""
     two.feed(1, TOKENS)
     saved = bytearray(_saved(two, 1))
     before = bytes(saved)
@@ -116,7 +116,7 @@ def test_restore_does_not_change_the_saved_bytes(two: Loaded) -> None:
 
 
 def test_unsupported_save_returns_nothing(two: Loaded) -> None:
-    """An empty slot, and a buffer too small by a byte or by all, give no bytes; a read-only buffer is refused."""
+    """An empty slot and a buffer that is too small save no bytes; a read-only buffer is refused."""
     assert two.context.state_bytes(0) == 0
     assert two.context.save(0, memoryview(bytearray(1000))) == 0
     two.feed(0, TOKENS)
@@ -130,7 +130,7 @@ def test_unsupported_save_returns_nothing(two: Loaded) -> None:
 
 @pytest.mark.parametrize("n_tokens", [0, len(TOKENS) - 1, len(TOKENS) + 1, 10_000])
 def test_another_number_of_tokens_is_refused(two: Loaded, n_tokens: int) -> None:
-    """Restoring requires the number of tokens; a sequence of more or fewer is rejected."""
+    """Restoring requires the exact number of tokens."""
     two.feed(0, TOKENS)
     saved = _saved(two, 0)
     two.feed(1, [1, 2, 3])
@@ -140,8 +140,8 @@ def test_another_number_of_tokens_is_refused(two: Loaded, n_tokens: int) -> None
 
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("kept", [0, 10, saved_state.HEADER_BYTES, saved_state.HEADER_BYTES + 8, 0.5, -1])
-def test_a_torn_sequence_is_refused(loaded: Loaded, slots: int, kept: float) -> None:
-    """Of a sequence that ends too early nothing is taken, and the slot works on."""
+def test_truncated_sequence_is_refused(loaded: Loaded, slots: int, kept: float) -> None:
+    """Nothing of it is restored, and the slot stays usable."""
     with loaded.with_slots(2) as two, loaded.with_slots(slots) as other:
         expected = two.feed(0, TOKENS)
         saved = _saved(two, 0)
@@ -152,8 +152,8 @@ def test_a_torn_sequence_is_refused(loaded: Loaded, slots: int, kept: float) -> 
         assert np.array_equal(other.feed(1, TOKENS), expected)
 
 
-def test_a_sequence_of_another_model_is_refused(demo: Loaded, window: Loaded) -> None:
-    """Even where a fingerprint would have lied, another shape of KV is not taken."""
+def test_sequence_of_another_model_is_refused(demo: Loaded, window: Loaded) -> None:
+    """A KV of another shape is refused even with an equal fingerprint."""
     window.feed(0, TOKENS)
     assert not demo.context.restore(0, memoryview(_saved(window, 0)), len(TOKENS))
     demo.feed(0, TOKENS)
@@ -161,8 +161,8 @@ def test_a_sequence_of_another_model_is_refused(demo: Loaded, window: Loaded) ->
     assert (demo.context.length(0), window.context.length(0)) == (len(TOKENS), 0)
 
 
-def test_a_sequence_longer_than_a_slot_is_refused(window: Loaded) -> None:
-    """A context with fewer tokens a slot takes what it can hold, and no more."""
+def test_sequence_longer_than_a_slot_is_refused(window: Loaded) -> None:
+    """A context with shorter slots restores only what fits."""
     window.feed(0, TOKENS * 6)
     saved = _saved(window, 0)
     shorter = replace(window, options=window.options.replace(n_ctx=512))
@@ -175,7 +175,7 @@ def test_a_sequence_longer_than_a_slot_is_refused(window: Loaded) -> None:
 
 
 def test_bytes_consumed_by_llama_cpp_are_checked(two: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sequence of which llama.cpp read too little, or that ends elsewhere than it should, is not kept."""
+    """A sequence of which llama.cpp read too little, or that ends at another position, is discarded."""
     two.feed(0, TOKENS)
     saved = _saved(two, 0)
     set_data = lib.llama_state_seq_set_data
@@ -189,7 +189,7 @@ def test_bytes_consumed_by_llama_cpp_are_checked(two: Loaded, monkeypatch: pytes
 
 
 def test_missing_window_is_detected(window: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restored sequence whose first kept position lies inside the window is thrown away."""
+    """A restored sequence whose first kept position lies inside the window is discarded."""
     window.feed(0, TOKENS)
     saved = _saved(window, 0)
     first_allowed = len(TOKENS) - WINDOW_TOKENS + 1
@@ -203,7 +203,7 @@ def test_missing_window_is_detected(window: Loaded, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("cut", [0, 1, 2, 20, 60])
 def test_truncated_restored_window_is_correct_or_refused(window: Loaded, slots: int, cut: int) -> None:
-    """After park, restore and a cut of some tokens, the next logits are those of a fresh read, or it is empty."""
+    """After offload, restore and a cut, the next logits equal those of a fresh prefill, or the slot is empty."""
     window.feed(0, TOKENS)
     saved = _saved(window, 0)
     n_tokens = len(TOKENS) - cut
@@ -219,7 +219,7 @@ def test_truncated_restored_window_is_correct_or_refused(window: Loaded, slots: 
 
 @pytest.mark.parametrize("name", ["recurrent", "hybrid"])
 def test_recurrent_layers_are_restored_whole_or_not_at_all(request: pytest.FixtureRequest, name: str) -> None:
-    """A parked recurrent state goes on as if it had stayed; a cut empties the slot, and reading again is right."""
+    """An offloaded recurrent state continues exactly; a cut empties the slot, and a new prefill is right."""
     loaded: Loaded = request.getfixturevalue(name)
     loaded.feed(0, TOKENS)
     saved = _saved(loaded, 0)
@@ -232,8 +232,8 @@ def test_recurrent_layers_are_restored_whole_or_not_at_all(request: pytest.Fixtu
     assert np.array_equal(loaded.feed(1, [5]), expected)
 
 
-def test_a_window_beside_recurrent_layers_moves_between_slots(hybrid_window: Loaded) -> None:
-    """Within a context it is restored bit for bit; with other slots its streams are not found, and nothing is taken."""
+def test_window_beside_recurrent_layers_moves_between_slots(hybrid_window: Loaded) -> None:
+    """Within a context it is restored bit for bit; a context with other slots does not accept it."""
     hybrid_window.feed(0, TOKENS)
     saved = _saved(hybrid_window, 0)
     assert hybrid_window.context.restore(1, memoryview(saved), len(TOKENS))
@@ -244,10 +244,8 @@ def test_a_window_beside_recurrent_layers_moves_between_slots(hybrid_window: Loa
     assert not hybrid_window.context.truncate(1, 100)
 
 
-def test_memory_that_counts_streams_elsewhere_fits_its_own_number_of_slots_only(
-    two: Loaded, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the layout is not what is expected, sequences move within a context, and elsewhere nothing is taken."""
+def test_unknown_memory_layout_fits_its_own_number_of_slots_only(two: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of an unexpected layout move within a context and are refused elsewhere."""
     monkeypatch.setattr(saved_state, "streamed_bytes", lambda full, *_sizes, **_kinds: (full - 100, 0))
     two.feed(0, TOKENS)
     saved = _saved(two, 0)
@@ -258,7 +256,7 @@ def test_memory_that_counts_streams_elsewhere_fits_its_own_number_of_slots_only(
 
 
 def test_bytes_per_token_are_those_of_a_full_slot(loaded: Loaded) -> None:
-    """What warming up finds is what a full slot saves, divided by its tokens."""
+    """The warm-up's figure equals the saved size of a full slot, divided by its tokens."""
     found = loaded.context.warm_up(1)
     n_ctx = loaded.context.n_ctx
     assert loaded.context.length(0) == 0
@@ -269,7 +267,7 @@ def test_bytes_per_token_are_those_of_a_full_slot(loaded: Loaded) -> None:
 
 
 def _written(slots: int, used: list[int], cells: list[bytes], rest: bytes) -> tuple[bytes, tuple[int, int]]:
-    """Return what llama.cpp would write, with a few bytes for cells, and the lengths of the parts."""
+    """Return a state as llama.cpp writes it, with a few bytes of cells, and the lengths of its parts."""
     parts = []
     for stream, each in zip(used, cells, strict=True):
         counts = [b"\0" * 4] * slots
@@ -288,7 +286,7 @@ def _written(slots: int, used: list[int], cells: list[bytes], rest: bytes) -> tu
 def test_rewritten_state_equals_llama_cpps(
     before: int, after: int, parts: list[tuple[int, bytes]], rest: bytes
 ) -> None:
-    """For any streams, cells and numbers of slots, the result is the same cells in the last stream."""
+    """For any streams, cells and numbers of slots the same cells are in the last stream."""
     cells = [each for _, each in parts]
     data, lengths = _written(before, [stream % before for stream, _ in parts], cells, rest)
     layout = saved_state.Layout(1, before, len(data), lengths)
@@ -311,7 +309,7 @@ def test_rewritten_state_equals_llama_cpps(
     ids=["other slots", "no cells", "two streams", "no room for cells", "no counts"],
 )
 def test_unexpected_parts_are_refused(part: bytes) -> None:
-    """A part is rewritten only where it counts the slots it should, and one stream alone has cells."""
+    """A part is rewritten only if it has the expected number of slots and exactly one stream has cells."""
     data = b"PREFIX__" + part
     layout = saved_state.Layout(1, 2, len(data), (len(part), 0))
     assert not saved_state.rewrite(memoryview(data), layout, slots=3, into=np.empty(100, np.uint8))
@@ -319,7 +317,7 @@ def test_unexpected_parts_are_refused(part: bytes) -> None:
 
 @given(st.binary(max_size=80))
 def test_headers_are_read_back_or_refused(data: bytes) -> None:
-    """No bytes make a header by chance, and none raise; a written one is read as it was."""
+    """Arbitrary bytes are never a header and never raise; a written header survives the round trip."""
     assert saved_state.Layout.read(memoryview(data)) is None
     layout = saved_state.Layout(7, 2, 8 + len(data), (len(data) // 2, len(data) // 4))
     buffer = bytearray(saved_state.HEADER_BYTES) + b"PREFIX__" + data
@@ -329,8 +327,8 @@ def test_headers_are_read_back_or_refused(data: bytes) -> None:
     assert saved_state.Layout.read(memoryview(b"IC" + bytes(buffer))) is None
 
 
-def test_headers_that_contradict_themselves_are_refused() -> None:
-    """Parts longer than the whole, no slots, or bits that have no meaning yet."""
+def test_inconsistent_headers_are_refused() -> None:
+    """Parts longer than the whole, no slots, or reserved bits."""
     good = saved_state.Layout(7, 2, 40, (20, 12))
     for bad in (replace(good, streamed_bytes=(30, 3)), replace(good, slots=0), replace(good, size_bytes=7)):
         buffer = bytearray(saved_state.HEADER_BYTES + 40)
@@ -343,7 +341,7 @@ def test_headers_that_contradict_themselves_are_refused() -> None:
 
 
 def test_parts_follow_from_the_kind_of_memory() -> None:
-    """Recurrent layers count no streams, a hybrid's attention does, and a window is a part of its own."""
+    """Recurrent layers count no streams, a hybrid's attention does, and a window has its own part."""
     assert saved_state.streamed_bytes(108, 108, recurrent=False, hybrid=False) == (100, 0)
     assert saved_state.streamed_bytes(108, 48, recurrent=False, hybrid=False) == (60, 40)
     assert saved_state.streamed_bytes(108, 48, recurrent=False, hybrid=True) == (60, 0)

@@ -1,4 +1,4 @@
-"""Drafts on llama.cpp: the same answer, fewer steps, and KV as long as the tokens."""
+"""Drafts on llama.cpp: the same answer in fewer steps, and KV of the same length."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ N_TOKENS = 180
 
 @pytest.fixture(scope="module")
 def backend(options: EngineOptions) -> Iterator[LlamaBackend]:
-    """The demo model with three slots, told that there will be drafts."""
+    """The demo model with three slots, prepared for drafts."""
     lookup = options.replace(slots=3, speculative="lookup", draft_tokens=8)
     backend = LlamaBackend.load(lookup, on_progress=lambda _fraction: None, on_log=lambda _level, _line: None)
     yield backend
@@ -49,7 +49,7 @@ def _empty_slots(backend: LlamaBackend) -> None:
 
 @dataclass
 class Turn:
-    """A turn that generates in a slot; ``margins`` are how far each token was above the runner-up."""
+    """A turn that decodes in a slot; ``margins`` are the distances of its tokens to the runner-up."""
 
     request: EngineRequest
     sampler: TurnSampler
@@ -57,11 +57,11 @@ class Turn:
 
     @property
     def answer(self) -> list[int]:
-        """What it said."""
+        """Its answer."""
         return self.request.tokens[self.request.prompt_tokens :]
 
     def take(self, sampled: Sampled) -> None:
-        """Note a token."""
+        """Record a token."""
         assert sampled.logprobs is not None
         first, second = sampled.logprobs.top
         self.margins.append(first.logprob - second.logprob)
@@ -69,7 +69,7 @@ class Turn:
 
 
 def begin(backend: LlamaBackend, slot: int, text: str) -> Turn:
-    """Read a prompt and sample the first token of its greedy answer."""
+    """Prefill a prompt and sample the first token of its greedy answer."""
     pieces = [
         PromptSegment("<|im_start|>user\n", special=True),
         PromptSegment(text),
@@ -95,7 +95,7 @@ def begin(backend: LlamaBackend, slot: int, text: str) -> Turn:
 def generate(
     backend: LlamaBackend, texts: Sequence[str], *, draft_tokens: int, model: DraftModel | None = None
 ) -> tuple[list[Turn], int]:
-    """Answer several prompts at once as the scheduler and the executor do; return the turns and the steps it took."""
+    """Answer several prompts as scheduler and executor do; return the turns and the number of steps."""
     turns = [begin(backend, slot, text) for slot, text in enumerate(texts)]
     drafting = DraftPlanner(
         draft_tokens=draft_tokens,
@@ -118,7 +118,7 @@ def generate(
 
 
 def step(backend: LlamaBackend, turns: Sequence[Turn], drafts: Sequence[list[int]]) -> None:
-    """Decode the turns' last tokens with their drafts, sample, and cut off what was wrong."""
+    """Decode the turns' last tokens with their drafts, sample, and truncate rejected ones."""
     chunks = [
         Chunk(slot, turn.request.kv_tokens, [turn.request.tokens[-1], *guessed], sample=True, drafts=len(guessed))
         for slot, (turn, guessed) in enumerate(zip(turns, drafts, strict=True))
@@ -140,7 +140,7 @@ def step(backend: LlamaBackend, turns: Sequence[Turn], drafts: Sequence[list[int
 
 
 def agrees(mine: Turn, theirs: Turn) -> bool:
-    """Equal, or first different where the choice was close."""
+    """Return whether both are equal, or first differ where the margin was small."""
     for token, other, margin in zip(mine.answer, theirs.answer, mine.margins, strict=False):
         if token != other:
             return margin <= NEAR
@@ -165,7 +165,7 @@ SUM = "What is 7 plus 8?"
     ids=str,
 )
 def test_greedy_answers_are_the_same_with_drafts(backend: LlamaBackend, texts: tuple[str, ...], share: float) -> None:
-    """Up to a choice between tokens that are nearly equally likely; text that repeats itself takes fewer steps."""
+    """Except between nearly equally likely tokens; repetitive text takes fewer steps."""
     plain, plain_steps = generate(backend, texts, draft_tokens=0)
     for slot in range(backend.model.slots):
         backend.truncate(slot, 0)
@@ -176,7 +176,7 @@ def test_greedy_answers_are_the_same_with_drafts(backend: LlamaBackend, texts: t
 
 
 def test_rejected_drafts_leave_no_state(backend: LlamaBackend) -> None:
-    """The KV behind a rejected draft saves to the same bytes as one that never had it, but for rounding."""
+    """The KV after a rejected draft saves to the same bytes as without it, up to rounding."""
     turn = begin(backend, 0, "Name four colours.")
     state = bytearray(backend.state_bytes(0))
     assert backend.save(0, memoryview(state))
@@ -189,7 +189,7 @@ def test_rejected_drafts_leave_no_state(backend: LlamaBackend) -> None:
     turn.sampler.close()
 
 
-def test_as_many_logits_as_the_drafts_of_all_slots_need(backend: LlamaBackend) -> None:
+def test_batch_has_logits_for_the_drafts_of_all_slots(backend: LlamaBackend) -> None:
     """Each of three slots has its token, and sixteen drafts are shared between them."""
     turns = [begin(backend, slot, text) for slot, text in enumerate(("one", "two", "three"))]
     step(backend, turns, [[1] * 8, [2] * 7, [3]])
@@ -219,7 +219,7 @@ def drafting(options: EngineOptions) -> Iterator[Drafting]:
 
 
 @pytest.mark.parametrize("texts", [("Tell me a long story.",), (JSON, "Count to 50.", SUM)], ids=str)
-def test_greedy_answers_are_the_same_with_a_draft_model_that_is_right(
+def test_greedy_answers_are_the_same_with_a_perfect_draft_model(
     drafting: Drafting, demo_model_path: Path, texts: tuple[str, ...]
 ) -> None:
     """The model as its own draft model: nearly every draft is accepted."""
@@ -233,10 +233,10 @@ def test_greedy_answers_are_the_same_with_a_draft_model_that_is_right(
 
 
 @pytest.mark.parametrize("texts", [("Tell me a long story.",), (JSON, "Count to 50.", SUM)], ids=str)
-def test_greedy_answers_are_the_same_with_a_draft_model_that_is_wrong(
+def test_greedy_answers_are_the_same_with_a_useless_draft_model(
     drafting: Drafting, demo_model_path: Path, tmp_path: Path, texts: tuple[str, ...]
 ) -> None:
-    """Random weights: what is drafted is cut off again, and soon nothing is drafted."""
+    """Random weights: drafts are rejected, and soon none are made."""
     backend, model = drafting(write_variant(tmp_path / "random.gguf", demo_model_path, layers=2, random=True))
     plain, plain_steps = generate(backend, texts, draft_tokens=0)
     for slot in range(3):
@@ -246,16 +246,16 @@ def test_greedy_answers_are_the_same_with_a_draft_model_that_is_wrong(
     assert steps >= plain_steps - 3
 
 
-def test_the_draft_model_drafts_no_end(drafting: Drafting, demo_model_path: Path) -> None:
-    """A turn that draws it is over."""
+def test_draft_model_drafts_no_end_token(drafting: Drafting, demo_model_path: Path) -> None:
+    """An end token would end the turn."""
     backend, model = drafting(demo_model_path)
     text = backend.tokenize([PromptSegment("<|im_start|>assistant\nParis.", special=True)], first=True)
     (drafts,) = model.draft([DraftRequest(0, text, 8, "c")])
     assert not any(map(backend.is_end, drafts))
 
 
-def test_a_slot_of_the_draft_model_follows_the_turn(drafting: Drafting, demo_model_path: Path) -> None:
-    """Other tokens, fewer, and those of another turn: it drafts as it would in an empty slot."""
+def test_draft_slot_follows_its_turn(drafting: Drafting, demo_model_path: Path) -> None:
+    """After other tokens, fewer, and those of another turn it drafts as in an empty slot."""
     backend, model = drafting(demo_model_path)
     one = backend.tokenize([PromptSegment("Count from 1 to 100. One, two, three,")], first=True)
     other = backend.tokenize([PromptSegment("My name is Ada. What is my name?")], first=True)
@@ -266,8 +266,8 @@ def test_a_slot_of_the_draft_model_follows_the_turn(drafting: Drafting, demo_mod
         assert len(used) == 4
 
 
-def test_the_draft_model_reads_a_long_text_in_parts(drafting: Drafting, demo_model_path: Path) -> None:
-    """It drafts nothing meanwhile, and does not hold up a turn whose text it knows."""
+def test_draft_model_prefills_a_long_text_in_parts(drafting: Drafting, demo_model_path: Path) -> None:
+    """It drafts nothing meanwhile, and does not delay a turn whose text is in its KV."""
     backend, model = drafting(demo_model_path)
     short = backend.tokenize([PromptSegment("Count to ten.")], first=True)
     text = [*short * 40][:200]
@@ -277,18 +277,18 @@ def test_the_draft_model_reads_a_long_text_in_parts(drafting: Drafting, demo_mod
     assert [len(each) for each in model.draft(both)] == [3, 3]
 
 
-def test_the_draft_model_reads_every_clients_text_anew(drafting: Drafting, demo_model_path: Path) -> None:
-    """Its speed does not tell one client what another one's text begins with."""
+def test_draft_model_shares_no_prefix_between_clients(drafting: Drafting, demo_model_path: Path) -> None:
+    """Its speed does not reveal the prefix of another client's text."""
     backend, model = drafting(demo_model_path)
     text = [*backend.tokenize([PromptSegment("Count to ten.")], first=True) * 40][:200]
     drafts = [model.draft([DraftRequest(0, text, 3, client)]) for client in ("a", "a", "b", "b")]
     assert [len(each) for (each,) in drafts] == [0, 3, 0, 3]
 
 
-def test_a_draft_model_that_fails_drafts_nothing(
+def test_failed_draft_decode_drafts_nothing(
     drafting: Drafting, demo_model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The turn goes on without, and the next time it reads its text again."""
+    """The turn continues without drafts, and the next time its text is prefilled again."""
     backend, model = drafting(demo_model_path)
     tokens = backend.tokenize([PromptSegment("Count to ten.")], first=True)
     (before,) = model.draft([DraftRequest(0, tokens, 4, "c")])
@@ -303,10 +303,10 @@ def test_a_draft_model_that_fails_drafts_nothing(
     assert model.draft([DraftRequest(0, tokens, 4, "c")]) == [before]
 
 
-def test_a_draft_model_of_another_vocabulary_is_refused(
+def test_draft_model_of_another_vocabulary_is_refused(
     drafting: Drafting, demo_model_path: Path, window_model_path: Path, tmp_path: Path
 ) -> None:
-    """The error names both models and says what differs."""
+    """The error names both models and the difference."""
     renamed = write_variant(tmp_path / "renamed.gguf", demo_model_path, layers=1, renamed=700)
     for path, difference in ((renamed, "token 700 is"), (window_model_path, "tokens instead of 1536")):
         with pytest.raises(InferenceCenterError) as caught:
@@ -316,8 +316,8 @@ def test_a_draft_model_of_another_vocabulary_is_refused(
         assert difference in caught.value.message
 
 
-def test_a_draft_model_must_forget(hybrid: Loaded) -> None:
-    """A recurrent layer cannot take a rejected draft back."""
+def test_draft_model_must_support_truncation(hybrid: Loaded) -> None:
+    """A recurrent layer cannot remove a rejected draft."""
     with pytest.raises(InferenceCenterError, match="cannot be truncated") as caught:
         check_draft_model(hybrid.model, hybrid.model)
     assert caught.value.code is ErrorCode.INVALID_CONFIG
@@ -326,7 +326,7 @@ def test_a_draft_model_must_forget(hybrid: Loaded) -> None:
 def test_memory_of_the_draft_model_is_reported(
     backend: LlamaBackend, drafting: Drafting, demo_model_path: Path
 ) -> None:
-    """The model as its own draft takes as much again, here with contexts twice as long."""
+    """The model as its own draft model needs the same again, here with contexts twice as long."""
 
     def totals(memory: tuple[BufferUse, ...]) -> tuple[int, ...]:
         return tuple(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -12,7 +13,8 @@ from llama_cpp import llama_cpp as lib
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.llama.vocab import Vocabulary
-from inferencecenter.ipc.messages import PromptSegment
+from inferencecenter.ipc.messages import InfillTokens, PromptSegment
+from tests.engine.llama.tiny_models import write_plain_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,19 +51,19 @@ def _text(vocabulary: Vocabulary, tokens: list[int]) -> str:
 @example(text="  two spaces,\ttab\r\nand line feeds\n\n")
 @example(text="\U0001f469\u200d\U0001f680 \u0e17\u0e14\u0e2a\u0e2d\u0e1a \u6f22\u5b57 e\u0301")
 def test_any_text_survives_the_round_trip(bpe: Vocabulary, text: str) -> None:
-    """The bytes of a plain text's tokens are that text."""
+    """The tokens of a plain text spell its bytes."""
     assert _text(bpe, bpe.tokenize([PromptSegment(text)], first=False)) == text
 
 
 @given(texts=st.lists(st.text(max_size=8), max_size=5))
 def test_pieces_join_without_seams(bpe: Vocabulary, texts: list[str]) -> None:
-    """Cutting a text into pieces adds and loses nothing."""
+    """Splitting a text into pieces changes nothing."""
     assert _text(bpe, bpe.tokenize([PromptSegment(text) for text in texts], first=False)) == "".join(texts)
 
 
 @given(before=st.text(max_size=5), after=st.text(max_size=5), special=st.sampled_from(["<|im_start|>", "<|im_end|>"]))
 def test_plain_text_never_becomes_special(bpe: Vocabulary, before: str, after: str, special: str) -> None:
-    """What a person wrote stays text, even where it spells a control token; in template text it is one token."""
+    """User text stays text even if it spells a control token; in template text it is one token."""
     text = f"{before}{special}system{after}"
     plain = bpe.tokenize([PromptSegment(text)], first=True)
     control = bpe.tokenize([PromptSegment(special, special=True)], first=False)
@@ -71,8 +73,8 @@ def test_plain_text_never_becomes_special(bpe: Vocabulary, before: str, after: s
     assert control[0] in bpe.tokenize([PromptSegment(text, special=True)], first=True)
 
 
-def test_control_tokens_show_nothing_but_have_names(bpe: Vocabulary) -> None:
-    """A control token adds no bytes to the text, and its name is what the template spells."""
+def test_control_tokens_have_no_text_but_a_name(bpe: Vocabulary) -> None:
+    """A control token adds no bytes to the text, and its name is its spelling in the template."""
     (token,) = bpe.tokenize([PromptSegment("<|im_end|>", special=True)], first=False)
     assert bpe.token_bytes(token) == b""
     assert bpe.token_text(token) == "<|im_end|>"
@@ -83,7 +85,7 @@ def test_control_tokens_show_nothing_but_have_names(bpe: Vocabulary) -> None:
 
 @pytest.mark.parametrize("text", ["\ud800", "half a pair: \udc00!", "\ud83d" * 3])
 def test_lone_surrogates_are_refused(bpe: Vocabulary, text: str) -> None:
-    """Text that is no Unicode is the sender's error, naming the place."""
+    """Invalid Unicode is the sender's error, with its position."""
     with pytest.raises(
         InferenceCenterError, match=f"at character {text.find(max(text, key=_is_surrogate))}"
     ) as refusal:
@@ -95,28 +97,42 @@ def _is_surrogate(character: str) -> bool:
     return "\ud800" <= character <= "\udfff"
 
 
-def test_a_megabyte_is_tokenized(bpe: Vocabulary) -> None:
-    """A very long text is tokenized, not cut."""
+def test_megabyte_of_text_is_tokenized(bpe: Vocabulary) -> None:
+    """A very long text is tokenized, not truncated."""
     text = "one two three, " * 70_000
     assert _text(bpe, bpe.tokenize([PromptSegment(text)], first=True)) == text
 
 
-def test_threads_tokenize_at_once(bpe: Vocabulary) -> None:
-    """Workers that share a vocabulary get what one alone gets."""
+def test_threads_tokenize_concurrently(bpe: Vocabulary) -> None:
+    """Threads that share a vocabulary get the same results as one alone."""
     texts = [f"{number} plus {number} is {2 * number}. " * 50 for number in range(32)]
     with ThreadPoolExecutor(4) as pool:
         tokens = list(pool.map(lambda text: bpe.tokenize([PromptSegment(text)], first=True), texts))
     assert [_text(bpe, row) for row in tokens] == texts
 
 
-def test_token_text_of_no_token(bpe: Vocabulary) -> None:
-    """Models without a BOS or EOS token have the id -1 for it, whose text is empty."""
+def test_tokens_around_a_gap_are_known_by_their_texts(tmp_path: Path) -> None:
+    """Their texts are parsed as these tokens; a vocabulary that lacks one of the three cannot fill a gap."""
+    tokens = InfillTokens("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|repo_name|>", "<|file_sep|>")
+    write_plain_model(tmp_path / "whole.gguf", *msgspec.structs.astuple(tokens))
+    for vocabulary in _vocabulary(tmp_path / "whole.gguf"):
+        assert vocabulary.infill == tokens
+        framed = [PromptSegment(tokens.prefix, special=True), PromptSegment(tokens.suffix)]
+        assert len(vocabulary.tokenize(framed[:1], first=False)) == 1
+        assert len(vocabulary.tokenize(framed, first=False)) > 2, "text of users is no token"
+    write_plain_model(tmp_path / "plain.gguf", tokens.prefix, tokens.suffix)
+    for vocabulary in _vocabulary(tmp_path / "plain.gguf"):
+        assert vocabulary.infill is None
+
+
+def test_missing_token_has_empty_text(bpe: Vocabulary) -> None:
+    """A model without a BOS or EOS token has the id -1, whose text is empty."""
     assert bpe.token_text(-1) == ""
     assert bpe.token_text(bpe.n_tokens) == ""
 
 
-def test_bos_comes_first_and_once(spm: Vocabulary) -> None:
-    """A sequence starts with one BOS, also where the template spells it, and only at its start."""
+def test_bos_is_added_once_at_the_start(spm: Vocabulary) -> None:
+    """Also where the template spells it, and only at the start of a sequence."""
     hello = spm.tokenize([PromptSegment("hello")], first=False)
     assert spm.tokenize([], first=True) == [spm.bos]
     assert spm.tokenize([], first=False) == []
@@ -126,7 +142,7 @@ def test_bos_comes_first_and_once(spm: Vocabulary) -> None:
     assert spm.bos not in hello
 
 
-def test_space_before_words_only_where_llama_cpp_puts_one_into_a_whole_text(spm: Vocabulary) -> None:
+def test_space_prefix_equals_llama_cpps(spm: Vocabulary) -> None:
     """Pieces get a leading space at the start and after special tokens, and none in the middle of a text."""
     whole = spm.tokenize([PromptSegment("hello there</s>hello", special=True)], first=True)
     assert _text(spm, whole) == " hello there hello"
@@ -156,7 +172,7 @@ def test_user_defined_tokens_are_text(spm: Vocabulary) -> None:
 
 
 def test_long_token_texts_are_read_whole(spm: Vocabulary) -> None:
-    """A token longer than most is not cut."""
+    """A very long token text is not truncated."""
     text = f"<{'x' * 100}>"
     (token,) = spm.tokenize([PromptSegment(text)], first=False)
     assert spm.token_text(token) == text
@@ -164,7 +180,7 @@ def test_long_token_texts_are_read_whole(spm: Vocabulary) -> None:
 
 @pytest.mark.parametrize("name", ["bpe", "spm"])
 def test_token_text_length_is_bounded(name: str, request: pytest.FixtureRequest) -> None:
-    """The bound holds for every token, so that a text's length says how many tokens it takes at least."""
+    """The bound covers every token, so a text's length gives the minimum number of its tokens."""
     vocabulary: Vocabulary = request.getfixturevalue(name)
     longest = max(len(vocabulary.token_bytes(token)) for token in range(vocabulary.n_tokens))
     assert longest <= vocabulary.max_token_bytes <= 8 * longest

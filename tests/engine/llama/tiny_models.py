@@ -1,4 +1,4 @@
-"""Writes models of two narrow layers with random weights, one for each kind of memory that llama.cpp has."""
+"""Writes models of two narrow layers with random weights, one for each of llama.cpp's kinds of memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 WINDOW_TOKENS = 32
@@ -18,7 +19,7 @@ _LAYERS = 2
 class _TinyModel:
     """A file being written: vocabulary and shape are there, tensors are added, ``close`` writes it."""
 
-    def __init__(self, path: Path, architecture: str) -> None:
+    def __init__(self, path: Path, architecture: str, *, control: Sequence[str] = ()) -> None:
         self.writer = gguf.GGUFWriter(path, architecture)
         self.writer.add_name(path.stem)
         self.writer.add_context_length(8192)
@@ -27,7 +28,7 @@ class _TinyModel:
         self.writer.add_feed_forward_length(_FFN)
         self.writer.add_head_count(_HEADS)
         self.writer.add_layer_norm_rms_eps(1e-6)
-        texts, scores, types = _sentencepiece_vocabulary()
+        texts, scores, types = _sentencepiece_vocabulary(control)
         self.writer.add_tokenizer_model("llama")
         self.writer.add_token_list(texts)
         self.writer.add_token_scores(scores)
@@ -123,8 +124,21 @@ def write_hybrid_model(path: Path, *, window: bool = False) -> None:
     model.close()
 
 
-def _sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
-    """Return the texts, scores and types of control tokens, all bytes, some words, and what users define."""
+def write_plain_model(path: Path, *control: str) -> None:
+    """Write a llama-shaped model whose vocabulary has these control tokens besides those of the others."""
+    model = _TinyModel(path, "llama", control=control)
+    model.writer.add_head_count_kv(_HEADS)
+    model.tensor("output_norm.weight", _WIDTH)
+    for layer in range(_LAYERS):
+        for name in ("attn_norm", "ffn_norm"):
+            model.tensor(f"blk.{layer}.{name}.weight", _WIDTH)
+        model.attention(layer)
+        model.feed_forward(layer)
+    model.close()
+
+
+def _sentencepiece_vocabulary(more_control: Sequence[str]) -> tuple[list[str], list[float], list[int]]:
+    """Return the texts, scores and types of control tokens, all bytes, some words, and user-defined tokens."""
     control, unknown, byte = gguf.TokenType.CONTROL, gguf.TokenType.UNKNOWN, gguf.TokenType.BYTE
     normal, user_defined = gguf.TokenType.NORMAL, gguf.TokenType.USER_DEFINED
     rows: list[tuple[str, float, int]] = [("<unk>", 0.0, unknown), ("<s>", 0.0, control), ("</s>", 0.0, control)]
@@ -132,5 +146,6 @@ def _sentencepiece_vocabulary() -> tuple[list[str], list[float], list[int]]:
     words = ["\u2581", *"abcdefghijklmnopqrstuvwxyz", "he", "ll", "hell", "hello", "\u2581hello"]
     rows += [(word, -float(rank), normal) for rank, word in enumerate(words, start=1)]
     rows += [("<mark>", 0.0, user_defined), (f"<{'x' * 100}>", 0.0, user_defined)]
+    rows += [(text, 0.0, control) for text in more_control]
     texts, scores, types = zip(*rows, strict=True)
     return list(texts), list(scores), list(types)

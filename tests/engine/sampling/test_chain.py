@@ -1,4 +1,4 @@
-"""The plan of a sampler chain: order, what is left out, and what chooses the token."""
+"""The plan of a sampler chain: its order, dropped samplers, and the final choice."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def kinds(specs: tuple[SamplerSpec, ...]) -> list[type[SamplerSpec]]:
     return [type(spec) for spec in specs]
 
 
-def test_the_defaults_leave_out_what_is_off() -> None:
-    """Unset penalties, DRY, XTC and the like cost nothing."""
+def test_default_parameters_build_a_minimal_chain() -> None:
+    """Unset penalties, DRY, XTC and the like add no sampler."""
     assert chain({}) == (TopK(40), TopP(0.95, 0), MinP(0.05, 0), Temperature(0.8, 0.0, 1.0), Dist(RANDOM_SEED))
 
 
-def test_every_sampler_stands_in_the_order_of_samplers() -> None:
+def test_samplers_have_the_requested_order() -> None:
     """The default order is llama.cpp's; biases come first, the choice last."""
     in_order = [LogitBias, Penalties, Dry, TopNSigma, TopK, TypicalP, TopP, MinP, Xtc, Temperature, Dist]
     assert kinds(chain(EVERYTHING)) == in_order
@@ -66,7 +66,7 @@ def test_every_sampler_stands_in_the_order_of_samplers() -> None:
     assert kinds(backwards) == [LogitBias, *reversed(in_order[1:-1]), Dist]
 
 
-def test_every_value_arrives_in_its_sampler() -> None:
+def test_every_parameter_reaches_its_sampler() -> None:
     """No parameter is lost between the request and the plan."""
     specs = chain(
         {
@@ -116,7 +116,7 @@ def test_temperature_zero_is_greedy_but_still_penalises() -> None:
     assert chain({"temperature": 0, "adaptive_target": 0.5}) == (Greedy(),)
 
 
-def test_a_temperature_left_out_of_samplers_does_nothing() -> None:
+def test_temperature_needs_its_sampler() -> None:
     """Without the temperature sampler even temperature 0 draws from the distribution."""
     assert chain({"temperature": 0, "samplers": [], "seed": 1}) == (Dist(1),)
 
@@ -136,7 +136,7 @@ def test_adaptive_p_chooses_instead_of_a_plain_draw() -> None:
 
 
 def test_minus_one_looks_back_over_the_whole_context() -> None:
-    """And no look-back is longer than the context."""
+    """No look-back is longer than the context."""
     whole = chain({"repeat_penalty": 2, "repeat_last_n": -1, "dry_multiplier": 1, "samplers": ["penalties", "dry"]})
     assert [getattr(spec, "last_n", None) for spec in whole] == [512, 512, None]
     longer = chain({"repeat_penalty": 2, "repeat_last_n": 9999, "samplers": ["penalties"]})
@@ -157,7 +157,7 @@ def test_minus_one_looks_back_over_the_whole_context() -> None:
     ],
 )
 def test_samplers_without_effect_are_dropped(idle: dict[str, Any]) -> None:
-    """A value that switches a sampler off leaves no trace in the chain."""
+    """A value that disables a sampler removes it from the chain."""
     names = {"repeat_penalty": "penalties", "dry_multiplier": "dry", "xtc_probability": "xtc", "typical_p": "typ_p"}
     name = next(iter(idle))
     assert chain({**idle, "samplers": [names.get(name, name)], "seed": 1}) == (Dist(1),)
@@ -169,8 +169,8 @@ def test_ignore_eos_bans_every_end_token() -> None:
     assert specs[0] == LogitBias(((2, float("-inf")), (9, 1.0), (4, float("-inf"))))
 
 
-def test_a_token_is_left_to_draw() -> None:
-    """Bans of all tokens are refused, those of an end token by ``ignore_eos`` among them."""
+def test_ban_of_all_tokens_is_refused() -> None:
+    """Also together with the end tokens banned by ``ignore_eos``."""
     bans = {str(token): False for token in range(99)}
     assert isinstance(chain({"logit_bias": bans})[0], LogitBias)
     with pytest.raises(InferenceCenterError, match="ban every token") as caught:
@@ -178,7 +178,7 @@ def test_a_token_is_left_to_draw() -> None:
     assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "params.logit_bias")
 
 
-def test_a_bias_on_a_token_that_does_not_exist_is_refused() -> None:
+def test_bias_on_an_unknown_token_is_refused() -> None:
     """The error names the token and the vocabulary's size."""
     with pytest.raises(InferenceCenterError, match=r"token 100 does not exist.*0 to 99") as caught:
         chain({"logit_bias": {"100": 1}})
@@ -186,8 +186,8 @@ def test_a_bias_on_a_token_that_does_not_exist_is_refused() -> None:
 
 
 @given(st.integers(0, RANDOM_SEED - 1), st.integers(0, 100_000))
-def test_a_draw_is_made_of_seed_place_and_sampler(seed: int, position: int) -> None:
-    """The same each time, another at the next place and for another sampler, and never what llama.cpp takes as none."""
+def test_random_number_depends_on_seed_position_and_sampler(seed: int, position: int) -> None:
+    """It is reproducible, differs by position and sampler, and is never the value that means a random seed."""
     made = seeded_at(Dist(seed), position)
     assert made == seeded_at(Dist(seed), position)
     xtc = seeded_at(Xtc(0.5, 0.1, 0, seed), position)

@@ -1,4 +1,4 @@
-"""What a grammar lets come next, with a vocabulary of bytes."""
+"""Masks of grammars on a vocabulary of bytes."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 BACKEND = EchoBackend(EngineOptions(backend="echo", parent_pid=0))
 TOKENIZER = tokenizer_of(names_of(BACKEND), BACKEND.token_bytes, tokenize=lambda text: [*text.encode()])
 N_VOCAB = BACKEND.model.n_vocab
-# llguidance has DEL escaped, which JSON does not ask for.
+# llguidance requires DEL to be escaped, JSON does not.
 TEXTS = st.text(st.characters(exclude_characters="\x7f", codec="utf-8"))
 MARKERS = {"<|im_start|>": MESSAGE_START}
 
 
 def constraint(kind: str, text: str, *, clock: Callable[[], float] = lambda: 0.0) -> Constraint:
-    """Return what holds a turn to a grammar."""
+    """Return the constraint of a grammar."""
     matcher = compiled(TOKENIZER, Grammar(kind, text), MARKERS)
     return Constraint(matcher.deep_copy(), n_words=(TOKENIZER.vocab_size + 31) // 32, clock=clock)
 
 
 def fits(kind: str, text: str, answer: str) -> bool:
-    """Tell whether an answer is of a form, from its beginning to its end."""
+    """Return whether a complete answer matches a grammar."""
     return constraint(kind, text).fits([*answer.encode(), MESSAGE_END])
 
 
 def refusal(kind: str, text: str) -> str:
-    """Return what is wrong with a grammar."""
+    """Return the error of a grammar."""
     with pytest.raises(InferenceCenterError) as refused:
         compiled(TOKENIZER, Grammar(kind, text), MARKERS)
     assert refused.value.code is ErrorCode.INVALID_GRAMMAR
@@ -49,13 +49,13 @@ def refusal(kind: str, text: str) -> str:
 
 
 def fits_schema(schema: Any, value: Any) -> bool:
-    """Tell whether JSON, as Python writes it, is of the form of a schema."""
+    """Return whether JSON, as Python writes it, matches a schema."""
     return fits("json_schema", json.dumps(schema), json.dumps(value, ensure_ascii=False))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_a_schema_lets_pass_what_it_accepts_and_nothing_else(case: Case) -> None:
-    """An independent validator judges the same values in the same way."""
+def test_schema_accepts_exactly_the_valid_values(case: Case) -> None:
+    """An independent validator agrees on each value."""
     validator = Draft202012Validator(case.schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
     for value in case.valid:
         assert validator.is_valid(value)
@@ -66,7 +66,7 @@ def test_a_schema_lets_pass_what_it_accepts_and_nothing_else(case: Case) -> None
 
 @pytest.mark.parametrize("schema", UNSUPPORTED, ids=str)
 def test_unsatisfiable_schema_is_refused(schema: dict[str, Any]) -> None:
-    """A keyword that would be ignored is named instead, also inside of a larger schema."""
+    """A keyword that cannot be enforced is named instead of ignored, also inside of a larger schema."""
     assert refusal("json_schema", json.dumps(schema))
     assert refusal("json_schema", json.dumps({"type": "object", "properties": {"a": schema}, "required": ["a"]}))
 
@@ -79,12 +79,12 @@ def test_unsatisfiable_schema_is_refused(schema: dict[str, Any]) -> None:
     )
 )
 def test_empty_schema_accepts_any_json(value: Any) -> None:
-    """What Python writes fits the empty schema."""
+    """Whatever Python's encoder writes."""
     assert fits_schema({}, value)
 
 
 def test_generated_json_is_canonical() -> None:
-    """White space is where Python puts it and nowhere else, unless the schema says so itself."""
+    """White space is where Python puts it and nowhere else, unless the schema allows it."""
     schema: dict[str, Any] = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": 2}}}
     text = json.dumps(schema)
     assert fits("json_schema", text, '{"a": 1, "b": 2}')
@@ -111,7 +111,7 @@ def test_generated_json_is_canonical() -> None:
     ],
 )
 def test_every_grammar_kind_is_supported(kind: str, text: str, good: list[str], bad: list[str]) -> None:
-    """What it matches fits as a whole, and nothing else."""
+    """A complete match is accepted, and nothing else."""
     for answer in good:
         assert fits(kind, text, answer), answer
     for answer in bad:
@@ -143,7 +143,7 @@ def test_every_grammar_kind_is_supported(kind: str, text: str, good: list[str], 
     ],
 )
 def test_grammar_error_has_a_reason(kind: str, text: str, said: str) -> None:
-    """With its place where the client wrote it, and without what the client has not written."""
+    """With the position in the client's source, and without text that the client has not written."""
     reason = refusal(kind, text)
     assert said in reason
     assert "no_forcing" not in reason
@@ -152,7 +152,7 @@ def test_grammar_error_has_a_reason(kind: str, text: str, said: str) -> None:
 
 
 def test_end_token_is_allowed_where_the_grammar_ends() -> None:
-    """The end token is allowed there and nowhere else, and alone where nothing can follow."""
+    """It is allowed nowhere else, and it is the only one where nothing can follow."""
     held = constraint("regex", "ab*c?")
     allowed = []
     for token in b"abc":
@@ -164,8 +164,8 @@ def test_end_token_is_allowed_where_the_grammar_ends() -> None:
     held.accept(MESSAGE_END)
 
 
-def test_a_control_token_comes_only_where_it_is_named() -> None:
-    """It is no character of any text, and its name is no text."""
+def test_control_token_is_allowed_only_where_the_grammar_names_it() -> None:
+    """It matches no text, and its name is no text."""
     assert not constraint("lark", r"start: /(.|\n)*/").fits([MESSAGE_START])
     named = constraint("lark", 'start: "a"? <[<|im_start|>]> "b"')
     assert named.fits([MESSAGE_START, ord("b"), MESSAGE_END])
@@ -175,13 +175,13 @@ def test_a_control_token_comes_only_where_it_is_named() -> None:
 
 
 def test_forced_text_is_tokenized_canonically() -> None:
-    """What is sure to come may come in any pieces: a grammar's own wish to have it otherwise is overruled."""
+    """A grammar's own option for forced tokens is overridden."""
     held = constraint("lark", '%llguidance {"no_forcing": false}\nstart: "<|im_start|>"')
     assert list(np.flatnonzero(held.allowed(N_VOCAB))) == [ord("<")]
 
 
 def test_constraint_resumes_an_earlier_answer() -> None:
-    """It is taken in without being asked about; one that is of another form is a defect."""
+    """The answer is consumed without a check of each mask; one that violates the grammar is a defect."""
     held = constraint("regex", "abc")
     held.replay(list(b"ab"))
     assert list(np.flatnonzero(held.allowed(N_VOCAB))) == [ord("c")]
@@ -190,7 +190,7 @@ def test_constraint_resumes_an_earlier_answer() -> None:
 
 
 def test_slow_grammar_ends_its_turn() -> None:
-    """Some slow tokens are borne, not many: all turns of a step wait for them."""
+    """A few slow tokens are tolerated, not many: all turns of a step wait for them."""
     seconds = iter(range(1000))
     held = constraint("regex", "a*", clock=lambda: next(seconds) * 0.3)
     failures: list[str] = []
@@ -205,7 +205,7 @@ def test_slow_grammar_ends_its_turn() -> None:
 
 
 def test_grammar_without_spelling_tokens_ends_its_turn() -> None:
-    """Where only tokens beyond those of the model would do, none is left."""
+    """Only tokens beyond the model's vocabulary would match."""
     held = constraint("lark", 'start: "é"')
     with pytest.raises(InferenceCenterError, match="no token") as refused:
         held.allowed(100)
@@ -213,25 +213,25 @@ def test_grammar_without_spelling_tokens_ends_its_turn() -> None:
 
 
 def test_disallowed_token_is_rejected() -> None:
-    """The turn fails instead of going on with what is of no form."""
+    """The turn fails instead of continuing in violation of its grammar."""
     held = constraint("regex", "abc")
     with pytest.raises(InferenceCenterError):
         held.accept(ord("x"))
 
 
 class PanicError(BaseException):
-    """As the binding raises it where llguidance's Rust code panics."""
+    """The exception that the binding raises when llguidance panics."""
 
 
 class Panicking:
-    """A matcher of which some calls panic."""
+    """A matcher some of whose calls panic."""
 
     def __init__(self, *calls: str) -> None:
         for name in calls:
             setattr(self, name, self._panic)
 
     def is_error(self) -> bool:
-        """Tell of no error."""
+        """Return no error."""
         return False
 
     def unsafe_compute_mask_ptr(self, address: int, n_bytes: int) -> None:
@@ -243,7 +243,7 @@ class Panicking:
 
 @pytest.mark.parametrize("call", ["unsafe_compute_mask_ptr", "consume_token"])
 def test_grammar_panic_fails_only_its_turn(call: str) -> None:
-    """What the other turns' thread is told is that this grammar cannot be used."""
+    """The caller gets an error that this grammar cannot be used."""
     held = Constraint(Panicking(call), n_words=9, clock=lambda: 0.0)  # type: ignore[arg-type]
     with pytest.raises(InferenceCenterError) as refused:
         held.allowed(N_VOCAB) if call == "unsafe_compute_mask_ptr" else held.accept(1)
@@ -252,7 +252,7 @@ def test_grammar_panic_fails_only_its_turn(call: str) -> None:
 
 @pytest.mark.parametrize("error", [PanicError("unwrap on None"), MemoryError(), ValueError("?")])
 def test_any_compilation_exception_is_a_grammar_error(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """A trial that took it for a success would have the engine try the same."""
+    """The sandbox must not report success, or the engine would compile the same grammar."""
 
     def failing(*_: object, **__: object) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""Whole characters out of token bytes, and whole tokens out of shown characters."""
+"""Complete characters from token bytes, and complete tokens from emitted characters."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ characters = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 @st.composite
 def pieces(draw: st.DrawFn) -> list[bytes]:
-    """Draw a text's bytes, cut anywhere, with empty pieces among them."""
+    """Draw a text's bytes, split anywhere, with empty pieces among them."""
     data = draw(characters).encode()
     cuts = sorted(draw(st.lists(st.integers(0, len(data)), max_size=10)))
     return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
 
 @given(pieces())
-def test_any_cut_of_the_bytes_gives_the_same_text(parts: list[bytes]) -> None:
-    """Characters come out whole however their bytes arrive."""
+def test_chunking_does_not_change_the_text(parts: list[bytes]) -> None:
+    """Characters are emitted whole however their bytes are split."""
     stream = Utf8Stream()
     assert "".join(map(stream.feed, parts)) == b"".join(parts).decode()
     assert not stream.pending
@@ -29,7 +29,7 @@ def test_any_cut_of_the_bytes_gives_the_same_text(parts: list[bytes]) -> None:
 @given(st.lists(st.binary(max_size=5), max_size=10))
 @example([b"\xed\xa0"])
 def test_any_bytes_decode(parts: list[bytes]) -> None:
-    """Invalid bytes become replacement characters, as if decoded at once, less an incomplete tail."""
+    """Invalid bytes become replacement characters, as in a single decode, less an incomplete tail."""
     stream = Utf8Stream()
     text = "".join(map(stream.feed, parts))
     whole = b"".join(parts).decode(errors="replace")
@@ -39,8 +39,8 @@ def test_any_bytes_decode(parts: list[bytes]) -> None:
     assert held_back in ("", "\ufffd", "\ufffd\ufffd", "\ufffd\ufffd\ufffd")
 
 
-def test_an_incomplete_character_is_held_back() -> None:
-    """Three of an emoji's four bytes show nothing; the fourth shows it whole."""
+def test_incomplete_character_is_held_back() -> None:
+    """Three of an emoji's four bytes emit nothing; the fourth emits it whole."""
     stream = Utf8Stream()
     assert stream.feed("é🙂".encode()[:5]) == "é"
     assert stream.pending
@@ -49,7 +49,7 @@ def test_an_incomplete_character_is_held_back() -> None:
 
 
 def naive_kept(parts: list[bytes], shown_chars: int) -> tuple[int, int]:
-    """Try every number of tokens, the most first."""
+    """Try every number of tokens, the largest first."""
     shown = b"".join(parts).decode()[:shown_chars]
     for count in range(len(parts), -1, -1):
         try:
@@ -71,7 +71,7 @@ def test_kept_tokens_are_the_longest_within_the_emitted_text(parts: list[bytes],
 
 
 def test_token_that_splits_a_character_is_not_kept() -> None:
-    """Tokens that share a character stay or go together."""
+    """Tokens that share a character are kept or dropped together."""
     tokens = TokenText()
     for part in (b"a", b"\xc3", b"\xa9", b"bc"):
         tokens.push(part)

@@ -1,4 +1,4 @@
-"""Numbers in JSON that come to an end."""
+"""Limits of numbers in JSON."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ LONG = "3" * MOST_DIGITS
 
 
 @pytest.mark.parametrize("text", [f"0.{LONG}", f'{{"a": {LONG}', f'["1\\"2", "\\\\", -{LONG}', f"1e{LONG}"])
-def test_a_number_with_digits_enough_ends(text: str) -> None:
+def test_number_ends_at_the_digit_limit(text: str) -> None:
     """Whatever stood before it."""
     assert narrowed(text, b"12,]") == b",]"
 
 
 @pytest.mark.parametrize("text", ["", f"0.{LONG[1:]}", f'"{LONG}', f'["\\"{LONG}', f"{LONG}.3", f"[{LONG}, 1"])
-def test_other_numbers_continue(text: str) -> None:
+def test_other_numbers_are_not_limited(text: str) -> None:
     """Shorter ones, digits in a string, and the next number."""
     assert narrowed(text, b"12,]") == b",12]"
 
 
 def test_incomplete_number_continues() -> None:
-    """Where a schema wants more digits than that, they come."""
+    """A schema that requires more digits gets them."""
     assert narrowed(LONG, b"12") == b"12"

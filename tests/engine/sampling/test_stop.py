@@ -18,7 +18,7 @@ stop_patterns = st.lists(st.sampled_from(PATTERNS), max_size=2, unique=True)
 
 
 def cut(text: str, places: list[int]) -> list[str]:
-    """Cut a text at places, which may repeat or lie beyond its end."""
+    """Split a text at positions, which may repeat or exceed its length."""
     places = sorted(min(place, len(text)) for place in places)
     return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
 
@@ -49,7 +49,7 @@ def reference(text: str, strings: list[str], patterns: list[str]) -> tuple[str, 
 def test_chunking_does_not_change_the_result(
     text: str, strings: list[str], patterns: list[str], places: list[int]
 ) -> None:
-    """Any feeds give the released text and the stop of the whole at once."""
+    """Any chunks release the same text and stop as the whole at once."""
     at_once = run(StopScanner(strings, patterns), [text])
     assert run(StopScanner(strings, patterns), cut(text, places)) == at_once
     assert run(StopScanner(strings, patterns), list(text)) == at_once
@@ -57,7 +57,7 @@ def test_chunking_does_not_change_the_result(
 
 @given(texts, stop_strings)
 def test_strings_stop_where_a_plain_search_finds_them(text: str, strings: list[str]) -> None:
-    """The first string to be complete ends the answer, the longest if several are."""
+    """The first complete string ends the answer, the longest if there are several."""
     assert run(StopScanner(strings), list(text)) == reference(text, strings, [])
 
 
@@ -70,7 +70,7 @@ def test_patterns_stop_where_a_plain_search_finds_them(text: str, source: str) -
 
 @given(texts, stop_strings)
 def test_exactly_possible_stop_prefixes_are_held_back(text: str, strings: list[str]) -> None:
-    """After each character, what is held is the longest end that is the beginning of a stop string."""
+    """After each character, the longest suffix that begins a stop string is held back."""
     scanner = StopScanner(strings)
     released = ""
     for end in range(1, len(text) + 1):
@@ -85,14 +85,14 @@ def test_exactly_possible_stop_prefixes_are_held_back(text: str, strings: list[s
 
 
 def test_text_without_stops_is_not_held_back() -> None:
-    """Nothing is held back that need not be."""
+    """All text is released at once."""
     scanner = StopScanner()
     assert scanner.feed("any text") == Scan("any text")
     assert scanner.finish() == ""
 
 
-def test_a_partial_match_is_held_until_it_fails() -> None:
-    """Digits wait for the full stop that would end them, and come out when it does not come."""
+def test_partial_match_is_held_back_until_it_fails() -> None:
+    """Digits wait for the full stop that would complete the pattern, and are released without it."""
     scanner = StopScanner([], [r"\d+\."])
     assert scanner.feed("in 19") == Scan("in ")
     assert scanner.feed("84 it") == Scan("1984 it")
@@ -101,7 +101,7 @@ def test_a_partial_match_is_held_until_it_fails() -> None:
 
 
 def test_nothing_is_released_after_a_stop() -> None:
-    """What follows the stop is never seen."""
+    """Text behind the stop is dropped."""
     scanner = StopScanner(["END"])
     assert scanner.feed("abENDcd") == Scan("ab", "END")
     assert scanner.feed("more") == Scan("")
@@ -109,14 +109,14 @@ def test_nothing_is_released_after_a_stop() -> None:
 
 
 def test_finish_releases_a_stop_prefix() -> None:
-    """The answer's own last characters are not lost because they look like a stop."""
+    """The last characters of the answer are not lost because they begin a stop string."""
     scanner = StopScanner(["END"])
     assert scanner.feed("the EN") == Scan("the ")
     assert scanner.finish() == "EN"
 
 
 def test_pattern_matches_across_released_text() -> None:
-    """Lookbehind and line starts work on text that is long gone, and the start of the text stays its start."""
+    """Lookbehind and line starts refer to released text, and the start of the text stays its start."""
     long = "x" * 10_000
     assert run(StopScanner([], ["(?<=x)END"]), [long, "END"]) == (long, "(?<=x)END")
     assert run(StopScanner([], ["^END"]), [long, "END"]) == (f"{long}END", None)
@@ -131,7 +131,7 @@ def test_released_text_is_dropped() -> None:
         assert len(scanner._text) < 5000
 
 
-def test_a_pattern_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_pattern_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catastrophic backtracking ends in an error, not in a hang."""
     monkeypatch.setattr(text, "_SEARCH_TIMEOUT_S", 0.01)
     scanner = StopScanner([], ["(a+)+b"])
@@ -141,20 +141,20 @@ def test_a_pattern_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 class Work:
-    """A clock on which each search takes so long."""
+    """A clock on which each search takes a given time."""
 
     def __init__(self, search_s: float) -> None:
         self.now_s = 0.0
         self._search_s = search_s
 
     def __call__(self) -> float:
-        """Return the seconds of now; a search lies between two calls."""
+        """Return the time in seconds; a search lies between two calls."""
         self.now_s += self._search_s / 2
         return self.now_s
 
 
 def test_patterns_that_are_slow_with_each_token_end_their_turn() -> None:
-    """No search takes too long alone; after a few tokens the turn has used up what it may take of all turns' steps."""
+    """No single search is too slow; after a few tokens the turn's time budget is used up."""
     scanner = StopScanner([], [f"(?<=x.*)z{number}" for number in range(4)], clock=Work(0.005))
     with pytest.raises(InferenceCenterError, match="over and over") as refused:
         run(scanner, ["a"] * 100)
@@ -163,7 +163,7 @@ def test_patterns_that_are_slow_with_each_token_end_their_turn() -> None:
 
 
 def test_ordinary_patterns_never_use_up_their_time() -> None:
-    """What a token's searches take is given back with the next token, in an answer of any length."""
+    """The next token refills what a search has used, in an answer of any length."""
     work = Work(0.0001)
     scanner = StopScanner([], ["ab+c", "END"], clock=work)
     released = "".join(scanner.feed("aabb").text for _ in range(2000))
@@ -171,8 +171,8 @@ def test_ordinary_patterns_never_use_up_their_time() -> None:
     assert work.now_s > 1
 
 
-def test_a_pattern_that_holds_back_everything_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unbounded match would keep the answer from being shown at all."""
+def test_unbounded_pattern_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold back the whole answer."""
     monkeypatch.setattr(text, "_MAX_HELD_CHARS", 100)
     scanner = StopScanner([], ["(?s)a.*z"])
     with pytest.raises(InferenceCenterError, match="could still match after 100 characters"):

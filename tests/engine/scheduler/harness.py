@@ -1,4 +1,4 @@
-"""A backend and a store of parked KV made of lists, on which the scheduler's plans are carried out and checked."""
+"""A backend and a KV store made of lists, on which the scheduler's plans are executed and checked."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Cell = tuple[int, str]
 
 @dataclass
 class Entry:
-    """A parked sequence; not ``ready`` while it is on disk only, ``load_failed`` when RAM had no room for it."""
+    """An offloaded entry; not ``ready`` while it is only on disk, ``load_failed`` when RAM had no room for it."""
 
     scope: str
     cells: list[Cell]
@@ -47,17 +47,17 @@ class Entry:
 
     @property
     def tokens(self) -> list[int]:
-        """What it spells."""
+        """Its tokens."""
         return [token for token, _ in self.cells]
 
 
 def restore(slot: int, key: str, tokens: Sequence[int], turn_id: str) -> RestoreSlot:
-    """Return the move that brings these tokens back."""
+    """Return the move that restores these tokens."""
     return RestoreSlot(slot, key, len(tokens), pack_tokens(tokens), turn_id)
 
 
 class FakeStore:
-    """Parks lists. ``limit_tokens`` is the longest sequence that fits; redundant ones fit up to ``room_tokens``."""
+    """Stores lists. ``limit_tokens`` is the longest entry that fits; spare copies fit up to ``room_tokens``."""
 
     def __init__(self, *, limit_tokens: int = N_CTX, room_tokens: int = N_CTX) -> None:
         self.entries: dict[str, Entry] = {}
@@ -66,7 +66,7 @@ class FakeStore:
         self.finds = 0
 
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
-        """Return the longest match, of equal ones the shortest sequence, of those one that is ready."""
+        """Return the longest match, of equal ones the shortest entry, of those one that is ready."""
         self.finds += 1
         matches = [
             Match(
@@ -84,11 +84,11 @@ class FakeStore:
         return max(matches, key=lambda match: (match.common_tokens, -match.n_tokens, match.ready), default=None)
 
     def fits(self, n_tokens: int) -> bool:
-        """Tell whether a sequence is short enough."""
+        """Return whether an entry is short enough."""
         return n_tokens <= self.limit_tokens
 
     def has_room(self, key: str, scope: str, n_tokens: int) -> bool:
-        """Tell whether a redundant copy is short enough."""
+        """Return whether a spare copy is short enough."""
         entry = self.entries.get(key)
         assert entry is None or entry.scope == scope
         return n_tokens <= self.room_tokens
@@ -96,7 +96,7 @@ class FakeStore:
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong in a step; ``broken_pass`` is the number of the pass that fails."""
+    """Faults of a step; ``broken_pass`` is the number of the pass that fails."""
 
     cut: bool = False
     swap: bool = False
@@ -108,7 +108,7 @@ class Faults:
 
 @dataclass
 class Results:
-    """What a step has come to so far."""
+    """The results of a step so far."""
 
     emptied: set[str] = field(default_factory=set)
     wiped: set[int] = field(default_factory=set)
@@ -122,7 +122,7 @@ class Results:
 
 
 class SchedulerHarness:
-    """Slots and parked sequences beside the scheduler's books.
+    """Slots and offloaded entries beside the scheduler's own state.
 
     Args:
         slots: Number of slots.
@@ -224,21 +224,21 @@ class SchedulerHarness:
         self.store.entries.pop(session_id, None)
 
     def limit(self, limits: EngineLimits) -> None:
-        """Let less run, or more again."""
+        """Set limits."""
         self.limits = limits
         self.scheduler.limit(limits, now=self.now)
 
     def lift_limits(self) -> None:
-        """Let all run that can."""
+        """Remove all limits."""
         self.limit(EngineLimits(active_slots=len(self.kv)))
 
     def finish_fetches(self) -> None:
-        """Bring what is on disk to RAM."""
+        """Fetch all entries from disk."""
         for entry in self.store.entries.values():
             entry.ready = True
 
     def run(self, steps: int, *, until: Callable[[], bool] = lambda: False) -> int:
-        """Run steps without faults, and return after how many ``until`` held."""
+        """Run steps without faults, and return how many it took until ``until`` held."""
         for step in range(steps):
             if until():
                 return step
@@ -251,7 +251,7 @@ class SchedulerHarness:
         assert not self.scheduler.has_work, f"still at work after {steps} steps: {self.scheduler!r}"
 
     def save(self, *, fails: bool = False) -> ParkSlot | None:
-        """Save what a slot holds, if nothing else is to be done; no state is parked that is parked already."""
+        """Save a slot if the scheduler is idle; a saved state is not saved again."""
         assert not self.scheduler.has_work
         wanted = self.scheduler.checkpoints.pending
         park = self.scheduler.checkpoints.next()
@@ -270,7 +270,7 @@ class SchedulerHarness:
         return park
 
     def step(self, faults: Faults = Faults(), *, move_s: float = 0.0) -> StepPlan:
-        """Carry out one plan, checking each of its promises."""
+        """Execute one plan, and check its guarantees."""
         self.now += STEP_S
         before = self.scheduler.running
         plan = self.scheduler.step(self.now)
@@ -313,7 +313,7 @@ class SchedulerHarness:
                 entry = self.store.entries.get(move.key)
                 client = self.requests[move.turn_id].client_id
                 assert entry is None or entry.scope in ("", client), "another client's KV is restored"
-                # A park of this step may have pushed the sequence out, or have replaced it.
+                # An offload of this step may have evicted or replaced the entry.
                 good = (
                     entry is not None
                     and entry.ready
@@ -361,7 +361,7 @@ class SchedulerHarness:
                 results.emptied.discard(turn_id)
 
     def _check_idle_slots(self, plan: StepPlan) -> None:
-        """Beside an idle slot a turn waits only for the disk, for its session, or for a prefix that is being read."""
+        """Beside an idle slot a turn waits only for the disk, for its session, or for a shared prefill."""
         slots = list(self.scheduler.slots)
         requests = [request for request in self.requests.values() if request.state is not RequestState.DONE]
         restoring = [request for request in requests if request.state is RequestState.RESTORING]
@@ -377,7 +377,7 @@ class SchedulerHarness:
             taken.add(request.session_id)
 
     def _check_tenants(self, unsure: Collection[str]) -> None:
-        """What a turn builds on is its own tokens, computed for its client or parked as a public prefix."""
+        """A turn's KV has its own tokens, computed for its client or offloaded as a public prefix."""
         for slot in self.scheduler.slots:
             if slot.turn_id is None or slot.turn_id in unsure:
                 continue
@@ -387,7 +387,7 @@ class SchedulerHarness:
             assert {client for _, client in cells} <= {"", request.client_id}
 
     def _with_drafts(self, row: DecodeRow) -> DecodeRow:
-        """Add the draft model's tokens: right ones with an error now and then, and none while it reads the text."""
+        """Add the draft model's tokens: right ones with occasional errors, and none during its prefill."""
         if row.draft is None:
             return row
         request, held = self.requests[row.turn_id], row.chunk.start + 1
@@ -429,7 +429,7 @@ class SchedulerHarness:
                 assert len(held) % GRID_TOKENS == 0 or len(held) == request.prefix_tokens
 
     def _sample(self, row: DecodeRow, faults: Faults, results: Results) -> None:
-        """Say the next token, and those behind drafts that are right, as far as the answer goes."""
+        """Sample the next token, and those behind accepted drafts, up to the answer's end."""
         request, held = self.requests[row.turn_id], self.kv[row.chunk.slot]
         drafts = row.chunk.tokens[len(row.chunk.tokens) - row.chunk.drafts :]
         assert len(held) + len(drafts) < self.n_ctx

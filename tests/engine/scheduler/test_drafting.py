@@ -1,17 +1,17 @@
-"""What is drafted in a step, and how the scheduler books it."""
+"""The drafts of a step, and their accounting."""
 
 from __future__ import annotations
 
 from inferencecenter.engine.scheduler.policy import DECODE_UNITS
 from inferencecenter.engine.scheduler.state import EngineRequest
-from inferencecenter.engine.speculation import DraftPlanner, Drafts
+from inferencecenter.engine.speculation import ROW_COST, DraftPlanner, Drafts
 from tests.engine.scheduler.harness import N_CTX, Faults, SchedulerHarness
 
 REPEATED = [1, 2, 3, 4, 5, 6] * 3
 
 
 def new_request(slot: int, tokens: list[int]) -> EngineRequest:
-    """Return a turn that generates in a slot."""
+    """Return a turn that decodes in a slot."""
     request = EngineRequest(
         turn_id=f"t{slot}",
         session_id=f"s{slot}",
@@ -39,21 +39,21 @@ def drafting(
     )
 
 
-def test_a_repeated_text_is_drafted() -> None:
-    """As it went on the last time."""
+def test_repeated_text_is_drafted() -> None:
+    """The draft continues as the text did the last time."""
     (drafts,) = drafting().drafts([new_request(0, REPEATED)]).tokens.values()
     assert drafts == ([1, 2, 3, 4, 5, 6] * 2)[: len(drafts)] != []
 
 
-def test_nothing_is_drafted_unless_it_is_wanted() -> None:
-    """And then no turn has a table either."""
+def test_drafting_is_off_by_default() -> None:
+    """No turn has an index either."""
     request = new_request(0, REPEATED)
     assert drafting(draft_tokens=0).drafts([request]) == Drafts()
     assert request.drafter is None
 
 
 def test_drafts_end_with_the_context() -> None:
-    """The last token of a full context is sampled, not decoded, so that one place stays free."""
+    """The last token of a full context is sampled, not decoded, so one position stays free."""
     n_tokens = len(REPEATED)
     for n_free, n_drafts in ((3, 2), (2, 1), (1, 0)):
         drafts = drafting(n_ctx=n_tokens + n_free).drafts([new_request(0, REPEATED)]).tokens
@@ -61,7 +61,7 @@ def test_drafts_end_with_the_context() -> None:
 
 
 def test_drafts_fit_one_batch() -> None:
-    """Tokens and drafts together are no more than is decoded at once."""
+    """Tokens and drafts together do not exceed the batch size."""
     requests = [new_request(slot, REPEATED) for slot in (1, 0, 2)]
     for pass_tokens in range(3, 12):
         drafts = drafting(pass_tokens=pass_tokens).drafts(requests).tokens
@@ -69,8 +69,8 @@ def test_drafts_fit_one_batch() -> None:
     assert drafting(pass_tokens=3).drafts(requests) == Drafts()
 
 
-def test_accepted_drafts_are_tokens_served() -> None:
-    """A turn takes fewer steps than it has tokens, and its client is charged for each of them."""
+def test_accepted_drafts_are_charged_to_the_client() -> None:
+    """A turn takes fewer steps than it has tokens, and each of them is charged."""
     world = SchedulerHarness(slots=1, answer_tokens=40, draft_tokens=4)
     turn = world.add([1])
     other = world.add([2], client="d", answer_tokens=1)
@@ -81,8 +81,8 @@ def test_accepted_drafts_are_tokens_served() -> None:
     assert other.started
 
 
-def test_a_quantum_counts_accepted_drafts() -> None:
-    """Who says more in a step has used up its quantum in fewer steps."""
+def test_quantum_counts_accepted_drafts() -> None:
+    """A turn with more tokens per step uses up its quantum in fewer steps."""
 
     def steps_of_quantum(draft_tokens: int) -> int:
         world = SchedulerHarness(slots=1, answer_tokens=50, quantum_tokens=30, draft_tokens=draft_tokens)
@@ -95,7 +95,7 @@ def test_a_quantum_counts_accepted_drafts() -> None:
 
 
 def test_answers_are_the_same_with_drafts() -> None:
-    """Also when their slots change hands, and when KV is lost as wrong drafts are cut off."""
+    """Also when slots are preempted, and when KV is lost as rejected drafts are cut off."""
 
     def answers(*, draft: bool, faults: Faults, draft_cost: float | None = None) -> list[list[int]]:
         world = SchedulerHarness(slots=2, answer_tokens=30, quantum_tokens=5, draft_tokens=4, draft_cost=draft_cost)
@@ -117,7 +117,7 @@ def test_answers_are_the_same_with_drafts() -> None:
 
 
 def test_failed_truncation_costs_kv_but_no_token() -> None:
-    """The turn reads again what it had, and goes on."""
+    """The turn is prefilled again and continues."""
     world = SchedulerHarness(slots=1, answer_tokens=N_CTX - 4, draft_tokens=4)
     turn = world.add([1])
     emptied = 0
@@ -129,8 +129,8 @@ def test_failed_truncation_costs_kv_but_no_token() -> None:
     assert world.terminals == {turn.turn_id: 1}
 
 
-def test_the_draft_model_is_asked_where_the_text_has_no_draft() -> None:
-    """It gets all tokens of the turn, and of others that draft from their text nothing."""
+def test_draft_model_is_used_if_the_text_has_no_draft() -> None:
+    """It gets all tokens of that turn, and none of turns drafted from their text."""
     repeats, new = new_request(0, REPEATED), new_request(1, [1, 2, 3])
     drafts = drafting(draft_cost=0.02).drafts([new, repeats])
     assert drafts.tokens.keys() == {"t0"}
@@ -140,14 +140,14 @@ def test_the_draft_model_is_asked_where_the_text_has_no_draft() -> None:
 
 
 def test_without_lookup_only_the_draft_model_drafts() -> None:
-    """A text that repeats itself is its to find."""
+    """Repetitive text is drafted by it too."""
     drafts = drafting(lookup=False, draft_cost=0.1).drafts([new_request(0, REPEATED)])
     assert drafts.tokens == {}
     assert drafts.requests["t0"].tokens == REPEATED
 
 
-def test_the_draft_model_is_not_asked_where_it_brings_nothing() -> None:
-    """If it costs as much as what it saves, and for a batch of many turns."""
+def test_draft_model_is_not_used_without_a_gain() -> None:
+    """If it costs as much as it saves, and for a batch of many turns."""
     assert drafting(lookup=False, draft_cost=0.8).drafts([new_request(0, [1, 2, 3])]) == Drafts()
     many = [new_request(slot, [1, 2, 3]) for slot in range(8)]
     assert drafting(lookup=False, draft_cost=0.2).drafts(many) == Drafts()
@@ -161,9 +161,25 @@ def test_drafts_of_the_model_end_with_the_context() -> None:
 
 
 def test_accepted_drafts_of_the_model_save_steps() -> None:
-    """Also where it has to read the text first, and drafts nothing until then."""
+    """Also where it has to prefill the text first, and drafts nothing until then."""
     world = SchedulerHarness(slots=1, answer_tokens=40, draft_tokens=4, lookup=False, draft_cost=0.1)
     turn = world.add([1])
     steps = world.run(100, until=lambda: turn.generated_tokens == 40)
     assert world.accepted_tokens > 10
     assert steps < 35
+
+
+def test_what_drafts_cost_is_learned_while_one_turn_decodes() -> None:
+    """All decodes of the harness take equally long, so that a further row costs next to nothing."""
+    world = SchedulerHarness(slots=2, answer_tokens=30, draft_tokens=4)
+    costs = world.scheduler._drafting._costs
+    world.add([1])
+    world.add([2], session="other")
+    world.run(100, until=lambda: world.scheduler.running == 2)
+    world.run(100, until=lambda: world.accepted_tokens > 4)
+    assert world.scheduler.running == 2
+    assert costs.row == ROW_COST
+    world.run_to_end()
+    world.add([3])
+    world.run_to_end()
+    assert costs.row < ROW_COST / 2

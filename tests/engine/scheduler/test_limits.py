@@ -1,4 +1,4 @@
-"""Less runs than could: what is cut back, what goes on, and that all come back."""
+"""Limits of the scheduler: what is paused, what continues, and that all turns resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERACTIVE, NORMAL, BATCH = 0, 1, 2
 
 
 def prompt(number: int, *, length: int = 4) -> list[int]:
-    """Return a prompt that shares nothing with those of other numbers."""
+    """Return a prompt that shares no prefix with those of other numbers."""
     return [1000 * number + n for n in range(length)]
 
 
@@ -25,13 +25,13 @@ def prompt(number: int, *, length: int = 4) -> list[int]:
     [(0, 1.0, 2), (-1, 1.0, 2), (1, 0.0, 2), (1, 1.1, 2), (1, 1.0, -1)],
 )
 def test_limits_that_stop_everything_are_refused(active_slots: int, prefill_share: float, lowest_class: int) -> None:
-    """At least one slot, some part of a step and one class are left, else turns would never end."""
+    """At least one slot, some part of a step and one class must remain, or turns would never end."""
     with pytest.raises(ValueError, match=r"active_slots|prefill_share|lowest_class"):
         EngineLimits(active_slots=active_slots, prefill_share=prefill_share, lowest_class=lowest_class)
 
 
 def test_turns_above_the_limit_pause_after_their_quantum() -> None:
-    """Their KV stays in their slots, and the limit is kept from then on."""
+    """Their KV stays in their slots, and the limit holds from then on."""
     world = SchedulerHarness(slots=4, quantum_tokens=QUANTUM, answer_tokens=40)
     turns = [world.add(prompt(n)) for n in range(4)]
     world.step()
@@ -48,7 +48,7 @@ def test_turns_above_the_limit_pause_after_their_quantum() -> None:
 
 
 def test_paused_turn_resumes() -> None:
-    """Once limits are lifted it generates with the next step and reads nothing again."""
+    """Once limits are lifted it decodes in the next step and prefills nothing again."""
     world = SchedulerHarness(slots=2, quantum_tokens=QUANTUM, answer_tokens=30)
     turns = [world.add(prompt(n)) for n in range(2)]
     world.run(5)
@@ -64,7 +64,7 @@ def test_paused_turn_resumes() -> None:
 
 
 def test_new_turns_get_no_slot_above_the_limit() -> None:
-    """Though slots are idle; they wait for one of those that run to end or to rest."""
+    """Even if slots are idle; they wait until a running turn ends or pauses."""
     world = SchedulerHarness(slots=4, quantum_tokens=1000, answer_tokens=6)
     world.limit(EngineLimits(active_slots=1))
     for n in range(3):
@@ -74,8 +74,8 @@ def test_new_turns_get_no_slot_above_the_limit() -> None:
     world.run_to_end()
 
 
-def test_a_session_that_holds_an_idle_slot_waits_as_well() -> None:
-    """It then goes on in its own slot, while the turn that made room rests in its."""
+def test_session_with_an_idle_slot_waits_too() -> None:
+    """It then continues in its own slot, while the turn that yielded pauses in its slot."""
     world = SchedulerHarness(slots=3, quantum_tokens=QUANTUM, answer_tokens=10)
     first = world.add(prompt(1), session="s")
     world.run_to_end()
@@ -91,7 +91,7 @@ def test_a_session_that_holds_an_idle_slot_waits_as_well() -> None:
 
 
 def test_lower_classes_are_paused() -> None:
-    """However long they wait; the scheduler then has work, and nothing to do until the limit is lifted."""
+    """However long they wait; the scheduler then has work, but plans nothing until the limit is lifted."""
     world = SchedulerHarness(slots=2, quantum_tokens=QUANTUM, answer_tokens=20, ageing_s=2.0)
     batch = world.add(prompt(1), priority=BATCH)
     world.run(2)
@@ -114,7 +114,7 @@ def test_lower_classes_are_paused() -> None:
 
 
 def test_waiting_time_of_a_barred_turn_counts() -> None:
-    """It has risen meanwhile and goes before a newer one of a higher class."""
+    """It has aged meanwhile and precedes a newer one of a higher class."""
     world = SchedulerHarness(slots=1, quantum_tokens=1000, ageing_s=2.0)
     world.limit(EngineLimits(active_slots=1, lowest_class=INTERACTIVE))
     old = world.add(prompt(1), priority=BATCH, client="a")
@@ -125,8 +125,8 @@ def test_waiting_time_of_a_barred_turn_counts() -> None:
     assert old.slot is not None
 
 
-def test_a_barred_turn_can_be_aborted() -> None:
-    """It leaves the line like any other, and does not come back with the others."""
+def test_barred_turn_can_be_aborted() -> None:
+    """It leaves the queue, and does not return when the limit is lifted."""
     world = SchedulerHarness(slots=1)
     world.limit(EngineLimits(active_slots=1, lowest_class=INTERACTIVE))
     turn = world.add(prompt(1), priority=NORMAL)
@@ -139,7 +139,7 @@ def test_a_barred_turn_can_be_aborted() -> None:
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.001])
 def test_prefill_share_is_limited(share: float) -> None:
-    """Of what a step could read, but a cell of the grid at least."""
+    """To a part of the step's prefill budget, but at least one chunk."""
     budgets = []
     for limits in (EngineLimits(active_slots=1), EngineLimits(active_slots=1, prefill_share=share)):
         world = SchedulerHarness(slots=1, target_step_s=0.05, n_ctx=4000)
@@ -153,7 +153,7 @@ def test_prefill_share_is_limited(share: float) -> None:
 
 
 def prefill_budget_tokens(world: SchedulerHarness) -> int:
-    """Return how much of a prompt the next step may read, as it says itself."""
+    """Return the prefill budget of the next step."""
     words = world.step().reasons[-1].split()
     assert words[1:3] == ["prompts", "share"]
     return int(words[3])
@@ -169,7 +169,7 @@ def prefill_budget_tokens(world: SchedulerHarness) -> int:
 def test_interactive_turns_end_under_any_limit(
     turns: list[tuple[int, int]], slots: int, active_slots: int, parks: bool, before: int
 ) -> None:
-    """While only they get slots; when limits are lifted the others end too, each once."""
+    """Only they get slots; when limits are lifted the others end too, each once."""
     world = SchedulerHarness(
         slots=slots, quantum_tokens=QUANTUM, store=FakeStore(limit_tokens=N_CTX if parks else 0), ageing_s=3.0
     )

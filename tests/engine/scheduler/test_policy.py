@@ -1,4 +1,4 @@
-"""The choices of the scheduler."""
+"""The scheduling policy."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def table_of(*slots: str) -> SlotTable:
         (("a*", "-"), None),
     ],
 )
-def test_slot_for_session_a(slots: tuple[str, ...], chosen: tuple[int, str] | None) -> None:
-    """Own slot, else an empty one beside the busy ones, else the oldest idle one, sparing who is about to run."""
+def test_slot_selection(slots: tuple[str, ...], chosen: tuple[int, str] | None) -> None:
+    """The own slot, else an empty one beside the busy ones, else the oldest idle one, sparing sessions about to run."""
     choice = choose_slot(table_of(*slots), "a", waiting={"a", "waits"})
     assert (choice and (choice[0].index, choice[1])) == chosen
 
 
 def runs_of(uses: list[SlotUse], *wanted: SlotUse) -> int:
-    """Return in how many runs the slots with these uses lie."""
+    """Return the number of runs of slots with these uses."""
     return sum(1 for is_wanted, _ in groupby(uses, key=lambda use: use in wanted) if is_wanted)
 
 
 @given(st.lists(st.sampled_from(SlotUse), min_size=1, max_size=10))
-def test_exchanges_make_busy_slots_consecutive_and_generating_ones_among_them(uses: list[SlotUse]) -> None:
-    """After the preemption both are one run, idle slots moved no more than needed, and the pairs have an order."""
+def test_swaps_make_busy_and_decoding_slots_consecutive(uses: list[SlotUse]) -> None:
+    """Both are one run after a preemption, idle slots move no more than needed, and the pairs are ordered."""
     after = uses.copy()
     to_idle = 0
     for a, b in compaction(tuple(uses)):
@@ -87,8 +87,8 @@ def test_exchanges_make_busy_slots_consecutive_and_generating_ones_among_them(us
         ("grg-g", ((4, 3), (3, 1))),
     ],
 )
-def test_exchanges(uses: str, preemption: tuple[tuple[int, int], ...]) -> None:
-    """The lowest of equal runs is filled; slots that read go to the edges of those that generate."""
+def test_swap_cases(uses: str, preemption: tuple[tuple[int, int], ...]) -> None:
+    """The lowest of equal runs is filled; slots in prefill go to the edges of those that decode."""
     assert (
         compaction(tuple({"-": SlotUse.IDLE, "r": SlotUse.PREFILL, "g": SlotUse.DECODE}[use] for use in uses))
         == preemption
@@ -122,7 +122,7 @@ def passes_of(requests: list[EngineRequest], *, budget_tokens: int, pass_tokens:
 
 @given(requests_to_read, st.integers(0, 200), st.integers(8, 40))
 def test_prefill_passes_are_well_formed(requests: list[EngineRequest], budget_tokens: int, pass_tokens: int) -> None:
-    """Each pass has equal chunks in ascending slots, cut at the grid, and each prompt is read without a gap."""
+    """Each pass has equal chunks in ascending slots, cut at the grid, and each prompt is prefilled without a gap."""
     at = {request.turn_id: request.kv_tokens for request in requests}
     lengths = {request.turn_id: request.prompt_tokens for request in requests}
     read = 0
@@ -146,7 +146,7 @@ def test_prefill_passes_are_well_formed(requests: list[EngineRequest], budget_to
 
 
 def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0, session: str = "") -> EngineRequest:
-    """Return a request whose prompt has not been read."""
+    """Return a request before its prefill."""
     return EngineRequest(
         turn_id=f"t{slot}",
         session_id=session or f"s{slot}",
@@ -161,7 +161,7 @@ def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0,
 
 
 def test_prompts_are_prefilled_sequentially() -> None:
-    """The first one due takes what the budget gives, the next one the rest, and none overtakes."""
+    """The first one due takes the budget, the next one the rest, and none overtakes."""
     requests = [
         new_request(slot, length=length, due=due) for slot, (length, due) in enumerate([(8, 9), (24, 3), (4, 30)])
     ]
@@ -172,14 +172,14 @@ def test_prompts_are_prefilled_sequentially() -> None:
 
 
 def test_higher_class_is_prefilled_first() -> None:
-    """A batch prompt is not read on while an interactive one has more to read."""
+    """A batch prompt is not prefilled while an interactive one has more to prefill."""
     requests = [new_request(0, priority=2), new_request(1, priority=0)]
     slots = [[row.chunk.slot for row in each.rows] for each in passes_of(requests, budget_tokens=24)]
     assert slots == [[1], [1], [1]]
 
 
 def test_chunk_boundaries_do_not_depend_on_the_step() -> None:
-    """Whether a prompt is read in one step or in many, its chunks are the same."""
+    """A prompt has the same chunks in one step and in many."""
     at_once = [row.chunk for each in passes_of([new_request(0, length=30)], budget_tokens=999) for row in each.rows]
     request, in_steps = new_request(0, length=30), []
     while request.kv_tokens < 30:
@@ -202,8 +202,8 @@ def test_generating_turns_get_one_row_each() -> None:
     ]
 
 
-def test_the_budget_holds_the_target_step() -> None:
-    """Reading at 1,000 tokens/s with 20 ms of generating leaves 130 tokens of 150 ms, and 150 alone."""
+def test_prefill_budget_keeps_the_target_step_time() -> None:
+    """Prefill at 1,000 tokens/s with 20 ms of decode leaves 130 tokens of 150 ms, and 150 alone."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     assert budget.tokens(n_prefilling=1, n_decoding=1) == 64
     budget.observe(prefill_tokens=100, prefill_s=0.1, decode_s=0.02, alone=True)
@@ -211,26 +211,39 @@ def test_the_budget_holds_the_target_step() -> None:
     assert budget.tokens(n_prefilling=1, n_decoding=0) == pytest.approx(150, abs=1)
 
 
-def test_a_slow_batch_lets_prompts_take_four_times_as_long() -> None:
-    """Where generating alone takes longer than the target, newcomers are not read a cell at a time."""
+def test_slow_decode_extends_the_prefill_budget() -> None:
+    """If decode alone exceeds the target, new prompts are not prefilled one chunk at a time."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=100, prefill_s=0.1, decode_s=0.2, alone=True)
-    assert budget.tokens(n_prefilling=1, n_decoding=1) == pytest.approx(800, abs=1)
+    assert budget.tokens(n_prefilling=1, n_decoding=1) == pytest.approx(1200, abs=1)
     assert budget.tokens(n_prefilling=1, n_decoding=0) == pytest.approx(150, abs=1)
 
 
-def test_the_budget_grows_with_the_turns_that_wait_for_each_that_decodes() -> None:
-    """In a burst the few turns that are ahead delay the many; a long step has a limit."""
+def test_long_prompt_is_interrupted_by_few_decodes() -> None:
+    """A chunk takes 57 ms and a decode of the others 33 ms: 24 chunks are read in 8 steps, three in each."""
+    budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
+    budget.observe(prefill_tokens=64, prefill_s=0.057, decode_s=0.033, alone=True)
+    request, steps = new_request(0, length=24 * 64), 0
+    while request.kv_tokens < request.prompt_tokens:
+        budget_tokens = budget.tokens(n_prefilling=1, n_decoding=4)
+        passes = prefill_passes([request], grid_tokens=64, budget_tokens=budget_tokens, pass_tokens=512)
+        request.kv_tokens += sum(len(row.chunk.tokens) for each in passes for row in each.rows)
+        steps += 1
+    assert steps == 8
+
+
+def test_prefill_budget_grows_with_the_queue() -> None:
+    """In a burst a few decoding turns delay many waiting ones; the length of a step is limited."""
     budget = PrefillBudget(target_step_s=0.05, floor_tokens=64)
     budget.observe(prefill_tokens=1000, prefill_s=1.0, decode_s=0.04, alone=False)
     usual = budget.tokens(n_prefilling=4, n_decoding=4)
-    assert usual == budget.tokens(n_prefilling=2, n_decoding=6) == pytest.approx(160, abs=1)
+    assert usual == budget.tokens(n_prefilling=2, n_decoding=6) == pytest.approx(240, abs=1)
     assert budget.tokens(n_prefilling=6, n_decoding=2) == pytest.approx(3 * usual, abs=3)
     assert budget.tokens(n_prefilling=31, n_decoding=1) == pytest.approx(1000, abs=1)
 
 
-def test_the_budget_follows_a_slower_machine_down_to_the_floor() -> None:
-    """Steps that take longer shrink the budget, never below one cell."""
+def test_prefill_budget_shrinks_with_slower_steps() -> None:
+    """Never below one chunk."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=1000, prefill_s=0.1, decode_s=0.0, alone=True)
     before = budget.tokens(n_prefilling=1, n_decoding=0)
@@ -242,7 +255,7 @@ def test_the_budget_follows_a_slower_machine_down_to_the_floor() -> None:
 
 
 def test_mixed_prefill_does_not_update_the_estimate() -> None:
-    """A pass of many rows reads more a second; a newcomer that is alone begins with one cell."""
+    """A pass of many rows has a higher speed; a single newcomer begins with one chunk."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=1000, prefill_s=0.1, decode_s=0.0, alone=False)
     assert budget.tokens(n_prefilling=1, n_decoding=0) == 64
@@ -252,7 +265,7 @@ def test_mixed_prefill_does_not_update_the_estimate() -> None:
 
 
 def test_short_steps_do_not_update_the_estimate() -> None:
-    """A clock that did not move does not divide by zero."""
+    """A clock that did not advance does not divide by zero."""
     budget = PrefillBudget(target_step_s=0.15, floor_tokens=64)
     budget.observe(prefill_tokens=100, prefill_s=0.0, decode_s=0.0, alone=True)
     assert budget.tokens(n_prefilling=1, n_decoding=0) == 64

@@ -12,7 +12,7 @@ tokens = st.lists(st.integers(0, 2), max_size=40)
 
 @given(tokens, tokens, tokens)
 def test_prefix_match_equals_counting(shared: list[int], a: list[int], b: list[int]) -> None:
-    """It finds what comparing token by token finds."""
+    """It equals a comparison token by token."""
     left, right = shared + a, shared + b
     same = [x == y for x, y in zip(left, right, strict=False)]
     expected = same.index(False) if False in same else len(same)

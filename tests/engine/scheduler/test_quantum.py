@@ -1,4 +1,4 @@
-"""How long a turn keeps its slot."""
+"""The quantum: how long a turn keeps its slot."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from inferencecenter.engine.scheduler.policy import Quantum
 from tests.engine.scheduler.harness import SchedulerHarness
 
 
-def test_a_given_quantum_is_kept() -> None:
-    """Whatever parking costs."""
+def test_configured_quantum_is_kept() -> None:
+    """Whatever offloading costs."""
     quantum = Quantum(7)
     quantum.observe(moves=2, moves_s=1.0, generated_tokens=4, decode_s=0.1)
     assert quantum.tokens == 7
@@ -20,8 +20,8 @@ def test_a_given_quantum_is_kept() -> None:
 @pytest.mark.parametrize(
     ("moves", "moves_s", "generated_tokens", "decode_s"), [(0, 0.0, 4, 0.1), (2, 0.1, 0, 0.0), (2, 0.0, 4, 0.0)]
 )
-def test_the_first_quantum_is_32(moves: int, moves_s: float, generated_tokens: int, decode_s: float) -> None:
-    """As long as one of the two times is unknown."""
+def test_first_quantum_is_32_tokens(moves: int, moves_s: float, generated_tokens: int, decode_s: float) -> None:
+    """Until both times have been measured."""
     quantum = Quantum(0)
     quantum.observe(moves=moves, moves_s=moves_s, generated_tokens=generated_tokens, decode_s=decode_s)
     assert quantum.tokens == 32
@@ -33,7 +33,7 @@ def test_the_first_quantum_is_32(moves: int, moves_s: float, generated_tokens: i
     step_s=st.floats(0.001, 0.5),
 )
 def test_quantum_bounds_the_offload_overhead(move_s: float, slots: int, step_s: float) -> None:
-    """In a quantum's steps each slot is saved and restored once; between the limits that is 3 % of the time at most."""
+    """Each slot is saved and restored once per quantum; within the limits that takes at most 3 % of the time."""
     quantum = Quantum(0)
     quantum.observe(moves=4, moves_s=4 * move_s, generated_tokens=slots, decode_s=step_s)
     share = slots * 2 * move_s / (quantum.tokens * step_s)
@@ -43,15 +43,15 @@ def test_quantum_bounds_the_offload_overhead(move_s: float, slots: int, step_s: 
 
 
 def test_one_slow_move_decays() -> None:
-    """The first park into fresh memory takes ten times as long as the others."""
+    """The first save into fresh memory takes ten times as long as the others."""
     quantum = Quantum(0)
     for moves_s in (0.04, *[0.004] * 20):
         quantum.observe(moves=2, moves_s=moves_s, generated_tokens=8, decode_s=0.08)
     assert 16 <= quantum.tokens <= 17
 
 
-def test_the_scheduler_learns_from_its_moves() -> None:
-    """Turns that take turns teach it what that costs."""
+def test_quantum_follows_measured_moves() -> None:
+    """Preempted turns provide the measurements."""
     world = SchedulerHarness(slots=1, quantum_tokens=0, answer_tokens=60, n_ctx=200)
     world.store.limit_tokens = 200
     for n in range(2):

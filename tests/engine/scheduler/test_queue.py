@@ -1,4 +1,4 @@
-"""In which order turns wait, and what they are told of it."""
+"""The order of waiting turns, and their published positions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def new_request(
 
 
 def drain(line: WaitQueue) -> list[str]:
-    """Take all turns out, the strongest claim first."""
+    """Remove all turns in queue order."""
     order = []
     while (request := line.first()) is not None:
         order.append(request.turn_id)
@@ -51,7 +51,7 @@ def drain(line: WaitQueue) -> list[str]:
 def test_queue_order(
     turns: list[tuple[str, int, int, float, bool]], served: dict[str, int], served_since: dict[str, int]
 ) -> None:
-    """Class less one for each period waited, then the client's counter as it is now, then own service, then arrival."""
+    """The class, raised by one per period waited, then the client's counter, then own service, then arrival."""
     now, ageing_s = 50.0, 10.0
     counters = ServiceCounters()
     for client, units in served.items():
@@ -69,7 +69,7 @@ def test_queue_order(
     for client, units in served_since.items():
         counters.raise_to(client, counters.served(client) + units)
     line.age(now)
-    # Some are looked at first, and put back.
+    # Some are skipped first, and keep their place.
     for _ in range(3):
         line.skip_first()
     line.unskip()
@@ -84,7 +84,7 @@ def test_queue_order(
 
 
 def test_skipped_turns_are_overtaken_and_can_leave() -> None:
-    """A turn that was skipped is where it was afterwards, or gone."""
+    """A skipped turn keeps its place afterwards, or is removed."""
     line = WaitQueue(ServiceCounters(), ageing_s=10.0)
     requests = [new_request(number) for number in range(3)]
     for request in requests:
@@ -99,7 +99,7 @@ def test_skipped_turns_are_overtaken_and_can_leave() -> None:
 
 
 def test_removed_turns_leave_no_entries() -> None:
-    """What is kept for the turns' ageing does not grow with those that left."""
+    """The entries for ageing do not grow with removed turns."""
     line = WaitQueue(ServiceCounters(), ageing_s=1e6)
     for number in range(1000):
         request = new_request(number)
@@ -109,14 +109,14 @@ def test_removed_turns_leave_no_entries() -> None:
 
 
 @pytest.mark.parametrize("ageing_s", [0.0, -1.0])
-def test_ageing_needs_a_time(ageing_s: float) -> None:
-    """A class is not risen at once."""
+def test_ageing_period_must_be_positive(ageing_s: float) -> None:
+    """A class cannot be raised at once."""
     with pytest.raises(ValueError, match="ageing_s"):
         WaitQueue(ServiceCounters(), ageing_s=ageing_s)
 
 
 def test_duplicate_queue_entry_is_refused() -> None:
-    """It has one place."""
+    """A turn has one place in the queue."""
     line = WaitQueue(ServiceCounters(), ageing_s=1.0)
     request = new_request(1)
     line.push(request, now=0.0)
@@ -125,7 +125,7 @@ def test_duplicate_queue_entry_is_refused() -> None:
 
 
 def test_preempted_turn_gets_no_position() -> None:
-    """It has begun: only those that never had a slot hear where they are."""
+    """It has started: positions are published only for turns that never had a slot."""
     world = SchedulerHarness(slots=1, quantum_tokens=2, answer_tokens=30)
     first = world.add([1, 2])
     world.run(5)
@@ -141,7 +141,7 @@ def test_preempted_turn_gets_no_position() -> None:
 
 
 def test_positions_count_turns_waiting_for_kv() -> None:
-    """A turn that waits for a reader is before those that wait for a slot."""
+    """A turn that waits for a shared prefill precedes those that wait for a slot."""
     world = SchedulerHarness(slots=2)
     world.add([*range(20), 1])
     world.add([*range(20), 2], turn="follower")
@@ -152,7 +152,7 @@ def test_positions_count_turns_waiting_for_kv() -> None:
 
 
 def test_position_updates_are_rate_limited() -> None:
-    """The head is told each change; those far back hear when an eighth has gone."""
+    """The first in the queue gets every change; later ones when an eighth of the queue has left."""
     world = SchedulerHarness(slots=1, quantum_tokens=100, answer_tokens=1)
     told: Counter[str] = Counter()
     places: dict[str, int] = {}
@@ -170,13 +170,13 @@ def test_position_updates_are_rate_limited() -> None:
         places.update(changes)
         assert len(changes) <= HEAD_TURNS + 2 * 64 + 1
     assert [places[f"t{number}"] for number in range(200, 200 + HEAD_TURNS)] == list(range(1, HEAD_TURNS + 1))
-    # Far back a place is at most an eighth old.
+    # Far back a published position is off by at most an eighth.
     assert abs(places["t399"] - 200) <= 200 // 8 + 8
     assert told["t399"] <= 10
 
 
-def test_a_session_with_many_turns_runs_them_in_order() -> None:
-    """However they are classed: each builds on the one before."""
+def test_turns_of_a_session_run_in_order() -> None:
+    """Whatever their class: each builds on the one before."""
     world = SchedulerHarness(slots=3, answer_tokens=1)
     for number, priority in enumerate((2, 0, 1, 0)):
         world.add([number, 1], session="s", priority=priority)
@@ -186,8 +186,8 @@ def test_a_session_with_many_turns_runs_them_in_order() -> None:
     assert started == ["t0", "t1", "t2", "t3"]
 
 
-def test_releasing_a_session_with_thousands_of_turns() -> None:
-    """All end once, and quickly."""
+def test_release_ends_thousands_of_turns() -> None:
+    """Each ends once, and quickly."""
     world = SchedulerHarness(slots=1)
     for number in range(2000):
         world.add([number, 1], session="s")
@@ -197,7 +197,7 @@ def test_releasing_a_session_with_thousands_of_turns() -> None:
 
 
 def test_counters_are_dropped_with_the_last_turn() -> None:
-    """Counters are there to compare those that are here."""
+    """Counters compare present clients only."""
     counters = ServiceCounters()
     request = new_request(1, client="a")
     counters.enter("a")

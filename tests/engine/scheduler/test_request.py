@@ -16,7 +16,7 @@ def make_request(n_tokens: int) -> EngineRequest:
 
 
 def test_request_follows_its_transition_table() -> None:
-    """From waiting through prefill and decode to its end; whatever the table does not list raises and stays."""
+    """From waiting through prefill and decode to its end; an unlisted transition raises and changes nothing."""
     request = make_request(10)
     for change, state in (
         (RequestChange.ADMIT, RequestState.PREFILL),
@@ -30,8 +30,8 @@ def test_request_follows_its_transition_table() -> None:
     assert request.state is RequestState.DONE
 
 
-def test_a_request_loses_its_slot_and_goes_on() -> None:
-    """A turn that others displace waits again, perhaps for the disk, and generates at once if nothing is missing."""
+def test_preempted_request_resumes() -> None:
+    """It waits again, perhaps for the disk, and decodes at once if no KV is missing."""
     request = make_request(10)
     for change, state in (
         (RequestChange.ADMIT, RequestState.PREFILL),
@@ -51,14 +51,14 @@ def test_a_request_loses_its_slot_and_goes_on() -> None:
 
 
 def test_every_state_but_the_last_can_end() -> None:
-    """A turn can be aborted wherever it is, and nothing follows its end."""
+    """A turn can be aborted in any state, and nothing follows its end."""
     ending = {state for state, change in REQUEST.rows if change is RequestChange.END}
     assert ending == set(RequestState) - {RequestState.DONE}
     assert not [state for state, _ in REQUEST.rows if state is RequestState.DONE]
 
 
 def test_lengths_follow_from_the_tokens() -> None:
-    """What was generated and what is pending is derived, never stored."""
+    """Generated and pending counts are derived, never stored."""
     request = make_request(3)
     assert (request.prompt_tokens, request.generated_tokens, request.pending_tokens) == (3, 0, 3)
     request.kv_tokens = 3
@@ -75,14 +75,14 @@ def test_chunks_end_at_the_grid_or_with_the_prompt(start: int, end: int) -> None
 
 @pytest.mark.parametrize(("start", "end"), [(0, 4), (3, 6), (4, 6), (5, 6), (6, 10), (8, 10)])
 def test_boundary_beside_the_grid_ends_a_chunk(start: int, end: int) -> None:
-    """The chunk after it goes on to the grid's next line."""
+    """The next chunk ends at the grid again."""
     request = make_request(10)
     request.cut_tokens = 6
     assert request.chunk_end(start, 4) == end
 
 
-def test_no_step_reads_past_a_snapshot_that_is_to_be_taken() -> None:
-    """Once what is to be parked was read, the step may go on to the end."""
+def test_prefill_stops_at_a_pending_snapshot() -> None:
+    """After the snapshot the prefill may continue to the end of the prompt."""
     request = make_request(10)
     assert request.step_end == 10
     request.cut_tokens, request.snapshot = 6, True
@@ -92,15 +92,15 @@ def test_no_step_reads_past_a_snapshot_that_is_to_be_taken() -> None:
 
 
 @pytest.mark.parametrize(("priority", "base_class"), [(-(10**9), 0), (0, 0), (1, 1), (2, 2), (10**9, 2)])
-def test_there_are_three_classes(priority: int, base_class: int) -> None:
-    """Whatever else a front says counts as the nearest."""
+def test_priority_is_clamped_to_three_classes(priority: int, base_class: int) -> None:
+    """Any other value is mapped to the nearest class."""
     request = make_request(1)
     request.priority = priority
     assert request.base_class == base_class
 
 
 @pytest.mark.parametrize(("now", "periods"), [(0.0, 0), (2.9, 0), (3.0, 1), (8.9, 2), (9.0, 3), (1e9, 3)])
-def test_a_request_ages(now: float, periods: int) -> None:
+def test_request_ages(now: float, periods: int) -> None:
     """Two periods of 3 s lead from the lowest class to the highest, one more makes it the first there."""
     request = make_request(1)
     request.priority = 2

@@ -1,4 +1,4 @@
-"""What idle slots hold is saved once, as a redundant copy, and goes the usual way when the slot is needed."""
+"""Idle slots are saved once, as spare copies, and are offloaded as usual when the slot is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.engine.scheduler.harness import GRID_TOKENS, Entry, FakeStore, Faults
 
 
 def idle(*prompts: list[int], durable: bool = True, store: FakeStore | None = None) -> SchedulerHarness:
-    """Return a world in whose slots idle sessions ``s0``, ``s1`` … hold these prompts; nothing is parked."""
+    """Return a harness whose idle sessions ``s0``, ``s1`` … hold these prompts; the store is empty."""
     world = SchedulerHarness(slots=max(2, len(prompts)), answer_tokens=1, store=store)
     for prompt in prompts:
         world.add(prompt, durable=durable)
@@ -18,7 +18,7 @@ def idle(*prompts: list[int], durable: bool = True, store: FakeStore | None = No
 
 
 def saved(world: SchedulerHarness) -> list[str]:
-    """Save all there is to save, and return whose."""
+    """Save all idle slots, and return their sessions."""
     keys: list[str] = []
     while (park := world.save()) is not None:
         keys.append(park.key)
@@ -26,7 +26,7 @@ def saved(world: SchedulerHarness) -> list[str]:
 
 
 def parks(world: SchedulerHarness) -> list[ParkSlot]:
-    """Run to the end, and return what was parked."""
+    """Run to the end, and return the offloaded entries."""
     found: list[ParkSlot] = []
     while world.scheduler.has_work:
         found += [move for move in world.step().moves if isinstance(move, ParkSlot)]
@@ -34,7 +34,7 @@ def parks(world: SchedulerHarness) -> list[ParkSlot]:
 
 
 def test_each_slot_is_saved_once_the_last_used_first() -> None:
-    """Until its session has another turn; the slots keep what they hold."""
+    """Until the session's next turn; the slots keep their KV."""
     world = idle([1] * 8, [2] * 9)
     assert world.scheduler.checkpoints.pending
     assert saved(world) == ["s1", "s0"]
@@ -62,15 +62,15 @@ def test_each_slot_is_saved_once_the_last_used_first() -> None:
         pytest.param([1] * 8, True, FakeStore(limit_tokens=0, room_tokens=0), id="nothing is parked"),
     ],
 )
-def test_entries_that_are_not_saved(prompt: list[int], durable: bool, store: FakeStore) -> None:
-    """It does not wake the loop."""
+def test_idle_slots_that_are_not_saved(prompt: list[int], durable: bool, store: FakeStore) -> None:
+    """They do not wake the loop."""
     world = idle(prompt, durable=durable, store=store)
     assert not world.scheduler.checkpoints.pending
     assert saved(world) == []
 
 
 def test_save_is_retried_when_there_is_room() -> None:
-    """Without its session having another turn."""
+    """Without another turn of the session."""
     world = idle([1] * 8, store=FakeStore(room_tokens=0))
     assert saved(world) == []
     world.store.room_tokens = 8
@@ -78,7 +78,7 @@ def test_save_is_retried_when_there_is_room() -> None:
 
 
 def test_offloaded_kv_is_not_offloaded_again() -> None:
-    """Neither under the session's name nor under that of a session of the same client that says the same."""
+    """Neither under the session's own key nor under that of an equal session of the same client."""
     world = idle([1] * 8, [1] * 8)
     world.store.entries["s0"] = Entry("c", [(1, "c")] * 8, durable=True, ready=False)
     assert world.scheduler.checkpoints.pending
@@ -86,7 +86,7 @@ def test_offloaded_kv_is_not_offloaded_again() -> None:
 
 
 def test_failed_save_is_not_retried() -> None:
-    """An engine with a full disk would never rest."""
+    """An engine with a full disk would never be idle."""
     world = idle([1] * 8)
     assert world.save(fails=True) is not None
     assert saved(world) == []
@@ -94,7 +94,7 @@ def test_failed_save_is_not_retried() -> None:
 
 
 def test_evicted_copies_are_saved_again_on_request() -> None:
-    """Those that are still there are not."""
+    """Existing copies are not."""
     world = idle([1] * 8, [2] * 8)
     saved(world)
     del world.store.entries["s0"]
@@ -104,7 +104,7 @@ def test_evicted_copies_are_saved_again_on_request() -> None:
 
 
 def test_taken_slot_promotes_its_copy() -> None:
-    """It is parked under the same name, no more as a redundant one; then no more is to be done for it."""
+    """The copy becomes a permanent entry under the same key; nothing else is written for it."""
     world = idle([1] * 8, [2] * 8)
     saved(world)
     world.add([3] * 8)
@@ -116,7 +116,7 @@ def test_taken_slot_promotes_its_copy() -> None:
 
 
 def test_stop_promotes_saved_copies() -> None:
-    """A copy that goes first is not enough to come back to."""
+    """A spare copy, which is evicted first, would not be enough to resume from."""
     world = idle([1] * 8, [2] * 8)
     saved(world)
     assert [(park.key, park.redundant) for park in world.scheduler.suspend(now=world.now, park_all=False)] == [
@@ -125,8 +125,8 @@ def test_stop_promotes_saved_copies() -> None:
     ]
 
 
-def test_a_fork_takes_the_copy_or_the_slot() -> None:
-    """Whichever it is, all that is shared is there."""
+def test_fork_reuses_the_copy_or_the_slot() -> None:
+    """Either has the whole shared prefix."""
     world = idle([1] * 8)
     saved(world)
     fork = world.add([*[1] * 8, 2, 2, 2, 2], session="fork")

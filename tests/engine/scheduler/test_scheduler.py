@@ -86,14 +86,14 @@ def driver() -> Driver:
     return Driver(make_scheduler())
 
 
-def test_an_idle_scheduler_plans_nothing(driver: Driver) -> None:
-    """Without turns there is no work and the plan is empty."""
+def test_idle_scheduler_plans_nothing(driver: Driver) -> None:
+    """Without turns the plan is empty."""
     assert not driver.scheduler.has_work
     assert driver.step() == StepPlan()
 
 
 def test_prefill_in_chunks_then_one_token_per_step(driver: Driver) -> None:
-    """The whole life of a turn: admission, cells, sampling at the prompt's end, decode rows."""
+    """The whole life of a turn: admission, chunks, sampling at the prompt's end, decode rows."""
     driver.add("t", list(range(10)))
     plan = driver.step()
     assert plan.admissions == (Admission("t", tuple(range(10)), 0),)
@@ -105,7 +105,7 @@ def test_prefill_in_chunks_then_one_token_per_step(driver: Driver) -> None:
 
 
 def test_prefill_progress_is_reported(driver: Driver) -> None:
-    """A prompt that takes several steps reports how far it is; one that is through does not."""
+    """A prompt that takes several steps reports its progress; a complete one does not."""
     driver.add("t", list(range(10)))
     driver.scheduler.step(0.0)
     (reading,) = driver.scheduler.completed(StepOutcome(decoded={"t": 8}), now=1.0)
@@ -114,8 +114,8 @@ def test_prefill_progress_is_reported(driver: Driver) -> None:
     assert driver.scheduler.completed(StepOutcome(decoded={"t": 2}, sampled={"t": 5}), now=2.0) == ()
 
 
-def test_the_next_turn_keeps_the_common_prefix(driver: Driver) -> None:
-    """A session's next prompt is read from where it differs from what the slot holds."""
+def test_next_turn_keeps_the_common_prefix(driver: Driver) -> None:
+    """A session's next prompt is prefilled from where it differs from its slot's tokens."""
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 9, 9], session="s")
     plan = driver.step()
@@ -126,7 +126,7 @@ def test_the_next_turn_keeps_the_common_prefix(driver: Driver) -> None:
 
 
 def test_fully_cached_prompt_decodes_its_last_token(driver: Driver) -> None:
-    """Logits to start from need a decode, so the last token is read again."""
+    """Its logits need a decode, so the last token is prefilled again."""
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 3, 4], session="s")
     plan = driver.step()
@@ -135,7 +135,7 @@ def test_fully_cached_prompt_decodes_its_last_token(driver: Driver) -> None:
 
 
 def test_continuing_prompt_truncates_nothing(driver: Driver) -> None:
-    """The usual next turn needs no truncation."""
+    """The ordinary next turn needs no truncation."""
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 3, 4, 0, 5], session="s")
     plan = driver.step()
@@ -144,7 +144,7 @@ def test_continuing_prompt_truncates_nothing(driver: Driver) -> None:
 
 
 def test_another_session_never_inherits_kv(driver: Driver) -> None:
-    """An equal prompt of another session starts from nothing, in a slot that is emptied."""
+    """An equal prompt of another session starts without cached tokens, in an emptied slot."""
     for session in ("a", "b"):
         driver.run_turn(f"t{session}", [1, 2, 3, 4], session=session)
     plan = driver.run_turn("tc", [1, 2, 3, 4], session="c")
@@ -153,7 +153,7 @@ def test_another_session_never_inherits_kv(driver: Driver) -> None:
 
 
 def test_decode_and_prefill_alternate(driver: Driver) -> None:
-    """A newcomer is read after the next token of those who generate, and their token after that is not later still."""
+    """Decode steps of running turns and prefill steps of a new prompt alternate."""
     driver.add("a", [1, 2, 3])
     driver.step()
     driver.add("b", list(range(20)))
@@ -167,7 +167,7 @@ def test_decode_and_prefill_alternate(driver: Driver) -> None:
 
 
 def test_new_turn_is_prefilled_next(driver: Driver) -> None:
-    """The pass in which it came was the others' turn."""
+    """The step in which it arrived was a decode of the others."""
     driver.add("a", [1, 2, 3])
     driver.step()
     driver.step()
@@ -176,7 +176,7 @@ def test_new_turn_is_prefilled_next(driver: Driver) -> None:
 
 
 def test_only_a_higher_class_overtakes(driver: Driver) -> None:
-    """Of the waiting turns the highest class starts first, within it the oldest."""
+    """The highest class starts first, within a class the oldest turn."""
     for name in ("x", "y"):
         driver.add(name, [1, 2])
     driver.step()
@@ -191,7 +191,7 @@ def test_only_a_higher_class_overtakes(driver: Driver) -> None:
 
 
 def test_two_turns_of_a_session_never_run_at_once(driver: Driver) -> None:
-    """The second waits for the first although a slot is free, and does not hold up others."""
+    """The second waits for the first although a slot is free, and does not block other sessions."""
     driver.add("t1", [1, 2], session="s")
     driver.add("t2", [1, 2, 3], session="s")
     driver.add("other", [1, 2])
@@ -201,7 +201,7 @@ def test_two_turns_of_a_session_never_run_at_once(driver: Driver) -> None:
 
 
 def test_positions_are_published_on_change(driver: Driver) -> None:
-    """A waiting turn hears its place, hears it again when it moves, and hears 0 when it starts."""
+    """A waiting turn gets its position at first, at each change, and 0 when it starts."""
     for name in ("x", "y", "a", "b"):
         driver.add(name, [1, 2])
     driver.step(end=("x",))
@@ -212,7 +212,7 @@ def test_positions_are_published_on_change(driver: Driver) -> None:
 
 
 def test_turn_that_never_waited_gets_no_position(driver: Driver) -> None:
-    """A turn that starts at once is not told a place, nor is one that is aborted while it waits."""
+    """Neither does one that is aborted in the queue."""
     for name in ("x", "y", "z"):
         driver.add(name, [1, 2])
     driver.step()
@@ -221,8 +221,8 @@ def test_turn_that_never_waited_gets_no_position(driver: Driver) -> None:
     assert driver.scheduler.positions() == ()
 
 
-def test_a_gap_between_busy_slots_is_closed() -> None:
-    """When the middle one of three ends, an outer one moves in; the idle session's tokens move out whole."""
+def test_gap_between_busy_slots_is_closed() -> None:
+    """When the middle one of three ends, an outer one moves in; the idle session's KV is swapped out whole."""
     driver = Driver(make_scheduler(slots=3))
     for name in ("a", "b", "c"):
         driver.add(name, [1, 2, 3])
@@ -233,7 +233,7 @@ def test_a_gap_between_busy_slots_is_closed() -> None:
 
 
 def test_release_drops_kv_and_turns() -> None:
-    """A closed session's turns end, its slot is emptied by the next plan, and others keep theirs."""
+    """A closed session's turns end, the next plan empties its slot, and others keep theirs."""
     driver = Driver(make_scheduler(slots=2))
     driver.run_turn("idle", [5, 6], session="other")
     driver.add("t1", [1, 2], session="s")
@@ -247,7 +247,7 @@ def test_release_drops_kv_and_turns() -> None:
 
 
 def test_release_of_a_session_without_kv_does_nothing(driver: Driver) -> None:
-    """There is nothing to forget and nothing to do."""
+    """The plan stays empty."""
     assert driver.scheduler.release("unknown", now=0.0) == ()
     assert not driver.scheduler.has_work
 
@@ -258,7 +258,7 @@ def test_abort_of_an_unknown_turn_is_reported(driver: Driver) -> None:
 
 
 def test_turn_with_lost_kv_starts_over(driver: Driver) -> None:
-    """When cutting emptied the slot, the prompt is read from its first token."""
+    """When a truncation emptied the slot, the prompt is prefilled from its first token."""
     driver.run_turn("t1", [1, 2, 3, 4], session="s")
     driver.add("t2", [1, 2, 9, 9], session="s")
     driver.step(emptied=("t2",))
@@ -266,8 +266,8 @@ def test_turn_with_lost_kv_starts_over(driver: Driver) -> None:
     assert (chunk.start, list(chunk.tokens)) == (0, [1, 2, 9, 9])
 
 
-def test_a_lost_turn_leaves_no_kv(driver: Driver) -> None:
-    """After a failed decode the slot has no owner."""
+def test_turn_of_a_failed_decode_leaves_no_kv(driver: Driver) -> None:
+    """Its slot has no owner."""
     driver.add("t", [1, 2, 3])
     driver.step(lost=("t",))
     assert driver.scheduler.slots.of_session("t") is None
@@ -275,30 +275,30 @@ def test_a_lost_turn_leaves_no_kv(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("length", [64, 65, 1000])
-def test_a_prompt_that_fills_the_context_is_refused(driver: Driver, length: int) -> None:
-    """The refusal names both numbers and leaves nothing behind."""
-    with pytest.raises(InferenceCenterError, match=rf"{length} tokens; the context holds 64") as refused:
+def test_prompt_that_fills_the_context_is_refused(driver: Driver, length: int) -> None:
+    """The error has both numbers, and nothing is left behind."""
+    with pytest.raises(InferenceCenterError, match=rf"{length} tokens, and") as refused:
         driver.add("t", [1] * length)
     assert refused.value.code is ErrorCode.PROMPT_TOO_LONG
     assert refused.value.hint
     assert not driver.scheduler.has_work
 
 
-def test_the_longest_prompt_fits(driver: Driver) -> None:
-    """One token less than the context leaves room for an answer of one."""
+def test_longest_possible_prompt_fits(driver: Driver) -> None:
+    """One token less than the context leaves room for an answer of one token."""
     driver.add("t", [1] * 63)
     assert driver.step().admissions
 
 
-def test_an_empty_prompt_is_refused(driver: Driver) -> None:
-    """There is nothing to decode, so there would be no logits."""
+def test_empty_prompt_is_refused(driver: Driver) -> None:
+    """Without a decode there would be no logits."""
     with pytest.raises(InferenceCenterError) as refused:
         driver.add("t", [])
     assert refused.value.code is ErrorCode.INVALID_REQUEST
 
 
-def test_a_turn_cannot_be_added_twice(driver: Driver) -> None:
-    """Turn ids name one turn each."""
+def test_duplicate_turn_id_is_refused(driver: Driver) -> None:
+    """Turn ids are unique."""
     driver.add("t", [1])
     with pytest.raises(ValueError, match="was added already"):
         driver.add("t", [1])

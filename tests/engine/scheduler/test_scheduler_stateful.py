@@ -1,4 +1,4 @@
-"""Any sequence of turns, aborts, releases and faults against a KV that is kept apart from the scheduler's books."""
+"""Any sequence of turns, aborts, releases and faults against a KV model independent of the scheduler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ booleans = st.booleans()
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Turns come and go; every plan is carried out on lists of tokens, some of it failing."""
+    """Executes every plan on lists of tokens, with faults."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         durable=booleans,
     )
     def add(self, *, session: str, begins_like: str, priority: int, keep: int, new: list[int], durable: bool) -> None:
-        """Queue a turn that continues some of what its own or another session said before."""
+        """Queue a turn that continues a prefix of its own or another session."""
         self.submit(session, self.history[begins_like][:keep] + new, priority=priority, durable=durable)
 
     @rule(
@@ -79,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
     )
     def add_with_system_prompt(self, sessions: list[str], public: bool, priority: int) -> None:
-        """Several begin with the same system prompt at once."""
+        """Queue several turns with the same system prompt."""
         for number, session in enumerate(sessions):
             tokens = [*SYSTEM_PROMPT, number, number, 1]
             self.submit(session, tokens, priority=priority, prefix_tokens=len(SYSTEM_PROMPT), public=public)
@@ -94,7 +94,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_tokens: int = 0,
         public: bool = False,
     ) -> None:
-        """Queue a turn, and remember what its session then says."""
+        """Queue a turn, and record its session's tokens."""
         request = self.world.add(
             tokens,
             session=session,
@@ -109,7 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        """Abort a turn in whatever state it is; one that has ended stays ended."""
+        """Abort a turn in any state; an ended one stays ended."""
         self.world.abort(data.draw(st.sampled_from(sorted(self.world.requests))))
 
     @rule(session=st.sampled_from(SESSIONS))
@@ -120,19 +120,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.store.entries)
     @rule(data=st.data())
     def lose_parked(self, data: st.DataObject) -> None:
-        """A parked sequence is dropped."""
+        """Drop an offloaded entry."""
         del self.world.store.entries[data.draw(st.sampled_from(sorted(self.world.store.entries)))]
 
     @precondition(lambda self: self.world.store.entries)
     @rule()
     def leave_ram(self) -> None:
-        """All that is parked is left on disk only."""
+        """Leave all entries on disk only."""
         for entry in self.world.store.entries.values():
             entry.ready = False
 
     @rule()
     def finish_fetches(self) -> None:
-        """The disk has answered."""
+        """Complete the fetches."""
         self.world.finish_fetches()
 
     @rule(
@@ -152,14 +152,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def steps(self, count: int) -> None:
-        """Run steps in which all goes well."""
+        """Run steps without faults."""
         for _ in range(count):
             self.world.step()
 
     @precondition(lambda self: not self.world.scheduler.has_work)
     @rule(fails=booleans, room_tokens=st.sampled_from([0, 10, N_CTX]))
     def rest(self, *, fails: bool, room_tokens: int) -> None:
-        """Without new turns the contents of slots are saved, each at most once, as far as there is room."""
+        """Save idle slots, each at most once, as far as there is room."""
         self.world.store.room_tokens = room_tokens
         saved = 0
         while self.world.save(fails=fails) is not None:
@@ -172,14 +172,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefill_share=st.sampled_from([0.01, 0.5, 1.0]),
     )
     def limit(self, active_slots: int, lowest_class: int, prefill_share: float) -> None:
-        """Less is to run than could, or more again."""
+        """Set or lift limits."""
         self.world.limit(
             EngineLimits(active_slots=active_slots, lowest_class=lowest_class, prefill_share=prefill_share)
         )
 
     @rule(move_s=st.sampled_from([0.001, 0.5]))
     def slow_moves(self, move_s: float) -> None:
-        """Moves take their time, from which the quantum is learned."""
+        """Report move times, from which the quantum is learned."""
         self.world.step(move_s=move_s)
 
     @invariant()
@@ -192,7 +192,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert len(world.requests) == len(world.terminals) + world.scheduler.waiting + world.scheduler.running
 
     def teardown(self) -> None:
-        """Without new turns and limits all that are left end, in bounded time."""
+        """Without new turns and limits all others end, in bounded time."""
         if not hasattr(self, "world"):
             return
         self.world.finish_fetches()
@@ -201,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(self.world.terminals) == set(self.world.requests)
 
     def bound_steps(self) -> int:
-        """Each stay in a slot brings a turn on by a token at least, after reading again at most its whole context."""
+        """Each assignment of a slot yields at least one token, after at most a full prefill."""
         stays = sum(request.prompt_tokens + ANSWER_TOKENS for request in self.world.requests.values())
         return stays * (N_CTX // GRID_TOKENS + 2) + 100
 

@@ -1,4 +1,4 @@
-"""Where KV comes from: slots, neighbours, parked sequences, snapshots of system prompts, and another's reading."""
+"""The sources of KV: slots, copies, offloaded entries, snapshots of system prompts, and shared prefill."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ SYSTEM = list(range(500, 514))
 
 
 def park(world: SchedulerHarness, key: str, tokens: list[int], *, scope: str = "c", ready: bool = True) -> None:
-    """Put a sequence into the store."""
+    """Put an entry into the store."""
     world.store.entries[key] = Entry(scope, [(token, scope) for token in tokens], durable=True, ready=ready)
 
 
 def moves_of(plan: StepPlan, turn_id: str) -> list[object]:
-    """Return what a plan moves for a turn."""
+    """Return a plan's moves for a turn."""
     return [move for move in plan.moves if getattr(move, "turn_id", None) == turn_id]
 
 
 def used_slots(*prompts: list[int], slots: int = 2, client: str = "c", can_truncate: bool = True) -> SchedulerHarness:
-    """Return a world in whose slots idle sessions ``s0``, ``s1`` … hold these prompts."""
+    """Return a harness whose idle sessions ``s0``, ``s1`` … hold these prompts."""
     world = SchedulerHarness(slots=slots, answer_tokens=1, can_truncate=can_truncate)
     for prompt in prompts:
         world.add(prompt, client=client)
@@ -32,7 +32,7 @@ def used_slots(*prompts: list[int], slots: int = 2, client: str = "c", can_trunc
 
 
 def test_offloaded_session_is_restored() -> None:
-    """What was parked is restored into whichever slot is free, and only what is new is read."""
+    """It is restored into any free slot, and only new tokens are prefilled."""
     world = SchedulerHarness()
     park(world, "s", list(range(20)))
     world.add(list(range(24)), turn="t", session="s")
@@ -43,7 +43,7 @@ def test_offloaded_session_is_restored() -> None:
 
 
 def test_restored_kv_is_truncated_to_the_common_prefix() -> None:
-    """An edited question keeps what came before it."""
+    """An edited question keeps the tokens before it."""
     world = SchedulerHarness()
     park(world, "s", list(range(20)))
     world.add([*range(12), 99, 98], turn="t", session="s")
@@ -51,7 +51,7 @@ def test_restored_kv_is_truncated_to_the_common_prefix() -> None:
 
 
 def test_last_token_is_never_restored() -> None:
-    """A prompt that is parked whole decodes its last token, whose logits the answer starts from."""
+    """A fully offloaded prompt decodes its last token for the logits of the answer."""
     world = SchedulerHarness()
     park(world, "s", list(range(20)))
     world.add(list(range(20)), turn="t", session="s")
@@ -60,8 +60,8 @@ def test_last_token_is_never_restored() -> None:
     assert plan.passes[0].rows[0].chunk.tokens == [19]
 
 
-def test_a_fork_copies_its_siblings_kv() -> None:
-    """A new session of the same client takes the common beginning out of the other's slot, busy or not."""
+def test_fork_copies_its_siblings_kv() -> None:
+    """A new session of the same client copies the common prefix from the other's slot, busy or idle."""
     world = SchedulerHarness(answer_tokens=40)
     world.add(list(range(16)), session="parent")
     world.run(6)
@@ -72,7 +72,7 @@ def test_a_fork_copies_its_siblings_kv() -> None:
 
 
 def test_fork_takes_over_an_idle_source_slot() -> None:
-    """When that slot is the one to be given away, its session is parked and nothing is copied."""
+    """If the source's slot is the one to be replaced, its session is offloaded and nothing is copied."""
     world = used_slots(list(range(16)), slots=1)
     world.add([*range(12), 99], turn="fork")
     plan = world.step()
@@ -81,7 +81,7 @@ def test_fork_takes_over_an_idle_source_slot() -> None:
 
 
 def test_another_clients_slot_is_never_copied() -> None:
-    """The same prompt of another client is read from its first token."""
+    """The same prompt of another client is prefilled from its first token."""
     world = used_slots(list(range(16)))
     world.add(list(range(16)), turn="t", client="other")
     plan = world.step()
@@ -89,8 +89,8 @@ def test_another_clients_slot_is_never_copied() -> None:
     assert plan.admissions[0].cached_tokens == 0
 
 
-def test_another_clients_parked_kv_is_never_restored() -> None:
-    """Nor is it when it is parked; public KV is shared by all clients."""
+def test_another_clients_offloaded_kv_is_never_restored() -> None:
+    """Public KV is shared by all clients."""
     world = SchedulerHarness(slots=2)
     park(world, "s", list(range(16)))
     park(world, "prefix-x", list(range(8)), scope="")
@@ -101,7 +101,7 @@ def test_another_clients_parked_kv_is_never_restored() -> None:
 
 @pytest.mark.parametrize(("parked_tokens", "restored"), [(15, False), (16, True)])
 def test_less_than_a_chunk_is_not_moved(parked_tokens: int, restored: bool) -> None:
-    """The own slot is kept unless what is parked spares a cell of the grid more."""
+    """The own slot is used unless offloaded KV saves at least a chunk more."""
     world = used_slots([*range(12), 99, 98])
     park(world, "s0", list(range(parked_tokens)))
     world.add([*range(20)], turn="t", session="s0")
@@ -110,7 +110,7 @@ def test_less_than_a_chunk_is_not_moved(parked_tokens: int, restored: bool) -> N
 
 
 def test_order_of_kv_sources() -> None:
-    """Of sources that are about as good the cheapest is taken."""
+    """Of about equally good sources the cheapest is used."""
     world = used_slots(list(range(16)))
     park(world, "old", list(range(16)))
     world.add([*range(16), 99], turn="t")
@@ -122,7 +122,7 @@ def test_order_of_kv_sources() -> None:
 
 
 def test_failed_restore_is_recomputed() -> None:
-    """The turn reads its prompt from the first token, and is not read on in the step that failed."""
+    """The turn is prefilled from the first token, starting in the step after the failure."""
     world = SchedulerHarness()
     park(world, "s", list(range(20)))
     turn = world.add(list(range(22)), session="s")
@@ -132,7 +132,7 @@ def test_failed_restore_is_recomputed() -> None:
 
 
 def test_turn_without_kv_is_prefilled_again() -> None:
-    """It was about to generate; now it reads its prompt and its answer so far, and goes on."""
+    """It was about to decode; now its prompt and partial answer are prefilled, and it continues."""
     world = SchedulerHarness(slots=1, quantum_tokens=2, answer_tokens=10)
     first = world.add([1, 2, 3], turn="a")
     world.run(4)
@@ -147,7 +147,7 @@ def test_turn_without_kv_is_prefilled_again() -> None:
 
 
 def test_replaced_slot_is_offloaded_once() -> None:
-    """An idle session whose very tokens are parked already, or too few to matter, is not parked again."""
+    """An idle session is not offloaded if its tokens already are, or are too few to matter."""
     world = used_slots(list(range(16)), slots=1)
     park(world, "s0", list(range(16)))
     world.add([99, 98, 97])
@@ -158,7 +158,7 @@ def test_replaced_slot_is_offloaded_once() -> None:
 
 
 def test_replaced_kv_is_not_restored() -> None:
-    """An older state of the session that gives way was found, but under its key the newer one is parked before."""
+    """An older entry of the replaced session matched, but its newer KV is offloaded under the same key first."""
     world = used_slots([*range(12), 77, 78, 79, 80], slots=1)
     park(world, "s0", list(range(16)))
     turn = world.add([*range(16), 99], turn="t")
@@ -169,7 +169,7 @@ def test_replaced_kv_is_not_restored() -> None:
 
 
 def test_disk_fetch_overlaps_with_other_turns() -> None:
-    """The turn waits without a slot, the key is named once, and when it is there it is restored."""
+    """The turn waits without a slot, its key is requested once, and the fetched KV is restored."""
     world = SchedulerHarness(slots=2)
     park(world, "s", list(range(20)), ready=False)
     turn = world.add(list(range(24)), turn="t", session="s")
@@ -201,7 +201,7 @@ def test_loop_sleeps_while_all_turns_wait_for_disk() -> None:
 
 
 def test_fetch_is_shared() -> None:
-    """Two turns that share a parked prefix name its key once, and both go on."""
+    """Two turns with a common offloaded prefix request it once, and both continue."""
     world = SchedulerHarness(slots=2)
     park(world, "prefix-p", SYSTEM, ready=False)
     turns = [world.add([*SYSTEM, n], prefix_tokens=len(SYSTEM)) for n in range(2)]
@@ -212,7 +212,7 @@ def test_fetch_is_shared() -> None:
 
 
 def test_unneeded_entries_are_not_fetched() -> None:
-    """A fetch is named as unwanted once, when the last turn that waits for it is aborted; not if another comes."""
+    """A fetch is cancelled once, when the last turn that waits for it is aborted; not if another turn needs it."""
     world = SchedulerHarness(slots=2)
     park(world, "prefix-p", SYSTEM, ready=False)
     for n in range(2):
@@ -235,7 +235,7 @@ def test_unneeded_entries_are_not_fetched() -> None:
 
 @pytest.mark.parametrize("vanishes", [True, False])
 def test_failed_fetch_is_recomputed(vanishes: bool) -> None:
-    """When the sequence is gone, or the disk does not answer, the tokens are read."""
+    """If the entry is gone, or the disk does not respond, the tokens are prefilled."""
     world = SchedulerHarness(slots=1)
     park(world, "s", list(range(20)), ready=False)
     turn = world.add(list(range(24)), session="s")
@@ -248,7 +248,7 @@ def test_failed_fetch_is_recomputed(vanishes: bool) -> None:
 
 
 def test_repeatedly_evicted_kv_is_recomputed() -> None:
-    """A turn does not wait for the disk more than twice."""
+    """A turn waits for the disk at most twice."""
     world = SchedulerHarness(slots=1)
     park(world, "s", list(range(20)), ready=False)
     turn = world.add(list(range(24)), session="s")
@@ -266,7 +266,7 @@ def test_repeatedly_evicted_kv_is_recomputed() -> None:
 
 @pytest.mark.parametrize("finds_room", [True, False])
 def test_fetch_without_room_is_repeated(finds_room: bool) -> None:
-    """As soon as there may be room; a turn that finds none again reads its tokens, and waits for no clock."""
+    """As soon as there may be room; a second failure prefills the tokens, and no timer is involved."""
     world = SchedulerHarness(slots=1)
     park(world, "s", list(range(20)), ready=False)
     turn = world.add(list(range(24)), session="s")
@@ -283,7 +283,7 @@ def test_fetch_without_room_is_repeated(finds_room: bool) -> None:
 
 
 def test_concurrent_fetches_are_limited() -> None:
-    """No more than there are slots: what comes from disk needs room in RAM until it is used."""
+    """To the number of slots: fetched entries need RAM until they are used."""
     world = SchedulerHarness(slots=2)
     for n in range(5):
         park(world, f"s{n}", [100 * n + i for i in range(20)], ready=False)
@@ -314,7 +314,7 @@ def test_turn_waiting_for_disk_can_end(end: str) -> None:
 
 
 def test_shared_prefix_is_prefilled_once() -> None:
-    """Of four turns with one long system prompt one reads it, and the others copy it then."""
+    """Of four turns with one long system prompt one prefills it, and the others copy it."""
     world = SchedulerHarness(slots=4)
     turns = [world.add([*SYSTEM, 1000 + n, n], prefix_tokens=len(SYSTEM)) for n in range(4)]
     read = 0
@@ -336,7 +336,7 @@ def test_prefix_waiters_do_not_block_other_turns() -> None:
 
 
 def test_short_prefixes_are_not_waited_for() -> None:
-    """A short common beginning is read by each."""
+    """Each turn prefills a short common prefix itself."""
     world = SchedulerHarness(slots=2)
     turns = [world.add([*SYSTEM[: 2 * GRID_TOKENS - 1], 10 * n, *range(20)]) for n in range(1, 3)]
     world.step()
@@ -344,7 +344,7 @@ def test_short_prefixes_are_not_waited_for() -> None:
 
 
 def test_prefix_waiter_prefills_when_its_leader_ends() -> None:
-    """It waits only while there is a reader to wait for."""
+    """It waits only while the leader runs."""
     world = SchedulerHarness(slots=2)
     world.add([*SYSTEM, 1], turn="reader")
     follower = world.add([*SYSTEM, 2])
@@ -355,8 +355,8 @@ def test_prefix_waiter_prefills_when_its_leader_ends() -> None:
     assert follower.cached_tokens == GRID_TOKENS
 
 
-def test_prefix_waiter_can_end() -> None:
-    """A turn that waits for a reader is aborted like any other."""
+def test_prefix_waiter_can_be_aborted() -> None:
+    """A turn that waits for a leader is aborted like any other."""
     world = SchedulerHarness(slots=2)
     world.add([*SYSTEM, 1])
     world.add([*SYSTEM, 2], turn="follower")
@@ -367,7 +367,7 @@ def test_prefix_waiter_can_end() -> None:
 
 
 def test_higher_class_does_not_wait_for_a_lower_prefill() -> None:
-    """A batch prompt may be read late."""
+    """A batch prompt may be prefilled late."""
     world = SchedulerHarness(slots=2)
     world.add([*SYSTEM, 1], priority=2)
     urgent = world.add([*SYSTEM, 2], priority=0)
@@ -375,8 +375,8 @@ def test_higher_class_does_not_wait_for_a_lower_prefill() -> None:
     assert urgent.slot is not None
 
 
-def test_a_public_system_prompt_is_shared_between_clients() -> None:
-    """One reads it, a snapshot is parked where it ends, and the other, who waited, starts from that."""
+def test_public_system_prompt_is_shared_between_clients() -> None:
+    """One turn prefills it and offloads a snapshot; the other waits and starts from that."""
     world = SchedulerHarness(slots=2)
     reader = world.add([*SYSTEM, 1, 2], client="a", prefix_tokens=len(SYSTEM), public=True)
     follower = world.add([*SYSTEM, 3, 4], turn="f", client="b", prefix_tokens=len(SYSTEM), public=True)
@@ -390,8 +390,8 @@ def test_a_public_system_prompt_is_shared_between_clients() -> None:
     world.run_to_end()
 
 
-def test_a_private_system_prompt_is_not() -> None:
-    """Two clients that happen to say the same read it each, at once."""
+def test_private_system_prompt_is_not_shared_between_clients() -> None:
+    """Two clients with equal prompts prefill them separately, without waiting."""
     world = SchedulerHarness(slots=2)
     turns = [world.add([*SYSTEM, 1], client=client, prefix_tokens=len(SYSTEM)) for client in ("a", "b")]
     world.step()
@@ -401,7 +401,7 @@ def test_a_private_system_prompt_is_not() -> None:
 
 
 def test_snapshot_is_offloaded_once() -> None:
-    """The next turn finds it and parks none."""
+    """The next turn finds it and offloads none."""
     world = SchedulerHarness(slots=1)
     for n in range(3):
         world.add([*SYSTEM, n], client=f"c{n}", prefix_tokens=len(SYSTEM), public=True)
@@ -409,8 +409,8 @@ def test_snapshot_is_offloaded_once() -> None:
     assert [key for key in world.store.entries if key.startswith("prefix-")] == [prefix_key("", SYSTEM)]
 
 
-def test_a_model_that_cannot_rewind_starts_from_a_snapshot() -> None:
-    """Its sequences cannot be cut, so that what another session holds is of no use, but a snapshot is."""
+def test_model_without_truncation_starts_from_a_snapshot() -> None:
+    """Its sequences cannot be cut, so another session's KV is useless, but a snapshot is not."""
     world = SchedulerHarness(slots=2, can_truncate=False)
     world.add([*SYSTEM, 1, 2], prefix_tokens=len(SYSTEM))
     world.run_to_end()
@@ -419,8 +419,8 @@ def test_a_model_that_cannot_rewind_starts_from_a_snapshot() -> None:
     assert moves_of(world.step(), "t") == [restore(1, prefix_key("c", SYSTEM), SYSTEM, "t")]
 
 
-def test_a_model_that_cannot_rewind_finds_the_snapshot_behind_a_longer_match() -> None:
-    """A parked session that shares more would have to be cut."""
+def test_model_without_truncation_finds_a_snapshot_behind_a_longer_match() -> None:
+    """An offloaded session with a longer match would have to be cut."""
     world = SchedulerHarness(slots=2, can_truncate=False)
     park(world, "s", [*SYSTEM, 7, 8, 9])
     park(world, "prefix-p", SYSTEM)
@@ -428,8 +428,8 @@ def test_a_model_that_cannot_rewind_finds_the_snapshot_behind_a_longer_match() -
     assert moves_of(world.step(), "t") == [restore(0, "prefix-p", SYSTEM, "t")]
 
 
-def test_a_model_that_cannot_rewind_prefers_a_snapshot_to_a_cut_that_may_be_refused() -> None:
-    """Unless half of what the cut would redundant is about as much."""
+def test_model_without_truncation_prefers_a_snapshot_to_an_uncertain_cut() -> None:
+    """Unless half of what the cut would save is about as much."""
     for kept, source in ((4, RestoreSlot), (40, TruncateSlot)):
         world = SchedulerHarness(slots=1, can_truncate=False, answer_tokens=1)
         held = [*SYSTEM, *range(kept)]
@@ -440,7 +440,7 @@ def test_a_model_that_cannot_rewind_prefers_a_snapshot_to_a_cut_that_may_be_refu
 
 
 def test_chunk_boundaries_do_not_depend_on_offloaded_kv() -> None:
-    """A public prompt is cut where its prefix ends, whether or not a snapshot of it is needed."""
+    """A public prompt is cut where its prefix ends, whether or not it needs a snapshot."""
     cells = []
     for is_parked in (False, True):
         world = SchedulerHarness(slots=1, store=FakeStore(limit_tokens=0 if is_parked else 64), answer_tokens=1)
@@ -453,14 +453,14 @@ def test_chunk_boundaries_do_not_depend_on_offloaded_kv() -> None:
 
 
 def test_prefix_keys_differ_by_scope_and_tokens() -> None:
-    """Equal for equal prefixes, and different for another client or another token."""
+    """Equal prefixes have equal keys; another client or another token gives another key."""
     keys = {prefix_key(scope, tokens) for scope in ("", "a") for tokens in ([1, 2], [1, 3], [12])}
     assert len(keys) == 6
     assert all(key.startswith("prefix-") and len(key) == 7 + 64 for key in keys)
     assert prefix_key("a", (1, 2)) == prefix_key("a", [1, 2])
 
 
-def test_a_turn_without_a_client_is_refused() -> None:
+def test_turn_without_a_client_is_refused() -> None:
     """Its KV would be shared with all clients."""
     with pytest.raises(ValueError, match="needs a client id"):
         SchedulerHarness().add([1, 2], client="")

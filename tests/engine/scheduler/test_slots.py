@@ -27,29 +27,29 @@ def table() -> SlotTable:
     return table
 
 
-def test_a_session_keeps_its_slot_after_its_turn(table: SlotTable) -> None:
-    """An idle slot still holds its session's tokens and knows when it was used."""
+def test_session_keeps_its_slot_after_its_turn(table: SlotTable) -> None:
+    """An idle slot keeps its session's tokens and its time of use."""
     slot = table.of_session("b")
     assert slot is table[1]
     assert (slot.busy, slot.empty, slot.tokens, slot.used_s) == (False, False, [4, 5], 7.0)
 
 
-def test_a_slot_without_tokens_has_no_owner(table: SlotTable) -> None:
-    """A turn that ended before it decoded anything leaves an empty slot."""
+def test_slot_without_tokens_has_no_owner(table: SlotTable) -> None:
+    """A turn that ended before its first decode leaves an empty slot."""
     table.assign(table[2], request("t3", session="c"), keep_tokens=0)
     table.free(table[2], now=8.0)
     assert table[2].empty
     assert table.of_session("c") is None
 
 
-def test_a_turn_builds_on_its_own_tokens(table: SlotTable) -> None:
-    """The kept prefix stays, the rest goes."""
+def test_turn_keeps_its_matching_prefix(table: SlotTable) -> None:
+    """The other tokens are removed."""
     table.assign(table[1], request("t4", session="b"), keep_tokens=1)
     assert table[1].tokens == [4]
 
 
-def test_no_client_builds_on_anothers_tokens(table: SlotTable) -> None:
-    """Keeping tokens for another client than the one they belong to is refused; its other sessions may."""
+def test_slot_keeps_tokens_of_one_client_only(table: SlotTable) -> None:
+    """Keeping tokens for another client than their owner is refused; other sessions of the owner may use them."""
     with pytest.raises(ValueError, match="of client x, not of y"):
         table.assign(table[1], request("t4", session="c", client="y"), keep_tokens=1)
     table.assign(table[1], request("t4", session="c"), keep_tokens=1)
@@ -57,14 +57,14 @@ def test_no_client_builds_on_anothers_tokens(table: SlotTable) -> None:
     assert table.of_session("c") is table[1]
 
 
-def test_a_session_has_one_slot(table: SlotTable) -> None:
+def test_session_has_one_slot(table: SlotTable) -> None:
     """A turn whose session holds a slot gets no other."""
     with pytest.raises(ValueError, match="session b has a slot already"):
         table.assign(table[2], request("t4", session="b"), keep_tokens=0)
 
 
 def test_busy_slot_is_not_reused(table: SlotTable) -> None:
-    """A running turn's slot can be neither given away nor forgotten."""
+    """A running turn's slot can be neither replaced nor discarded."""
     with pytest.raises(ValueError, match="runs turn t1"):
         table.assign(table[0], request("t4", session="c"), keep_tokens=0)
     with pytest.raises(ValueError, match="runs turn t1"):
@@ -72,14 +72,14 @@ def test_busy_slot_is_not_reused(table: SlotTable) -> None:
 
 
 def test_discard_empties_a_slot(table: SlotTable) -> None:
-    """A closed session's slot is free for all."""
+    """A closed session's slot is free."""
     table.forget(table[1])
     assert table[1].empty
     assert not table[1].tokens
 
 
 def test_swapping_moves_sessions_and_keeps_indexes(table: SlotTable) -> None:
-    """Two slots exchange tenants and tokens; indexes stay in order."""
+    """Two slots exchange owners and tokens; indexes stay in order."""
     table.swap(0, 2)
     assert [slot.session_id for slot in table] == [None, "b", "a"]
     assert table.of_session("a") is table[2]
@@ -88,12 +88,12 @@ def test_swapping_moves_sessions_and_keeps_indexes(table: SlotTable) -> None:
 
 
 def test_table_repr_is_short(table: SlotTable) -> None:
-    """The representation names session, whether it runs, and how much it holds."""
+    """It has the session, whether it runs, and the number of tokens."""
     assert repr(table) == "SlotTable(a*:3 b:2 -:0)"
 
 
 def test_inconsistent_table_is_detected(table: SlotTable) -> None:
-    """Tokens without an owner, two slots of one session, and a full slot are noticed."""
+    """Tokens without an owner, two slots of one session, and an overfull slot."""
     with pytest.raises(AssertionError, match="more than 2"):
         table.check_integrity(n_ctx=2)
     table[2].tokens.append(1)

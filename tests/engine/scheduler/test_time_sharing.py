@@ -17,7 +17,7 @@ ROOMY = 4000
 def crowd(
     *, slots: int, quantum_tokens: int = QUANTUM, answer_tokens: int = 200, ageing_s: float = 1e6
 ) -> SchedulerHarness:
-    """Return a world of long contexts in which everything can be parked and prompts are read at once."""
+    """Return a harness with long contexts, room for all offloads, and prefill in one step."""
     return SchedulerHarness(
         slots=slots,
         quantum_tokens=quantum_tokens,
@@ -30,17 +30,17 @@ def crowd(
 
 
 def prompt(number: int, *, length: int = 4) -> list[int]:
-    """Return a prompt that shares nothing with those of other numbers."""
+    """Return a prompt that shares no prefix with those of other numbers."""
     return [1000 * number + n for n in range(length)]
 
 
 def kinds(plan: StepPlan) -> list[str]:
-    """Return what a plan moves, preemption for compactness aside."""
+    """Return the kinds of a plan's moves, without those for compactness."""
     return [type(move).__name__ for move in plan.moves if not isinstance(move, SwapSlots)]
 
 
-def test_a_turn_that_used_its_quantum_yields_to_an_equal_one() -> None:
-    """It is parked under its session's key, the other gets the slot, and later it goes on where it was."""
+def test_turn_yields_to_an_equal_one_after_its_quantum() -> None:
+    """It is offloaded under its session's key, the other gets the slot, and later it continues exactly."""
     world = crowd(slots=1, quantum_tokens=4)
     first = world.add(prompt(1), turn="a")
     world.add(prompt(2), turn="b")
@@ -61,8 +61,8 @@ def test_a_turn_that_used_its_quantum_yields_to_an_equal_one() -> None:
     assert [row.chunk.tokens for row in plan.passes[0].rows] == [first.tokens[-2:-1]]
 
 
-def test_a_new_turn_takes_over_after_a_quarter_of_a_quantum() -> None:
-    """So that it gets its first token soon; then it waits for a whole one like all others."""
+def test_new_turn_preempts_after_a_quarter_of_a_quantum() -> None:
+    """It gets its first token soon; after that it waits for whole quanta."""
     world = crowd(slots=1, quantum_tokens=40)
     old = world.add(prompt(1))
     world.run(20)
@@ -75,7 +75,7 @@ def test_a_new_turn_takes_over_after_a_quarter_of_a_quantum() -> None:
 @pytest.mark.parametrize("same_client", [True, False])
 @pytest.mark.parametrize(("users", "slots"), [(2, 1), (5, 4), (9, 4), (16, 3)])
 def test_equal_users_stay_within_two_quanta(users: int, slots: int, same_client: bool) -> None:
-    """With any number of turns and slots, no lead grows, and no stay is shorter than a quantum."""
+    """With any number of turns and slots, no lead grows, and no turn runs for less than a quantum."""
     world = crowd(slots=slots)
     turns = [world.add(prompt(n), client="c" if same_client else f"c{n}") for n in range(users)]
     preemptions = 0
@@ -83,14 +83,14 @@ def test_equal_users_stay_within_two_quanta(users: int, slots: int, same_client:
         preemptions += len(world.step().preemptions)
         generated = [turn.generated_tokens for turn in turns]
         assert max(generated) - min(generated) <= 2 * QUANTUM
-    # Each newcomer may cut one stay short.
+    # Each new turn may preempt one early.
     assert preemptions <= sum(turn.generated_tokens for turn in turns) / QUANTUM + users
     world.run_to_end()
     assert all(turn.generated_tokens == 200 for turn in turns)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_ten_turns_get_no_more_than_one(slots: int) -> None:
+def test_ten_turns_get_no_larger_share_than_one(slots: int) -> None:
     """A client with ten turns and one with a single turn share the slots equally."""
     world = crowd(slots=slots, answer_tokens=ROOMY)
     many = [world.add(prompt(n), client="many") for n in range(10)]
@@ -104,7 +104,7 @@ def test_ten_turns_get_no_more_than_one(slots: int) -> None:
 
 
 def test_idle_time_earns_no_credit() -> None:
-    """A client that comes back after others were served for long shares with them, and does not have it all."""
+    """A client that returns after a long time shares with the others, and does not preempt them for as long."""
     world = crowd(slots=1, answer_tokens=ROOMY)
     steady = [world.add(prompt(n), client=f"c{n}") for n in range(2)]
     world.add(prompt(7), client="idler", answer_tokens=1)
@@ -117,7 +117,7 @@ def test_idle_time_earns_no_credit() -> None:
 
 
 def test_use_without_contention_is_not_charged() -> None:
-    """A client that had the machine to itself shares equally with one that comes."""
+    """A client that was alone shares equally with one that arrives."""
     world = crowd(slots=1, answer_tokens=ROOMY)
     alone = world.add(prompt(1), client="alone")
     world.run(200)
@@ -128,7 +128,7 @@ def test_use_without_contention_is_not_charged() -> None:
 
 
 def test_higher_class_preempts_a_lower_one() -> None:
-    """After a quarter of a quantum, and the lower class has it again when the higher one is through."""
+    """After a quarter of a quantum; the lower class resumes when the higher one has ended."""
     world = crowd(slots=1, quantum_tokens=40)
     batch = world.add(prompt(1), priority=2)
     world.run(5)
@@ -150,8 +150,8 @@ def test_lower_class_does_not_preempt_a_higher_one() -> None:
     assert (urgent.preempted, urgent.slot) == (0, 0)
 
 
-def test_a_prompt_being_read_yields_only_to_a_shorter_one() -> None:
-    """Two long prompts that take turns would both be late; a short one need not wait for a long one."""
+def test_prefill_yields_only_to_a_shorter_prompt() -> None:
+    """Two long prompts that alternate would both be late; a short one need not wait for a long one."""
     world = SchedulerHarness(slots=1, quantum_tokens=1, n_ctx=ROOMY, store=FakeStore(limit_tokens=ROOMY), ageing_s=1e6)
     reader = world.add(prompt(1, length=400))
     world.run(5)
@@ -164,7 +164,7 @@ def test_a_prompt_being_read_yields_only_to_a_shorter_one() -> None:
 
 
 def waits(world: SchedulerHarness, request: EngineRequest, *, steps: int) -> list[float]:
-    """Run, and return how long the turn waited each time until it had generated another token."""
+    """Run, and return how long the turn waited for each of its tokens."""
     seen, times = request.generated_tokens, [world.now]
     for _ in range(steps):
         newcomer(world)
@@ -183,7 +183,7 @@ def newcomer(world: SchedulerHarness) -> None:
 @pytest.mark.parametrize("client", ["crowd", "other"])
 @pytest.mark.parametrize("priority", [0, 1, 2])
 def test_stream_of_new_turns_starves_no_turn(client: str, priority: int) -> None:
-    """Twice as much comes in as can be done, and yet each wait ends.
+    """Twice the capacity arrives, and yet each wait ends.
 
     After ``ageing_s`` for each class up to the highest and once more, only older turns of the client come before it,
     and of other clients those that were served less. Here there is none of either, so it has a slot after a quantum.
@@ -198,9 +198,9 @@ def test_stream_of_new_turns_starves_no_turn(client: str, priority: int) -> None
 
 
 def test_aged_turn_is_prefilled_before_higher_classes() -> None:
-    """Having a slot is no service: a prompt in a slot goes on ageing until it is read."""
+    """A slot alone is no service: a prompt ages until it is prefilled."""
     world = crowd(slots=8, quantum_tokens=64, ageing_s=5.0)
-    world.scheduler._budget._target_step_s = 0.0  # a cell a step
+    world.scheduler._budget._target_step_s = 0.0  # one chunk a step
     batch = world.add(prompt(999, length=12), client="batch", priority=2)
     for _ in range(60):
         world.add(prompt(len(world.requests), length=8), client="crowd", priority=0, answer_tokens=1)
@@ -209,7 +209,7 @@ def test_aged_turn_is_prefilled_before_higher_classes() -> None:
 
 
 def test_no_preemption_without_offload() -> None:
-    """Where a sequence cannot be parked, a turn keeps its slot until it ends."""
+    """If KV cannot be offloaded, a turn keeps its slot until it ends."""
     world = SchedulerHarness(slots=1, quantum_tokens=1, store=FakeStore(limit_tokens=0), answer_tokens=20)
     first, second = world.add(prompt(1)), world.add(prompt(2))
     world.run(15)
@@ -217,8 +217,8 @@ def test_no_preemption_without_offload() -> None:
     world.run_to_end()
 
 
-def test_only_what_fits_is_preempted() -> None:
-    """Of two turns the one that is too long to be parked stays, although it used more."""
+def test_turn_too_long_to_offload_is_not_preempted() -> None:
+    """It keeps its slot although it used more than the other turn."""
     world = SchedulerHarness(slots=2, quantum_tokens=2, store=FakeStore(limit_tokens=12), answer_tokens=40)
     long, short = world.add(prompt(1, length=12), turn="long"), world.add(prompt(2, length=2), turn="short")
     world.run(6)
@@ -228,7 +228,7 @@ def test_only_what_fits_is_preempted() -> None:
 
 
 def test_preempted_turn_with_lost_kv_is_recomputed() -> None:
-    """A store that forgets everything at once costs time and nothing else, even at the smallest quantum."""
+    """A store that drops every entry costs time only, even at the smallest quantum."""
     world = SchedulerHarness(slots=1, quantum_tokens=1, answer_tokens=10)
     turns = [world.add(prompt(n, length=9)) for n in range(3)]
     while world.scheduler.has_work:
@@ -240,7 +240,7 @@ def test_preempted_turn_with_lost_kv_is_recomputed() -> None:
 
 
 def test_recomputation_is_not_reported_as_progress() -> None:
-    """The client has heard of its prompt; that it is read again is nothing to it."""
+    """Progress was already reported for the prompt."""
     world = SchedulerHarness(slots=1, quantum_tokens=2, answer_tokens=12)
     first = world.add(prompt(1, length=20))
     world.run(9)
@@ -253,8 +253,8 @@ def test_recomputation_is_not_reported_as_progress() -> None:
     assert plan.passes[0].prefill
 
 
-def test_a_preempted_turn_is_aborted_or_released() -> None:
-    """Wherever a turn is when it ends, it ends once, and its place is free."""
+def test_preempted_turn_is_aborted_or_released() -> None:
+    """In any state it ends once, and its place is free."""
     world = crowd(slots=1, quantum_tokens=2)
     first = world.add(prompt(1), turn="a")
     world.run(4)
@@ -275,7 +275,7 @@ def test_a_preempted_turn_is_aborted_or_released() -> None:
 
 
 def test_idle_session_is_evicted_before_a_turn() -> None:
-    """While an idle session holds a slot, no turn is interrupted; idle KV is parked and found again."""
+    """While an idle session holds a slot, no turn is preempted; idle KV is offloaded and restored."""
     world = crowd(slots=2, quantum_tokens=1, answer_tokens=4)
     world.add(prompt(1), session="idle")
     world.run_to_end()
@@ -290,7 +290,7 @@ def test_idle_session_is_evicted_before_a_turn() -> None:
 
 
 def test_waiting_prompts_are_matched_a_few_per_step() -> None:
-    """A step's cost does not grow with the queue: the store is asked for the few turns that can get a slot."""
+    """A step's cost does not grow with the queue: lookups are limited to the few turns that can get a slot."""
     world = crowd(slots=4)
     for n in range(1000):
         world.add(prompt(n), client=f"c{n % 7}")

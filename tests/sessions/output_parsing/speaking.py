@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
-from inferencecenter.sessions.output_parsing.parser import OutputSpec, output_spec
+from inferencecenter.sessions.output_parsing.output_spec import OutputSpec, output_spec
 from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, ReasoningDelta, TextDelta, ToolCallStart
 from inferencecenter.sessions.prompt.renderer import RenderInput
 from inferencecenter.sessions.prompt.template import ChatTemplate

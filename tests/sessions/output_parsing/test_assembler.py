@@ -18,7 +18,7 @@ from inferencecenter.sessions.output_parsing.assembler import (
     joined,
     remaining_parts,
 )
-from inferencecenter.sessions.output_parsing.parser import OutputSpec, output_spec
+from inferencecenter.sessions.output_parsing.output_spec import OutputSpec, output_spec
 from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
 from inferencecenter.sessions.prompt.template import ChatTemplate
 from tests.sessions.conftest import make_model
@@ -79,7 +79,7 @@ def test_each_part_is_published_once_across_interruptions(cuts: list[int], lost_
     assert after.message() == at_once.message()
 
 
-def test_a_call_that_was_cut_off_is_not_kept() -> None:
+def test_truncated_tool_call_is_dropped() -> None:
     """The conversation keeps complete calls only, and a truncated one does not become text."""
     speaking = ResponseAssembler("t_1")
     speaking.set_parser(speech(), "")
@@ -108,7 +108,7 @@ def tokens(text: str, n_tokens: int) -> TokenDelta:
         ((("<think>", 1), ("\n\n", 1), ("</think>", 1), ("Yes", 1)), 0),
     ],
 )
-def test_tokens_of_thoughts_are_those_up_to_their_end(pieces: tuple[tuple[str, int], ...], n_tokens: int) -> None:
+def test_reasoning_tokens_are_counted_up_to_the_closing_tag(pieces: tuple[tuple[str, int], ...], n_tokens: int) -> None:
     """The token that ends the tag is the last; tokens that arrive together count by their share of the text."""
     speaking = ResponseAssembler("t_1")
     speaking.set_parser(speech(), "")
@@ -118,7 +118,7 @@ def test_tokens_of_thoughts_are_those_up_to_their_end(pieces: tuple[tuple[str, i
     assert speaking.reasoning_tokens == n_tokens
 
 
-def test_tokens_of_thoughts_go_on_after_a_restart() -> None:
+def test_reasoning_tokens_are_counted_across_a_restart() -> None:
     """Tokens before a restart all count while the reasoning is open, and by their share if it has ended."""
     for said, n_tokens, more in (("<think>Hm", 3, 2), ("<think>Hm</think>Yes, yes, yes.", 6, 0)):
         speaking = ResponseAssembler.restored("t_1", [ReasoningDelta("Hm")])
@@ -181,7 +181,7 @@ def test_published_parts_stand_after_a_format_change() -> None:
 
 
 @given(st.lists(st.lists(st.one_of(part, st.builds(TextDelta, st.text(max_size=4))), max_size=3), max_size=3))
-def test_parts_come_back_from_their_columns(said: list[list[Part]]) -> None:
+def test_parts_survive_storage_in_columns(said: list[list[Part]]) -> None:
     """Any parts survive the round trip."""
     named: list[list[Part]] = [[ToolCallStart(0, "tool")], *said]
     assert decode_parts(map(encode_parts, named)) == tuple(each for column in named for each in column)

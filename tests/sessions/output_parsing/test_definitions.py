@@ -12,7 +12,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol.values import ChatMessage, Tool
 from inferencecenter.sessions.output_parsing import grammar_builder
 from inferencecenter.sessions.output_parsing.detection import as_text
-from inferencecenter.sessions.output_parsing.grammar import MAX_CALLS_CHARS, AnswerStart, calls_grammar
+from inferencecenter.sessions.output_parsing.output_spec import MAX_CALLS_CHARS, AnswerStart, calls_grammar
 from inferencecenter.sessions.output_parsing.tagged_calls import SchemaDefinitions, TaggedCalls
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def test_part_includes_exactly_its_definitions(links: dict[str, list[str]], part
 
 
 @pytest.mark.parametrize("other", ["#", "#anchor", "else.json", "#/properties/p"])
-def test_a_reference_of_another_kind_may_mean_any_definition(other: str) -> None:
+def test_unresolved_reference_keeps_all_definitions(other: str) -> None:
     """A reference that is not a pointer to a definition keeps all of them."""
     schema = {"$defs": {"a": {"$id": "else.json"}}, "definitions": {"b": {"$anchor": "anchor"}}}
     assert SchemaDefinitions(schema).resolve({"$ref": other}) == {**schema, "$ref": other}
@@ -88,7 +88,7 @@ def test_oversized_grammar_stops_building(monkeypatch: pytest.MonkeyPatch) -> No
     assert spelled_chars < 2 * MAX_CALLS_CHARS
 
 
-def test_a_long_key_with_many_choices_is_spelled_once() -> None:
+def test_grammar_of_an_enum_spells_its_key_once() -> None:
     """The grammar of an ``enum`` does not repeat the key for each value."""
     choice = Tool(
         name="paint",
@@ -98,7 +98,7 @@ def test_a_long_key_with_many_choices_is_spelled_once() -> None:
     assert len(grammar.text) < 150_000
 
 
-def test_results_and_what_follows_them_are_one_message() -> None:
+def test_results_and_the_following_text_are_one_message() -> None:
     """As text, consecutive results and the following user message are one user message."""
     roles: tuple[Role, ...] = ("user", "tool", "tool", "user", "user", "tool", "assistant", "tool")
     ids = {"tool": "call_a"}

@@ -17,7 +17,7 @@ HERMES_CALL = ANSWERS["HERMES"]
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_a_call_is_read_as_each_model_writes_it(name: str) -> None:
+def test_tool_call_is_parsed_in_every_format(name: str) -> None:
     """The parts are the same in every format."""
     assert read(speech(name), ANSWERS[name]) == FIRST
 
@@ -173,7 +173,7 @@ def test_string_encoded_arguments_are_decoded() -> None:
     assert read(speech("HERMES"), *text) == called(0, "get_weather", '{"city": "😀\n\ufffd"}')
 
 
-def test_a_call_without_arguments_has_none() -> None:
+def test_tool_call_without_arguments_has_an_empty_object() -> None:
     """A call with a name alone has an empty object."""
     assert read(speech("HERMES"), '<tool_call>{"name": "get_weather"}</tool_call>') == called(0, "get_weather", "{}")
 

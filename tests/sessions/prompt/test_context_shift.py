@@ -45,7 +45,7 @@ def test_oldest_turns_are_dropped_to_half() -> None:
     assert shift == ContextShift(HistoryView(0, 6), dropped_turns=3, dropped_tokens=60)
 
 
-def test_the_system_prompt_stays() -> None:
+def test_context_shift_keeps_the_system_prompt() -> None:
     """All leading system messages are kept, and their tokens do not count as freed."""
     messages = said(("system", 184), ("system", 184)) + turns(5) + said(("user", 84))
     shift = plan(messages, total=150, n_ctx=150)
@@ -75,7 +75,7 @@ def test_messages_before_the_first_question_are_dropped_first() -> None:
     assert shift == ContextShift(HistoryView(0, 1), dropped_turns=0, dropped_tokens=100)
 
 
-def test_the_question_being_answered_stays() -> None:
+def test_context_shift_keeps_the_current_question() -> None:
     """With nothing before the question there is nothing to drop, however long it is."""
     assert plan(said(("user", 1000)), total=100, n_ctx=100) is None
     assert plan(said(("system", 10), ("user", 1000)), total=500, n_ctx=100) is None

@@ -13,8 +13,8 @@ from inferencecenter.ipc.messages import Finished, unpack_tokens
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.history import History, HistoryView
 from inferencecenter.sessions.prompt.plan import GeneratedAnswer, Prompt, PromptPlan, after_turn, n_kept, prompt_of
-from inferencecenter.sessions.prompt.renderer import RenderInput, render_prompt
-from inferencecenter.sessions.prompt.template import ChatTemplate, ConversationRenderer, RawText
+from inferencecenter.sessions.prompt.renderer import RawText, RenderInput, render_prompt
+from inferencecenter.sessions.prompt.template import ChatTemplate, ConversationRenderer
 from tests.sessions.conftest import make_model, packed
 
 NOW = datetime(2026, 2, 3, tzinfo=UTC)
@@ -80,7 +80,7 @@ def run(
 
 
 @given(turns=st.lists(st.tuples(st.text(max_size=12), st.text(max_size=12)), min_size=1, max_size=4))
-def test_the_tokens_always_spell_the_rendering(turns: list[tuple[str, str]]) -> None:
+def test_tokens_always_spell_the_rendering(turns: list[tuple[str, str]]) -> None:
     """Cached tokens and new pieces together are the whole rendering, and no cached token is submitted again."""
     history = History()
     for question, answer in turns:
@@ -93,7 +93,7 @@ def test_the_tokens_always_spell_the_rendering(turns: list[tuple[str, str]]) -> 
     assert [message.content for message in history.messages] == [text for turn in turns for text in turn]
 
 
-def test_a_turn_adds_only_what_is_new() -> None:
+def test_turn_tokenizes_only_new_text() -> None:
     """After an answer only the rest of its line and the next question are tokenized."""
     _, history = run(History(), "Hi", "Hello!")
     prompt, _ = run(history, "Bye", "Ciao")
@@ -111,7 +111,7 @@ def test_markers_of_the_new_part_are_kept() -> None:
     ]
 
 
-def test_an_answer_that_was_cut_is_closed_by_the_template() -> None:
+def test_aborted_answer_is_closed_by_the_template() -> None:
     """After an abort the end token is missing, so the next turn submits the template's own."""
     _, history = run(History(), "Hi", "Hel", end="")
     prompt, _ = run(history, "Bye", "")
@@ -127,7 +127,7 @@ def test_text_that_no_kept_token_spells_is_sent_again() -> None:
     assert unpack_tokens(history.tokens)[-3:] == [ord(character) for character in "Hel"]
 
 
-def test_a_template_that_rewrites_the_past_gets_everything_again() -> None:
+def test_template_that_rewrites_earlier_messages_reuses_no_tokens() -> None:
     """If the rendering no longer starts with the covered text, no token is reused."""
     _, history = run(History(), "Hi", "  Hello  ", renderer=STRIPPING)
     prompt, _ = run(history, "Bye", "", renderer=STRIPPING)
@@ -135,7 +135,7 @@ def test_a_template_that_rewrites_the_past_gets_everything_again() -> None:
     assert text_of(prompt) == prompt.text
 
 
-def test_a_turn_aborted_while_it_waited_keeps_the_tokens_before_it() -> None:
+def test_turn_aborted_in_the_queue_keeps_earlier_tokens() -> None:
     """Its question joins the history; its tokens follow with the next turn."""
     _, before = run(History(), "Hi", "Hello")
     prompt = asked(before, say("Wait"), CHATML)
@@ -183,7 +183,7 @@ def template(source: str, **config: Any) -> ChatTemplate:
     return ChatTemplate(make_model(chat_template=source, **config))
 
 
-def test_the_system_prompt_is_marked_at_the_beginning() -> None:
+def test_system_prompt_is_marked_at_the_beginning() -> None:
     """The cut is at the next message's special token, and the pieces spell the same text."""
     prompt = asked(History(SYSTEM), say("Hi"), template(""))
     assert (shared(prompt), prompt.shared_pieces) == (HEAD, 1)
@@ -209,7 +209,7 @@ def test_nothing_is_marked_after_reused_tokens() -> None:
     assert (bool(second.tokens), second.shared_pieces) == (True, 0)
 
 
-def test_a_bos_token_is_not_part_of_the_marked_pieces() -> None:
+def test_bos_token_is_not_part_of_the_marked_pieces() -> None:
     """The engine prepends it."""
     source = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
     renderer = template(source, bos_token="<s>", add_bos=True, special_tokens=("<s>", "<|im_start|>"))

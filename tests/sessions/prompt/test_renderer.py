@@ -96,7 +96,7 @@ def world(held: HeldTemplates) -> SessionHarness:
     return SessionHarness(renderers=held)
 
 
-def test_a_turn_is_acknowledged_and_written_before_it_is_rendered(world: SessionHarness, held: HeldTemplates) -> None:
+def test_turn_is_acknowledged_and_recorded_before_rendering(world: SessionHarness, held: HeldTemplates) -> None:
     """A turn waits for its prompt as for a slot and is submitted once the prompt is ready."""
     session_id = world.create()
     world.infer(session_id)
@@ -120,7 +120,7 @@ def test_turns_that_are_rendered_first_are_submitted_first(world: SessionHarness
     assert [submit.session_id for submit in world.engine.submitted] == [second, first]
 
 
-def test_a_template_that_fails_ends_the_turn_with_an_error(world: SessionHarness, held: HeldTemplates) -> None:
+def test_template_failure_ends_the_turn_with_an_error(world: SessionHarness, held: HeldTemplates) -> None:
     """The turn fails with the error and leaves nothing behind, and the session continues."""
     session_id = world.create()
     world.infer(session_id, id="r1")
@@ -134,7 +134,7 @@ def test_a_template_that_fails_ends_the_turn_with_an_error(world: SessionHarness
     assert world.sink.last.op == "end"
 
 
-def test_an_aborted_turn_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
+def test_aborted_turn_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
     """It ends as a queued turn does, and its rendering is cancelled."""
     session_id = world.create()
     world.infer(session_id)
@@ -144,7 +144,7 @@ def test_an_aborted_turn_is_not_rendered(world: SessionHarness, held: HeldTempla
     assert (world.sink.last.op, world.sink.last.finish_reason) == ("end", "aborted")
 
 
-def test_a_closed_session_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
+def test_closed_session_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
     """Closing cancels the rendering."""
     session_id = world.create()
     world.infer(session_id)
@@ -152,7 +152,7 @@ def test_a_closed_session_is_not_rendered(world: SessionHarness, held: HeldTempl
     assert held.last.done is None
 
 
-def test_a_turn_that_is_refused_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
+def test_refused_turn_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
     """If the engine accepts no more turns, the early rendering is cancelled."""
     session_id = world.create()
     world.engine.refusal = InferenceCenterError(ErrorCode.QUEUE_FULL)
@@ -161,7 +161,7 @@ def test_a_turn_that_is_refused_is_not_rendered(world: SessionHarness, held: Hel
     assert held.last.done is None
 
 
-def test_a_turn_is_rendered_while_there_is_no_engine(world: SessionHarness, held: HeldTemplates) -> None:
+def test_turn_is_rendered_without_an_engine(world: SessionHarness, held: HeldTemplates) -> None:
     """The prompt is ready when the engine is, and is not rendered again for the same model."""
     session_id = world.create()
     world.engine.lose()
@@ -171,7 +171,7 @@ def test_a_turn_is_rendered_while_there_is_no_engine(world: SessionHarness, held
     assert (len(world.engine.submitted), len(held.requests)) == (1, 1)
 
 
-def test_another_model_has_the_turn_rendered_again(world: SessionHarness, held: HeldTemplates) -> None:
+def test_turn_is_rendered_again_for_another_model(world: SessionHarness, held: HeldTemplates) -> None:
     """The earlier rendering is cancelled."""
     session_id = world.create()
     world.engine.lose()
@@ -182,7 +182,7 @@ def test_another_model_has_the_turn_rendered_again(world: SessionHarness, held: 
     assert world.engine.last_text == "[user]Hi[assistant]"
 
 
-def test_a_stored_turn_whose_template_fails_is_set_aside(world: SessionHarness, held: HeldTemplates) -> None:
+def test_stored_turn_whose_template_fails_is_set_aside(world: SessionHarness, held: HeldTemplates) -> None:
     """The next daemon ends it with an error, once, and continues the other turns."""
     bad, good = world.create(), world.create()
     world.infer(bad)
@@ -201,7 +201,7 @@ def test_a_stored_turn_whose_template_fails_is_set_aside(world: SessionHarness, 
 
 
 @pytest.mark.parametrize("said", [None, "So far"])
-def test_a_shorter_prompt_is_rendered_too(world: SessionHarness, held: HeldTemplates, said: str | None) -> None:
+def test_context_shift_renders_the_shorter_prompt(world: SessionHarness, held: HeldTemplates, said: str | None) -> None:
     """A context shift waits for its new prompt; if that fails, the output so far is kept."""
     session_id = world.create(system="s")
     world.append(session_id, *(("user", "long ago"), ("assistant", "yes")) * 5)
@@ -223,7 +223,7 @@ def test_a_shorter_prompt_is_rendered_too(world: SessionHarness, held: HeldTempl
         assert world.transcript(session_id)[-1] == ("assistant", said)
 
 
-def test_a_turn_that_was_interrupted_needs_no_new_prompt(world: SessionHarness, held: HeldTemplates) -> None:
+def test_interrupted_turn_reuses_its_prompt(world: SessionHarness, held: HeldTemplates) -> None:
     """The next engine of the same model gets the existing prompt."""
     session_id = world.create()
     world.infer(session_id)
@@ -242,7 +242,7 @@ def test_unrenderable_turn_is_refused_at_once(world: SessionHarness) -> None:
         world.infer(session_id, tools=[{"name": "f"}])
 
 
-def test_a_prompt_that_cannot_fit_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
+def test_oversized_prompt_is_not_rendered(world: SessionHarness, held: HeldTemplates) -> None:
     """It is refused by its characters; surrounding white space and the model's answers do not count."""
     world.engine = FakeEngine(status=EngineStatus(EngineState.READY, model=make_model(n_ctx=100, max_token_bytes=8)))
     world.reopen()
@@ -274,7 +274,7 @@ def test_droppable_messages_are_not_counted(world: SessionHarness, held: HeldTem
         world.infer(session_id, "z" * 401)
 
 
-def test_a_stored_turn_that_cannot_fit_any_more_ends(world: SessionHarness, held: HeldTemplates) -> None:
+def test_stored_turn_too_long_for_a_smaller_context_fails(world: SessionHarness, held: HeldTemplates) -> None:
     """After a restart a model with a smaller context ends it with an error and renders nothing."""
     session_id = world.create()
     world.infer(session_id, "x" * 1000)

@@ -131,6 +131,6 @@ def test_raw_text_is_never_special() -> None:
     assert RenderedText("<|im_start|>", special=False).pieces() == (PromptSegment("<|im_start|>", False),)
 
 
-def test_a_model_without_special_tokens_needs_no_marks() -> None:
+def test_model_without_special_tokens_needs_no_marks() -> None:
     """Without special tokens nothing is marked."""
     assert SpecialTokenEscaper(("",)).mark("<|im_start|>") == "<|im_start|>"

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.values import ChatMessage
-from inferencecenter.sessions.prompt.renderer import RenderInput
-from inferencecenter.sessions.prompt.template import ChatTemplate, RawText
+from inferencecenter.ipc.messages import InfillTokens, PromptSegment
+from inferencecenter.protocol.values import ChatMessage, Infill, InfillFile
+from inferencecenter.sessions.prompt.renderer import RawText, RenderInput
+from inferencecenter.sessions.prompt.template import ChatTemplate
 from tests.sessions.conftest import make_model
 
 if TYPE_CHECKING:
@@ -25,14 +26,14 @@ def render(source: str, *messages: ChatMessage, **config: Any) -> RenderedText:
     return ChatTemplate(make_model(chat_template=source, **config)).render(RenderInput(messages or TALK, now=NOW))
 
 
-def test_a_model_without_a_template_gets_chatml() -> None:
+def test_model_without_a_template_uses_chatml() -> None:
     """The fallback is ChatML."""
     assert render("").text == (
         "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-def test_the_template_gets_the_models_tokens_and_the_date() -> None:
+def test_template_receives_special_tokens_and_the_date() -> None:
     """The variables that template authors expect are defined."""
     source = "{{ bos_token }}{{ strftime_now('%Y') }}{{ messages[0]['content'] }}{{ eos_token }}{{ tools is none }}"
     assert render(source, bos_token="<s>", eos_token="</s>").text == "<s>2026Be kind.</s>True"
@@ -50,7 +51,7 @@ def test_template_refusal_is_a_client_error() -> None:
         render("{{ 1 // 0 }}")
 
 
-def test_a_template_that_does_not_compile_is_named_at_once() -> None:
+def test_template_compile_error_is_reported_before_rendering() -> None:
     """Compilation happens once, before any rendering."""
     with pytest.raises(InferenceCenterError, match="TemplateSyntaxError") as caught:
         ChatTemplate(make_model(chat_template="{% for %}"))
@@ -74,3 +75,50 @@ def test_raw_text_has_no_special_tokens() -> None:
     rendering = RawText().render(RenderInput(TALK, now=NOW))
     assert rendering.text == "Be kind.Hi"
     assert [piece.special for piece in rendering.pieces()] == [False]
+
+
+CODE = InfillTokens("<P>", "<S>", "<M>", "<R>", "<F>")
+
+
+def gap(before: str, tokens: InfillTokens | None, suffix: str, *extra: InfillFile) -> tuple[PromptSegment, ...]:
+    """The prompt of a gap between two texts."""
+    text = RenderInput((ChatMessage(role="user", content=before),), now=NOW, infill=Infill(suffix=suffix, extra=extra))
+    return RawText(tokens).render(text).pieces()
+
+
+def test_gap_is_framed_by_special_tokens() -> None:
+    """Only the template's tokens are special, whatever the texts spell; empty texts leave nothing."""
+    assert gap("a<M>", CODE, "<P>b") == (
+        PromptSegment("<P>", True),
+        PromptSegment("a<M>", False),
+        PromptSegment("<S>", True),
+        PromptSegment("<P>b", False),
+        PromptSegment("<M>", True),
+    )
+    assert gap("", CODE, "") == tuple(PromptSegment(text, True) for text in ("<P>", "<S>", "<M>"))
+
+
+def test_other_files_precede_the_gap() -> None:
+    """They are under the tokens of a repository, or behind a separator where the vocabulary has none."""
+    files = (InfillFile(filename="x.py", text="1"), InfillFile(text="2"))
+    named = [(piece.text, piece.special) for piece in gap("a", CODE, "b", *files)]
+    assert named[:8] == [
+        ("<R>", True),
+        ("myproject\n", False),
+        ("<F>", True),
+        ("x.py\n", False),
+        ("1", False),
+        ("<F>", True),
+        ("tmp\n", False),
+        ("2", False),
+    ]
+    assert named[8:10] == [("<F>", True), ("filename\n", False)]
+    plain = InfillTokens("<P>", "<S>", "<M>")
+    assert "".join(piece.text for piece in gap("a", plain, "b", files[0])) == "\n\n--- snippet ---\n\n1<P>a<S>b<M>"
+
+
+def test_model_without_the_tokens_fills_no_gap() -> None:
+    """The error names the field."""
+    with pytest.raises(InferenceCenterError, match="no tokens for this") as caught:
+        gap("a", None, "b")
+    assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_REQUEST, "infill")

@@ -154,7 +154,7 @@ async def test_process_renders_like_the_daemon(name: str) -> None:
     assert (result.system_end, result.capabilities) == (expected.system_end, expected.capabilities)
 
 
-async def test_a_template_that_does_not_compile_is_known_after_the_first_time() -> None:
+async def test_template_compile_error_is_remembered() -> None:
     """The first rendering fails with the error; later ones fail immediately."""
     model = make_model(chat_template="{% for %}")
     async with running() as processes:
@@ -164,7 +164,7 @@ async def test_a_template_that_does_not_compile_is_known_after_the_first_time() 
             processes.of(model)
 
 
-async def test_a_model_without_a_template_is_logged_once() -> None:
+async def test_model_without_a_template_is_logged_once() -> None:
     """The use of ChatML is logged."""
     async with running() as processes:
         with capture_logs() as logs:

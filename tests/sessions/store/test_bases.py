@@ -128,7 +128,7 @@ def assert_is(kept: StoredSession, n_turns: int) -> None:
     assert (kept.history, kept.turns) == (history_of(n_turns), turns_of(n_turns))
 
 
-def test_a_fork_of_16_mib_writes_a_row(database: sqlite3.Connection, recorder: Recorder, path: Path) -> None:
+def test_fork_of_16_mib_writes_a_row(database: sqlite3.Connection, recorder: Recorder, path: Path) -> None:
     """A fork writes one row whatever its size, and its deletion removes one."""
     messages = tuple(said_by("user", "x" * MIB) for _ in range(16))
     history = replace(make_history("Hello"), messages=messages)
@@ -240,9 +240,7 @@ def test_repeated_rewinds_share_the_common_prefix(database: sqlite3.Connection, 
     assert all(len(kept.turns) == 3 for kept in kept_of(database).values())
 
 
-def test_a_conversation_that_is_rendered_anew_keeps_its_messages_in_common(
-    database: sqlite3.Connection, recorder: Recorder
-) -> None:
+def test_new_rendering_keeps_messages_shared_with_a_fork(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Its tokens are replaced, those of the fork stay, and nothing else of the parent's is left."""
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 3)], durable=False)
@@ -292,15 +290,13 @@ def test_shared_base_is_loaded_once(database: sqlite3.Connection, recorder: Reco
     assert kept["s_4"].history.covered is kept["s_2"].history.covered
 
 
-def test_a_fork_of_one_that_is_not_in_the_file_is_written_in_full(
-    database: sqlite3.Connection, recorder: Recorder
-) -> None:
+def test_fork_of_an_unsaved_parent_is_written_in_full(database: sqlite3.Connection, recorder: Recorder) -> None:
     """For example if its parent was purged meanwhile."""
     recorder.commit([fork_of("s_unknown", "s_2", 3)], durable=False)
     assert_is(kept_of(database)["s_2"], 3)
 
 
-def test_a_fork_of_one_that_lacks_a_record_has_what_it_lacks(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_fork_writes_records_that_its_parent_lacks(database: sqlite3.Connection, recorder: Recorder) -> None:
     """It shares the stored rows of its parent and writes the rest itself."""
     talk(recorder, "s_1", 2)
     recorder.commit([fork_of("s_1", "s_2", 4)], durable=False)
@@ -358,7 +354,7 @@ def test_offline_purge_keeps_shared_bases(path: Path, kind: str, name: str) -> N
     assert b"said 2" not in path.read_bytes()
 
 
-def test_a_salvaged_fork_has_rows_of_its_own(path: Path, recorder: Recorder, tmp_path: Path) -> None:
+def test_salvaged_fork_has_its_own_rows(path: Path, recorder: Recorder, tmp_path: Path) -> None:
     """An intact file is recovered completely, with each key in the session that received it."""
     talk(recorder, "s_1", 3)
     recorder.commit([fork_of("s_1", "s_2", 3), rewound("s_1", 2), fork_of("s_2", "s_3", 1)], durable=False)

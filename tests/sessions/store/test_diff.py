@@ -61,7 +61,7 @@ def test_turns_become_any_others(
     assert not left or min(left) == change.first
 
 
-def test_an_answer_is_appended() -> None:
+def test_answer_is_appended() -> None:
     """The common case: one piece, two messages and one mark are appended."""
     before = make_history("Hi")
     mark = TurnCheckpoint("t_2", 2, 4, 5, 5, HistoryView())
@@ -75,14 +75,14 @@ def test_an_answer_is_appended() -> None:
     assert (change.n_marks, change.marks) == (0, (mark,))
 
 
-def test_a_rewind_to_the_end_of_a_turn_only_cuts() -> None:
+def test_rewind_to_the_end_of_a_turn_only_deletes() -> None:
     """A rewind to the end of a piece writes nothing."""
     held = replace(make_history("Hi you"), messages=())
     change = history_diff(PersistedState(held, ((8, 2), (24, 6))), replace(held, tokens=held.tokens[:8], covered="Hi"))
     assert (change.n_pieces, change.piece) == (1, None)
 
 
-def test_a_rewind_into_a_piece_writes_it_again_up_to_there() -> None:
+def test_rewind_into_a_piece_rewrites_the_rest_of_it() -> None:
     """The rest of a truncated piece is written as a piece."""
     held = replace(make_history("Hi you"), messages=())
     change = history_diff(
@@ -98,7 +98,7 @@ def test_other_tokens_for_the_same_text_replace_them() -> None:
     assert (change.n_pieces, change.piece) == (0, (packed([9]), "Hi you"))
 
 
-def test_a_rewind_of_many_pieces_finds_where_they_end() -> None:
+def test_rewind_keeps_pieces_complete_in_text_and_tokens() -> None:
     """The pieces that both the tokens and the text contain completely are kept."""
     held = replace(make_history("abcdef"), messages=())
     pieces = tuple((4 * n, n) for n in range(1, 7))

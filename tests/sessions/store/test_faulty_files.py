@@ -92,7 +92,7 @@ async def test_rest_of_a_damaged_file_is_read(path: Path) -> None:
     assert sum(n_found >= 20 for n_found in loaded) > len(loaded) / 2, loaded
 
 
-async def test_a_file_that_ends_too_early_is_kept(path: Path) -> None:
+async def test_truncated_file_is_not_modified(path: Path) -> None:
     """A truncated copy is not modified."""
     _fill(path, 5)
     cut = _read(path)[: -PAGE_BYTES * 2]
@@ -103,7 +103,7 @@ async def test_a_file_that_ends_too_early_is_kept(path: Path) -> None:
     assert _read(path) == cut
 
 
-async def test_a_file_that_cannot_be_written_is_read() -> None:
+async def test_read_only_file_is_loaded() -> None:
     """Everything is loaded, and nothing is written."""
     with as_nobody() as directory:
         path = directory / DATABASE_NAME
@@ -115,7 +115,7 @@ async def test_a_file_that_cannot_be_written_is_read() -> None:
         assert path.stat().st_mode & 0o777 == 0o400
 
 
-async def test_a_directory_that_cannot_be_written_is_read() -> None:
+async def test_file_in_a_read_only_directory_is_loaded() -> None:
     """The file is readable without the files that SQLite would create beside it."""
     with as_nobody() as directory:
         path = directory / DATABASE_NAME
@@ -149,7 +149,7 @@ async def test_without_a_file_there_are_no_sessions() -> None:
         await _is_read_only(store)
 
 
-def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
+def test_file_of_a_newer_version_is_refused(path: Path) -> None:
     """A downgrade does not touch an unknown version."""
     _fill(path, 1)
     with contextlib.closing(sqlite3.connect(path)) as database:
@@ -161,7 +161,7 @@ def test_a_file_of_a_newer_version_is_refused(path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_a_file_that_another_process_locks_is_refused(path: Path) -> None:
+def test_file_locked_by_another_process_is_refused(path: Path) -> None:
     """A daemon that started anyway would never write."""
     _fill(path, 1)
     with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as other:
@@ -207,7 +207,7 @@ async def test_file_of_a_single_model_version_is_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize("chosen", [None, "toy", "another: model/with any name"])
-async def test_the_choice_of_a_model_is_kept(path: Path, chosen: str | None) -> None:
+async def test_chosen_model_is_stored(path: Path, chosen: str | None) -> None:
     """The model of an unfinished turn is stored too."""
     store = SessionStore.open(path)
     store.write(opened(chosen_model=chosen), flush=True)

@@ -416,7 +416,7 @@ def test_usage_is_counted_by_client_and_day(database: sqlite3.Connection, record
     ]
 
 
-def test_a_turn_that_failed_counts_what_it_took(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_failed_turn_counts_its_tokens(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Prompt and completion tokens are counted, but no turn."""
     read = UsageRecorded(client_id="ada", token_id="", at=CLOCK, prompt_tokens=7, cached_tokens=2)
     failed = replace(read, prompt_tokens=0, cached_tokens=0, completion_tokens=3)
@@ -453,7 +453,7 @@ def test_latest_failures_are_restored(database: sqlite3.Connection, recorder: Re
     assert database.execute("SELECT count(*) FROM failures").fetchone() == (MAX_FAILURES,)
 
 
-def test_a_purged_client_leaves_nothing(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_purged_client_leaves_nothing(database: sqlite3.Connection, recorder: Recorder) -> None:
     """Its sessions and usage are deleted; other clients' stay."""
     failed = TurnFailed(session_id="s_1", seq=1, last_used_at=CLOCK, turn_id="t_0", failure=make_failure("t_0"))
     recorder.commit([opened(), failed, ordered(), said("x"), opened("s_2", client_id="bob")], durable=True)
@@ -511,7 +511,7 @@ def test_missing_history_is_rewritten(database: sqlite3.Connection, recorder: Re
     assert _kept(database)["s_1"].history == now
 
 
-def test_the_file_is_marked_while_it_is_written(database: sqlite3.Connection, recorder: Recorder) -> None:
+def test_file_is_marked_in_use_while_open(database: sqlite3.Connection, recorder: Recorder) -> None:
     """The file is marked as in use from the first transaction until the end."""
     clean = "SELECT clean FROM meta"
     assert database.execute(clean).fetchone() == (1,)

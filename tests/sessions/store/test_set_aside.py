@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol import requests
-from inferencecenter.sessions.client import Principal
+from inferencecenter.sessions.context import Principal
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.loader import read_all
 from inferencecenter.sessions.store.recorder import Recorder

@@ -131,7 +131,7 @@ async def test_entries_during_a_commit_share_a_transaction(path: Path, monkeypat
     assert sizes == [1, 3]
 
 
-async def test_a_failing_callback_does_not_block_the_others(path: Path) -> None:
+async def test_failing_callback_does_not_block_the_others(path: Path) -> None:
     """A failing callback is logged, and the others run."""
     async with storing(path) as store:
         store.write(opened(), flush=True)
@@ -168,7 +168,7 @@ def _fill_up(ballast: Path) -> None:
             file.write(bytes(4096))
 
 
-async def test_a_full_disk_loses_nothing(small_disk: Callable[[int], Path]) -> None:
+async def test_full_disk_loses_no_records(small_disk: Callable[[int], Path]) -> None:
     """Records wait until there is room, and earlier ones can be read."""
     directory = small_disk(4096)
     path = directory / "sessions.sqlite3"
@@ -215,7 +215,7 @@ async def test_checkpoint_frees_a_disk_filled_by_the_log(small_disk: Callable[[i
     assert set(await kept_in(path)) == {"s_1"}
 
 
-async def test_the_log_does_not_fill_a_small_disk(small_disk: Callable[[int], Path]) -> None:
+async def test_write_ahead_log_does_not_fill_a_small_disk(small_disk: Callable[[int], Path]) -> None:
     """Any amount can be written if the live data fits."""
     path = small_disk(3072) / "sessions.sqlite3"
     async with storing(path) as store:
@@ -244,7 +244,7 @@ async def test_unwritable_record_affects_no_other(path: Path) -> None:
     assert pending_turn.text == "ac"
 
 
-async def test_a_defect_of_the_writer_is_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_writer_error_is_a_fault_until_a_retry_succeeds(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread continues to retry, and callbacks run once it succeeds."""
     commit = Recorder.commit
     attempts: list[int] = []
@@ -329,7 +329,7 @@ async def test_replaced_file_is_detected_while_idle(path: Path) -> None:
     await store.close()
 
 
-async def test_a_writer_that_dies_is_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dead_writer_thread_is_a_fault(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception outside all handlers ends the thread: it is logged, no callback runs, and closing does not wait."""
     store = SessionStore.open(path)
     faults: list[StorageFault | None] = []
@@ -425,7 +425,7 @@ async def test_files_are_private(path: Path) -> None:
         assert len(list(path.parent.iterdir())) == 3
 
 
-async def test_a_purge_deletes_sessions_that_are_not_open(path: Path) -> None:
+async def test_purge_deletes_sessions_that_are_not_open(path: Path) -> None:
     """A purge also deletes sessions that could not be loaded."""
     async with storing(path) as store:
         store.write(opened(), flush=True)

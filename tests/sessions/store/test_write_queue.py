@@ -16,7 +16,7 @@ from inferencecenter.sessions.journal import SessionDeleted, SessionOpened, Toke
 from inferencecenter.sessions.store.archive import Archive
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.recorder import CHUNK_BYTES, OpenedChunk, Recorder
-from inferencecenter.sessions.store.writer import BATCH_BYTES, SHARE_BYTES, QueuedEntry, WriteQueue, chunks_of, size_of
+from inferencecenter.sessions.store.store import BATCH_BYTES, SHARE_BYTES, QueuedEntry, WriteQueue, chunks_of, size_of
 from tests.sessions.store.stores import kept_in, storing, until
 from tests.sessions.store.values import make_history, make_turn, opened, said, said_by
 

@@ -10,9 +10,9 @@ from inferencecenter.protocol.events import End, Error
 from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, TranscriptTurn, TurnStats, Usage
+from inferencecenter.sessions.context import SessionConfig
 from inferencecenter.sessions.history import History, TurnFailure
 from inferencecenter.sessions.journal import SessionOpened, TokensAppended, TurnEnded, TurnQueued
-from inferencecenter.sessions.session_config import SessionConfig
 from inferencecenter.sessions.turn import TurnSpec
 
 if TYPE_CHECKING:

@@ -93,6 +93,22 @@ export interface ChatMessage {
   tool_call_id?: string | null;
 }
 
+/** What surrounds the text to be generated, beside the session's text before it. */
+export interface Infill {
+  /** Text after the gap; may be empty. */
+  suffix: string;
+  /** Other texts, the least important first. */
+  extra?: InfillFile[];
+}
+
+/** Another text that the model should know, such as a part of a file. */
+export interface InfillFile {
+  /** Its name. */
+  filename?: string;
+  /** The text. */
+  text: string;
+}
+
 /** The tool that the model must call. */
 export interface NamedTool {
   /** Its name. */
@@ -107,6 +123,8 @@ export interface Tool {
   description?: string | null;
   /** JSON Schema of its arguments, an object; absent for a tool without arguments. */
   parameters?: Record<string, unknown> | null;
+  /** Whether a keyword of the schema that cannot be enforced is refused; otherwise it is left to the model, with a warning. */
+  strict?: boolean;
 }
 
 /** A tool call by the model. */
@@ -261,6 +279,8 @@ export interface ModelSummary {
   name: string;
   /** Whether it is the default model, used by sessions that name none. */
   default: boolean;
+  /** What it does: it has sessions, takes `embed`, or ranks documents over HTTP. */
+  kind: "chat" | "embedding" | "reranking";
   /** Its state; a turn loads a model that is `unloaded` or `asleep`. */
   state: "unloaded" | "loading" | "loaded" | "asleep" | "failed";
   /** Why it could not be loaded, as text. */
@@ -523,14 +543,22 @@ export interface InferRequest {
   tool_choice?: "auto" | "none" | "required" | NamedTool;
   /** Whether the model may call several tools at once. */
   parallel_tool_calls?: boolean;
-  /** JSON Schema that the answer conforms to. */
+  /** JSON Schema that the answer conforms to; with tools, an answer that calls none of them. */
   json_schema?: Record<string, unknown> | boolean | null;
+  /** Whether a keyword of `json_schema` that cannot be enforced is refused; otherwise it is left to the model, with a warning. */
+  strict_schema?: boolean;
   /** Regular expression that matches the whole answer. */
   regex?: string | null;
   /** Grammar that the answer conforms to: GBNF if its rules use `::=`, else Lark. */
   grammar?: string | null;
+  /** Start of the answer, which the model continues; events have only what follows it, the transcript has both. */
+  prefix?: string | null;
   /** Whether the model reasons before it answers, if its template offers the choice; the template's default otherwise. */
   thinking?: boolean | null;
+  /** Whether the turn is refused if `thinking` is set and the model's template does not offer the choice; otherwise `thinking` has no effect, with a warning. */
+  thinking_required?: boolean;
+  /** Text after a gap, which the model fills in; for models that have tokens for this, in sessions with mode `raw`. It is not part of the session's text. */
+  infill?: Infill | null;
   /** Shorthand for `params.n_probs`. */
   n_probs?: number | null;
   /** Priority class of this turn; raising it needs the scope `priority`. */
@@ -654,6 +682,25 @@ export interface ListSessionsRequest {
   limit?: number;
   /** `next` of the previous page. */
   after?: string | null;
+}
+
+/**
+ * Compute the vectors of texts by an embedding model; the reply is `embeddings`, when all are computed.
+ *
+ * The socket can be used meanwhile; with more than 8 such requests at once further ones are refused.
+ */
+export interface EmbedTextsRequest {
+  op: "embed";
+  /** Echoed in the direct reply and in every error this frame causes. */
+  id?: string | null;
+  /** The texts. */
+  texts: string[];
+  /** Name of an embedding model; may be absent if there is one. */
+  model?: string | null;
+  /** Length of the vectors, which are cut and scaled to length 1 again, if the model allows it (`matryoshka`). */
+  dimensions?: number | null;
+  /** Priority class of the request; raising it needs the scope `priority`. */
+  priority?: "interactive" | "normal" | "batch" | null;
 }
 
 /** List the available models; the reply is `models`. */
@@ -1257,6 +1304,21 @@ export interface EngineChangedEvent {
   model?: string;
 }
 
+/** The vectors of the texts of `embed`, in their order. */
+export interface EmbeddingsEvent {
+  op: "embeddings";
+  /** The `id` of the frame this answers. */
+  id?: string;
+  /** The model. */
+  model: string;
+  /** Length of each vector. */
+  dimensions: number;
+  /** The vectors, each of length 1, as base64 of little-endian 32-bit floats. */
+  vectors: string[];
+  /** Tokens of the texts. */
+  prompt_tokens: number;
+}
+
 /** The available models, sorted by name. */
 export interface ModelsEvent {
   op: "models";
@@ -1385,6 +1447,7 @@ export interface Requests {
   set_metadata: SetMetadataRequest;
   get_session: GetSessionRequest;
   list_sessions: ListSessionsRequest;
+  embed: EmbedTextsRequest;
   list_models: ListModelsRequest;
   load_model: LoadModelRequest;
   unload_model: UnloadModelRequest;
@@ -1433,6 +1496,7 @@ export interface Events {
   draining: DrainingEvent;
   pong: PongEvent;
   engine: EngineChangedEvent;
+  embeddings: EmbeddingsEvent;
   models: ModelsEvent;
   swap: SwapEvent;
   model_changed: ModelChangedEvent;

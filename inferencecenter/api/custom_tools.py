@@ -1,0 +1,121 @@
+"""Custom tools, whose input is any text, as functions with one argument. Pure.
+
+The model is offered a function with the argument ``input``. What it calls is a JSON object, of which the client gets
+the text of ``input``, unescaped as it is generated.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Final, Literal
+
+from inferencecenter.protocol.values import Tool
+
+MAX_DESCRIPTION_CHARS: Final = 16_384
+MAX_DEFINITION_CHARS: Final = 65_536
+
+Syntax = Literal["lark", "regex"]
+
+_ARGUMENT: Final = "input"
+_SYNTAXES: Final[dict[Syntax, str]] = {"lark": "Lark grammar", "regex": "regular expression"}
+
+_OPENING: Final = re.compile(r'\s*\{\s*"' + _ARGUMENT + r'"\s*:\s*"')
+_OPENING_SHAPE: Final = f'{{"{_ARGUMENT}":"'
+_UNIT: Final = re.compile(
+    r"""(?P<text>[^"\\]+)
+    |\\u(?P<hex>[0-9a-fA-F]{4})
+    |\\(?P<escape>[^u]|u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F]))
+    |(?P<end>")""",
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPES: Final = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+
+
+def function_of(name: str, description: str | None, *, syntax: Syntax | None, definition: str) -> Tool:
+    """Return the function that stands for a custom tool; without a ``syntax`` its input is any text.
+
+    A regular expression is enforced as far as the daemon can. A Lark grammar is part of the description only.
+    """
+    form = "The input is plain text."
+    text = {"type": "string"}
+    if syntax is not None:
+        form = f"The input is text that matches this {_SYNTAXES[syntax]}:\n\n{definition}"
+    if syntax == "regex":
+        text["pattern"] = f"^(?:{definition})$"
+    return Tool(
+        name=name,
+        description=f"{description}\n\n{form}" if description else form,
+        parameters={
+            "type": "object",
+            "properties": {_ARGUMENT: text},
+            "required": [_ARGUMENT],
+            "additionalProperties": False,
+        },
+        strict=False,
+    )
+
+
+def arguments_of(text: str) -> str:
+    """Return the arguments of a call with this input."""
+    return json.dumps({_ARGUMENT: text}, ensure_ascii=False)
+
+
+def input_of(arguments: str) -> str:
+    """Return the input in the arguments of a call, which may be incomplete."""
+    return InputReader().feed(arguments)
+
+
+class InputReader:
+    """Reads the input of one call from its arguments, as they are generated.
+
+    Arguments of another form are the input as they are. A character is returned once it is complete: an escape
+    sequence, or both of two surrogates; a surrogate alone becomes U+FFFD.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._state: Literal["before", "within", "after", "other"] = "before"
+
+    def feed(self, piece: str) -> str:
+        """Return the text of the input that a piece of the arguments completes."""
+        match self._state:
+            case "before":
+                return self._open(self._held + piece)
+            case "within":
+                return self._read(self._held + piece)
+            case "after":
+                return ""
+            case "other":
+                return piece
+
+    def _open(self, arguments: str) -> str:
+        if opening := _OPENING.match(arguments):
+            self._state = "within"
+            return self._read(arguments[opening.end() :])
+        shape = "".join(arguments.split())
+        if shape != _OPENING_SHAPE and _OPENING_SHAPE.startswith(shape):
+            self._held = arguments
+            return ""
+        self._state = "other"
+        return arguments
+
+    def _read(self, escaped: str) -> str:
+        """Return the text at the start of a JSON string without its opening quote, and hold what is incomplete."""
+        text: list[str] = []
+        end = held = 0
+        while unit := _UNIT.match(escaped, end):
+            start, end = end, unit.end()
+            if unit["end"]:
+                self._state, held = "after", end
+                break
+            if unit["hex"]:
+                text.append(chr(int(unit["hex"], 16)))
+                held = start if "\ud800" <= text[-1] <= "\udbff" else end
+            else:
+                text.append(unit["text"] or _ESCAPES.get(unit["escape"], unit.group()))
+                held = end
+        if held < end:
+            text.pop()
+        self._held = escaped[held:]
+        return "".join(text).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

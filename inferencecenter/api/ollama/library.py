@@ -1,0 +1,220 @@
+"""``/api/pull`` and ``/api/delete``: operators add models to the daemon's directory and remove them."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from threading import Thread
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+
+import orjson
+import structlog
+from pydantic import Field, StringConstraints
+
+from inferencecenter.api.endpoint import LATEST, Call, Operation, Stream, document
+from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
+from inferencecenter.api.ollama.errors import NDJSON, OLLAMA_ERRORS, line
+from inferencecenter.api.ollama.models import NamedModel
+from inferencecenter.api.openai.chat_schemas import AnswerModel
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.models.reference import parse_reference
+from inferencecenter.protocol.scopes import Scope
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
+
+    from inferencecenter.api.endpoint import Reply
+    from inferencecenter.models.library import ModelLibrary
+    from inferencecenter.models.pull import PullProgress
+
+_REPORT_EVERY_S: Final = 0.25
+_HUBS: Final = ("https://", "hf.co/", "huggingface.co/")
+"""Starts of Ollama's names of models on the hub."""
+
+Reference: TypeAlias = Annotated[str, StringConstraints(max_length=1024)]
+
+_log = structlog.get_logger(__name__)
+
+
+class PullRequest(DialectModel):
+    """The model to be downloaded."""
+
+    reference: Reference | None = Field(
+        default=None,
+        alias="model",
+        description="A reference as of `inferencecenter model pull`, which may start with `hf.co/`.",
+    )
+    name: Reference | None = Field(default=None, description="The same, as the field was called first.")
+    stream: bool = Field(default=True, description="Whether progress is sent in lines of JSON.")
+
+
+class DeleteRequest(NamedModel):
+    """The model to be deleted."""
+
+
+PULL_FIELDS: Final = FieldTable(
+    "ollama-pull", PullRequest, rules=(FieldRule(field="insecure", why="`HF_ENDPOINT` of the daemon names the hub"),)
+)
+"""The fields of ``/api/pull``."""
+
+DELETE_FIELDS: Final = FieldTable("ollama-delete", DeleteRequest)
+"""The fields of ``/api/delete``."""
+
+
+class PullStatus(AnswerModel):
+    """Progress of a download; the last one is `success`."""
+
+    status: str = Field(description="What is done, or the file that is downloaded.")
+    digest: str | None = Field(default=None, description="The file that is downloaded.")
+    total: int | None = Field(default=None, description="Bytes of all files.")
+    completed: int | None = Field(default=None, description="Of those, bytes that have arrived.")
+
+
+class DeletedModel(AnswerModel):
+    """An empty object."""
+
+
+class _PullAbortedError(Exception):
+    """The client has disconnected."""
+
+
+class _Download:
+    """A download in a thread, which the daemon does not wait for when it ends: another pull resumes it."""
+
+    def __init__(self, library: ModelLibrary, reference: str) -> None:
+        self.progress: PullProgress | None = None
+        self.error: InferenceCenterError | None = None
+        self._library = library
+        self._reference = reference
+        self._aborted = False
+        self._thread = Thread(target=self._run, name="pull", daemon=True)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has ended."""
+        return not self._thread.is_alive()
+
+    def abort(self) -> None:
+        """Stop at the next chunk; what has arrived is kept."""
+        self._aborted = True
+
+    def _run(self) -> None:
+        try:
+            self._library.pull(self._reference, self._report)
+        except _PullAbortedError:
+            pass
+        except InferenceCenterError as error:
+            self.error = error
+        except Exception:  # noqa: BLE001 - boundary: a defect must not be taken for success
+            _log.exception("pull_failed", reference=self._reference)
+            self.error = InferenceCenterError(ErrorCode.INTERNAL)
+
+    def _report(self, progress: PullProgress) -> None:
+        if self._aborted:
+            raise _PullAbortedError
+        self.progress = progress
+
+
+async def pull(call: Call) -> Reply:
+    """Handle a request: download a model."""
+    request: PullRequest = call.body
+    call.context.operations.charge(call.caller.client.client_id)
+    reference = _reference(request.reference or request.name or "")
+    parse_reference(reference)
+    if request.stream:
+        return Stream(_lines(call, reference), media_type=NDJSON)
+    async for _ in _lines(call, reference):
+        pass
+    return document({"status": "success"})
+
+
+async def delete(call: Call) -> Reply:
+    """Handle a request: delete the files of a model, whose running turns end first."""
+    context, request = call.context, call.body
+    context.models.rescan()
+    spec = context.models.spec_of(request.given(context.models))
+    if spec.name == context.models.default:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            f"{spec.name} is the default model",
+            field="model",
+            hint="Make another the default first.",
+        )
+    remove = partial(context.library.remove, spec.name, spec.path)
+    await context.disk_worker.run(call.caller.client.client_id, remove)
+    context.models.forget_removed()
+    return document({})
+
+
+def _reference(name: str) -> str:
+    for start in _HUBS:
+        name = name.removeprefix(start)
+    return name.removesuffix(LATEST)
+
+
+async def _lines(call: Call, reference: str) -> AsyncGenerator[bytes, None]:
+    """Yield the progress of a download, which is aborted when the client disconnects.
+
+    Raises:
+        InferenceCenterError: It has failed.
+    """
+    ended: list[Exception] = []
+    download = _Download(call.context.library, reference)
+    call.request_context.listen(ended.append)
+    try:
+        yield _line("pulling manifest")
+        shown = None
+        while not download.over:
+            await asyncio.sleep(_REPORT_EVERY_S)
+            if ended:
+                raise ended[0]
+            if (progress := download.progress) is not None and progress != shown:
+                shown = progress
+                yield _line(
+                    f"pulling {progress.file}",
+                    digest=progress.file,
+                    total=progress.total_bytes,
+                    completed=progress.done_bytes,
+                )
+    finally:
+        call.request_context.forget(ended.append)
+        download.abort()
+    if download.error is not None:
+        raise download.error
+    call.context.models.rescan()
+    yield _line("verifying sha256 digest") + _line("success")
+
+
+def _line(status: str, **more: Any) -> bytes:
+    return line(orjson.dumps({"status": status, **more}))
+
+
+OPERATIONS: Final = (
+    Operation(
+        method="POST",
+        path="/api/pull",
+        summary="Download a model, as Ollama does.",
+        handler=pull,
+        body=PullRequest,
+        answer=PullStatus,
+        event=PullStatus,
+        errors=(ErrorCode.MODEL_NOT_FOUND, ErrorCode.HUB_UNREACHABLE, ErrorCode.INVALID_MODEL_FILE),
+        scope=Scope.OPERATOR,
+        fields=PULL_FIELDS,
+        error_format=OLLAMA_ERRORS,
+        media_type=NDJSON,
+    ),
+    Operation(
+        method="DELETE",
+        path="/api/delete",
+        summary="Delete a model, as Ollama does.",
+        handler=delete,
+        body=DeleteRequest,
+        answer=DeletedModel,
+        errors=(ErrorCode.MODEL_NOT_FOUND,),
+        scope=Scope.OPERATOR,
+        fields=DELETE_FIELDS,
+        error_format=OLLAMA_ERRORS,
+    ),
+)

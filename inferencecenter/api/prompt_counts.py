@@ -1,0 +1,32 @@
+"""The number of tokens of a prompt, for the dialects that tell it without a turn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from inferencecenter.core.errors import ErrorCode
+from inferencecenter.sessions.history import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from inferencecenter.api.endpoint import Call
+    from inferencecenter.sessions.prompt_lookup import PromptQuery
+
+COUNT_ERRORS: Final = (
+    ErrorCode.MODEL_NOT_FOUND,
+    ErrorCode.MODEL_LOADING,
+    ErrorCode.OVERLOADED,
+    ErrorCode.PROMPT_TOO_LONG,
+)
+"""Errors of every operation that counts tokens."""
+
+
+async def count_prompt_tokens(call: Call, query: PromptQuery) -> int:
+    """Return the number of tokens of a conversation's prompt; the work is withdrawn when the client disconnects.
+
+    Raises:
+        InferenceCenterError: See ``render_query`` and ``EnginePort.tokenize``.
+    """
+    context, request_context = call.context, call.request_context
+    rendered = await request_context.wait_for(context.sessions.render_prompt(request_context.client, query))
+    found = await request_context.wait_for(rendered.tokenize())
+    return len(found.tokens) // TOKEN_BYTES

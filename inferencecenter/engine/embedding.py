@@ -1,0 +1,515 @@
+"""The loop of an engine whose model makes embeddings: read commands, compute a batch of texts, send its vectors.
+
+Mechanism: requests are tokenized, long ones by the workers, then wait in an ``EmbeddingQueue``. Each step takes a batch
+of texts from it, of any requests and clients, up to a number of tokens: of the highest class first, within a class one
+text after the other from the client with the least service. A text is computed in one piece, so nothing of it is kept
+between steps, and a request that is aborted or resubmitted costs at most the current batch. Invariant: the vectors of a
+request are sent in the order of its inputs, and every request gets exactly one terminal event, unless the engine is
+suspended.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.fair_queue import FairShare
+from inferencecenter.engine.backend import EmbeddingError
+from inferencecenter.engine.loop import (
+    FrontDisconnected,
+    ReceivedCommand,
+    RssReader,
+    StepThrottle,
+    wrong_kind,
+)
+from inferencecenter.engine.output_processor import failed
+from inferencecenter.engine.tokenization import (
+    ROOM_BYTES,
+    FairWorkers,
+    Job,
+    JobCancelledError,
+    TextsTokenized,
+    TokenizationFailed,
+    TokenizerService,
+    no_room,
+)
+from inferencecenter.ipc.messages import (
+    LOWEST_CLASS,
+    AbortTurn,
+    Cancelled,
+    CancelLookup,
+    DetokenizeRequest,
+    Embed,
+    EmbeddingDelta,
+    EmbeddingDone,
+    EngineLimits,
+    LogLine,
+    StepOutput,
+    StepStats,
+    Submit,
+    Suspend,
+    Suspended,
+    TokenizeRequest,
+    unpack_tokens,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from numpy.typing import NDArray
+
+    from inferencecenter.engine.backend import Embedder
+    from inferencecenter.engine.loop import Command, Inbox
+    from inferencecenter.ipc.engine_options import EngineOptions
+    from inferencecenter.ipc.heartbeat import Heartbeat
+    from inferencecenter.ipc.messages import FromEngine, TurnEvent
+
+_SHORT_BYTES: Final = 4096
+"""Size of a request that is tokenized in less than a millisecond."""
+_SHOWN_CHARS: Final = 40
+
+
+@dataclass(slots=True, eq=False)
+class EmbeddingRequest:
+    """A submitted request; ``texts`` are tokenized, of which the first ``next`` were given to batches.
+
+    It arrived at ``at_s`` and got its first batch at ``started_s``, in monotonic seconds.
+    """
+
+    embed: Embed
+    at_s: float
+    size_bytes: int
+    texts: Sequence[Sequence[int]] = ()
+    next: int = 0
+    started_s: float | None = None
+    job: Job | None = None
+
+    @property
+    def turn_id(self) -> str:
+        return self.embed.turn_id
+
+    @property
+    def client_id(self) -> str:
+        return self.embed.client_id
+
+    @property
+    def taken(self) -> bool:
+        """Whether all its texts were given to batches."""
+        return self.next == len(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchText:
+    """The text number ``index`` of a request, in a batch."""
+
+    request: EmbeddingRequest
+    index: int
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        return self.request.texts[self.index]
+
+
+class EmbeddingQueue:
+    """Tokenized requests, from which batches are taken.
+
+    A request rises a class each time it has waited ``ageing_s``. Within a class the client with the least service, in
+    tokens, goes first; a client that arrives starts with the least service of those that wait.
+    """
+
+    def __init__(self, *, ageing_s: float) -> None:
+        self._ageing_s = ageing_s
+        self._requests: dict[str, dict[str, EmbeddingRequest]] = {}
+        self._served: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._requests.values()))
+
+    def add(self, request: EmbeddingRequest) -> None:
+        client_id = request.client_id
+        if client_id not in self._requests:
+            self._served[client_id] = min((self._served[other] for other in self._requests), default=0)
+            self._requests[client_id] = {}
+        self._requests[client_id][request.turn_id] = request
+
+    def discard(self, request: EmbeddingRequest) -> None:
+        """Remove a request, if it is here."""
+        requests = self._requests.get(request.client_id, {})
+        requests.pop(request.turn_id, None)
+        if not requests:
+            self._requests.pop(request.client_id, None)
+            self._served.pop(request.client_id, None)
+
+    def take(self, *, max_tokens: int, max_texts: int, lowest_class: int, now: float) -> list[BatchText]:
+        """Take the next texts, at least one if there is any of the classes down to ``lowest_class``."""
+        lines = {
+            client_id: iter(self._in_order(requests.values(), lowest_class, now))
+            for client_id, requests in self._requests.items()
+        }
+        # The next request of each client by its claim: class and service; clients are unique.
+        heap: list[tuple[int, int, str, EmbeddingRequest]] = []
+
+        def push_next(client_id: str) -> None:
+            if (entry := next(lines[client_id], None)) is not None:
+                heapq.heappush(heap, (entry[0], self._served[client_id], client_id, entry[1]))
+
+        for client_id in lines:
+            push_next(client_id)
+        batch: list[BatchText] = []
+        room = max_tokens
+        while heap and len(batch) < max_texts:
+            rank, _, client_id, request = heap[0]
+            text = BatchText(request, request.next)
+            n_tokens = len(text.tokens)
+            if batch and n_tokens > room:
+                break
+            batch.append(text)
+            room -= n_tokens
+            self._served[client_id] += n_tokens
+            request.next += 1
+            if request.taken:
+                heapq.heappop(heap)
+                self.discard(request)
+                push_next(client_id)
+            else:
+                heapq.heapreplace(heap, (rank, self._served[client_id], client_id, request))
+        return batch
+
+    def _in_order(
+        self, requests: Iterable[EmbeddingRequest], lowest_class: int, now: float
+    ) -> list[tuple[int, EmbeddingRequest]]:
+        """Return a client's requests of the allowed classes, each with its class: by class, then the oldest first."""
+        ranked = [(self._class(each, now), each) for each in requests if each.embed.priority <= lowest_class]
+        return sorted(ranked, key=lambda pair: pair[0])
+
+    def _class(self, request: EmbeddingRequest, now: float) -> int:
+        return max(0, request.embed.priority - int((now - request.at_s) / self._ageing_s))
+
+
+class EmbeddingLoop:
+    """Computes embeddings until the front disconnects.
+
+    Args:
+        embedder: The loop's thread is the only caller, except for the vocabulary.
+        options: Size of a batch, how long requests may wait, and the number of worker threads.
+        inbox: Commands from the reader thread and results from the workers.
+        heartbeat: Counts progress, and names the requests of a batch.
+        send: Sends a frame to the front; may block.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(  # noqa: PLR0913 - keyword-only
+        self,
+        embedder: Embedder,
+        options: EngineOptions,
+        *,
+        inbox: Inbox,
+        heartbeat: Heartbeat,
+        send: Callable[[FromEngine], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._embedder = embedder
+        self._batch_tokens = options.n_ubatch
+        self._queue_timeout_s = options.queue_timeout_s or math.inf
+        self._inbox = inbox
+        self._heartbeat = heartbeat
+        self._send = send
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(options.worker_threads, thread_name_prefix="worker")
+        self._workers = FairWorkers(self._pool, most=options.worker_threads)
+        self._tokenizer = TokenizerService(embedder, workers=self._workers, send=send, on_log=self._on_log)
+        self._room = FairShare(ROOM_BYTES)
+        self._requests: dict[str, EmbeddingRequest] = {}
+        self._queue = EmbeddingQueue(ageing_s=options.ageing_s)
+        self._limits = EngineLimits(active_slots=1)
+        self._throttle = StepThrottle(inbox, clock=clock)
+        self._events: list[TurnEvent] = []
+        self._work: StepStats | None = None
+        self._gauges = (0, 0)
+        self._memory = RssReader(clock)
+        self._suspended = False
+        self._closed = False
+
+    def run(self) -> None:
+        """Serve until the front disconnects.
+
+        Raises:
+            ConnectionError: A frame could not be sent because the front has disconnected.
+        """
+        try:
+            self._report()
+            while self._take_commands():
+                self._step()
+                self._report()
+        finally:
+            self._workers.close()
+            self._pool.shutdown(cancel_futures=True)
+
+    def _take_commands(self) -> bool:
+        """Handle received commands, waiting for one if there is nothing to compute; ``False`` at the end."""
+        if not self._has_work and (command := self._inbox.get(timeout_s=self._wait_s())) is not None:
+            self._handle(command)
+        while not self._closed and (command := self._throttle.command()) is not None:
+            self._handle(command)
+        for command in self._inbox.drain():
+            self._handle(command)
+        return not self._closed
+
+    @property
+    def _has_work(self) -> bool:
+        # With a pause after each step, classes may be barred: then the next limits are awaited.
+        return bool(self._queue) and (self._limits.lowest_class == LOWEST_CLASS or self._has_allowed())
+
+    def _has_allowed(self) -> bool:
+        waiting = (each for each in self._requests.values() if each.texts and not each.taken)
+        return any(each.embed.priority <= self._limits.lowest_class for each in waiting)
+
+    def _wait_s(self) -> float | None:
+        """Return the seconds until the next request has waited too long; ``None`` without a limit."""
+        if self._queue_timeout_s == math.inf:
+            return None
+        due_s = min((each.at_s for each in self._unstarted()), default=math.inf) + self._queue_timeout_s
+        return None if due_s == math.inf else max(0.0, due_s - self._clock())
+
+    def _unstarted(self) -> list[EmbeddingRequest]:
+        return [each for each in self._requests.values() if each.started_s is None]
+
+    def _step(self) -> None:
+        now = self._clock()
+        self._expire(now)
+        batch = self._queue.take(
+            max_tokens=max(1, round(self._batch_tokens * self._limits.prefill_share)),
+            max_texts=self._embedder.max_texts,
+            lowest_class=self._limits.lowest_class,
+            now=now,
+        )
+        if not batch:
+            return
+        for text in batch:
+            text.request.started_s = text.request.started_s or now
+        self._heartbeat.step(tuple(dict.fromkeys(text.request.turn_id for text in batch)))
+        self._compute(batch)
+        self._heartbeat.step(())
+        n_tokens = sum(len(text.tokens) for text in batch)
+        self._work = StepStats(step_s=self._clock() - now, texts=len(batch), text_tokens=n_tokens)
+        self._throttle.begin()
+
+    def _expire(self, now: float) -> None:
+        if self._queue_timeout_s < math.inf:
+            for request in self._unstarted():
+                if now >= request.at_s + self._queue_timeout_s:
+                    error = f"The request waited {self._queue_timeout_s:g} s and was not begun."
+                    self._fail(request, InferenceCenterError(ErrorCode.QUEUE_TIMEOUT, error))
+
+    def _compute(self, batch: Sequence[BatchText]) -> None:
+        """Compute a batch; one that fails is computed again text by text, so that a defect stays in its request."""
+        try:
+            rows = self._embedder.embed([text.tokens for text in batch])
+        except EmbeddingError as error:
+            if len(batch) == 1:
+                self._fail(batch[0].request, InferenceCenterError(ErrorCode.INTERNAL, str(error)))
+                return
+            for text in batch:
+                if text.request.turn_id in self._requests:
+                    self._compute([text])
+            return
+        start = 0
+        for end in range(1, len(batch) + 1):  # texts of a request follow one another, or come in several deltas
+            if end == len(batch) or batch[end].request is not batch[start].request:
+                self._deliver(batch[start:end], rows[start:end])
+                start = end
+
+    def _deliver(self, texts: Sequence[BatchText], rows: NDArray[np.float32]) -> None:
+        request = texts[0].request
+        if request.turn_id not in self._requests:  # another of its texts failed
+            return
+        embed = request.embed
+        vectors = rows if embed.query is not None else normalized(rows[:, : embed.dimensions or None])
+        if not np.isfinite(vectors).all():
+            self._fail(request, InferenceCenterError(ErrorCode.INTERNAL, "the model computed no finite numbers"))
+            return
+        n_tokens = sum(len(text.tokens) for text in texts)
+        self._events.append(
+            EmbeddingDelta(request.turn_id, vectors.astype("<f4", copy=False).tobytes(), len(texts), n_tokens)
+        )
+        if texts[-1].index == len(request.texts) - 1:
+            now, started_s = self._clock(), request.started_s or request.at_s
+            self._end(
+                request,
+                EmbeddingDone(request.turn_id, 1000 * (started_s - request.at_s), 1000 * (now - request.at_s)),
+            )
+
+    def _report(self) -> None:
+        """Send all events since the last report in one frame, if there are any."""
+        running = sum(each.started_s is not None for each in self._requests.values())
+        gauges = (running, len(self._requests) - running)
+        if self._events or self._work is not None or gauges != self._gauges:
+            self._send(
+                StepOutput(
+                    events=tuple(self._events),
+                    running=gauges[0],
+                    waiting=gauges[1],
+                    rss_bytes=self._memory.read(),
+                    work=self._work,
+                )
+            )
+            self._events, self._work, self._gauges = [], None, gauges
+
+    def _handle(self, command: Command) -> None:
+        self._heartbeat.tick()
+        if isinstance(command, FrontDisconnected):
+            self._closed = True
+        elif not self._suspended:
+            match command:
+                case ReceivedCommand():
+                    self._handle_received(command)
+                case TextsTokenized(turn_id=turn_id, texts=texts) if turn_id in self._requests:
+                    self._enqueue(self._requests[turn_id], texts)
+                case TokenizationFailed(turn_id=turn_id, error=error) if turn_id in self._requests:
+                    self._fail(self._requests[turn_id], error)
+
+    def _handle_received(self, received: ReceivedCommand) -> None:
+        match received.command:
+            case Embed() as embed:
+                self._add(EmbeddingRequest(embed, received.at_s, received.size_bytes))
+            case Submit(turn_id=turn_id):
+                self._events.append(failed(turn_id, wrong_kind("makes embeddings and generates no text")))
+            case AbortTurn(turn_id=turn_id):
+                if (request := self._requests.get(turn_id)) is not None:
+                    self._end(request, Cancelled(turn_id))
+            case TokenizeRequest() | DetokenizeRequest() as request:
+                self._tokenizer.submit(request)
+            case CancelLookup(lookup_id=lookup_id):
+                self._tokenizer.cancel(lookup_id)
+            case EngineLimits() as limits:
+                self._limits = limits
+                self._throttle.change(limits.pause_ms / 1000)
+            case Suspend():
+                self._suspend()
+            case _:
+                pass  # there is no KV to release or to limit
+
+    def _add(self, request: EmbeddingRequest) -> None:
+        embed = request.embed
+        if not (embed.accepted or self._room.fits(embed.client_id, request.size_bytes)):
+            self._events.append(failed(embed.turn_id, no_room()))
+            return
+        self._room.add(embed.client_id, request.size_bytes)
+        self._requests[embed.turn_id] = request
+        request.job = Job(embed.client_id, partial(self._put_tokenized, embed), request.size_bytes)
+        if request.size_bytes > _SHORT_BYTES:
+            self._workers.submit(request.job)
+        elif (result := self._tokenize(embed, request.job)) is not None:
+            self._handle(result)  # at once, so that short requests that come together are computed together
+
+    def _put_tokenized(self, embed: Embed, job: Job) -> None:
+        result = self._tokenize(embed, job)
+        if result is not None and not job.cancelled:
+            self._inbox.put(result)
+
+    def _tokenize(self, embed: Embed, job: Job) -> TextsTokenized | TokenizationFailed | None:
+        """Return the tokens of a request's inputs, or why there are none; ``None`` if the job was cancelled."""
+        try:
+            with self._heartbeat.preparing(embed.turn_id):
+                self._check(embed)
+                texts = tuple(self._tokens(embed, index) for index in job.each(range(len(embed.inputs))))
+        except JobCancelledError:
+            return None
+        except InferenceCenterError as error:
+            return TokenizationFailed(embed.turn_id, error)
+        except Exception as error:  # noqa: BLE001 - a border: without a result the request would wait forever
+            self._on_log("error", f"tokenizing a request failed: {error!r}")
+            return TokenizationFailed(embed.turn_id, InferenceCenterError(ErrorCode.INTERNAL))
+        return TextsTokenized(embed.turn_id, texts)
+
+    def _check(self, embed: Embed) -> None:
+        model = self._embedder.model
+        if (embed.query is not None) != (model.kind == "reranking"):
+            raise wrong_kind("ranks documents" if embed.query is None else "makes embeddings and ranks no documents")
+        if embed.dimensions not in (0, model.n_embd) and (embed.dimensions > model.n_embd or not embed.matryoshka):
+            may = "" if embed.matryoshka else " and cannot be shortened"
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST,
+                f"dimensions is {embed.dimensions}; this model's vectors have {model.n_embd} numbers{may}",
+                field="dimensions",
+                hint=None if embed.matryoshka else "Omit it; an operator can allow it by matryoshka of [models.NAME].",
+            )
+
+    def _tokens(self, embed: Embed, index: int) -> Sequence[int]:
+        """Return the tokens of an input.
+
+        Raises:
+            InferenceCenterError: ``prompt_too_long``, or ``invalid_request`` for an input that has no tokens, or
+                numbers that are none.
+        """
+        given, number = embed.inputs[index], embed.done + index
+        name = f"input.{number}" if embed.query is None else f"documents.{number}"
+        if not given.text:
+            tokens = unpack_tokens(given.tokens)
+        elif embed.query is None:
+            tokens = self._embedder.sequence(given.text)
+        else:
+            tokens = self._embedder.pair(embed.query, given.text)
+        model = self._embedder.model
+        unknown = next((token for token in tokens if not 0 <= token < model.n_vocab), None)
+        if unknown is not None:
+            raise InferenceCenterError(
+                ErrorCode.INVALID_REQUEST, f"{unknown} in {name} is not a token of this model", field=name
+            )
+        if not tokens:
+            raise InferenceCenterError(ErrorCode.INVALID_REQUEST, f"{name} is empty", field=name)
+        if len(tokens) > model.n_ctx:
+            begin = f" (it begins with {given.text[:_SHOWN_CHARS]!r})" if given.text else ""
+            raise InferenceCenterError(
+                ErrorCode.PROMPT_TOO_LONG,
+                f"{name} has {len(tokens)} tokens{begin}; this model's maximum context length is {model.n_ctx} tokens",
+                field=name,
+                hint="Split it into shorter texts.",
+            )
+        return tokens
+
+    def _enqueue(self, request: EmbeddingRequest, texts: Sequence[Sequence[int]]) -> None:
+        request.texts, request.job = texts, None
+        self._queue.add(request)
+
+    def _fail(self, request: EmbeddingRequest, error: InferenceCenterError) -> None:
+        self._end(request, failed(request.turn_id, error))
+
+    def _end(self, request: EmbeddingRequest, event: TurnEvent) -> None:
+        """Remove a request, with its last event."""
+        del self._requests[request.turn_id]
+        self._forget(request)
+        self._events.append(event)
+
+    def _forget(self, request: EmbeddingRequest) -> None:
+        self._queue.discard(request)
+        self._room.remove(request.client_id, request.size_bytes)
+        if request.job is not None:
+            self._workers.cancel(request.job)
+
+    def _suspend(self) -> None:
+        """Drop all requests without events, and ignore further commands; the next engine gets them again."""
+        self._suspended = True
+        for request in self._requests.values():
+            self._forget(request)
+        self._requests.clear()
+        self._events.clear()
+        self._report()
+        self._send(Suspended(0))
+
+    def _on_log(self, level: str, text: str) -> None:
+        self._send(LogLine(level, text, "engine"))
+
+
+def normalized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return the rows scaled to length 1; a row of zeros stays one."""
+    lengths = np.sqrt(np.square(rows, dtype=np.float64).sum(axis=1, keepdims=True))
+    return (rows / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)

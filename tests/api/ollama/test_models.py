@@ -1,0 +1,178 @@
+"""Ollama's lists and descriptions of models, and its embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+
+from inferencecenter.api.ollama.models import NEVER, OLLAMA_VERSION, FileState
+from inferencecenter.config.limits import AccessLimits
+from inferencecenter.config.sections import EngineSettings
+from inferencecenter.config.settings import bundled_model
+from inferencecenter.ipc.messages import BufferUse, EmbeddingDelta, EmbeddingDone
+from inferencecenter.ipc.port import EngineState, EngineStatus
+from inferencecenter.models.registry import ModelSpec
+from tests.api.http_client import post, request
+from tests.server.harness import MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractAsyncContextManager
+    from pathlib import Path
+
+    from ollama import AsyncClient
+
+    from inferencecenter.config.sections import ModelKind
+    from tests.server.harness import Running
+
+
+def spec(path: Path, *, kind: ModelKind = "chat") -> ModelSpec:
+    """Return the stub model with a file."""
+    return ModelSpec(name="stub", path=path, engine=EngineSettings(), params={"temperature": 0.5}, kind=kind)
+
+
+@pytest.fixture
+def filed(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
+    """A server whose model has the file of the bundled one."""
+    monkeypatch.setattr(server.engine, "spec_of", lambda _name: spec(bundled_model()))
+    return server
+
+
+async def test_models_are_listed_with_a_tag(filed: Running, client: AsyncClient) -> None:
+    """With what their files say."""
+    (model,) = (await client.list()).models
+    assert model.model == "stub:latest"
+    assert model.size == bundled_model().stat().st_size
+    assert model.digest is not None
+    assert len(model.digest) == 64
+    assert model.modified_at is not None
+    assert model.modified_at.timestamp() == pytest.approx(bundled_model().stat().st_mtime)
+    assert model.details is not None
+    assert (model.details.format, model.details.families) == ("gguf", [model.details.family])
+    assert model.details.family
+    assert model.details.quantization_level
+    assert model.details.parameter_size
+    assert model.details.parameter_size[-1] in "KMB"
+    assert filed.engine.default == "stub"
+
+
+async def test_models_of_others_are_not_listed(
+    serve: Callable[..., AbstractAsyncContextManager[Running]],
+) -> None:
+    """A token sees the models that it may use."""
+    async with serve(limits=AccessLimits(models=("other",))) as server:
+        for path in ("/api/tags", "/api/ps"):
+            assert (await request(server, "GET", path)).json == {"models": []}
+        assert (await post(server, "/api/show", {"model": "stub"})).status == 403
+
+
+async def test_loaded_models_have_their_memory(filed: Running, client: AsyncClient) -> None:
+    """That of GPUs too; a model that is not in memory is not listed."""
+    memory = (
+        BufferUse(name="CUDA0", weight_bytes=100, kv_bytes=10),
+        BufferUse(name="CUDA_Host", output_bytes=5),
+        BufferUse(name="CPU_Mapped", weight_bytes=7),
+    )
+    loaded = msgspec.structs.replace(MODEL, memory=memory)
+    filed.engine.become(EngineStatus(state=EngineState.READY, model=loaded))
+    (model,) = (await client.ps()).models
+    assert (model.name, model.size, model.size_vram, model.context_length) == ("stub:latest", 122, 110, 4096)
+    assert model.expires_at is not None
+    assert model.expires_at.isoformat().replace("+00:00", "Z") == NEVER
+    filed.engine.become(EngineStatus(state=EngineState.ASLEEP, model=loaded))
+    assert (await client.ps()).models == []
+
+
+@pytest.mark.parametrize("field", ["model", "name"])
+async def test_model_is_described(filed: Running, client: AsyncClient, field: str) -> None:
+    """By the metadata of its file and its configured parameters, whatever field has its name."""
+    shown = (await post(filed, "/api/show", {field: "stub:latest"})).json
+    assert shown == (await client.show("stub")).model_dump(mode="json", by_alias=True, exclude={"license"}) | {
+        "modified_at": shown["modified_at"]
+    }
+    assert shown["parameters"] == "temperature 0.5"
+    assert shown["modelfile"] == "FROM stub\nPARAMETER temperature 0.5"
+    assert shown["model_info"]["general.architecture"] == shown["details"]["family"]
+    assert shown["model_info"]["tokenizer.ggml.tokens"] is None
+    assert shown["capabilities"][0] == "completion"
+    assert shown["template"]
+
+
+async def test_description_needs_a_name(server: Running) -> None:
+    """Of a model that exists."""
+    missing = await post(server, "/api/show", {})
+    assert (missing.status, missing.json) == (400, {"error": "model is required"})
+    assert (await post(server, "/api/show", {"model": "missing"})).status == 404
+
+
+@pytest.mark.parametrize(("kind", "capability"), [("embedding", ["embedding"]), ("reranking", [])])
+async def test_kind_decides_what_a_model_does(
+    server: Running, monkeypatch: pytest.MonkeyPatch, kind: ModelKind, capability: list[str]
+) -> None:
+    """A model without a file is described by its settings."""
+    monkeypatch.setattr(server.engine, "spec_of", lambda _name: spec(bundled_model() / "missing", kind=kind))
+    shown = (await post(server, "/api/show", {"model": "stub"})).json
+    assert (shown["capabilities"], shown["model_info"], shown["template"]) == (capability, {}, "")
+
+
+def test_digest_changes_with_the_file(tmp_path: Path) -> None:
+    """A file that is no model has no details."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"GGUF")
+    first = FileState.of(spec(path))
+    path.write_bytes(b"GGUF?")
+    second = FileState.of(spec(path))
+    assert first.digest != second.digest
+    assert second == FileState.of(spec(path))
+    assert (second.size_bytes, second.facts, second.details["family"]) == (5, None, "")
+
+
+async def test_version_needs_no_token(server: Running) -> None:
+    """Clients ask for it first."""
+    response = await request(server, "GET", "/api/version", token=None)
+    assert (response.status, response.json) == (200, {"version": OLLAMA_VERSION})
+
+
+# Embeddings.
+
+
+async def send_vectors(server: Running, *vectors: tuple[float, ...]) -> None:
+    """Answer the next request for embeddings."""
+    server.engine.submitted.clear()
+    async with asyncio.timeout(60):
+        await server.engine.submitted.wait()
+    ((turn_id, turn),) = server.engine.turns.items()
+    packed = b"".join(struct.pack(f"<{len(vector)}f", *vector) for vector in vectors)
+    server.engine.turns.clear()
+    turn.on_engine_event(EmbeddingDelta(turn_id, packed, len(vectors), 3))
+    turn.on_engine_event(EmbeddingDone(turn_id, 1.0, 2.0))
+
+
+async def test_texts_become_vectors(server: Running, client: AsyncClient) -> None:
+    """In order, with the number of tokens."""
+    server.engine.kind = "embedding"
+    answer, _ = await asyncio.gather(
+        client.embed(model="stub:latest", input=["a", "b"], truncate=True),
+        send_vectors(server, (0.5, 0.25), (1.0, 0.0)),
+    )
+    assert answer.embeddings == [[0.5, 0.25], [1.0, 0.0]]
+    assert (answer.model, answer.prompt_eval_count) == ("stub", 3)
+    assert answer.total_duration is not None
+
+
+async def test_one_text_becomes_a_vector(server: Running, client: AsyncClient) -> None:
+    """As clients asked for it first."""
+    server.engine.kind = "embedding"
+    answer, _ = await asyncio.gather(client.embeddings(model="stub", prompt="a"), send_vectors(server, (0.5, 0.25)))
+    assert answer.embedding == [0.5, 0.25]
+
+
+async def test_chat_model_makes_no_vectors(server: Running) -> None:
+    """The error is in Ollama's format."""
+    response = await post(server, "/api/embed", {"model": "stub", "input": "a"})
+    assert response.status == 400
+    assert "makes no embeddings" in response.json["error"]

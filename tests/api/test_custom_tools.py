@@ -1,0 +1,82 @@
+"""Custom tools as functions: the input of a call is unescaped in pieces."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from inferencecenter.api.custom_tools import InputReader, arguments_of, function_of, input_of
+
+PATCH = '*** Begin Patch\n+ say("hé\\n\t😀 \\u0041/")\n*** End Patch\n'
+
+
+def read_in_pieces(pieces: list[str]) -> str:
+    """Return the input read from pieces of arguments."""
+    reader = InputReader()
+    return "".join(reader.feed(piece) for piece in pieces)
+
+
+@pytest.mark.parametrize("arguments", [arguments_of(PATCH), json.dumps({"input": PATCH}, indent=1)])
+def test_input_is_read_from_any_two_pieces(arguments: str) -> None:
+    """Cuts within escapes, between surrogates and in the opening too; also one character at a time."""
+    cuts = [[arguments[:cut], arguments[cut:]] for cut in range(len(arguments) + 1)]
+    for pieces in (*cuts, list(arguments)):
+        assert read_in_pieces(pieces) == PATCH
+
+
+@given(st.text(), st.booleans(), st.lists(st.integers(0, 200)))
+def test_input_of_any_text_is_that_text(text: str, ascii_only: bool, cuts: list[int]) -> None:
+    """However it is escaped and cut."""
+    arguments = json.dumps({"input": text}, ensure_ascii=ascii_only)
+    places = [0, *sorted(cuts), len(arguments)]
+    assert read_in_pieces([arguments[a:b] for a, b in pairwise(places)]) == text
+    assert input_of(arguments_of(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (r'{"input": "\ud83d"}', "\N{REPLACEMENT CHARACTER}"),
+        (r'{"input": "\ud83dx"}', "\N{REPLACEMENT CHARACTER}x"),
+        (r'{"input": "\ud83d\ud83d\ude00\ude00"}', "\N{REPLACEMENT CHARACTER}😀\N{REPLACEMENT CHARACTER}"),
+        (r'{"input": "a\qb\u12xc"}', r"a\qb\u12xc"),
+        (r'{"input": "a\u00', "a"),
+        ('{"input": "a\\', "a"),
+        ('{"input": "a\nb"}', "a\nb"),
+        ('{"input": "a", "input": "b"} x', "a"),
+        ('{"input": ""}', ""),
+        ('{"inp', ""),
+        ("", ""),
+        ("{}", "{}"),
+        ('{"in put": "a"}', '{"in put": "a"}'),
+        ('{"patch": "a\\n"}', '{"patch": "a\\n"}'),
+        ('{"input": 5}', '{"input": 5}'),
+        ("*** Begin Patch", "*** Begin Patch"),
+    ],
+)
+def test_arguments_of_another_form_are_read_too(arguments: str, expected: str) -> None:
+    """Incomplete ones up to the last whole character, those without an input as they are; the same in pieces."""
+    assert input_of(arguments) == expected
+    assert read_in_pieces(list(arguments)) == expected
+
+
+def test_description_has_the_grammar() -> None:
+    """After the description of the tool, if it has one."""
+    tool = function_of("patch", "Edit files.", syntax="lark", definition='start: "x"')
+    assert tool.description == 'Edit files.\n\nThe input is text that matches this Lark grammar:\n\nstart: "x"'
+    assert function_of("patch", None, syntax=None, definition="").description == "The input is plain text."
+    assert tool.parameters is not None
+    assert tool.parameters["properties"] == {"input": {"type": "string"}}
+
+
+def test_regular_expression_is_part_of_the_schema() -> None:
+    """The whole input has to match it; one that cannot be enforced refuses no request."""
+    tool = function_of("number", None, syntax="regex", definition="one|[0-9]+")
+    assert tool.description == "The input is text that matches this regular expression:\n\none|[0-9]+"
+    assert tool.parameters is not None
+    assert tool.parameters["properties"] == {"input": {"type": "string", "pattern": "^(?:one|[0-9]+)$"}}
+    assert not tool.strict
