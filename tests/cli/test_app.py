@@ -187,6 +187,7 @@ def test_inaccessible_home_is_reported(  # noqa: PLR0917 - cases and fixtures
     home = str(tmp_path / "home")
     (tmp_path / "home").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "500")  # a table wraps where a path is long
     for name, place in (
         ("XDG_CONFIG_HOME", "config"),
         ("XDG_DATA_HOME", "data"),
