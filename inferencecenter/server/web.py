@@ -36,6 +36,7 @@ _MEDIA_TYPES: Final = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
     "": "text/plain; charset=utf-8",
 }
 """Media types of served files by suffix. Files for tools have other suffixes; without one, only licences are served."""

@@ -8,15 +8,34 @@ const TAGS = new Set(
     "summary sup table tbody td th thead tr u ul").split(" "),
 );
 const ATTRIBUTES = new Set(
-  ("align aria-label class colspan data-language dir href lang open rel role rowspan start tabindex target title type").split(" "),
+  ("align aria-hidden aria-label class colspan data-language dir href lang open rel role rowspan start tabindex target title type").split(" "),
 );
-const CLASSES = /^(block|code-(block|head|language|copy)|table-frame|language-[\w+#.-]+|hljs-[\w:-]+( [\w-]+)*)$/;
+const CLASSES = /^(math|math-source|math-drawn|math math-(display|failed)|block|code-(block|head|language|copy)|table-frame|language-[\w+#.-]+|hljs-[\w:-]+( [\w-]+)*)$/;
+
+/** What the drawing of a formula consists of: neither addresses nor ids. */
+const DRAWN_TAGS = new Set(
+  ("annotation line math menclose mfrac mi mn mo mover mpadded mphantom mroot mrow mspace msqrt mstyle msub msubsup msup " +
+    "mtable mtd mtext mtr munder munderover path semantics span svg").split(" "),
+);
+const DRAWN_ATTRIBUTES = new Set(
+  ("accent accentunder aria-hidden class columnalign columnlines columnspacing d depth display displaystyle encoding fence " +
+    "form height largeop linebreak linethickness lspace mathbackground mathcolor mathsize mathvariant maxsize minsize " +
+    "movablelimits notation preserveAspectRatio rowlines rowspacing rspace scriptlevel separator stretchy style symmetric " +
+    "viewBox voffset width x1 x2 xmlns y1 y2").split(" "),
+);
 
 /** Returns what is wrong with each node below `root`. */
 window.harm = (root) => [...root.querySelectorAll("*")].flatMap((node) => faults(node).map((fault) => `${fault}: ${node.outerHTML}`));
 
 function faults(node) {
   const found = [];
+  if (node.parentElement.closest(".math-drawn")) {
+    if (!DRAWN_TAGS.has(node.localName)) found.push("element");
+    for (const { name, value } of node.attributes) {
+      if (!DRAWN_ATTRIBUTES.has(name) || (name === "style" && /url|expression|fixed/i.test(value))) found.push(name);
+    }
+    return found;
+  }
   if (node.namespaceURI !== "http://www.w3.org/1999/xhtml" || !TAGS.has(node.localName)) found.push("element");
   for (const { name, value } of node.attributes) if (!ATTRIBUTES.has(name) || !allowed(name, value)) found.push(name);
   if (node.localName === "button" && node.className !== "code-copy") found.push("button");
@@ -50,6 +69,7 @@ window.harmOf = async (texts) => {
         found.push(...window.harm(root));
       }
       for (const _ of view.showing(text, true));
+      while (root.querySelector(".math:not(.math-failed, :has(.math-drawn))")) await new Promise((later) => requestAnimationFrame(later));
       for (const node of root.querySelectorAll("*")) node.dispatchEvent(new MouseEvent("mouseover", { bubbles: true }));
       found.push(...window.harm(root));
       root.remove();

@@ -34,6 +34,10 @@ PIECES: Final = (
     "***\n",
     "- [x] done\n",
     "H<sub>2</sub>O & <b>raw\n",
+    r"Let \(a_1 * b\) and $c*d$ cost $5." + "\n",
+    "So:\n\\[\n- a\n= b_1\n\\]\nand so on\n",
+    "$$\nx\n$$\n",
+    "\\[ not closed\n- a\n",
 )
 LONG: Final = (
     (

@@ -117,4 +117,24 @@ _DISGUISES: Final = (
     "*<b*onclick=hit()>x</b>*",
     "<b>unclosed <i>and <u>crossed</b> over",
 )
-VECTORS: Final = (*_SCRIPTS, *_LINKS, *_LOADS, *_DISGUISES)
+_FORMULAS: Final = (
+    r"\(\href{javascript:hit()}{x}\)",
+    r"\[\url{javascript:hit()}\]",
+    r"\(\includegraphics[height=1em]{https://evil.test/x.png}\)",
+    r"\(\htmlId{app}{x}\htmlClass{app}{x}\htmlData{a=b}{x}\htmlStyle{position:fixed;inset:0}{x}\)",
+    r"\(\class{app}{x}\cssId{app}{x}\style{position:fixed}{x}\)",
+    r"\(\text{<img src=x onerror=hit()>}\)",
+    r"\[\text{</span><script>hit()</script>}\]",
+    r"$$<svg onload=hit()>$$",
+    r"$<img/src=x/onerror=hit()>$",
+    r"\(x<script>hit()</script>\)",
+    r"\(\unicode{x3c}script\unicode{x3e}\)",
+    r"\[\rule{99999em}{99999em}\kern{-99999em}\raisebox{99999em}{x}\]",
+    r"\(\color{url(https://evil.test/x)}x\textcolor{expression(hit())}{y}\)",
+    r"\(\def\a{xxxxxxxxxx}\def\b{\a\a\a\a}\b\b\)",
+    r"\(" + r"\pmb{" * 100 + "x" + "}" * 100 + r"\)",
+    r"\(" + r"\sqrt{" * 500 + "x" + "}" * 500 + r"\)",
+    r"\(\frac{1}{\)",
+    r"\[ a \\[9999em] b \]",
+)
+VECTORS: Final = (*_SCRIPTS, *_LINKS, *_LOADS, *_DISGUISES, *_FORMULAS)

@@ -16,7 +16,7 @@ const BLOCK_LEAST = 1500;
 export const INSIDE = "\u200b ";
 
 /** Characters that may start or end inline elements; within words, `_` does not. */
-const DELIMITER = /[*`[\]<~]|\b_|_\b/;
+const DELIMITER = /[*`[\]<~$]|\b_|_\b/;
 const PAUSE = /[^\s] (?=[\p{L}\p{N}])|[。！？，、；：](?=[\p{L}\p{N}])/gu;
 const FENCE = /^ {0,3}(?:`{3,}|~{3,})[^\n]*\n/;
 
@@ -79,7 +79,7 @@ function closedAt(tokens) {
 
 /** @param {any} token */
 function isClosed(token) {
-  if (token.type === "html") return false;
+  if (token.type === "html" || (token.type === "escape" && /[([]/.test(token.text))) return false;
   if (token.type === "text" && !token.tokens) return !DELIMITER.test(token.raw);
   return (token.tokens ?? []).every(isClosed);
 }

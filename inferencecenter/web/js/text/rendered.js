@@ -3,6 +3,7 @@
 
 import { Marked, Parser } from "../../vendor/marked.js";
 import { dress } from "./blocks.js";
+import { drawFormulas, formulaExtensions } from "./math.js";
 import { mayLink, sanitized, withBareTags } from "./sanitizer.js";
 
 /**
@@ -31,7 +32,7 @@ const renderer = {
   },
 };
 /** Options of the lexer. */
-export const options = /** @type {any} */ (new Marked({ gfm: true, renderer }).defaults);
+export const options = /** @type {any} */ (new Marked({ gfm: true, renderer, extensions: formulaExtensions }).defaults);
 const parser = new Parser(options);
 
 /**
@@ -42,6 +43,7 @@ const parser = new Parser(options);
 export function rendered(tokens) {
   const fragment = sanitized(parser.parse(tokens));
   dress(fragment);
+  drawFormulas(fragment);
   return fragment;
 }
 
@@ -51,7 +53,9 @@ export function rendered(tokens) {
  * @param {any[]} tokens
  */
 export function renderedInline(tokens) {
-  return sanitized(parser.parseInline(tokens));
+  const fragment = sanitized(parser.parseInline(tokens));
+  drawFormulas(fragment);
+  return fragment;
 }
 
 /** @param {string} text */

@@ -9,7 +9,7 @@ const TAGS = [
   "thead", "tr", "u", "ul",
 ];
 const HARMLESS = ["align", "class", "colspan", "dir", "lang", "open", "rowspan", "start", "title"];
-const CLASSES = /^(language-[\w+#.-]{1,32}|(hljs-[\w-]{1,32}( [\w-]{1,32}_{0,2})*))$/;
+const CLASSES = /^(math|language-[\w+#.-]{1,32}|(hljs-[\w-]{1,32}( [\w-]{1,32}_{0,2})*))$/;
 const ADDRESSES = /^(?:https?:\/\/|mailto:)/i;
 /** The start of anything but a tag without attributes. */
 const NO_BARE_TAG = new RegExp(`<(?!/?(?:${TAGS.join("|")})\\s*/?>)`, "gi");
