@@ -12,8 +12,8 @@ import numpy as np
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Sampled
-from inferencecenter.engine.token_slots import TokenSlots, with_control_tokens
-from inferencecenter.ipc.messages import ModelInfo, SampledLogprobs, TokenLogprob
+from inferencecenter.engine.token_slots import TokenSlots, simulated_model, with_control_tokens
+from inferencecenter.ipc.messages import SampledLogprobs, TokenLogprob
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from inferencecenter.engine.backend import Chunk
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.engine_options import EngineOptions
-    from inferencecenter.ipc.messages import PromptSegment
+    from inferencecenter.ipc.messages import ModelInfo, PromptSegment
     from inferencecenter.protocol.params import Params
 
 MESSAGE_START = 256
@@ -43,31 +43,15 @@ _TEMPLATE = (
 
 
 def _model_info(options: EngineOptions, description: str) -> ModelInfo:
-    n_ctx = options.n_ctx or _DEFAULT_CONTEXT_TOKENS
-    return ModelInfo(
-        name=options.model_name or "echo",
-        path="",
-        description=description,
+    return simulated_model(
+        options,
         architecture="echo",
-        backend="echo",
-        n_params=0,
-        size_bytes=0,
+        description=description,
         n_vocab=_VOCABULARY,
-        n_layers=0,
-        n_gpu_layers=0,
-        n_ctx_train=n_ctx,
-        n_ctx=n_ctx,
-        slots=options.slots,
-        n_threads=1,
+        default_n_ctx=_DEFAULT_CONTEXT_TOKENS,
         chat_template=_TEMPLATE,
-        bos_token="",
-        eos_token=_NAMES[MESSAGE_END],
-        add_bos=False,
-        special_tokens=tuple(_CONTROL_TOKENS),
-        sampling_defaults_json=b"{}",
-        library="none",
-        max_token_bytes=max(4, *map(len, _CONTROL_TOKENS)),
-        kind=options.kind,
+        control=_CONTROL_TOKENS,
+        end=_NAMES[MESSAGE_END],
         n_embd=_EMBEDDING_WIDTH,
     )
 
@@ -75,12 +59,7 @@ def _model_info(options: EngineOptions, description: str) -> ModelInfo:
 class EchoVocabulary:
     """The tokens of the simulated model."""
 
-    _model: ModelInfo
-
-    @property
-    def model(self) -> ModelInfo:
-        """Properties of the simulated model."""
-        return self._model
+    model: ModelInfo
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
         """Return the bytes of ``pieces``, with control tokens parsed in special ones; ``first`` has no effect."""
@@ -112,7 +91,7 @@ class EchoEmbedder(EchoVocabulary):
     def __init__(self, options: EngineOptions, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._delay_s = options.echo_delay_ms / 1000
         self._sleep = sleep
-        self._model = _model_info(options, "counts the tokens of a text")
+        self.model = _model_info(options, "counts the tokens of a text")
 
     def sequence(self, text: str) -> list[int]:
         """Return the bytes of a text."""
@@ -126,7 +105,7 @@ class EchoEmbedder(EchoVocabulary):
         """Return the counts of each text, or how many different tokens of the query its document has."""
         if self._delay_s:
             self._sleep(self._delay_s)
-        if self._model.kind == "embedding":
+        if self.model.kind == "embedding":
             return np.array(
                 [
                     np.bincount([token % _EMBEDDING_WIDTH for token in text], minlength=_EMBEDDING_WIDTH)
@@ -151,11 +130,9 @@ class EchoBackend(EchoVocabulary, TokenSlots):
     """
 
     def __init__(self, options: EngineOptions, *, sleep: Callable[[float], None] = time.sleep) -> None:
-        n_ctx = options.n_ctx or _DEFAULT_CONTEXT_TOKENS
-        super().__init__(slots=options.slots, n_ctx=n_ctx)
+        super().__init__(_model_info(options, "answers with the last user message"))
         self._delay_s = options.echo_delay_ms / 1000
         self._sleep = sleep
-        self._model = _model_info(options, "answers with the last user message")
 
     def is_end(self, token: int) -> bool:
         """Return whether the token ends a message."""

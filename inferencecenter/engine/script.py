@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Sampled
-from inferencecenter.engine.token_slots import TokenSlots, with_control_tokens
-from inferencecenter.ipc.messages import ModelInfo, SampledLogprobs, TokenLogprob
+from inferencecenter.engine.token_slots import TokenSlots, simulated_model, with_control_tokens
+from inferencecenter.ipc.messages import SampledLogprobs, TokenLogprob
 from inferencecenter.models.script import Conversation, read_script
 
 if TYPE_CHECKING:
@@ -89,39 +89,20 @@ class ScriptBackend(TokenSlots):
 
     def __init__(self, options: EngineOptions, *, clock: Callable[[], float] = time.monotonic) -> None:
         assert options.script is not None
-        n_ctx = options.n_ctx or _DEFAULT_CONTEXT_TOKENS
-        super().__init__(slots=options.slots, n_ctx=n_ctx)
+        super().__init__(
+            simulated_model(
+                options,
+                architecture="script",
+                description="answers by the rules of a file",
+                n_vocab=_FIRST_WORD + len(_WORDS),
+                default_n_ctx=_DEFAULT_CONTEXT_TOKENS,
+                chat_template=_TEMPLATE,
+                control=_CONTROL,
+                end=_NAMES[_END],
+            )
+        )
         self._script: Script = read_script(options.script)
         self._clock = clock
-        self._model = ModelInfo(
-            name=options.model_name or "script",
-            path="",
-            description="answers by the rules of a file",
-            architecture="script",
-            backend="script",
-            n_params=0,
-            size_bytes=0,
-            n_vocab=_FIRST_WORD + len(_WORDS),
-            n_layers=0,
-            n_gpu_layers=0,
-            n_ctx_train=n_ctx,
-            n_ctx=n_ctx,
-            slots=options.slots,
-            n_threads=1,
-            chat_template=_TEMPLATE,
-            bos_token="",
-            eos_token=_NAMES[_END],
-            add_bos=False,
-            special_tokens=tuple(_CONTROL),
-            sampling_defaults_json=b"{}",
-            library="none",
-            max_token_bytes=max(map(len, _CONTROL)),
-        )
-
-    @property
-    def model(self) -> ModelInfo:
-        """Properties of the simulated model."""
-        return self._model
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
         """Return the tokens of ``pieces``, with control tokens parsed in special ones; ``first`` has no effect."""

@@ -1,4 +1,4 @@
-"""Slots of a backend without a model: what they hold is tokens, and a saved sequence is a list of them."""
+"""What the backends without a model share: slots that hold tokens, of which a saved sequence is a list."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import zlib
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.engine.backend import DecodeError
+from inferencecenter.ipc.messages import ModelInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from inferencecenter.engine.backend import Chunk, DraftModel
+    from inferencecenter.ipc.engine_options import EngineOptions
 
 # A saved sequence: magic, number of tokens and their checksum, then two bytes per token.
 _STATE_HEADER: Final = struct.Struct("<4sII")
@@ -21,17 +23,58 @@ _STATE_MARK: Final = b"ECHO"
 _TOKEN_BYTES: Final = 2
 
 
+def simulated_model(  # noqa: PLR0913 - keyword-only but for the options
+    options: EngineOptions,
+    *,
+    architecture: str,
+    description: str,
+    n_vocab: int,
+    default_n_ctx: int,
+    chat_template: str,
+    control: Mapping[str, int],
+    end: str,
+    n_embd: int = 0,
+) -> ModelInfo:
+    """Return the properties of a model that is no file, with these ``control`` tokens; ``end`` ends a message."""
+    n_ctx = options.n_ctx or default_n_ctx
+    return ModelInfo(
+        name=options.model_name or architecture,
+        path="",
+        description=description,
+        architecture=architecture,
+        backend=architecture,
+        n_params=0,
+        size_bytes=0,
+        n_vocab=n_vocab,
+        n_layers=0,
+        n_gpu_layers=0,
+        n_ctx_train=n_ctx,
+        n_ctx=n_ctx,
+        slots=options.slots,
+        n_threads=1,
+        chat_template=chat_template,
+        bos_token="",
+        eos_token=end,
+        add_bos=False,
+        special_tokens=tuple(control),
+        sampling_defaults_json=b"{}",
+        library="none",
+        max_token_bytes=max(map(len, control)),
+        kind=options.kind,
+        n_embd=n_embd,
+    )
+
+
 class TokenSlots:
     """The part of ``engine.backend.Backend`` that moves KV, for ids below 65,536.
 
     Args:
-        slots: Number of slots.
-        n_ctx: Tokens that each holds at most.
+        model: Says how many slots there are, and how many tokens each holds at most.
     """
 
-    def __init__(self, *, slots: int, n_ctx: int) -> None:
-        self._n_ctx = n_ctx
-        self._held: list[list[int]] = [[] for _ in range(slots)]
+    def __init__(self, model: ModelInfo) -> None:
+        self.model = model
+        self._held: list[list[int]] = [[] for _ in range(model.slots)]
         # Of each token with logits its slot, and how many tokens the slot held up to it.
         self._rows: list[tuple[int, int]] = []
 
@@ -107,7 +150,7 @@ class TokenSlots:
         """Replace a slot's content by saved tokens; ``False``, with the slot empty, for invalid or too many tokens."""
         self._held[slot] = []
         tokens = _saved_tokens(data)
-        if tokens is None or len(tokens) != n_tokens or n_tokens > self._n_ctx:
+        if tokens is None or len(tokens) != n_tokens or n_tokens > self.model.n_ctx:
             return False
         self._held[slot] = tokens
         return True
@@ -126,7 +169,7 @@ class TokenSlots:
             held = len(self._held[chunk.slot])
             if chunk.start != held or not chunk.tokens:
                 raise ValueError(f"slot {chunk.slot} holds {held} tokens; {chunk} does not continue them")
-        full = [chunk.slot for chunk in chunks if chunk.start + len(chunk.tokens) > self._n_ctx]
+        full = [chunk.slot for chunk in chunks if chunk.start + len(chunk.tokens) > self.model.n_ctx]
         if full:
             raise DecodeError(full, f"slots {full} are full")
         for chunk in chunks:
