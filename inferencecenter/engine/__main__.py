@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +21,13 @@ from pydantic import ValidationError
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 from inferencecenter.engine.echo import EchoBackend, EchoEmbedder
 from inferencecenter.engine.embedding import EmbeddingLoop
+from inferencecenter.engine.inbox import Inbox, KvFetched, watch
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from inferencecenter.engine.kv_cache.store import KvStore, TierOptions
-from inferencecenter.engine.loop import EngineLoop, FrontDisconnected, Inbox, KvFetched, ReceivedCommand
+from inferencecenter.engine.loop import EngineLoop
 from inferencecenter.ipc.engine_child import receive_descriptors
 from inferencecenter.ipc.engine_options import EngineOptions
-from inferencecenter.ipc.framing import BlockingChannel, FramingError
+from inferencecenter.ipc.framing import BlockingChannel
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import Configure, LoadFailed, Loading, LogLine, Ready
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from inferencecenter.engine.backend import Backend, Embedder
 
 _PR_SET_PDEATHSIG = 1
-_GRACE_S = 1.0
 _OOM_SCORE_ADJ = 500
 
 
@@ -160,31 +159,6 @@ def _load(pipe: BlockingChannel, options: EngineOptions, heartbeat: Heartbeat) -
     if options.kind == "chat":
         return LlamaBackend.load(options, on_progress=progressed, on_log=logged)
     return LlamaEmbedder.load(options, on_progress=progressed, on_log=logged, on_tick=heartbeat.tick)
-
-
-def watch(pipe: BlockingChannel, inbox: Inbox) -> None:
-    """Start the thread that queues the front's messages and ends the process when the front disconnects."""
-    threading.Thread(target=_read, args=(pipe, inbox), name="reader", daemon=True).start()
-
-
-def _read(pipe: BlockingChannel, inbox: Inbox) -> None:
-    status = os.EX_OK
-    try:
-        while (message := pipe.read()) is not None:
-            if isinstance(message, Configure):
-                raise FramingError("a second Configure")
-            inbox.put(ReceivedCommand(message, time.monotonic()))
-    except FramingError as error:
-        sys.stderr.write(f"inferencecenter.engine: {error}\n")
-        status = os.EX_PROTOCOL
-    except Exception:  # noqa: BLE001 - an engine without a reader must not live on
-        traceback.print_exc()
-        status = os.EX_SOFTWARE
-    inbox.put(FrontDisconnected())
-    # The main thread may be loading a model or decoding for many seconds and cannot be interrupted there, but the
-    # supervisor needs the memory back now, and this process holds no only copy of anything.
-    time.sleep(_GRACE_S)
-    os._exit(status)
 
 
 def _die_with_parent() -> None:

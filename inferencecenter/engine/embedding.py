@@ -11,9 +11,7 @@ suspended.
 from __future__ import annotations
 
 import heapq
-import math
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -23,41 +21,25 @@ import numpy as np
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.engine.backend import EmbeddingError
-from inferencecenter.engine.loop import (
-    FrontDisconnected,
-    ReceivedCommand,
-    RssReader,
-    StepThrottle,
-    wrong_kind,
-)
+from inferencecenter.engine.loop import CommandLoop, LoopGauges, wrong_kind
 from inferencecenter.engine.output_processor import failed
 from inferencecenter.engine.tokenization import (
     ROOM_BYTES,
-    FairWorkers,
     Job,
     JobCancelledError,
     TextsTokenized,
     TokenizationFailed,
-    TokenizerService,
     no_room,
 )
 from inferencecenter.ipc.messages import (
     LOWEST_CLASS,
-    AbortTurn,
     Cancelled,
-    CancelLookup,
-    DetokenizeRequest,
     Embed,
     EmbeddingDelta,
     EmbeddingDone,
     EngineLimits,
-    LogLine,
-    StepOutput,
     StepStats,
     Submit,
-    Suspend,
-    Suspended,
-    TokenizeRequest,
     unpack_tokens,
 )
 
@@ -67,10 +49,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from inferencecenter.engine.backend import Embedder
-    from inferencecenter.engine.loop import Command, Inbox
+    from inferencecenter.engine.inbox import Inbox, KvFetched, ReceivedCommand
+    from inferencecenter.engine.tokenization import PreparationResult
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.heartbeat import Heartbeat
-    from inferencecenter.ipc.messages import FromEngine, TurnEvent
+    from inferencecenter.ipc.messages import FromEngine, KvRamLimit, ReleaseSession, RetainSessions, TurnEvent
 
 _SHORT_BYTES: Final = 4096
 """Size of a request that is tokenized in less than a millisecond."""
@@ -194,16 +177,13 @@ class EmbeddingQueue:
         return max(0, request.embed.priority - int((now - request.at_s) / self._ageing_s))
 
 
-class EmbeddingLoop:
+class EmbeddingLoop(CommandLoop):
     """Computes embeddings until the front disconnects.
 
     Args:
         embedder: The loop's thread is the only caller, except for the vocabulary.
         options: Size of a batch, how long requests may wait, and the number of worker threads.
-        inbox: Commands from the reader thread and results from the workers.
-        heartbeat: Counts progress, and names the requests of a batch.
-        send: Sends a frame to the front; may block.
-        clock: Monotonic seconds.
+        inbox, heartbeat, send, clock: See ``CommandLoop``.
     """
 
     def __init__(  # noqa: PLR0913 - keyword-only
@@ -216,52 +196,20 @@ class EmbeddingLoop:
         send: Callable[[FromEngine], None],
         clock: Callable[[], float],
     ) -> None:
+        super().__init__(embedder, options, inbox=inbox, heartbeat=heartbeat, send=send, clock=clock)
         self._embedder = embedder
         self._batch_tokens = options.n_ubatch
-        self._queue_timeout_s = options.queue_timeout_s or math.inf
-        self._inbox = inbox
-        self._heartbeat = heartbeat
-        self._send = send
-        self._clock = clock
-        self._pool = ThreadPoolExecutor(options.worker_threads, thread_name_prefix="worker")
-        self._workers = FairWorkers(self._pool, most=options.worker_threads)
-        self._tokenizer = TokenizerService(embedder, workers=self._workers, send=send, on_log=self._on_log)
         self._room = FairShare(ROOM_BYTES)
         self._requests: dict[str, EmbeddingRequest] = {}
         self._queue = EmbeddingQueue(ageing_s=options.ageing_s)
         self._limits = EngineLimits(active_slots=1)
-        self._throttle = StepThrottle(inbox, clock=clock)
-        self._events: list[TurnEvent] = []
-        self._work: StepStats | None = None
-        self._gauges = (0, 0)
-        self._memory = RssReader(clock)
-        self._suspended = False
-        self._closed = False
 
-    def run(self) -> None:
-        """Serve until the front disconnects.
-
-        Raises:
-            ConnectionError: A frame could not be sent because the front has disconnected.
-        """
-        try:
-            self._report()
-            while self._take_commands():
-                self._step()
-                self._report()
-        finally:
-            self._workers.close()
-            self._pool.shutdown(cancel_futures=True)
-
-    def _take_commands(self) -> bool:
-        """Handle received commands, waiting for one if there is nothing to compute; ``False`` at the end."""
-        if not self._has_work and (command := self._inbox.get(timeout_s=self._wait_s())) is not None:
+    def _wait(self) -> None:
+        if (
+            not self._has_work
+            and (command := self._inbox.get(timeout_s=self._deadlines.wait_s(self._clock()))) is not None
+        ):
             self._handle(command)
-        while not self._closed and (command := self._throttle.command()) is not None:
-            self._handle(command)
-        for command in self._inbox.drain():
-            self._handle(command)
-        return not self._closed
 
     @property
     def _has_work(self) -> bool:
@@ -272,19 +220,7 @@ class EmbeddingLoop:
         waiting = (each for each in self._requests.values() if each.texts and not each.taken)
         return any(each.embed.priority <= self._limits.lowest_class for each in waiting)
 
-    def _wait_s(self) -> float | None:
-        """Return the seconds until the next request has waited too long; ``None`` without a limit."""
-        if self._queue_timeout_s == math.inf:
-            return None
-        due_s = min((each.at_s for each in self._unstarted()), default=math.inf) + self._queue_timeout_s
-        return None if due_s == math.inf else max(0.0, due_s - self._clock())
-
-    def _unstarted(self) -> list[EmbeddingRequest]:
-        return [each for each in self._requests.values() if each.started_s is None]
-
-    def _step(self) -> None:
-        now = self._clock()
-        self._expire(now)
+    def _step(self, now: float) -> None:
         batch = self._queue.take(
             max_tokens=max(1, round(self._batch_tokens * self._limits.prefill_share)),
             max_texts=self._embedder.max_texts,
@@ -302,12 +238,14 @@ class EmbeddingLoop:
         self._work = StepStats(step_s=self._clock() - now, texts=len(batch), text_tokens=n_tokens)
         self._throttle.begin()
 
-    def _expire(self, now: float) -> None:
-        if self._queue_timeout_s < math.inf:
-            for request in self._unstarted():
-                if now >= request.at_s + self._queue_timeout_s:
-                    error = f"The request waited {self._queue_timeout_s:g} s and was not begun."
-                    self._fail(request, InferenceCenterError(ErrorCode.QUEUE_TIMEOUT, error))
+    def _is_active(self, turn_id: str) -> bool:
+        return turn_id in self._requests
+
+    def _end_expired(self, turn_id: str, *, now: float) -> None:
+        request = self._requests.get(turn_id)
+        if request is not None and request.started_s is None and now >= request.at_s + self._queue_timeout_s:
+            error = f"The request waited {self._queue_timeout_s:g} s and was not begun."
+            self._fail(request, InferenceCenterError(ErrorCode.QUEUE_TIMEOUT, error))
 
     def _compute(self, batch: Sequence[BatchText]) -> None:
         """Compute a batch; one that fails is computed again text by text, so that a defect stays in its request."""
@@ -347,55 +285,32 @@ class EmbeddingLoop:
                 EmbeddingDone(request.turn_id, 1000 * (started_s - request.at_s), 1000 * (now - request.at_s)),
             )
 
-    def _report(self) -> None:
-        """Send all events since the last report in one frame, if there are any."""
+    def _gauges(self) -> LoopGauges:
         running = sum(each.started_s is not None for each in self._requests.values())
-        gauges = (running, len(self._requests) - running)
-        if self._events or self._work is not None or gauges != self._gauges:
-            self._send(
-                StepOutput(
-                    events=tuple(self._events),
-                    running=gauges[0],
-                    waiting=gauges[1],
-                    rss_bytes=self._memory.read(),
-                    work=self._work,
-                )
-            )
-            self._events, self._work, self._gauges = [], None, gauges
+        return LoopGauges(running, len(self._requests) - running)
 
-    def _handle(self, command: Command) -> None:
-        self._heartbeat.tick()
-        if isinstance(command, FrontDisconnected):
-            self._closed = True
-        elif not self._suspended:
-            match command:
-                case ReceivedCommand():
-                    self._handle_received(command)
-                case TextsTokenized(turn_id=turn_id, texts=texts) if turn_id in self._requests:
-                    self._enqueue(self._requests[turn_id], texts)
-                case TokenizationFailed(turn_id=turn_id, error=error) if turn_id in self._requests:
-                    self._fail(self._requests[turn_id], error)
+    def _manage_kv(self, command: ReleaseSession | RetainSessions | KvRamLimit) -> None:
+        """Do nothing: no KV is kept."""
 
-    def _handle_received(self, received: ReceivedCommand) -> None:
-        match received.command:
-            case Embed() as embed:
-                self._add(EmbeddingRequest(embed, received.at_s, received.size_bytes))
-            case Submit(turn_id=turn_id):
-                self._events.append(failed(turn_id, wrong_kind("makes embeddings and generates no text")))
-            case AbortTurn(turn_id=turn_id):
-                if (request := self._requests.get(turn_id)) is not None:
-                    self._end(request, Cancelled(turn_id))
-            case TokenizeRequest() | DetokenizeRequest() as request:
-                self._tokenizer.submit(request)
-            case CancelLookup(lookup_id=lookup_id):
-                self._tokenizer.cancel(lookup_id)
-            case EngineLimits() as limits:
-                self._limits = limits
-                self._throttle.change(limits.pause_ms / 1000)
-            case Suspend():
-                self._suspend()
-            case _:
-                pass  # there is no KV to release or to limit
+    def _take_result(self, result: PreparationResult | TextsTokenized | KvFetched) -> None:
+        match result:
+            case TextsTokenized(turn_id=turn_id, texts=texts) if turn_id in self._requests:
+                self._enqueue(self._requests[turn_id], texts)
+            case TokenizationFailed(turn_id=turn_id, error=error) if turn_id in self._requests:
+                self._fail(self._requests[turn_id], error)
+
+    def _submit(self, received: ReceivedCommand, request: Submit | Embed) -> None:
+        if isinstance(request, Submit):
+            self._refuse(request.turn_id, "makes embeddings and generates no text")
+        else:
+            self._add(EmbeddingRequest(request, received.at_s, received.size_bytes))
+
+    def _abort(self, turn_id: str) -> None:
+        if (request := self._requests.get(turn_id)) is not None:
+            self._end(request, Cancelled(turn_id))
+
+    def _limit(self, limits: EngineLimits) -> None:
+        self._limits = limits
 
     def _add(self, request: EmbeddingRequest) -> None:
         embed = request.embed
@@ -404,6 +319,7 @@ class EmbeddingLoop:
             return
         self._room.add(embed.client_id, request.size_bytes)
         self._requests[embed.turn_id] = request
+        self._deadlines.add(embed.turn_id, (request.at_s + self._queue_timeout_s,))
         request.job = Job(embed.client_id, partial(self._put_tokenized, embed), request.size_bytes)
         if request.size_bytes > _SHORT_BYTES:
             self._workers.submit(request.job)
@@ -495,18 +411,12 @@ class EmbeddingLoop:
         if request.job is not None:
             self._workers.cancel(request.job)
 
-    def _suspend(self) -> None:
-        """Drop all requests without events, and ignore further commands; the next engine gets them again."""
-        self._suspended = True
+    def _drop_all(self, *, park_all: bool) -> int:
+        """Drop all requests; the next engine gets them again."""
         for request in self._requests.values():
             self._forget(request)
         self._requests.clear()
-        self._events.clear()
-        self._report()
-        self._send(Suspended(0))
-
-    def _on_log(self, level: str, text: str) -> None:
-        self._send(LogLine(level, text, "engine"))
+        return 0
 
 
 def normalized(rows: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import DecodeError
+from inferencecenter.engine.scheduler.placement import is_prefix_key
 from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, RestoreSlot, StepOutcome, SwapSlots, TruncateSlot
-from inferencecenter.ipc.messages import MoveTime, TokenDelta, TraceStage
+from inferencecenter.ipc.messages import MoveTime, StepStats, TokenDelta, TokenSources, TraceStage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -489,3 +490,42 @@ class Executor:
         sampler = self._samplers.pop(turn_id, None)
         if sampler is not None:
             sampler.close()
+
+
+def stats_of(plan: StepPlan, outcome: StepOutcome, *, step_s: float) -> StepStats | None:
+    """Return the statistics of a step that took ``step_s``; ``None`` if it did nothing."""
+    if plan.empty and not plan.fetches:
+        return None
+    return StepStats(
+        step_s=step_s,
+        rows=sum(len(each.rows) for each in plan.passes if not each.prefill),
+        decode_s=outcome.decode_s,
+        prefill_tokens=outcome.prefill_tokens,
+        prefill_s=outcome.prefill_s,
+        fetches=len(plan.fetches),
+        sources=_sources(plan, outcome) if plan.admissions else None,
+        moves=tuple(outcome.move_times),
+        drafted=outcome.drafted,
+        accepted=sum(map(len, outcome.accepted.values())),
+    )
+
+
+def _sources(plan: StepPlan, outcome: StepOutcome) -> TokenSources:
+    """Count the tokens of admitted turns by source; tokens whose KV was lost in the step count as computed."""
+    filled = {move.turn_id: move for move in plan.moves if isinstance(move, RestoreSlot | CopySlot)}
+    tokens = dict.fromkeys(TokenSources.__struct_fields__, 0)
+    for admission in plan.admissions:
+        cached = 0 if admission.turn_id in outcome.emptied else admission.cached_tokens
+        tokens[_source(filled.get(admission.turn_id))] += cached
+        tokens["computed"] += len(admission.prompt) - cached
+    return TokenSources(**tokens)
+
+
+def _source(move: RestoreSlot | CopySlot | None) -> str:
+    match move:
+        case None:
+            return "slot"
+        case CopySlot():
+            return "neighbour"
+        case RestoreSlot(key=key):
+            return "prefix" if is_prefix_key(key) else "parked"

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from inferencecenter.engine.echo import EchoBackend
+from inferencecenter.engine.inbox import FrontDisconnected, Inbox, KvFetched, ReceivedCommand
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
-from inferencecenter.engine.loop import EngineLoop, FrontDisconnected, Inbox, KvFetched, ReceivedCommand
+from inferencecenter.engine.loop import EngineLoop
 from inferencecenter.engine.output_processor import OutputProcessor
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.framing import BlockingChannel, encode, from_engine_decoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from inferencecenter.engine.backend import Chunk
-from inferencecenter.engine.loop import work_of
+from inferencecenter.engine.executor import stats_of
 from inferencecenter.engine.scheduler.placement import prefix_key
 from inferencecenter.engine.scheduler.plan import (
     Admission,
@@ -37,19 +37,19 @@ def restore(key: str) -> RestoreSlot:
 
 def test_empty_plan_is_not_counted() -> None:
     """A step without work reports nothing."""
-    assert work_of(StepPlan(reasons=("no turn",)), StepOutcome(), step_s=1.0) is None
+    assert stats_of(StepPlan(reasons=("no turn",)), StepOutcome(), step_s=1.0) is None
 
 
 def test_fetch_alone_is_counted() -> None:
     """A step that only fetches from disk is reported."""
-    assert work_of(StepPlan(fetches=("s", "t")), StepOutcome(), step_s=0.5) == StepStats(0.5, fetches=2)
+    assert stats_of(StepPlan(fetches=("s", "t")), StepOutcome(), step_s=0.5) == StepStats(0.5, fetches=2)
 
 
 def test_decode_and_prefill_are_separate() -> None:
     """Rows are those of the decode pass; prefilled tokens and times are as the executor measured them."""
     plan = StepPlan(passes=(rows("a", "b", prefill=False), rows("c", prefill=True)))
     outcome = StepOutcome(prefill_tokens=7, prefill_s=0.5, decode_s=0.25, move_times=[MoveTime("park", 0.125)])
-    assert work_of(plan, outcome, step_s=1.0) == StepStats(
+    assert stats_of(plan, outcome, step_s=1.0) == StepStats(
         1.0, rows=2, decode_s=0.25, prefill_tokens=7, prefill_s=0.5, moves=(MoveTime("park", 0.125),)
     )
 
@@ -68,7 +68,7 @@ def test_decode_and_prefill_are_separate() -> None:
 def test_prompt_tokens_are_counted_by_source(moves: tuple[KvMove, ...], sources: TokenSources) -> None:
     """Each is counted once: by its source in the plan, and the rest as computed."""
     plan = StepPlan(moves=moves, admissions=(Admission("t", PROMPT, 4),), passes=(rows("t", prefill=True),))
-    work = work_of(plan, StepOutcome(), step_s=1.0)
+    work = stats_of(plan, StepOutcome(), step_s=1.0)
     assert work is not None
     assert work.sources == sources
 
@@ -76,13 +76,13 @@ def test_prompt_tokens_are_counted_by_source(moves: tuple[KvMove, ...], sources:
 def test_failed_restore_counts_as_computed() -> None:
     """A turn whose restore failed prefills its whole prompt."""
     plan = StepPlan(moves=(restore("session"),), admissions=(Admission("t", PROMPT, 4),))
-    work = work_of(plan, StepOutcome(emptied={"t"}), step_s=1.0)
+    work = stats_of(plan, StepOutcome(emptied={"t"}), step_s=1.0)
     assert work is not None
     assert work.sources == TokenSources(computed=10)
 
 
 def test_resumed_turn_is_not_counted_again() -> None:
     """It has moves and no admission."""
-    work = work_of(StepPlan(moves=(restore("session"),)), StepOutcome(), step_s=1.0)
+    work = stats_of(StepPlan(moves=(restore("session"),)), StepOutcome(), step_s=1.0)
     assert work is not None
     assert work.sources is None

@@ -13,7 +13,7 @@ import pytest
 from inferencecenter.engine.backend import EmbeddingError
 from inferencecenter.engine.echo import EchoEmbedder
 from inferencecenter.engine.embedding import EmbeddingLoop, EmbeddingQueue, EmbeddingRequest, normalized
-from inferencecenter.engine.loop import FrontDisconnected, Inbox, ReceivedCommand
+from inferencecenter.engine.inbox import FrontDisconnected, Inbox, ReceivedCommand
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import (

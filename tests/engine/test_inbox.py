@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
-from inferencecenter.engine.loop import FrontDisconnected, Inbox, ReceivedCommand
+import pytest
+
+from inferencecenter.engine.inbox import FrontDisconnected, Inbox, ReceivedCommand, _read
 from inferencecenter.ipc.messages import AbortTurn
 from tests.engine.harness import TIMEOUT_S, submit
 
@@ -43,3 +46,22 @@ def test_oversized_message_is_admitted_alone() -> None:
     assert len(inbox.drain()) == 2
     inbox.put(ReceivedCommand(submit("next", "x" * 4000), 0.0))
     assert inbox.get(timeout_s=TIMEOUT_S) is not None
+
+
+class Unreadable:
+    """A pipe whose reading fails, as that of a socket may."""
+
+    def read(self) -> None:
+        """Fail."""
+        raise OSError("no buffer space available")
+
+
+def test_failed_reader_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that reads no more messages would keep its memory, and its turns would wait forever."""
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    monkeypatch.setattr("time.sleep", lambda _seconds: None)
+    inbox = Inbox()
+    _read(Unreadable(), inbox)  # type: ignore[arg-type]
+    assert isinstance(inbox.get(timeout_s=0), FrontDisconnected)
+    assert ended == [os.EX_SOFTWARE]

@@ -266,8 +266,7 @@ def test_process_serves_until_its_pipe_closes() -> None:
 
 STUCK = """
 import socket, sys, threading
-from inferencecenter.engine.__main__ import watch
-from inferencecenter.engine.loop import Inbox
+from inferencecenter.engine.inbox import Inbox, watch
 from inferencecenter.ipc.framing import BlockingChannel
 watch(BlockingChannel(socket.socket(fileno=int(sys.argv[1]))), Inbox())
 threading.Event().wait()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.engine import loop
-from inferencecenter.engine.loop import Inbox, StepThrottle
+from inferencecenter.engine.inbox import Inbox, StepThrottle
 from inferencecenter.ipc.messages import AbortTurn, EngineLimits, StepOutput, TokenDelta
 from tests.engine.harness import TIMEOUT_S, Engine, submit
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from inferencecenter.engine.loop import Command
+    from inferencecenter.engine.inbox import Command
 
 ENDLESS = b'{"ignore_eos":true}'
 UNLIMITED = EngineLimits(active_slots=2, prefill_share=1.0, lowest_class=2, pause_ms=0)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from inferencecenter.engine import __main__ as main
-from inferencecenter.engine.loop import FrontDisconnected, Inbox
 from inferencecenter.ipc.engine_options import EngineOptions
 from inferencecenter.ipc.heartbeat import Heartbeat
 from inferencecenter.ipc.messages import LoadFailed
@@ -20,7 +19,7 @@ OPTIONS = EngineOptions(backend="llama", parent_pid=os.getpid(), model_path="/mo
 
 
 class Line:
-    """A pipe that records messages, and whose reading fails."""
+    """A pipe that records messages."""
 
     def __init__(self) -> None:
         self.sent: list[FromEngine] = []
@@ -28,10 +27,6 @@ class Line:
     def send(self, message: FromEngine) -> None:
         """Record the call."""
         self.sent.append(message)
-
-    def read(self) -> None:
-        """Fail as a socket may."""
-        raise OSError("no buffer space available")
 
 
 @pytest.mark.parametrize("error", [ValueError("NaN"), OverflowError(), UnicodeDecodeError("utf-8", b"x", 0, 1, "?")])
@@ -50,14 +45,3 @@ def test_any_model_file_error_is_a_failed_load(monkeypatch: pytest.MonkeyPatch, 
     assert failed.code == "invalid_model_file"
     assert "/models/odd.gguf" in failed.message
     assert type(error).__name__ in failed.message
-
-
-def test_failed_reader_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that reads no more messages would keep its memory, and its turns would wait forever."""
-    ended: list[int] = []
-    monkeypatch.setattr("os._exit", ended.append)
-    monkeypatch.setattr("time.sleep", lambda _seconds: None)
-    inbox = Inbox()
-    main._read(Line(), inbox)  # type: ignore[arg-type]
-    assert isinstance(inbox.get(timeout_s=0), FrontDisconnected)
-    assert ended == [os.EX_SOFTWARE]

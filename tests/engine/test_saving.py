@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from inferencecenter.engine.loop import Command
+    from inferencecenter.engine.inbox import Command
 
 TEXT = "some words that take more than a cell of the grid"
 

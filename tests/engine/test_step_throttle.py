@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inferencecenter.engine.loop import Command, Inbox, KvFetched, StepThrottle
+from inferencecenter.engine.inbox import Command, Inbox, KvFetched, StepThrottle
 
 
 class Clocked(Inbox):
