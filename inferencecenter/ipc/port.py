@@ -109,6 +109,10 @@ class EnginePort(Protocol):
     def status(self) -> EngineStatus:
         """The engine's state now."""
 
+    @property
+    def model(self) -> ModelInfo | None:
+        """The model as it was loaded last, as in ``status``; ``None`` before the first load."""
+
     def submit(self, turn: EngineTurn) -> int:
         """Submit a turn and return its position in the queue, 0 when a slot is free.
 

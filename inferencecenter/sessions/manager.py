@@ -501,6 +501,8 @@ class SessionManager:
         self._notifier.notify_closed(session, exclude=(session.sink,))
 
     def _eta_ms(self, serving: ServedModel, position: int) -> float | None:
+        if not position:
+            return None
         engine = serving.engine.status
         if engine.model is None or engine.state is not EngineState.READY:
             return None  # the start time of an engine is unknown

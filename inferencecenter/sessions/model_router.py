@@ -96,7 +96,7 @@ class ServedModel:
     @property
     def last_loaded(self) -> LoadedModel | None:
         """The model as it was loaded last; ``None`` before the first load."""
-        info = self.engine.status.model
+        info = self.engine.model
         if info is None:
             return None
         if self._loaded is None or self._loaded.info is not info:

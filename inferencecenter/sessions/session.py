@@ -546,13 +546,13 @@ class LiveSession:
         self._check_text_quota(size.n_chars)
         serving = services.models.resolve(config.chosen_model)
         quota = services.quota_of(config.client_id, client.token_id)
-        spec = new_turn_spec(
+        spec, loaded = new_turn_spec(
             request, client, note=note, serving=serving, limits=quota.limits, config=config, services=services
         )
         now = services.monotonic()
         runner = self._new_runner(Turn(spec, messages, submitted_at=now, now=now), quota)
         try:
-            runner.submit(serving)
+            runner.submit(serving, loaded)
         except BaseException:
             # Whatever the exception, a session without a turn must not be busy.
             self._runner = None

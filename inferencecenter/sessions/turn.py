@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.context import Principal, SessionConfig, SessionServices
     from inferencecenter.sessions.history import HistoryView
     from inferencecenter.sessions.journal import PendingTurn
-    from inferencecenter.sessions.model_router import ServedModel
+    from inferencecenter.sessions.model_router import LoadedModel, ServedModel
     from inferencecenter.sessions.observability import TurnSpan
     from inferencecenter.sessions.output_parsing.call_format import TemplateCapabilities
     from inferencecenter.sessions.prompt.plan import Prompt
@@ -71,8 +71,8 @@ def new_turn_spec(  # noqa: PLR0913 - keyword-only
     limits: AccessLimits,
     config: SessionConfig,
     services: SessionServices,
-) -> TurnSpec:
-    """Return the spec of a new turn within the limits of its token.
+) -> tuple[TurnSpec, LoadedModel]:
+    """Return the spec of a new turn within the limits of its token, and the model that it was made for.
 
     Raises:
         InferenceCenterError: ``invalid_request`` for conflicting or excessive parameters and for ``infill`` in a chat,
@@ -92,7 +92,7 @@ def new_turn_spec(  # noqa: PLR0913 - keyword-only
     warnings = (*schema_warnings(request), *config.warnings(params, chosen=config.chosen | overlay.model_fields_set))
     if params.seed is None:
         params = params.model_copy(update={"seed": services.new_seed()})
-    return TurnSpec(
+    spec = TurnSpec(
         turn_id=services.new_id("t_"),
         request=request,
         params=params,
@@ -105,6 +105,7 @@ def new_turn_spec(  # noqa: PLR0913 - keyword-only
         token_id=client.token_id,
         note=note,
     )
+    return spec, loaded
 
 
 def turn_params(request: Infer) -> Params:
@@ -191,6 +192,7 @@ class Turn:
         restored: The turn as an earlier daemon stored it.
 
     Attributes:
+        turn_id: Its id, which no change of ``spec`` changes.
         counted_tokens: Tokens of the answer whose usage is recorded before the end of the turn.
     """
 
@@ -204,6 +206,7 @@ class Turn:
         restored: PendingTurn | None = None,
     ) -> None:
         tokens, text = (restored.tokens, restored.text) if restored is not None else (b"", "")
+        self.turn_id = spec.turn_id
         self.spec = spec
         self.messages = messages
         self.prompt: Prompt | None = None
@@ -234,10 +237,6 @@ class Turn:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.turn_id}, {self._state.value}, tokens={self.n_tokens})"
-
-    @property
-    def turn_id(self) -> str:
-        return self.spec.turn_id
 
     @property
     def turn_key(self) -> str | None:

@@ -125,6 +125,8 @@ class TurnRunner:
         services: SessionServices,
     ) -> None:
         self.turn = turn
+        self.turn_id = turn.turn_id
+        self.client_id = config.client_id
         self._history = history
         self._listener = listener
         self._events = event_log
@@ -143,14 +145,6 @@ class TurnRunner:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.turn!r})"
-
-    @property
-    def turn_id(self) -> str:
-        return self.turn.turn_id
-
-    @property
-    def client_id(self) -> str:
-        return self._config.client_id
 
     @property
     def n_tokens(self) -> int:
@@ -180,9 +174,9 @@ class TurnRunner:
     @_contained
     def on_engine_event(self, event: TurnEvent) -> None:
         """Handle an event; events after the end of the turn are late and ignored."""
-        turn, state = self.turn, self.turn.state
-        if state.is_terminal:
+        if self._has_ended:
             return
+        turn, state = self.turn, self.turn.state
         match event:
             case TokenDelta():
                 self._append(event)
@@ -212,22 +206,22 @@ class TurnRunner:
     @_contained
     def on_engine_lost(self) -> None:
         """Return to the queue after the loss of the engine."""
-        if not self.turn.state.is_terminal:
+        if not self._has_ended:
             self.turn.interrupt(now=self._services.monotonic())
 
     @_contained
     def resubmit(self) -> None:
         """Submit the turn again, to the engine that serves its model now, and publish its position."""
-        if not self.turn.state.is_terminal:
+        if not self._has_ended:
             self.turn.recall(now=self._services.monotonic())
             self._submit_again()
-        if not self.turn.state.is_terminal:
+        if not self._has_ended:
             self._publish_queued(request_id=None)
 
     # Calls of the session.
 
-    def submit(self, serving: ServedModel) -> None:
-        """Submit a new turn to the model of its spec; it is not published yet.
+    def submit(self, serving: ServedModel, loaded: LoadedModel) -> None:
+        """Submit a new turn to the model that its spec was made for; it is not published yet.
 
         Raises:
             InferenceCenterError: See ``submission`` and ``Quota.check_turn``, or the error of the engine.
@@ -235,7 +229,7 @@ class TurnRunner:
         self._quota.check_turn()
         self._serving = serving
         try:
-            self._is_rendered(_noop)  # also while no engine is running
+            self._take_prompt(self._render(loaded))  # also while no engine is running
             self.turn.position = serving.engine.submit(self)
         except InferenceCenterError:
             self._cancel_rendering()
@@ -291,9 +285,9 @@ class TurnRunner:
 
     def _is_rendered(self, then: Callable[[], None]) -> bool:
         """Return whether the prompt is rendered for the model; if not, render it and then call ``then``."""
+        if self._has_ended:
+            raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {self.turn_id} has ended")
         turn, loaded = self.turn, self._model.loaded()
-        if turn.state.is_terminal:
-            raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, f"turn {turn.turn_id} has ended")
         is_its_model = turn.spec.model_fingerprint == loaded.fingerprint
         if turn.prompt is not None and is_its_model:
             return True
@@ -302,14 +296,12 @@ class TurnRunner:
         rendering = self._rendering
         if rendering is None or not rendering.matches(turn.spec, loaded.fingerprint):
             self._cancel_rendering()
-            rendering = self._rendering = self._render(loaded)
+            rendering = self._render(loaded)
         rendering.then = then
-        if rendering.result is None:
-            return False
-        self._set_prompt(rendering, rendering.result)
-        return True
+        return self._take_prompt(rendering)
 
     def _render(self, loaded: LoadedModel) -> _Rendering:
+        """Start to render the prompt for a model."""
         turn, config, name = self.turn, self._config, self._model.name
         spec = turn.spec
         if spec.model_fingerprint != loaded.fingerprint:
@@ -322,9 +314,17 @@ class TurnRunner:
         renderer = loaded.renderer(config.mode)
         rendering = _Rendering(turn.spec, loaded.fingerprint, spec, history, plan, renderer.implied_bos)
         rendering.cancel = renderer.render(conversation, client_id=config.client_id, done=rendering.finish)
+        self._rendering = rendering
         return rendering
 
-    def _set_prompt(self, rendering: _Rendering, result: RenderResult) -> None:
+    def _take_prompt(self, rendering: _Rendering) -> bool:
+        """Set the prompt of the turn; return ``False`` while it is rendered.
+
+        Raises:
+            InferenceCenterError: The error of the template, or see ``Turn.set_prompt``.
+        """
+        if (result := rendering.result) is None:
+            return False
         if isinstance(result, InferenceCenterError):
             raise result
         prompt = prompt_of(
@@ -339,6 +339,7 @@ class TurnRunner:
         self._rendering = None
         if rendering.spec is not rendering.requested_spec:
             self._events.write(self._queued_record(self._events.seq))
+        return True
 
     def _cancel_rendering(self) -> None:
         rendering, self._rendering = self._rendering, None
@@ -589,7 +590,3 @@ def _prompt_too_long(event: ContextFull, refusal: InferenceCenterError | None, *
     """
     error = refusal or prompt_too_long(f"{event.n_tokens} tokens and cannot be made shorter", n_ctx=n_ctx)
     return Failed(turn_id=event.turn_id, code=error.code.value, message=error.message, hint=error.hint)
-
-
-def _noop() -> None:
-    pass

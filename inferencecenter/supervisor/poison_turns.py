@@ -52,21 +52,19 @@ class Suspicion:
 
 
 class PoisonTurnDetector:
-    """The suspected turns, and which of them is isolated."""
+    """The suspected turns, and which of them is isolated.
+
+    Attributes:
+        isolated: The turn that must run alone; ``None`` while all may run together. Between two deaths of an engine it
+            changes only when this turn is cleared or ends. Read for each turn that is submitted, so it is kept.
+    """
 
     def __init__(self) -> None:
         self.suspicions: dict[str, Suspicion] = {}
+        self.isolated: str | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.times}, on_trial={self.isolated})"
-
-    @property
-    def isolated(self) -> str | None:
-        """The turn that must run alone; ``None`` while all may run together.
-
-        Between two deaths of an engine it changes only when this turn is cleared or ends.
-        """
-        return next((name for name, suspicion in self.suspicions.items() if suspicion.times >= TRIED_AFTER), None)
 
     @property
     def times(self) -> dict[str, int]:
@@ -81,6 +79,7 @@ class PoisonTurnDetector:
     def restore(self, turn_id: str, *, times: int, n_tokens: int) -> None:
         """Restore a suspicion that an earlier daemon stored."""
         self.suspicions[turn_id] = Suspicion(times, n_tokens + PROVEN_TOKENS)
+        self._isolate()
 
     def lost(self, named: Mapping[str, int], *, from_outside: bool = False) -> str | None:
         """Record the death of an engine; return the turn that is convicted of it, if any.
@@ -93,12 +92,13 @@ class PoisonTurnDetector:
         if on_trial is not None and named.keys() == {on_trial}:
             died_alone_before = self.suspicions[on_trial].times > TRIED_AFTER
             if not from_outside or died_alone_before:
-                del self.suspicions[on_trial]
+                self.forget(on_trial)
                 return on_trial
         for turn_id, n_tokens in named.items():
             before = self.suspicions.get(turn_id)
             times = before.times + 1 if before else 1
             self.suspicions[turn_id] = Suspicion(times, n_tokens + PROVEN_TOKENS)
+        self._isolate()
         return None
 
     def clears(self, turn_id: str, n_tokens: int) -> bool:
@@ -106,12 +106,17 @@ class PoisonTurnDetector:
         suspicion = self.suspicions.get(turn_id)
         if suspicion is None or n_tokens < suspicion.clear_at_tokens:
             return False
-        del self.suspicions[turn_id]
+        self.forget(turn_id)
         return True
 
     def forget(self, turn_id: str) -> None:
         """Drop a turn that has ended."""
-        self.suspicions.pop(turn_id, None)
+        if self.suspicions.pop(turn_id, None) is not None:
+            self._isolate()
+
+    def _isolate(self) -> None:
+        suspects = self.suspicions.items()
+        self.isolated = next((turn_id for turn_id, suspicion in suspects if suspicion.times >= TRIED_AFTER), None)
 
 
 @dataclass(frozen=True, slots=True)

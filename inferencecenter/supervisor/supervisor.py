@@ -193,6 +193,11 @@ class Supervisor:
         )
 
     @property
+    def model(self) -> ModelInfo | None:
+        """The model as it was loaded last; see ``EnginePort``."""
+        return self._model
+
+    @property
     def name(self) -> str:
         """The model's name."""
         return self._options.model_name

@@ -173,6 +173,11 @@ class StubEngine(CharacterTokens):
         """Notify ``listener`` of every new default."""
         self._swap_watchers.append(listener)
 
+    @property
+    def model(self) -> ModelInfo | None:
+        """The model in the status."""
+        return self.status.model
+
     def submit(self, turn: EngineTurn) -> int:
         """Queue a turn until the test generates its tokens."""
         turn.submission(lambda: None)

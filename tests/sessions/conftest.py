@@ -116,6 +116,11 @@ class FakeEngine(CharacterTokens):
     position: int = 0
     refusal: Exception | None = None
 
+    @property
+    def model(self) -> ModelInfo | None:
+        """The model in the status."""
+        return self.status.model
+
     def submit(self, turn: EngineTurn) -> int:
         """Accept or refuse the turn; while no engine is ready it waits for ``ready``."""
         if self.refusal is not None:

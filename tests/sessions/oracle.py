@@ -77,6 +77,11 @@ class Oracle(CharacterTokens):
     submissions: list[Submit] = field(default_factory=list)
     prompts: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def model(self) -> ModelInfo | None:
+        """The model in the status."""
+        return self.status.model
+
     def submit(self, turn: EngineTurn) -> int:
         """Accept a turn; without an engine it waits."""
         if self.status.state is EngineState.READY:

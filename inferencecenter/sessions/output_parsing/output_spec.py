@@ -337,11 +337,12 @@ def schema_warnings(request: Infer) -> tuple[str, ...]:
             if tool.strict:
                 raise _unenforceable(left[0], f"the schema of the tool {tool.name}", f"tools.{index}.parameters")
             warnings.append(_left_to_model(left, f"the schema of the tool {tool.name}"))
-    check_depth(request.json_schema, field="json_schema")
-    if left := unenforced(request.json_schema):
-        if request.strict_schema:
-            raise _unenforceable(left[0], "json_schema", "json_schema")
-        warnings.append(_left_to_model(left, "json_schema"))
+    if request.json_schema is not None:
+        check_depth(request.json_schema, field="json_schema")
+        if left := unenforced(request.json_schema):
+            if request.strict_schema:
+                raise _unenforceable(left[0], "json_schema", "json_schema")
+            warnings.append(_left_to_model(left, "json_schema"))
     return tuple(warnings)
 
 
