@@ -20,7 +20,7 @@ from inferencecenter.engine.llama.model import LlamaModel, load_model
 from inferencecenter.engine.llama.sampler import NativeSampler
 from inferencecenter.engine.llama.saved_state import fingerprint
 from inferencecenter.engine.sampling.chain import plan_chain
-from inferencecenter.engine.speculation import most_drafts
+from inferencecenter.engine.scheduler.speculation import most_drafts
 from inferencecenter.hardware.host import physical_cores
 
 if TYPE_CHECKING:

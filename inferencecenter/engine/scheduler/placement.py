@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, Protocol
@@ -13,21 +13,18 @@ from inferencecenter.engine.scheduler.plan import (
     CopySlot,
     ParkSlot,
     RestoreSlot,
-    StepPlan,
     SwapSlots,
     TruncateSlot,
 )
-from inferencecenter.engine.scheduler.policy import SlotUse, choose_slot, compaction
-from inferencecenter.engine.scheduler.state import RequestChange, RequestState
+from inferencecenter.engine.scheduler.state import RequestChange, RequestState, SlotUse, choose_slot, compaction
 from inferencecenter.ipc.messages import LOWEST_CLASS, EngineLimits
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-    from inferencecenter.engine.scheduler.plan import DecodePass, KvMove
-    from inferencecenter.engine.scheduler.policy import PreemptionPolicy
+    from inferencecenter.engine.scheduler.plan import KvMove, PlanBuilder
     from inferencecenter.engine.scheduler.queue import TurnQueue
-    from inferencecenter.engine.scheduler.state import EngineRequest, Slot, SlotTable
+    from inferencecenter.engine.scheduler.state import EngineRequest, ServiceCounters, Slot, SlotTable
 
 # Turns examined per step that get no slot: the first ones may have to wait for KV.
 _LOOKAHEAD_TURNS: Final = 16
@@ -201,37 +198,6 @@ class KvSourceFinder:
             return 0
         n_tokens = min(common_prefix_tokens(slot.tokens, request.tokens), limit)
         return n_tokens if n_tokens >= least and (self._can_truncate or n_tokens == len(slot.tokens)) else 0
-
-
-@dataclass(slots=True)
-class PlanBuilder:
-    """Collects the moves, admissions and reasons of one step's plan.
-
-    ``read_tokens`` is the number of prompt tokens prefilled by all turns before this plan. The content of ``unsettled``
-    slots depends on moves that may fail; entries found under ``replaced`` keys will have been overwritten when the plan
-    runs. ``preempted`` turns are requeued only after all slots are assigned, so that none of them competes in the step
-    that preempted it.
-    """
-
-    read_tokens: int
-    moves: list[KvMove]
-    fetches: list[str] = field(default_factory=list)
-    admissions: list[Admission] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    preempted: list[EngineRequest] = field(default_factory=list)
-    unsettled: set[Slot] = field(default_factory=set)
-    replaced: set[str] = field(default_factory=set)
-
-    def plan(self, passes: list[DecodePass]) -> StepPlan:
-        """Return the finished plan."""
-        return StepPlan(
-            moves=tuple(self.moves),
-            fetches=tuple(self.fetches),
-            preemptions=tuple(request.turn_id for request in self.preempted),
-            admissions=tuple(self.admissions),
-            passes=tuple(passes),
-            reasons=tuple(self.reasons),
-        )
 
 
 class SlotPlacement:
@@ -429,6 +395,66 @@ class CheckpointPlanner:
         if slot.session_id is None or not slot.durable or len(slot.tokens) < self._grid_tokens:
             return False
         return self._parked.has_room(slot.session_id, slot.client_id, len(slot.tokens))
+
+
+class PreemptionPolicy:
+    """Decides which running turn loses its slot to a waiting one.
+
+    A turn that has used its quantum yields to any claim that is at least equal: class, then its client's service, then
+    its own. After a quarter of the quantum a decoding turn yields to an equal claim of a turn that counts as never
+    served, which shortens the time to first token, and to a turn whose client is more than a quantum behind, so that
+    new turns do not starve it. Every turn yields to a higher class. A turn that rose a class by waiting keeps that
+    class for one quantum.
+
+    A turn in prefill yields only to a turn with less to prefill: prompts that take turns would all be late.
+
+    Args:
+        counters: Service per client.
+        quantum_units: The quantum of this step in service units.
+    """
+
+    def __init__(self, counters: ServiceCounters, quantum_units: int) -> None:
+        self._counters = counters
+        self._quantum_units = quantum_units
+
+    def possible(self, running: EngineRequest) -> bool:
+        """Return whether a turn can lose its slot to any other turn."""
+        return 4 * running.used >= self._quantum_units
+
+    def spent(self, running: EngineRequest) -> bool:
+        """Return whether a turn has used its quantum."""
+        return running.used >= self._quantum_units
+
+    def allowed(self, waiting: EngineRequest, running: EngineRequest) -> bool:
+        """Return whether the claims allow a waiting turn to preempt a running one."""
+        if not self.possible(running):
+            return False
+        priority = self._effective_priority(running)
+        if waiting.effective_priority != priority:
+            return waiting.effective_priority < priority
+        claim, other = (self._counters.served(waiting.client_id), waiting.effective_service), self._claim(running)
+        if claim > other:
+            return False
+        if self.spent(running):
+            return True
+        soon = waiting.effective_service == 0 or claim[0] + self._quantum_units < other[0]
+        return soon and running.state is RequestState.DECODE
+
+    def overtakes(self, waiting: EngineRequest, running: EngineRequest, *, cached_tokens: int) -> bool:
+        """Return whether a waiting turn with ``cached_tokens`` in KV may interrupt a prefill, given ``allowed``."""
+        if running.state is not RequestState.PREFILL or waiting.effective_priority < self._effective_priority(running):
+            return True
+        return len(waiting.tokens) - cached_tokens < running.pending_tokens
+
+    def weakness(self, running: EngineRequest) -> tuple[int, int, int, int]:
+        """Return a sort key; the weakest claim among running turns has the largest key."""
+        return (self._effective_priority(running), *self._claim(running), running.arrival)
+
+    def _effective_priority(self, running: EngineRequest) -> int:
+        return running.base_class if self.spent(running) else running.effective_priority
+
+    def _claim(self, running: EngineRequest) -> tuple[int, int]:
+        return (self._counters.served(running.client_id), running.served)
 
 
 class _Verdict(Enum):

@@ -11,10 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from inferencecenter.engine.backend import Chunk
 
-    from inferencecenter.engine.backend import Chunk, DraftRequest
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from inferencecenter.engine.backend import DraftRequest
+    from inferencecenter.engine.scheduler.speculation import Drafts
+    from inferencecenter.engine.scheduler.state import EngineRequest, Slot
     from inferencecenter.ipc.messages import MoveTime, TraceStage, TurnEvent
 
 
@@ -174,6 +178,94 @@ class StepPlan:
         for move in self.moves:
             ids += move.turn_ids
         return tuple(dict.fromkeys(ids))
+
+
+@dataclass(slots=True)
+class PlanBuilder:
+    """Collects the moves, admissions and reasons of one step's plan.
+
+    ``read_tokens`` is the number of prompt tokens prefilled by all turns before this plan. The content of ``unsettled``
+    slots depends on moves that may fail; entries found under ``replaced`` keys will have been overwritten when the plan
+    runs. ``preempted`` turns are requeued only after all slots are assigned, so that none of them competes in the step
+    that preempted it.
+    """
+
+    read_tokens: int
+    moves: list[KvMove]
+    fetches: list[str] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    preempted: list[EngineRequest] = field(default_factory=list)
+    unsettled: set[Slot] = field(default_factory=set)
+    replaced: set[str] = field(default_factory=set)
+
+    def plan(self, passes: list[DecodePass]) -> StepPlan:
+        """Return the finished plan."""
+        return StepPlan(
+            moves=tuple(self.moves),
+            fetches=tuple(self.fetches),
+            preemptions=tuple(request.turn_id for request in self.preempted),
+            admissions=tuple(self.admissions),
+            passes=tuple(passes),
+            reasons=tuple(self.reasons),
+        )
+
+
+def decode_pass(requests: Iterable[EngineRequest], drafts: Drafts) -> DecodePass:
+    """Return the pass in which every decoding turn gets one token, plus those of its ``drafts`` that are accepted."""
+    rows = [_decode_row(request, drafts) for request in requests]
+    return DecodePass(tuple(sorted(rows, key=_slot_of)), prefill=False)
+
+
+def prefill_passes(
+    requests: Iterable[EngineRequest], *, grid_tokens: int, budget_tokens: int, pass_tokens: int
+) -> tuple[DecodePass, ...]:
+    """Return the passes that prefill prompts: at least one chunk, at most ``budget_tokens``.
+
+    Each chunk is one cell of the grid, so an answer never depends on how many fit a step. Prompts are prefilled one
+    after the other, the highest class first and within it by ``EngineRequest.due``: a short prompt overtakes a long
+    one, but not indefinitely. None is prefilled past its ``step_end``. A pass holds chunks of one length and at most
+    ``pass_tokens``, because llama.cpp would split it otherwise.
+    """
+    cells: dict[tuple[int, int], list[DecodeRow]] = {}
+    for nth, row in _prefill_chunks(requests, grid_tokens):
+        n_tokens = len(row.chunk.tokens)
+        if cells and n_tokens > budget_tokens:
+            break
+        budget_tokens -= n_tokens
+        cells.setdefault((nth, n_tokens), []).append(row)
+    passes: list[DecodePass] = []
+    for (_, length), rows in sorted(cells.items(), key=lambda item: item[0]):
+        rows.sort(key=_slot_of)
+        width = max(1, pass_tokens // length)
+        passes.extend(DecodePass(tuple(rows[at : at + width]), prefill=True) for at in range(0, len(rows), width))
+    return tuple(passes)
+
+
+def _prefill_chunks(requests: Iterable[EngineRequest], grid_tokens: int) -> Iterator[tuple[int, DecodeRow]]:
+    """Yield the remaining chunks of the prompts in order, each with its number in its prompt."""
+    for request in sorted(requests, key=lambda request: (request.effective_priority, request.due, request.arrival)):
+        start, nth = request.kv_tokens, 0
+        while start < request.step_end:
+            end = request.chunk_end(start, grid_tokens)
+            yield nth, DecodeRow(request.turn_id, _chunk(request, start, end))
+            start, nth = end, nth + 1
+
+
+def _decode_row(request: EngineRequest, drafts: Drafts) -> DecodeRow:
+    turn_id = request.turn_id
+    chunk = _chunk(request, request.kv_tokens, len(request.tokens), drafts.tokens.get(turn_id, ()))
+    return DecodeRow(turn_id, chunk, drafts.requests.get(turn_id))
+
+
+def _chunk(request: EngineRequest, start: int, end: int, drafts: Sequence[int] = ()) -> Chunk:
+    assert request.slot is not None
+    tokens = [*request.tokens[start:end], *drafts]
+    return Chunk(request.slot, start, tokens, sample=end == len(request.tokens), drafts=len(drafts))
+
+
+def _slot_of(row: DecodeRow) -> int:
+    return row.chunk.slot
 
 
 @dataclass(slots=True, kw_only=True)

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from inferencecenter.engine.scheduler.placement import Match, ParkedKv
-    from inferencecenter.engine.scheduler.policy import ServiceCounters
-    from inferencecenter.engine.scheduler.state import EngineRequest
+    from inferencecenter.engine.scheduler.state import EngineRequest, ServiceCounters
 
 _LEAST_CELLS: Final = 2
 # A reader can lose its slot or its snapshot more often than a waiting turn should have to wait for it.

@@ -10,32 +10,39 @@ between steps (``check_integrity``): each running turn owns exactly one slot, th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from math import ceil
+from typing import TYPE_CHECKING, Final
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError, prompt_too_long
 from inferencecenter.engine.scheduler.placement import (
     CheckpointPlanner,
     Dispatcher,
     KvSourceFinder,
-    PlanBuilder,
+    PreemptionPolicy,
     SlotPlacement,
     compact,
 )
-from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, RestoreSlot, TruncateSlot
-from inferencecenter.engine.scheduler.policy import (
-    DECODE_UNITS,
-    PreemptionPolicy,
-    PrefillBudget,
-    Quantum,
-    ServiceCounters,
-    charge_decode,
-    charge_prefill,
+from inferencecenter.engine.scheduler.plan import (
+    CopySlot,
+    ParkSlot,
+    PlanBuilder,
+    RestoreSlot,
+    TruncateSlot,
     decode_pass,
     prefill_passes,
 )
 from inferencecenter.engine.scheduler.queue import KvLoads, PrefixWaiters, TurnQueue
-from inferencecenter.engine.scheduler.state import EngineRequest, RequestChange, RequestState, SlotTable
-from inferencecenter.engine.speculation import DraftPlanner
+from inferencecenter.engine.scheduler.speculation import DraftPlanner, ewma
+from inferencecenter.engine.scheduler.state import (
+    DECODE_UNITS,
+    EngineRequest,
+    RequestChange,
+    RequestState,
+    ServiceCounters,
+    SlotTable,
+    charge_decode,
+    charge_prefill,
+)
 from inferencecenter.ipc.messages import PrefillProgress
 
 if TYPE_CHECKING:
@@ -43,6 +50,90 @@ if TYPE_CHECKING:
     from inferencecenter.engine.scheduler.plan import DecodePass, StepOutcome, StepPlan
     from inferencecenter.engine.scheduler.state import Slot
     from inferencecenter.ipc.messages import EngineLimits
+
+
+# Weight of the newest step in the averages: they follow a change within a few steps and absorb one outlier.
+_BUDGET_EWMA_WEIGHT = 0.3
+_PREFILL_SHARE = 6.0
+_LONGEST_S = 1.0
+_FIRST_TOKENS: Final = 32
+_LEAST_TOKENS: Final = 16
+_MOST_TOKENS: Final = 512
+_PARKING_SHARE: Final = 0.03
+# Preempting a turn takes one save and one restore.
+_MOVES_PER_PREEMPTION: Final = 2
+# Weight of the newest step: moves are few, and the first ones into fresh memory take ten times as long as later ones.
+_QUANTUM_EWMA_WEIGHT: Final = 0.2
+
+
+class PrefillBudget:
+    """How many prompt tokens a step may prefill.
+
+    As many as keep a step at about ``target_step_s`` or, where decoding is slow, ``_PREFILL_SHARE`` times the decode
+    time: a turn waiting for its first token keeps the batch small for all. Where more turns wait for it than decode,
+    that time grows with their ratio, up to ``_LONGEST_S``: in a burst every decode step for the few that are ahead
+    delays the many, and full batches decode sooner. Learned from recent prefill and decode times, separately for one
+    prompt and for several, since a pass of several is faster per token. ``floor_tokens`` is the minimum, and the value
+    until there is a measurement.
+    """
+
+    def __init__(self, *, target_step_s: float, floor_tokens: int) -> None:
+        self._target_step_s = target_step_s
+        self._floor_tokens = floor_tokens
+        self._tokens_per_s = {True: 0.0, False: 0.0}
+        self._decode_s = 0.0
+
+    def tokens(self, *, n_prefilling: int, n_decoding: int) -> int:
+        """Return the budget of a step that prefills ``n_prefilling`` prompts while ``n_decoding`` turns decode."""
+        decode_s = self._decode_s if n_decoding else 0.0
+        prefill_s = max(self._target_step_s - decode_s, _PREFILL_SHARE * decode_s)
+        if n_decoding:
+            prefill_s = max(prefill_s, min(_LONGEST_S, _PREFILL_SHARE * decode_s * n_prefilling / n_decoding))
+        tokens_per_s = self._tokens_per_s[True] if n_prefilling == 1 else max(self._tokens_per_s.values())
+        return max(self._floor_tokens, int(tokens_per_s * prefill_s))
+
+    def observe(self, *, prefill_tokens: int, prefill_s: float, decode_s: float, alone: bool) -> None:
+        """Learn from a step; zero stands for a part it did not have, ``alone`` for a single prompt."""
+        if prefill_tokens and prefill_s > 0:
+            self._tokens_per_s[alone] = ewma(
+                self._tokens_per_s[alone], prefill_tokens / prefill_s, weight=_BUDGET_EWMA_WEIGHT
+            )
+        if decode_s > 0:
+            self._decode_s = ewma(self._decode_s, decode_s, weight=_BUDGET_EWMA_WEIGHT)
+
+
+class Quantum:
+    """How many tokens a turn generates before a waiting turn may preempt it.
+
+    The configured value, or as many that preemption takes less than 3 % of the time: with ``s`` decoding slots each
+    step generates ``s`` tokens in ``d`` seconds, and in the ``q`` steps of a quantum each slot changes hands once at
+    ``e`` seconds. ``s·e <= 0.03·q·d`` holds from ``q = e / (0.03·d/s)`` on: what counts is the time per token, ``d/s``.
+
+    Args:
+        tokens: The quantum; 0 to learn it.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._given_tokens = tokens
+        self._move_s = 0.0
+        self._token_s = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """The quantum of the next step."""
+        if self._given_tokens:
+            return self._given_tokens
+        if not (self._move_s and self._token_s):
+            return _FIRST_TOKENS
+        needed = ceil(_MOVES_PER_PREEMPTION * self._move_s / (_PARKING_SHARE * self._token_s))
+        return min(max(needed, _LEAST_TOKENS), _MOST_TOKENS)
+
+    def observe(self, *, moves: int, moves_s: float, generated_tokens: int, decode_s: float) -> None:
+        """Learn from a step; zero stands for a part it did not have."""
+        if moves and moves_s > 0:
+            self._move_s = ewma(self._move_s, moves_s / moves, weight=_QUANTUM_EWMA_WEIGHT)
+        if generated_tokens and decode_s > 0:
+            self._token_s = ewma(self._token_s, decode_s / generated_tokens, weight=_QUANTUM_EWMA_WEIGHT)
 
 
 class Scheduler:

@@ -1,18 +1,29 @@
-"""What the scheduler keeps between steps: each turn's tokens, state and service, and the content of each slot."""
+"""What the scheduler keeps between steps: each turn's tokens, state and service, and the content of each slot.
+
+Mechanism of fair sharing: service is counted in units of a sixteenth of a token, one per prefilled prompt token and
+sixteen per generated token. A prompt token costs between a third (small CPU) and a fiftieth (GPU) of a generated one; a
+sixteenth is about the geometric mean. Units are integers, so equal claims compare equal. Waiting turns are ordered by
+priority class, then by their client's counter, then by their own; a running turn yields its slot to an equal or
+stronger claim once it has used its quantum (``placement.PreemptionPolicy``). Invariant: tokens that are prefilled again
+because KV was lost are never charged, so a turn that holds a slot for a quantum advances by a quantum, however often
+its KV is lost.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.core.state_machine import StateMachine
 from inferencecenter.ipc.messages import LOWEST_CLASS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from inferencecenter.engine.speculation import Drafter
+    from inferencecenter.engine.scheduler.speculation import Drafter
 
 
 class RequestState(StrEnum):
@@ -71,7 +82,7 @@ class EngineRequest:
     arrival, ``preempted`` how often it lost its slot.
 
     ``waits_since_s`` is when it last began to wait, ``effective_priority`` the class to which it has risen since,
-    ``effective_service`` the service it then counts for. ``served`` and ``used`` are service units (see ``policy``) in
+    ``effective_service`` the service it then counts for. ``served`` and ``used`` are service units in
     total and since it got its slot; ``read_tokens`` prompt tokens have been charged. ``cut_tokens`` is a prompt
     position cut in addition to the grid; while ``snapshot`` is set no step prefills past it, because the slot's content
     at that position will be parked. ``fetches`` and ``follows`` count its waits for the disk and for other turns.
@@ -268,3 +279,133 @@ class SlotTable:
         if slot.session_id is not None:
             del self._of_session[slot.session_id]
         slot.session_id, slot.client_id = None, ""
+
+
+def choose_slot(slots: SlotTable, session_id: str, *, waiting: Collection[str]) -> tuple[Slot, str] | None:
+    """Return a slot for a session's turn and the reason, or ``None`` when it must wait.
+
+    In order of preference: its own slot; an empty one next to the busy ones; the least recently used one, sparing
+    sessions in ``waiting``, which are about to use theirs. Another session's KV is never built upon.
+    """
+    own = slots.of_session(session_id)
+    if own is not None:
+        return None if own.busy else (own, "holds its session")
+    idle = [slot for slot in slots if not slot.busy]
+    if not idle:
+        return None
+    busy = [slot.index for slot in slots if slot.busy]
+    empty = [slot for slot in idle if slot.empty]
+    if empty:
+        return min(empty, key=lambda slot: (_distance(slot.index, busy), slot.index)), "empty"
+    return min(idle, key=lambda slot: (slot.session_id in waiting, slot.used_s, slot.index)), "least recently used"
+
+
+def _distance(index: int, busy: Sequence[int]) -> int:
+    return min((abs(index - other) for other in busy), default=0)
+
+
+class SlotUse(IntEnum):
+    """What a slot is used for."""
+
+    IDLE = 0
+    PREFILL = 1
+    DECODE = 2
+
+
+@lru_cache(maxsize=256)
+def compaction(slot_uses: tuple[SlotUse, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the swaps, in order, that make busy slots consecutive and the decoding ones among them too.
+
+    llama.cpp decodes only consecutive streams together; a gap costs another pass over all weights, and so does a
+    prefilling slot between two decoding ones. The busier slot of a pair comes first.
+    """
+    uses = list(slot_uses)
+    gather = _gather([use > SlotUse.IDLE for use in uses], range(len(uses)))
+    for a, b in gather:
+        uses[a], uses[b] = uses[b], uses[a]
+    busy = [index for index, use in enumerate(uses) if use > SlotUse.IDLE]
+    generating = [use is SlotUse.DECODE for use in uses]
+    return gather + _gather(generating, range(busy[0], busy[-1] + 1) if busy else range(0))
+
+
+def _gather(wanted: Sequence[bool], within: range) -> tuple[tuple[int, int], ...]:
+    """Return the fewest swaps, wanted slot first, that make the wanted slots consecutive ``within`` a range.
+
+    The run that already holds most of them is filled; the lowest one if several do.
+    """
+    width = sum(wanted)
+    starts = range(within.start, within.stop - width + 1)
+    best = max(starts, key=lambda start: (sum(wanted[start : start + width]), -start), default=0)
+    run = range(best, best + width)
+    outside = (index for index, is_wanted in enumerate(wanted) if is_wanted and index not in run)
+    gaps = (index for index in run if not wanted[index])
+    return tuple(zip(outside, gaps, strict=True))
+
+
+PREFILL_UNITS: Final = 1
+DECODE_UNITS: Final = 16
+
+
+class ServiceCounters:
+    """Service per client, kept only as long as it is needed to compare the clients present.
+
+    Idle time earns no credit: an arriving client is raised to the lowest counter among waiting clients or, if none
+    waits, to the highest among running ones. It owes nothing either, because it starts at that value (virtual token
+    counters: Sheng et al., Fairness in Serving Large Language Models, 2024).
+    """
+
+    def __init__(self) -> None:
+        self._served: dict[str, int] = {}
+        self._turns: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._served)
+
+    def served(self, client_id: str) -> int:
+        """Return a client's counter in service units."""
+        return self._served.get(client_id, 0)
+
+    def enter(self, client_id: str) -> None:
+        """Count a turn of the client in."""
+        self._turns[client_id] += 1
+
+    def leave(self, client_id: str) -> None:
+        """Count a turn of the client out; the last turn of all clears every counter."""
+        self._turns[client_id] -= 1
+        if not self._turns[client_id]:
+            del self._turns[client_id]
+        if not self._turns:
+            self._served.clear()
+
+    def raise_to(self, client_id: str, units: int) -> None:
+        """Raise a client's counter to at least ``units``."""
+        if units > self.served(client_id):
+            self._served[client_id] = units
+
+    def charge(self, request: EngineRequest, units: int) -> None:
+        """Charge a turn and its client."""
+        request.served += units
+        request.used += units
+        self._served[request.client_id] = self.served(request.client_id) + units
+
+    def most(self, client_ids: Iterable[str]) -> int:
+        """Return the highest counter of these clients."""
+        return max(map(self.served, client_ids), default=0)
+
+    def check_integrity(self, turns: Iterable[EngineRequest]) -> None:
+        """Raise ``AssertionError`` when the counters contradict the turns present."""
+        assert self._turns == Counter(request.client_id for request in turns), f"turns counted wrong: {self._turns}"
+        assert all(units > 0 for units in self._served.values()), f"a counter is not positive: {self._served}"
+
+
+def charge_prefill(counters: ServiceCounters, request: EngineRequest) -> None:
+    """Charge prompt tokens that were prefilled for the first time."""
+    read = min(request.kv_tokens, request.prompt_tokens)
+    if read > request.read_tokens:
+        counters.charge(request, (read - request.read_tokens) * PREFILL_UNITS)
+        request.read_tokens = read
+
+
+def charge_decode(counters: ServiceCounters, request: EngineRequest, n_tokens: int) -> None:
+    """Charge sampled tokens."""
+    counters.charge(request, n_tokens * DECODE_UNITS)

@@ -17,8 +17,8 @@ from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.llama.backend import LlamaBackend
 from inferencecenter.engine.llama.sampler import Candidates, NativeSampler, chosen
 from inferencecenter.engine.sampling.chain import plan_chain
+from inferencecenter.engine.scheduler.speculation import DraftPlanner
 from inferencecenter.engine.scheduler.state import EngineRequest
-from inferencecenter.engine.speculation import DraftPlanner
 from inferencecenter.ipc.messages import Grammar, PromptSegment
 from inferencecenter.protocol.params import Params, parse_params
 from tests.engine.forms import constraint_of

@@ -11,8 +11,8 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import Chunk, DecodeError, DraftRequest
 from inferencecenter.engine.llama.backend import LlamaBackend
 from inferencecenter.engine.llama.draft_model import check_draft_model
+from inferencecenter.engine.scheduler.speculation import DraftPlanner
 from inferencecenter.engine.scheduler.state import EngineRequest
-from inferencecenter.engine.speculation import DraftPlanner
 from inferencecenter.ipc.messages import PromptSegment
 from inferencecenter.protocol.params import Params
 from tests.engine.llama.draft_files import write_variant

@@ -484,3 +484,18 @@ class SchedulerHarness:
         self.terminals.update(full | results.lost)
         self.scheduler.check_integrity()
         assert [slot.tokens for slot in self.scheduler.slots] == [[token for token, _ in cells] for cells in self.kv]
+
+
+def new_request(slot: int, *, length: int = 80, priority: int = 0, due: int = 0, session: str = "") -> EngineRequest:
+    """Return a request before its prefill."""
+    return EngineRequest(
+        turn_id=f"t{slot}",
+        session_id=session or f"s{slot}",
+        client_id="c",
+        submitted_s=0.0,
+        priority=priority,
+        arrival=slot,
+        tokens=[0] * length,
+        slot=slot,
+        due=due,
+    )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from inferencecenter.engine.scheduler.policy import DECODE_UNITS
-from inferencecenter.engine.scheduler.state import EngineRequest
-from inferencecenter.engine.speculation import ROW_COST, DraftPlanner, Drafts
+from inferencecenter.engine.scheduler.speculation import ROW_COST, DraftPlanner, Drafts
+from inferencecenter.engine.scheduler.state import DECODE_UNITS, EngineRequest
 from tests.engine.scheduler.harness import N_CTX, Faults, SchedulerHarness
 
 REPEATED = [1, 2, 3, 4, 5, 6] * 3

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.scheduler.policy import Quantum
+from inferencecenter.engine.scheduler.scheduler import Quantum
 from tests.engine.scheduler.harness import SchedulerHarness
 
 

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inferencecenter.engine.scheduler.policy import ServiceCounters
 from inferencecenter.engine.scheduler.queue import HEAD_TURNS, WaitQueue
-from inferencecenter.engine.scheduler.state import EngineRequest
+from inferencecenter.engine.scheduler.state import EngineRequest, ServiceCounters
 from tests.engine.scheduler.harness import SchedulerHarness
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inferencecenter.engine.backend import DraftRequest
 from inferencecenter.engine.echo import EchoBackend
 from inferencecenter.engine.loop import draft_tokens
-from inferencecenter.engine.speculation import (
+from inferencecenter.engine.scheduler.speculation import (
     ROW_COST,
     DecodeCosts,
     Drafter,

@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.engine.backend import DraftRequest
-from inferencecenter.engine.scheduler.policy import ewma
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -53,6 +52,11 @@ _LONGEST_PAUSE_TOKENS: Final = 128
 def most_drafts(draft_tokens: int) -> int:
     """Return how many tokens all turns together may draft per step, if one may draft ``draft_tokens``."""
     return 2 * draft_tokens
+
+
+def ewma(old: float, new: float, *, weight: float) -> float:
+    """Return the exponentially weighted moving average; ``new`` itself when ``old`` is 0."""
+    return old + weight * (new - old) if old else new
 
 
 class TokenIndex:
