@@ -30,6 +30,9 @@ _MANY: Final = 200
 LARGE_BYTES: Final = 64 * 1024
 """From this size on a body takes milliseconds to parse, which is too long for the event loop."""
 
+_MANY_OBJECTS: Final = 256
+"""From this number on the objects of a smaller body take milliseconds too."""
+
 BODIES_BYTES: Final = 256 * 1024 * 1024
 """Maximum bytes of bodies and of large results in memory, shared by all clients.
 
@@ -159,8 +162,13 @@ async def read_body(
         ) from None
 
 
+def is_slow(body: bytes) -> bool:
+    """Return whether a body takes too long to parse for the event loop, by its bytes and by the objects in it."""
+    return len(body) >= LARGE_BYTES or body.count(b"{") >= _MANY_OBJECTS
+
+
 def parse(kind: type[_Model], body: bytes, *, context: object = None) -> _Model:
-    """Parse a body into a model; to be called off the event loop from ``LARGE_BYTES`` on.
+    """Parse a body into a model; to be called off the event loop if ``is_slow``.
 
     ``context`` is that of the validation: a ``FieldReport`` for the body of a foreign dialect.
 

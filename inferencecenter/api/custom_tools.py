@@ -20,8 +20,9 @@ Syntax = Literal["lark", "regex"]
 _ARGUMENT: Final = "input"
 _SYNTAXES: Final[dict[Syntax, str]] = {"lark": "Lark grammar", "regex": "regular expression"}
 
-_OPENING: Final = re.compile(r'\s*\{\s*"' + _ARGUMENT + r'"\s*:\s*"')
-_OPENING_SHAPE: Final = f'{{"{_ARGUMENT}":"'
+_OPENING: Final = f'{{"{_ARGUMENT}":"'
+_GAPS: Final = (0, 1, _OPENING.index(":"), _OPENING.index(":") + 1)
+"""Places in the opening before which white space may stand."""
 _UNIT: Final = re.compile(
     r"""(?P<text>[^"\\]+)
     |\\u(?P<hex>[0-9a-fA-F]{4})
@@ -74,6 +75,8 @@ class InputReader:
     """
 
     def __init__(self) -> None:
+        self._opening: list[str] = []
+        self._n_opened = 0  # characters of the opening, without white space
         self._held = ""
         self._state: Literal["before", "within", "after", "other"] = "before"
 
@@ -81,7 +84,7 @@ class InputReader:
         """Return the text of the input that a piece of the arguments completes."""
         match self._state:
             case "before":
-                return self._open(self._held + piece)
+                return self._open(piece)
             case "within":
                 return self._read(self._held + piece)
             case "after":
@@ -89,16 +92,22 @@ class InputReader:
             case "other":
                 return piece
 
-    def _open(self, arguments: str) -> str:
-        if opening := _OPENING.match(arguments):
-            self._state = "within"
-            return self._read(arguments[opening.end() :])
-        shape = "".join(arguments.split())
-        if shape != _OPENING_SHAPE and _OPENING_SHAPE.startswith(shape):
-            self._held = arguments
-            return ""
-        self._state = "other"
-        return arguments
+    def _open(self, piece: str) -> str:
+        """Read a piece of what precedes the text; each character is looked at once, however much white space it is."""
+        self._opening.append(piece)
+        for place, char in enumerate(piece, start=1):
+            if char == _OPENING[self._n_opened]:
+                self._n_opened += 1
+                if self._n_opened == len(_OPENING):
+                    self._state = "within"
+                    self._opening.clear()
+                    return self._read(piece[place:])
+            elif self._n_opened not in _GAPS or not char.isspace():
+                self._state = "other"
+                arguments = "".join(self._opening)
+                self._opening.clear()
+                return arguments
+        return ""
 
     def _read(self, escaped: str) -> str:
         """Return the text at the start of a JSON string without its opening quote, and hold what is incomplete."""

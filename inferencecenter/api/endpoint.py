@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, NoMatchFound, Route
 
 from inferencecenter.api import sse
-from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyMemory, checked, parse, read_body
+from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyMemory, checked, is_slow, parse, read_body
 from inferencecenter.api.errors import OPENAI_ERRORS, ErrorFormat, error_body, error_headers
 from inferencecenter.api.foreign_fields import FieldReport, FieldTable
 from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext, admit, paced
@@ -344,9 +344,9 @@ class Endpoint:
     async def _body(
         self, parsed: Callable[[bytes], BaseModel], asgi: AsgiScope, receive: Receive, memory: BodyMemory
     ) -> BaseModel:
-        """Read and parse the body; a large one in a thread, round-robin over clients."""
+        """Read and parse the body; if that takes long, in a thread, round-robin over clients."""
         body = await read_body(receive, Headers(scope=asgi), self._context.settings, hold=memory.hold)
-        if len(body) < LARGE_BYTES:
+        if not is_slow(body):
             return parsed(body)
         return await self._context.worker.run(memory.client_id, partial(parsed, body))
 

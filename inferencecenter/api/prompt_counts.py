@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.core.errors import ErrorCode
-from inferencecenter.sessions.history import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from inferencecenter.api.endpoint import Call
@@ -24,9 +23,8 @@ async def count_prompt_tokens(call: Call, query: PromptQuery) -> int:
     """Return the number of tokens of a conversation's prompt; the work is withdrawn when the client disconnects.
 
     Raises:
-        InferenceCenterError: See ``render_query`` and ``EnginePort.tokenize``.
+        InferenceCenterError: See ``render_query`` and ``EnginePort.count_tokens``.
     """
     context, request_context = call.context, call.request_context
     rendered = await request_context.wait_for(context.sessions.render_prompt(request_context.client, query))
-    found = await request_context.wait_for(rendered.tokenize())
-    return len(found.tokens) // TOKEN_BYTES
+    return (await request_context.wait_for(rendered.count_tokens())).n_tokens

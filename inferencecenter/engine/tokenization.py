@@ -24,9 +24,11 @@ from inferencecenter.ipc.framing import FramingError
 from inferencecenter.ipc.messages import (
     Detokenized,
     DetokenizeRequest,
+    LookupAnswer,
     LookupFailed,
     Tokenized,
     TokenizeRequest,
+    TokensCounted,
     pack_tokens,
     unpack_tokens,
 )
@@ -505,7 +507,7 @@ class TokenizerService:
             self._workers.cancel(job)
 
     def _answer(self, question: TokenizeRequest | DetokenizeRequest, job: Job) -> None:
-        answer: Tokenized | Detokenized | LookupFailed
+        answer: LookupAnswer
         try:
             if isinstance(question, TokenizeRequest):
                 answer = self._tokenized(question, job)
@@ -521,15 +523,17 @@ class TokenizerService:
         if self._jobs.pop(question.lookup_id, None) is not None:
             self._reply(answer)
 
-    def _reply(self, answer: Tokenized | Detokenized | LookupFailed) -> None:
+    def _reply(self, answer: LookupAnswer) -> None:
         with suppress(ConnectionError):  # the reader has noticed that the front has disconnected
             try:
                 self._send(answer)
             except FramingError as error:
                 self._send(LookupFailed(answer.lookup_id, ErrorCode.MESSAGE_TOO_LARGE.value, str(error)))
 
-    def _tokenized(self, question: TokenizeRequest, job: Job) -> Tokenized:
+    def _tokenized(self, question: TokenizeRequest, job: Job) -> Tokenized | TokensCounted:
         tokens = self._backend.tokenize(job.each(question.pieces), first=question.first)
+        if question.count_only:
+            return TokensCounted(question.lookup_id, len(tokens))
         return Tokenized(question.lookup_id, pack_tokens(tokens), tuple(map(self._spelled, job.each(tokens))))
 
     def _detokenized(self, question: DetokenizeRequest, job: Job) -> Detokenized:

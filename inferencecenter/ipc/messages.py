@@ -183,15 +183,17 @@ class Suspend(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, tag=True):
-    """Tokenize text; the reply is ``Tokenized``. With ``first`` the tokens begin a sequence, with its BOS token.
+    """Tokenize text; the reply is ``Tokenized``, or ``TokensCounted`` with ``count_only``.
 
-    The workers are shared fairly between clients, lookups and turns alike.
+    With ``first`` the tokens begin a sequence, with its BOS token. The workers are shared fairly between clients,
+    lookups and turns alike.
     """
 
     lookup_id: int
     pieces: tuple[PromptSegment, ...]
     first: bool
     client_id: str = ""
+    count_only: bool = False
 
     @property
     def size_bytes(self) -> int:
@@ -378,6 +380,13 @@ class Tokenized(msgspec.Struct, frozen=True, tag=True):
     spelled: tuple[bytes, ...]
 
 
+class TokensCounted(msgspec.Struct, frozen=True, tag=True):
+    """The number of tokens of a ``TokenizeRequest`` with ``count_only``."""
+
+    lookup_id: int
+    n_tokens: int
+
+
 class Detokenized(msgspec.Struct, frozen=True, tag=True):
     """The text of a ``DetokenizeRequest``, or the first token that is not in the vocabulary."""
 
@@ -392,6 +401,10 @@ class LookupFailed(msgspec.Struct, frozen=True, tag=True):
     lookup_id: int
     code: str
     message: str
+
+
+LookupAnswer: TypeAlias = Tokenized | TokensCounted | Detokenized | LookupFailed
+"""The reply to a ``TokenizeRequest`` or ``DetokenizeRequest``."""
 
 
 class LogLine(msgspec.Struct, frozen=True, tag=True):
@@ -623,6 +636,4 @@ class StepOutput(msgspec.Struct, frozen=True, tag=True):
     work: StepStats | None = None
 
 
-FromEngine: TypeAlias = (
-    Loading | Ready | LoadFailed | Suspended | Tokenized | Detokenized | LookupFailed | LogLine | StepOutput
-)
+FromEngine: TypeAlias = Loading | Ready | LoadFailed | Suspended | LookupAnswer | LogLine | StepOutput

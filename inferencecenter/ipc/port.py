@@ -10,7 +10,16 @@ if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable, Mapping, Sequence
 
-    from inferencecenter.ipc.messages import Detokenized, Embed, ModelInfo, PromptSegment, Submit, Tokenized, TurnEvent
+    from inferencecenter.ipc.messages import (
+        Detokenized,
+        Embed,
+        ModelInfo,
+        PromptSegment,
+        Submit,
+        Tokenized,
+        TokensCounted,
+        TurnEvent,
+    )
 
 
 class EngineState(StrEnum):
@@ -138,6 +147,15 @@ class EnginePort(Protocol):
         Lookups share a budget by client; cancelling the future cancels the lookup, also in the engine. A sleeping
         engine is woken. The future raises ``InferenceCenterError``: ``model_loading`` if no engine is ready in time,
         ``engine_unavailable`` if it is lost meanwhile, ``invalid_request`` for invalid text.
+
+        Raises:
+            InferenceCenterError: ``engine_unavailable`` or ``overloaded``; nothing was requested.
+        """
+
+    def count_tokens(
+        self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str
+    ) -> asyncio.Future[TokensCounted]:
+        """Request the number of tokens of a text; otherwise as ``tokenize``.
 
         Raises:
             InferenceCenterError: ``engine_unavailable`` or ``overloaded``; nothing was requested.

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.prefix_match import PrefixMatch
     from inferencecenter.sessions.prompt.renderer import PromptRenderers
     from inferencecenter.sessions.prompt_lookup import PromptQuery, PromptText
-    from inferencecenter.sessions.session import TurnSnapshot
+    from inferencecenter.sessions.session import SessionSnapshot, TurnSnapshot
 
 
 DEFAULT_MAX_TRANSCRIPT_CHARS: Final = 16 * 1024 * 1024
@@ -407,6 +407,14 @@ class SessionManager:
         """
         session = self._table.get_owned(client, request.session_id)
         return session.snapshot.describe(self._services.models.current_params(session.config))
+
+    def snapshot(self, client: Principal, session_id: str) -> SessionSnapshot:
+        """Return a session as it is now, without a copy of its messages: the cost does not depend on its length.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``.
+        """
+        return self._table.get_owned(client, session_id).snapshot
 
     def get_turn(self, client: Principal, session_id: str, turn_id: str) -> TurnSnapshot:
         """Return a turn, running or ended.

@@ -20,7 +20,7 @@ from inferencecenter.sessions.prompt.renderer import RenderInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from inferencecenter.ipc.messages import Tokenized
+    from inferencecenter.ipc.messages import TokensCounted
     from inferencecenter.protocol.values import ChatMessage, Tool
     from inferencecenter.sessions.context import Principal, SessionServices
     from inferencecenter.sessions.model_router import ServedModel
@@ -46,9 +46,9 @@ class PromptText:
     _serving: ServedModel
     _client_id: str
 
-    def tokenize(self) -> asyncio.Future[Tokenized]:
-        """Request the tokens of the prompt; see ``EnginePort.tokenize``."""
-        return self._serving.engine.tokenize(self.prompt.pieces, first=True, client_id=self._client_id)
+    def count_tokens(self) -> asyncio.Future[TokensCounted]:
+        """Request the number of tokens of the prompt; see ``EnginePort.count_tokens``."""
+        return self._serving.engine.count_tokens(self.prompt.pieces, first=True, client_id=self._client_id)
 
 
 def render_query(client: Principal, query: PromptQuery, services: SessionServices) -> asyncio.Future[PromptText]:

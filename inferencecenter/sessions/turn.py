@@ -6,7 +6,7 @@ resolves it once from the request, the client's limits and the model. ``submissi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -17,7 +17,12 @@ from inferencecenter.sessions.context import PRIORITY_RANK, bound_max_tokens, ch
 from inferencecenter.sessions.history import TOKEN_BYTES
 from inferencecenter.sessions.observability import NullTracer, TurnRecord
 from inferencecenter.sessions.output_parsing.assembler import ResponseAssembler, assembler_for
-from inferencecenter.sessions.output_parsing.output_spec import OutputSpec, output_spec, schema_warnings
+from inferencecenter.sessions.output_parsing.output_spec import (
+    EnforceableSchemas,
+    OutputSpec,
+    enforceable_schemas,
+    output_spec,
+)
 from inferencecenter.sessions.prompt.plan import GeneratedAnswer
 from inferencecenter.sessions.states import TURN, TurnChange, TurnState
 
@@ -45,7 +50,8 @@ class TurnSpec:
     seconds. ``rendered_at`` is the local time given to the template, in ISO 8601 with offset. ``model`` is the name of
     the model, empty in old records, and ``model_fingerprint`` identifies its tokens. ``view`` selects the messages in
     the context once it was shifted. ``token_id`` is the access token charged for the turn, empty for a client with a
-    key. ``note`` is private text of the requester.
+    key. ``note`` is private text of the requester. ``schemas`` are derived from the request; a spec that was loaded has
+    none.
     """
 
     turn_id: str
@@ -60,6 +66,7 @@ class TurnSpec:
     view: HistoryView | None = None
     token_id: str = ""
     note: str = ""
+    schemas: EnforceableSchemas | None = field(default=None, repr=False, compare=False)
 
 
 def new_turn_spec(  # noqa: PLR0913 - keyword-only
@@ -76,7 +83,7 @@ def new_turn_spec(  # noqa: PLR0913 - keyword-only
 
     Raises:
         InferenceCenterError: ``invalid_request`` for conflicting or excessive parameters and for ``infill`` in a chat,
-            ``model_loading``, ``engine_unavailable`` or ``forbidden``, and see ``schema_warnings``.
+            ``model_loading``, ``engine_unavailable`` or ``forbidden``, and see ``enforceable_schemas``.
     """
     own = turn_params(request)
     if request.infill is not None and config.mode != "raw":
@@ -89,7 +96,8 @@ def new_turn_spec(  # noqa: PLR0913 - keyword-only
     below = services.models.params(config, serving.name)
     overlay = bound_max_tokens(own, limits, session=below, chosen=config.chosen)
     params = merge(below, overlay)
-    warnings = (*schema_warnings(request), *config.warnings(params, chosen=config.chosen | overlay.model_fields_set))
+    schemas = enforceable_schemas(request)
+    warnings = (*schemas.warnings, *config.warnings(params, chosen=config.chosen | overlay.model_fields_set))
     if params.seed is None:
         params = params.model_copy(update={"seed": services.new_seed()})
     spec = TurnSpec(
@@ -104,6 +112,7 @@ def new_turn_spec(  # noqa: PLR0913 - keyword-only
         model_fingerprint=loaded.fingerprint,
         token_id=client.token_id,
         note=note,
+        schemas=schemas,
     )
     return spec, loaded
 
@@ -143,8 +152,9 @@ def spec_for_model(
     own = {name: getattr(spec.params, name) for name in Params.model_fields}
     own = {name: value for name, value in own.items() if name in own_fields or value != getattr(before, name)}
     params = now.model_copy(update=own)
-    warnings = (*schema_warnings(spec.request), *config.warnings(params, chosen=config.chosen | own_fields))
-    return replace(spec, params=params, warnings=warnings)
+    schemas = spec.schemas or enforceable_schemas(spec.request)
+    warnings = (*schemas.warnings, *config.warnings(params, chosen=config.chosen | own_fields))
+    return replace(spec, params=params, warnings=warnings, schemas=schemas)
 
 
 def _without_choice(spec: TurnSpec) -> TurnSpec:
@@ -315,7 +325,8 @@ class Turn:
         """
         if spec.request.thinking is not None and not capabilities.chooses_thinking:
             spec = _without_choice(spec)
-        self.output_spec = output_spec(spec.request, capabilities=capabilities, prompt=prompt.text)
+        schemas = spec.schemas or enforceable_schemas(spec.request)
+        self.output_spec = output_spec(spec.request, schemas=schemas, capabilities=capabilities, prompt=prompt.text)
         self.spec, self.prompt = spec, prompt
         self.assembler = assembler_for(
             self.output_spec, self.assembler, turn_id=self.turn_id, text=self._text, n_tokens=self.n_tokens

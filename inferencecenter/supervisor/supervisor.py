@@ -26,6 +26,7 @@ from inferencecenter.ipc.messages import (
     StepOutput,
     Suspended,
     Tokenized,
+    TokensCounted,
 )
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.supervisor.engine_status import LoadProgress, StatusListeners, log_ready, with_fewer_layers
@@ -387,6 +388,13 @@ class Supervisor:
         self._on_demand()
         return self._tokenizer.tokenize(pieces, first=first, client_id=client_id)
 
+    def count_tokens(
+        self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str
+    ) -> asyncio.Future[TokensCounted]:
+        """Request the number of tokens of a text; see ``EnginePort``."""
+        self._on_demand()
+        return self._tokenizer.count_tokens(pieces, first=first, client_id=client_id)
+
     def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
         """Request the text of tokens; see ``EnginePort``."""
         self._on_demand()
@@ -624,7 +632,7 @@ class Supervisor:
                 self._ready(model)
             case LoadFailed():
                 self._load_failed(message)
-            case Tokenized() | Detokenized() | LookupFailed():
+            case Tokenized() | TokensCounted() | Detokenized() | LookupFailed():
                 self._tokenizer.on_answer(message)
             case Suspended() if self._process is not None:
                 self._process.suspended(message)

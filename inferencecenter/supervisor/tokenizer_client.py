@@ -17,13 +17,14 @@ from inferencecenter.ipc.messages import (
     LookupFailed,
     Tokenized,
     TokenizeRequest,
+    TokensCounted,
     pack_tokens,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from inferencecenter.ipc.messages import PromptSegment, ToEngine
+    from inferencecenter.ipc.messages import LookupAnswer, PromptSegment, ToEngine
     from inferencecenter.supervisor.lifecycle import TimerHandle
 
 MAX_LOOKUPS: Final = 64
@@ -34,7 +35,7 @@ MAX_LOOKUP_BYTES: Final = 64 * 1024 * 1024
 
 TIMEOUT_S: Final = 30.0
 
-_Answer = TypeVar("_Answer", Tokenized, Detokenized)
+_Answer = TypeVar("_Answer", Tokenized, TokensCounted, Detokenized)
 
 
 @dataclass(slots=True)
@@ -80,6 +81,13 @@ class TokenizerClient:
         """Request the tokens of a text; see ``EnginePort.tokenize``."""
         return self._submit(TokenizeRequest(next(self._numbers), tuple(pieces), first, client_id), Tokenized)
 
+    def count_tokens(
+        self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str
+    ) -> asyncio.Future[TokensCounted]:
+        """Request the number of tokens of a text; see ``EnginePort.count_tokens``."""
+        request = TokenizeRequest(next(self._numbers), tuple(pieces), first, client_id, count_only=True)
+        return self._submit(request, TokensCounted)
+
     def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
         """Request the text of tokens; see ``EnginePort.detokenize``."""
         return self._submit(DetokenizeRequest(next(self._numbers), pack_tokens(tokens), client_id), Detokenized)
@@ -90,7 +98,7 @@ class TokenizerClient:
         for pending in list(self._pending.values()):
             self._forward(pending)
 
-    def on_answer(self, answer: Tokenized | Detokenized | LookupFailed) -> None:
+    def on_answer(self, answer: LookupAnswer) -> None:
         """Resolve a request; a late answer is dropped."""
         if isinstance(answer, LookupFailed):
             code = ErrorCode(answer.code) if answer.code in ERRORS else ErrorCode.INTERNAL

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
+from inferencecenter.api.responses import request_schemas
 from inferencecenter.server.fair_worker import FairWorker
 from tests.api.http_client import post
 
@@ -32,6 +34,17 @@ def counted_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return runs
 
 
+def off_the_event_loop(convert: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a conversion that fails on the event loop."""
+
+    def converted(items: Any) -> Any:
+        with pytest.raises(RuntimeError):
+            asyncio.get_running_loop()
+        return convert(items)
+
+    return converted
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -40,16 +53,21 @@ def counted_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ("/apply-template", {"messages": _SYSTEM}),
         ("/v1/messages", {"model": "stub", "max_tokens": 1, "messages": [{"role": "assistant", "content": _PARTS}]}),
         ("/api/chat", {"model": "stub", "messages": [{"role": "assistant", "tool_calls": _CALLS}] * 3}),
+        ("/v1/responses", {"input": [{"role": "assistant", "content": ""}] * 300}),
     ],
-    ids=["parts", "calls", "template", "blocks", "ollama's calls"],
+    ids=["parts", "calls", "template", "blocks", "ollama's calls", "items"],
 )
 async def test_many_parts_are_converted_in_the_worker(
     server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
-    """The conversation is refused, as its last message is not the user's, and the event loop did not read it."""
+    """The conversation is refused, as its last message is not the user's, and the event loop did not read it.
+
+    Items are converted with the body that they are in, and the messages of other dialects after it.
+    """
     runs = counted_runs(monkeypatch)
+    monkeypatch.setattr(request_schemas, "messages_of", off_the_event_loop(request_schemas.messages_of))
     assert (await post(server, path, body)).status == 400
-    assert runs == ["ada"]
+    assert runs == ["ada"] * (1 if path == "/v1/responses" else 2)
 
 
 @pytest.mark.parametrize(("n_chars", "runs"), [(100, []), (20_000, ["ada"])])

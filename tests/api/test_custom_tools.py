@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 
 from inferencecenter.api.custom_tools import InputReader, arguments_of, function_of, input_of
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
 PATCH = '*** Begin Patch\n+ say("hé\\n\t😀 \\u0041/")\n*** End Patch\n'
 
 
-def read_in_pieces(pieces: list[str]) -> str:
+def read_in_pieces(pieces: Sequence[str]) -> str:
     """Return the input read from pieces of arguments."""
     reader = InputReader()
     return "".join(reader.feed(piece) for piece in pieces)
@@ -62,6 +66,30 @@ def test_arguments_of_another_form_are_read_too(arguments: str, expected: str) -
     """Incomplete ones up to the last whole character, those without an input as they are; the same in pieces."""
     assert input_of(arguments) == expected
     assert read_in_pieces(list(arguments)) == expected
+
+
+class CountedText(str):
+    """Text that counts how many characters of it, and of texts made with it, are looked at or copied."""
+
+    __slots__ = ()
+    n_chars = 0
+
+    def __iter__(self) -> Iterator[str]:
+        CountedText.n_chars += len(self)
+        return super().__iter__()
+
+    def __radd__(self, before: str) -> CountedText:
+        CountedText.n_chars += len(before) + len(self)
+        return CountedText(str(before) + str(self))
+
+
+def test_white_space_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may generate any amount of it before an argument; the work grows with it, and not with its square."""
+    monkeypatch.setattr(CountedText, "n_chars", 0)
+    n_blanks = 1000
+    pieces = [CountedText("{"), *[CountedText(" ")] * n_blanks, CountedText('"input": "a"}')]
+    assert read_in_pieces(pieces) == "a"
+    assert n_blanks <= CountedText.n_chars < 2 * n_blanks
 
 
 def test_description_has_the_grammar() -> None:

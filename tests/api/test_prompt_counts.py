@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from openai import AsyncOpenAI
 
-    from inferencecenter.ipc.messages import Tokenized
+    from inferencecenter.ipc.messages import TokensCounted
     from tests.server.harness import Running
 
     Serve = Callable[..., AbstractAsyncContextManager[Running]]
@@ -118,8 +118,8 @@ async def test_model_limits_of_a_token_apply_to_counts(serve: Serve) -> None:
 @pytest.mark.parametrize("path", [COUNT_RESPONSE, COUNT_MESSAGE])
 async def test_disconnect_withdraws_the_count(server: Running, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """The engine's tokens are not awaited after the client disconnected."""
-    waiting: asyncio.Future[Tokenized] = asyncio.get_running_loop().create_future()
-    monkeypatch.setattr(server.engine, "tokenize", lambda _pieces, *, first, client_id: waiting)
+    waiting: asyncio.Future[TokensCounted] = asyncio.get_running_loop().create_future()
+    monkeypatch.setattr(server.engine, "count_tokens", lambda _pieces, *, first, client_id: waiting)
     _, writer = await asyncio.open_connection("127.0.0.1", server.port)
     body = b'{"model": "stub", "messages": [{"role": "user", "content": "a"}], "input": "a"}'
     lines = [f"POST {path} HTTP/1.1", "Host: x", f"Authorization: Bearer {server.token}"]

@@ -23,6 +23,7 @@ from inferencecenter.ipc.messages import (
     Submit,
     Tokenized,
     TokenizeRequest,
+    TokensCounted,
     pack_tokens,
 )
 from tests.engine.harness import TIMEOUT_S, Engine, submit
@@ -190,9 +191,10 @@ def test_lookups_are_answered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
         DetokenizeRequest(4, pack_tokens([-1])),
         TokenizeRequest(5, (PromptSegment("x"), PromptSegment("unspeakable")), False),
         DetokenizeRequest(6, pack_tokens([0xFF])),
+        TokenizeRequest(7, pieces, True, count_only=True),
     )
-    kinds = (Tokenized, Detokenized, LookupFailed)
-    engine.front.read_until(lambda: sum(isinstance(frame, kinds) for frame in engine.front.frames) == 6)
+    kinds = (Tokenized, TokensCounted, Detokenized, LookupFailed)
+    engine.front.read_until(lambda: sum(isinstance(frame, kinds) for frame in engine.front.frames) == 7)
     answers = {frame.lookup_id: frame for frame in engine.front.frames if isinstance(frame, kinds)}
     spelled = (b"<|im_start|>", b"\xc3", b"\xa9", *(bytes((byte,)) for byte in b"<|im_end|>"))
     assert answers[1] == Tokenized(1, pack_tokens([256, 0xC3, 0xA9, *b"<|im_end|>"]), spelled)
@@ -200,5 +202,6 @@ def test_lookups_are_answered(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     assert (answers[3], answers[4]) == (Detokenized(3, "", 300), Detokenized(4, "", -1))
     assert isinstance(answers[5], LookupFailed)
     assert answers[6] == Detokenized(6, "\ufffd")
+    assert answers[7] == TokensCounted(7, 13)
     engine.front.send(submit("t", "hello"))
     assert engine.front.finished("t").reason == "stop"

@@ -17,7 +17,7 @@ from inferencecenter.protocol.params import Params
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
 from inferencecenter.sessions.output_parsing.detection import FALLBACK
-from inferencecenter.sessions.output_parsing.output_spec import output_spec
+from inferencecenter.sessions.output_parsing.output_spec import enforceable_schemas, output_spec
 from inferencecenter.sessions.output_parsing.parts import ReasoningDelta, TextDelta
 from inferencecenter.sessions.prompt.renderer import RenderInput
 from inferencecenter.sessions.prompt.template import ChatTemplate
@@ -77,7 +77,8 @@ class Scripted:
         """Return the sampler of the answer to a conversation."""
         infer = Infer.model_validate({"op": "infer", "session_id": "s", "prompt": "x", **request})
         rendered = self.template.render(RenderInput(messages, NOW, infer.tools or (), infer.thinking))
-        self.spec = output_spec(infer, capabilities=self.template.capabilities, prompt=rendered.text)
+        schemas, capabilities = enforceable_schemas(infer), self.template.capabilities
+        self.spec = output_spec(infer, schemas=schemas, capabilities=capabilities, prompt=rendered.text)
         constraint = None
         if self.spec.grammar is not None:
             constraint = self.grammars.constraint(self.grammars.compile(self.spec.grammar, self.spec.markers))

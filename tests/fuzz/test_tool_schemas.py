@@ -10,15 +10,24 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, Tool
 from inferencecenter.sessions.output_parsing.detection import as_text
-from inferencecenter.sessions.output_parsing.output_spec import MAX_CALLS_CHARS, AnswerStart, calls_grammar
+from inferencecenter.sessions.output_parsing.output_spec import (
+    MAX_CALLS_CHARS,
+    AnswerStart,
+    calls_grammar,
+    enforceable_schemas,
+)
 from inferencecenter.sessions.output_parsing.template_values import tool_values
 from tests.sessions.output_parsing.speaking import ANSWERS, CONTROL
 from tests.sessions.output_parsing.speaking import model as speaking_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from inferencecenter.ipc.messages import Grammar
+    from inferencecenter.sessions.output_parsing.call_format import ToolCallFormat
 
 T = TypeVar("T")
 EXPECTED: Final = (ErrorCode.INVALID_GRAMMAR, ErrorCode.INVALID_REQUEST)
@@ -110,10 +119,13 @@ def test_any_schema_makes_a_grammar_of_bounded_size(
     for name in ANSWERS:
         call_format = speaking_model(name).capabilities.call_format
         assert call_format is not None
-        start = AnswerStart(control=frozenset(CONTROL))
-        made = outcome(
-            partial(calls_grammar, call_format, tools, start=start, required=required, parallel_calls=parallel)
-        )
+
+        def grammar(call_format: ToolCallFormat = call_format) -> Grammar:
+            schemas = enforceable_schemas(Infer(op="infer", session_id="s", prompt="Hi", tools=tools))
+            start = AnswerStart(control=frozenset(CONTROL))
+            return calls_grammar(call_format, schemas.tools, start=start, required=required, parallel_calls=parallel)
+
+        made = outcome(grammar)
         if isinstance(made, InferenceCenterError):
             assert (made.code in EXPECTED, made.field) == (True, "tools")
         else:

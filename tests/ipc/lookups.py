@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, TypeVar
 
-from inferencecenter.ipc.messages import Detokenized, Tokenized, pack_tokens
+from inferencecenter.ipc.messages import Detokenized, Tokenized, TokensCounted, pack_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inferencecenter.ipc.messages import PromptSegment
 
-Answer = TypeVar("Answer", Tokenized, Detokenized)
+Answer = TypeVar("Answer", Tokenized, TokensCounted, Detokenized)
 
 
 class CharacterTokens:
@@ -23,6 +23,12 @@ class CharacterTokens:
         text = "".join(piece.text for piece in pieces)
         spelled = tuple(character.encode() for character in text)
         return _answered(Tokenized(0, pack_tokens([ord(character) for character in text]), spelled))
+
+    def count_tokens(
+        self, pieces: Sequence[PromptSegment], *, first: bool, client_id: str
+    ) -> asyncio.Future[TokensCounted]:
+        """Return the number of characters."""
+        return _answered(TokensCounted(0, sum(len(piece.text) for piece in pieces)))
 
     def detokenize(self, tokens: Sequence[int], *, client_id: str) -> asyncio.Future[Detokenized]:
         """Return the text, or the first id that is no character."""

@@ -60,7 +60,7 @@ async def test_prompt_is_that_of_a_turn(world: SessionHarness) -> None:
     session_id = world.create()
     world.infer(session_id, HI.messages[0].content)
     assert found.prompt.pieces == world.engine.last.pieces
-    assert len((await found.tokenize()).tokens) == 4 * len(world.engine.last_text)
+    assert (await found.count_tokens()).n_tokens == len(world.engine.last_text)
 
 
 async def test_cancelled_prompt_is_withdrawn(slow: SlowTemplates) -> None:

@@ -13,6 +13,8 @@ from inferencecenter.ipc.messages import SampledLogprobs, TokenDelta, TokenLogpr
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.journal import TokensAppended, TurnEnded
+from inferencecenter.sessions.output_parsing import output_spec
+from inferencecenter.sessions.output_parsing.schema_support import Unenforced, enforceable
 from tests.sessions.conftest import FakeSink, SessionHarness, packed
 from tests.sessions.oracle import kept
 from tests.sessions.test_manager import refused
@@ -55,6 +57,24 @@ def test_reasoning_tokens_are_counted(world: SessionHarness) -> None:
     usage = end.usage
     assert usage.reasoning_tokens == ANSWER.index("</think>") + len("</think>") < len(ANSWER)
     assert world.get(session_id).turns[-1].usage == usage == world.get(session_id).usage
+
+
+def test_schemas_are_searched_once_a_turn(world: SessionHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the warnings of the turn and for its grammar: of each tool, and of the form."""
+    searched: list[Any] = []
+
+    def counted(schema: Any, *, strict: bool) -> tuple[Any, list[Unenforced]]:
+        searched.append(schema)
+        return enforceable(schema, strict=strict)
+
+    monkeypatch.setattr(output_spec, "enforceable", counted)
+    form = {"type": "object", "propertyNames": {"minLength": 2}}
+    ask(world, world.create(), json_schema=form, strict_schema=False)
+    world.engine.answer("{}")
+    (end,) = heard(world.sink).ends
+    assert isinstance(end, events.End)
+    assert end.warnings == ("json_schema is enforced without propertyNames: this is left to the model",)
+    assert searched == [WEATHER["parameters"], form]
 
 
 def results(message: ChatMessage) -> list[dict[str, str]]:

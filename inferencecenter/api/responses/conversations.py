@@ -35,17 +35,18 @@ from inferencecenter.api.responses.response_schemas import ItemList, ResponseObj
 from inferencecenter.api.responses.serializers import input_items, page_of
 from inferencecenter.api.session_match import close_session
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.requests import Append, CreateSession, GetSession, ListSessions, SetMetadata
+from inferencecenter.protocol.requests import Append, CreateSession, ListSessions, SetMetadata
 from inferencecenter.protocol.values import MetadataText
+from inferencecenter.sessions.states import SessionState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from inferencecenter.api.endpoint import Call, Reply
-    from inferencecenter.protocol import events
     from inferencecenter.protocol.values import ChatMessage, OnFull
     from inferencecenter.sessions.context import Principal
     from inferencecenter.sessions.manager import SessionManager
+    from inferencecenter.sessions.session import SessionSnapshot
 
 PATH: Final = "/v1/conversations"
 _ONE: Final = PATH + "/{conversation_id}"
@@ -69,18 +70,31 @@ ConversationMetadata = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredConversation:
-    """A conversation in its session: ``created_at`` is Unix seconds, ``messages`` are without the instructions."""
+    """A conversation in its session: ``created_at`` is Unix seconds."""
 
     name: str
     created_at: int
-    session: events.Session
-    instructions: str | None
-    messages: tuple[ChatMessage, ...]
+    session: SessionSnapshot
+    has_instructions: bool
+
+    @property
+    def session_id(self) -> str:
+        return self.session.config.session_id
 
     @property
     def metadata(self) -> dict[str, str]:
         """The metadata of the client."""
-        return {name: value for name, value in self.session.metadata.items() if name != _ENTRY}
+        return {name: value for name, value in self.session.config.metadata.items() if name != _ENTRY}
+
+    @property
+    def instructions(self) -> str | None:
+        """The instructions of the latest response."""
+        return self.session.history.messages[0].content if self.has_instructions else None
+
+    @property
+    def messages(self) -> tuple[ChatMessage, ...]:
+        """The messages without the instructions."""
+        return self.session.history.messages[1 if self.has_instructions else 0 :]
 
     def move(self, sessions: SessionManager, client: Principal, session_id: str, *, has_instructions: bool) -> None:
         """Have another session with the same messages take the place of this one's.
@@ -90,10 +104,10 @@ class StoredConversation:
         """
         entry = _entry(self.name, session_id, self.created_at, has_instructions=has_instructions)
         _set_metadata(sessions, client, session_id, self.metadata | entry)
-        if self.session.turns:
-            _set_metadata(sessions, client, self.session.session_id, self.metadata)
+        if self.session.turn_log.turns:
+            _set_metadata(sessions, client, self.session_id, self.metadata)
         else:
-            close_session(sessions, client, self.session.session_id)
+            close_session(sessions, client, self.session_id)
 
 
 def find_conversation(sessions: SessionManager, client: Principal, name: str) -> StoredConversation:
@@ -105,22 +119,20 @@ def find_conversation(sessions: SessionManager, client: Principal, name: str) ->
     for session_id, value in sessions.tagged(client, _ENTRY).items():
         match = _VALUE.fullmatch(value)
         if match is not None and match.group(1, 2) == (name, session_id):
-            session = sessions.get(client, GetSession(op="get_session", session_id=session_id))
-            messages, has_instructions = session.transcript, match[4] == "1"
             return StoredConversation(
                 name=name,
                 created_at=int(match[3]),
-                session=session,
-                instructions=messages[0].content if has_instructions else None,
-                messages=messages[1:] if has_instructions else messages,
+                session=sessions.snapshot(client, session_id),
+                has_instructions=match[4] == "1",
             )
     raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "No such conversation.", field="conversation")
 
 
-def is_conversation(session: events.Session) -> bool:
+def is_conversation(session: SessionSnapshot) -> bool:
     """Return whether a session is a conversation's."""
-    match = _VALUE.fullmatch(session.metadata.get(_ENTRY, ""))
-    return match is not None and match[2] == session.session_id
+    config = session.config
+    match = _VALUE.fullmatch(config.metadata.get(_ENTRY, ""))
+    return match is not None and match[2] == config.session_id
 
 
 def _entry(name: str, session_id: str, created_at: int, *, has_instructions: bool) -> dict[str, str]:
@@ -280,8 +292,8 @@ async def update(call: Call) -> Reply:
     """Replace a conversation's metadata."""
     body: UpdateConversation = call.body
     found = _find(call)
-    entry = {_ENTRY: found.session.metadata[_ENTRY]}
-    _set_metadata(call.context.sessions, call.caller.client, found.session.session_id, body.metadata | entry)
+    entry = {_ENTRY: found.session.config.metadata[_ENTRY]}
+    _set_metadata(call.context.sessions, call.caller.client, found.session_id, body.metadata | entry)
     await _stored(call)
     return _document(_find(call))
 
@@ -289,7 +301,7 @@ async def update(call: Call) -> Reply:
 async def delete(call: Call) -> Reply:
     """Delete a conversation and the responses in its session."""
     found = _find(call)
-    close_session(call.context.sessions, call.caller.client, found.session.session_id)
+    close_session(call.context.sessions, call.caller.client, found.session_id)
     await _stored(call)
     return document(DeletedConversation(id=found.name).model_dump())
 
@@ -300,7 +312,7 @@ async def create_items(call: Call) -> Reply:
     found, messages = _find_whole(call), messages_of(body.items)
     if not messages:
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "items are reasoning without an answer", field="items")
-    _append(call.context.sessions, call.caller.client, found.session.session_id, messages)
+    _append(call.context.sessions, call.caller.client, found.session_id, messages)
     await _stored(call)
     return await _in_worker(call, partial(_added_items, found.messages, messages))
 
@@ -321,11 +333,11 @@ async def delete_item(call: Call) -> Reply:
     before = _find_whole(call)
     rest = await call.context.worker.run(client.client_id, partial(_without, before.messages, call.path["item_id"]))
     found = _find(call)
-    if found.session.state == "busy" or found.messages != before.messages:
+    if found.session.state is SessionState.BUSY or found.messages != before.messages:
         raise busy_conversation()
     session = found.session
     model = None if session.model == call.context.models.default else session.model
-    session_id = _open(sessions, client, rest, model=model, on_full=session.on_full)
+    session_id = _open(sessions, client, rest, model=model, on_full=session.config.on_full)
     found.move(sessions, client, session_id, has_instructions=False)
     await _stored(call)
     return _document(_find(call))
@@ -349,7 +361,7 @@ def _find_whole(call: Call) -> StoredConversation:
         InferenceCenterError: ``rate_limited``; see also ``find_conversation``.
     """
     found, client = _find(call), call.caller.client
-    n_chars = call.context.sessions.session_chars(client, found.session.session_id)
+    n_chars = call.context.sessions.session_chars(client, found.session_id)
     call.context.operations.charge(client.client_id, n_chars=n_chars)
     return found
 

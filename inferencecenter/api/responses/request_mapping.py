@@ -17,9 +17,10 @@ from inferencecenter.api.session_match import (
     open_session,
 )
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.protocol.requests import GetSession, Infer
+from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.prompt_lookup import PromptQuery
+from inferencecenter.sessions.states import SessionState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -27,10 +28,10 @@ if TYPE_CHECKING:
     from inferencecenter.api.responses.conversations import StoredConversation
     from inferencecenter.api.responses.request_schemas import CreateResponse
     from inferencecenter.api.responses.response_schemas import OutputCompaction
-    from inferencecenter.protocol import events
     from inferencecenter.protocol.values import OnFull, Priority
     from inferencecenter.server.context import ServerContext
     from inferencecenter.sessions.context import Principal
+    from inferencecenter.sessions.session import SessionSnapshot
 
 _NOT_FOUND: Final = (ErrorCode.SESSION_NOT_FOUND, ErrorCode.TURN_NOT_FOUND)
 _MAX_METADATA: Final = 16
@@ -216,10 +217,12 @@ def _locate_conversation(
     """Return the session of a conversation if it matches the request's options, and a new one otherwise."""
     assert request.conversation_name is not None, "the caller has checked it"
     found = find_conversation(context.sessions, client, request.conversation_name)
-    if found.session.state == "busy":
+    session = found.session
+    if session.state is SessionState.BUSY:
         raise busy_conversation()
-    if found.instructions == request.instructions and _matches(context, found.session, request):
-        return _Location(SessionMatch(found.session.session_id, question))
+    options = session.model, session.config.on_full
+    if found.instructions == request.instructions and options == _options(context, request):
+        return _Location(SessionMatch(found.session_id, question))
     whole = ConversationRequest(
         messages=(*_system(request), *found.messages, *question),
         model=request.model,
@@ -270,23 +273,25 @@ def _lost() -> InferenceCenterError:
 
 def _extendable_session(
     context: ServerContext, client: Principal, request: CreateResponse, previous: _Previous
-) -> events.Session | None:
+) -> SessionSnapshot | None:
     """Return the previous response's session if it is idle and matches the request's options, ``None`` otherwise."""
     if not previous.may_grow or request.instructions != previous.instructions or request.store != previous.stored:
         return None
-    session = context.sessions.get(client, GetSession(op="get_session", session_id=previous.session_id))
-    return session if session.state == "idle" and _matches(context, session, request) else None
+    session = context.sessions.snapshot(client, previous.session_id)
+    matches = (session.model, session.config.on_full) == _options(context, request)
+    return session if session.state is SessionState.IDLE and matches else None
 
 
-def _matches(context: ServerContext, session: events.Session, request: CreateResponse) -> bool:
-    wanted = request.model or context.models.default, _ON_FULL[request.truncation]
-    return (session.model, session.on_full) == wanted
+def _options(context: ServerContext, request: CreateResponse) -> tuple[str, OnFull]:
+    """Return the model and the behavior of a full context that the session of a request has."""
+    return request.model or context.models.default, _ON_FULL[request.truncation]
 
 
-def _ends_with(session: events.Session, previous: _Previous) -> bool:
+def _ends_with(session: SessionSnapshot, previous: _Previous) -> bool:
     """Return whether the previous response is the end of the session."""
-    last = session.turns[-1] if session.turns else None
-    return last is not None and (last.turn_id, last.messages) == (previous.turn_id, len(session.transcript))
+    turns = session.turn_log.turns
+    end = previous.turn_id, len(session.history.messages)
+    return bool(turns) and (turns[-1].turn_id, turns[-1].messages) == end
 
 
 def _metadata(request: CreateResponse) -> dict[str, str]:

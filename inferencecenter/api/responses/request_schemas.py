@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, StringConstraints, Tag, model_validator
 
 from inferencecenter.api.body import RequestModel
 from inferencecenter.api.custom_tools import (
@@ -478,6 +478,14 @@ class CreateResponse(SamplerFields):
     )
     params: RawParams = Field(default={}, description="Further parameters, as in `infer`.")
 
+    # Made with the request, which is validated by a worker if it is large.
+    _messages: tuple[ChatMessage, ...] = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _convert_items(self) -> CreateResponse:
+        self._messages = messages_of(self.items)
+        return self
+
     @model_validator(mode="after")
     def _fits_together(self) -> CreateResponse:
         if self.background and not self.store:
@@ -508,7 +516,7 @@ class CreateResponse(SamplerFields):
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
         """The input as messages, without ``instructions``."""
-        return messages_of(self.items)
+        return self._messages
 
     @property
     def wire_tools(self) -> list[Tool] | None:

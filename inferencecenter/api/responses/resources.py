@@ -40,7 +40,8 @@ from inferencecenter.api.responses.serializers import (
 from inferencecenter.api.session_match import close_session
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
-from inferencecenter.protocol.requests import Abort, GetSession, RewindSession
+from inferencecenter.protocol.requests import Abort, RewindSession
+from inferencecenter.sessions.states import SessionState
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
@@ -287,7 +288,7 @@ def _forget(call: Call, place: ResponseRef, facts: TurnSnapshot) -> None:
         InferenceCenterError: ``invalid_request`` when something came after it.
     """
     sessions, client = call.context.sessions, call.caller.client
-    session = sessions.get(client, GetSession(op="get_session", session_id=place.session_id))
+    session = sessions.snapshot(client, place.session_id)
     if is_conversation(session):
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
@@ -295,12 +296,12 @@ def _forget(call: Call, place: ResponseRef, facts: TurnSnapshot) -> None:
             hint="Delete the conversation, or its items.",
             field="response_id",
         )
-    turns = [turn.turn_id for turn in session.turns]
+    turns = [turn.turn_id for turn in session.turn_log.turns]
     if facts.running and turns:
         sessions.abort(client, Abort(op="abort", session_id=place.session_id, turn_id=place.turn_id, discard=True))
         return
     has_failed = facts.failure is not None
-    if not facts.running and (session.state == "busy" or not (has_failed or turns[-1] == place.turn_id)):
+    if not facts.running and (session.state is SessionState.BUSY or not (has_failed or turns[-1] == place.turn_id)):
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST,
             "other responses continue this one",

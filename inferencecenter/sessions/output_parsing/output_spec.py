@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.ipc.messages import Grammar
@@ -27,7 +27,7 @@ from inferencecenter.sessions.output_parsing.grammar_builder import (
     repeated,
 )
 from inferencecenter.sessions.output_parsing.parser import PlainTextParser, StructuredOutputParser
-from inferencecenter.sessions.output_parsing.schema_support import Unenforced, enforceable, unenforced
+from inferencecenter.sessions.output_parsing.schema_support import Unenforced, enforceable
 from inferencecenter.sessions.output_parsing.template_values import check_depth
 
 if TYPE_CHECKING:
@@ -93,17 +93,59 @@ class OutputSpec:
         )
 
 
-def output_spec(request: Infer, *, capabilities: TemplateCapabilities, prompt: str) -> OutputSpec:
+@dataclass(frozen=True, slots=True)
+class EnforceableSchemas:
+    """The schemas of a turn, as far as a grammar can enforce them: of its ``tools``, and of its ``form``.
+
+    There is one of the ``warnings`` for each schema with keywords that are left to the model.
+    """
+
+    tools: tuple[Tool, ...]
+    form: Any
+    warnings: tuple[str, ...]
+
+
+def enforceable_schemas(request: Infer) -> EnforceableSchemas:
+    """Return what a grammar can enforce of the schemas of a request.
+
+    Raises:
+        InferenceCenterError: ``invalid_grammar`` for the first keyword of a strict schema that cannot be enforced,
+            ``invalid_request`` for a schema that is nested too deep.
+    """
+    tools, warnings = [], []
+    for index, tool in enumerate(request.tools or ()):
+        check_depth(tool.parameters, field="tools")
+        parameters, left = enforceable(tool.parameters, strict=tool.strict)
+        if left and tool.strict:
+            raise _unenforceable(left[0], f"the schema of the tool {tool.name}", f"tools.{index}.parameters")
+        if left:
+            warnings.append(_left_to_model(left, f"the schema of the tool {tool.name}"))
+        tools.append(tool.model_copy(update={"parameters": parameters}))
+    form, left = None, []
+    if request.json_schema is not None:
+        check_depth(request.json_schema, field="json_schema")
+        form, left = enforceable(request.json_schema, strict=request.strict_schema)
+    if left and request.strict_schema:
+        raise _unenforceable(left[0], "json_schema", "json_schema")
+    if left:
+        warnings.append(_left_to_model(left, "json_schema"))
+    return EnforceableSchemas(tuple(tools), form, tuple(warnings))
+
+
+def output_spec(
+    request: Infer, *, schemas: EnforceableSchemas, capabilities: TemplateCapabilities, prompt: str
+) -> OutputSpec:
     """Return how the answer to ``request`` is constrained and parsed.
 
     Args:
         request: The request.
+        schemas: Its schemas, from ``enforceable_schemas``.
         capabilities: The model's capabilities.
         prompt: The rendered prompt; its end, before the prefix, shows whether the reasoning is already open.
 
     Raises:
         InferenceCenterError: ``invalid_request`` for tools if the model does not support them, and see
-            ``form_grammar`` and ``calls_grammar``.
+            ``calls_grammar``; ``invalid_grammar`` for a form that is too long.
     """
     call_format = capabilities.call_format
     if request.tools and call_format is None:
@@ -128,7 +170,9 @@ def output_spec(request: Infer, *, capabilities: TemplateCapabilities, prompt: s
     parsed_format = call_format if calls or start.text_prefix else None
     marks = (capabilities.thinking.opens, capabilities.thinking.closes) if capabilities.thinking is not None else ()
     return OutputSpec(
-        grammar=_calls(request, capabilities, start) if calls else _without_calls(request, call_format, start),
+        grammar=_calls(request, schemas, capabilities, start)
+        if calls
+        else _without_calls(request, schemas, call_format, start),
         markers=tuple(
             mark for mark in (*marks, *(parsed_format.markers if parsed_format else ())) if mark in capabilities.control
         ),
@@ -139,8 +183,10 @@ def output_spec(request: Infer, *, capabilities: TemplateCapabilities, prompt: s
     )
 
 
-def _calls(request: Infer, capabilities: TemplateCapabilities, start: AnswerStart) -> Grammar:
-    call_format, tools, choice = capabilities.call_format, request.tools, request.tool_choice
+def _calls(
+    request: Infer, schemas: EnforceableSchemas, capabilities: TemplateCapabilities, start: AnswerStart
+) -> Grammar:
+    call_format, tools, choice = capabilities.call_format, schemas.tools, request.tool_choice
     assert call_format is not None, "checked by output_spec"
     assert tools, "there are calls"
     named = isinstance(choice, NamedTool)
@@ -150,12 +196,14 @@ def _calls(request: Infer, capabilities: TemplateCapabilities, start: AnswerStar
         start=start,
         required=named or choice == "required",
         parallel_calls=request.parallel_tool_calls and capabilities.parallel_calls and not named,
-        form=_form(request),
+        form=_form(request, schemas),
     )
 
 
-def _without_calls(request: Infer, call_format: ToolCallFormat | None, start: AnswerStart) -> Grammar | None:
-    grammar = form_grammar(request, start)
+def _without_calls(
+    request: Infer, schemas: EnforceableSchemas, call_format: ToolCallFormat | None, start: AnswerStart
+) -> Grammar | None:
+    grammar = form_grammar(_form(request, schemas), start)
     if grammar is None and request.tools and call_format is not None:
         return no_calls_grammar(call_format, start=start)
     return grammar
@@ -173,13 +221,8 @@ def _reasoning_state(
     return "not" if prompt.rstrip().endswith(thinking.closes) else "perhaps"
 
 
-def form_grammar(request: Infer, start: AnswerStart) -> Grammar | None:
-    """Return the grammar of the structured output that a request asks for, if any.
-
-    Raises:
-        InferenceCenterError: ``invalid_grammar`` for a grammar that is too long.
-    """
-    form = _form(request)
+def form_grammar(form: Grammar | None, start: AnswerStart) -> Grammar | None:
+    """Return the grammar of an answer with a form, if there is one."""
     if form is None or (start.thinking is None and not start.text_prefix):
         return form
     lark = GrammarBuilder(start.control)
@@ -216,13 +259,10 @@ def calls_grammar(  # noqa: PLR0913 - keyword-only
     ``form``, if there is one; without, text may precede the calls.
 
     Raises:
-        InferenceCenterError: ``invalid_grammar`` for tools that are too long, ``invalid_request`` for schemas that are
-            nested too deep, and see ``ToolCallFormat.rules``.
+        InferenceCenterError: ``invalid_grammar`` for tools that are too long, and see ``ToolCallFormat.rules``.
     """
-    for tool in tools:
-        check_depth(tool.parameters, field="tools")
     lark = GrammarBuilder(start.control, max_chars=MAX_CALLS_CHARS)
-    rules = call_format.rules([_enforceable_tool(tool) for tool in tools], lark)
+    rules = call_format.rules(tools, lark)
     calls = lark.rule("calls", joined(rules.first, repeated(rules.next) if parallel_calls else "", rules.end))
     if required:
         called = joined("" if start.in_call else _trigger(lark, call_format), calls)
@@ -295,7 +335,7 @@ def _add_start_rule(lark: GrammarBuilder, start: AnswerStart, *, after: str, pla
     lark.rule("start", thought if start.in_thinking else either(joined(lark.literal(thinking.opens), thought), plain))
 
 
-def _form(request: Infer) -> Grammar | None:
+def _form(request: Infer, schemas: EnforceableSchemas) -> Grammar | None:
     """Return the requested form.
 
     Raises:
@@ -303,9 +343,7 @@ def _form(request: Infer) -> Grammar | None:
     """
     form = None
     if request.json_schema is not None:
-        check_depth(request.json_schema, field="json_schema")
-        schema = enforceable(request.json_schema, strict=request.strict_schema)
-        form = Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+        form = Grammar("json_schema", json.dumps(schemas.form, ensure_ascii=False))
     elif request.regex is not None:
         form = Grammar("regex", request.regex)
     elif request.grammar is not None:
@@ -317,33 +355,6 @@ def _form(request: Infer) -> Grammar | None:
             field="json_schema" if request.json_schema is not None else None,
         )
     return form
-
-
-def _enforceable_tool(tool: Tool) -> Tool:
-    return tool.model_copy(update={"parameters": enforceable(tool.parameters, strict=tool.strict)})
-
-
-def schema_warnings(request: Infer) -> tuple[str, ...]:
-    """Return a warning for each schema with keywords that the grammar of the answer cannot enforce.
-
-    Raises:
-        InferenceCenterError: ``invalid_grammar`` for the first such keyword of a strict schema, ``invalid_request`` for
-            a schema that is nested too deep.
-    """
-    warnings = []
-    for index, tool in enumerate(request.tools or ()):
-        check_depth(tool.parameters, field="tools")
-        if left := unenforced(tool.parameters):
-            if tool.strict:
-                raise _unenforceable(left[0], f"the schema of the tool {tool.name}", f"tools.{index}.parameters")
-            warnings.append(_left_to_model(left, f"the schema of the tool {tool.name}"))
-    if request.json_schema is not None:
-        check_depth(request.json_schema, field="json_schema")
-        if left := unenforced(request.json_schema):
-            if request.strict_schema:
-                raise _unenforceable(left[0], "json_schema", "json_schema")
-            warnings.append(_left_to_model(left, "json_schema"))
-    return tuple(warnings)
 
 
 def _unenforceable(keyword: Unenforced, schema: str, field: str) -> InferenceCenterError:

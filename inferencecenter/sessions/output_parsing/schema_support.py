@@ -1,9 +1,9 @@
 """What of a JSON Schema a grammar can enforce. Pure.
 
 llguidance refuses a schema with a keyword that it does not implement, however useful the rest is. The schema of a tool
-that is not strict, or of such a form, keeps the rest: ``enforceable`` is the schema without these keywords, for the
-grammar, and ``unenforced`` names them for the warnings of the turn. The model reads the whole schema in its prompt.
-What is removed only widens what the grammar accepts. Invariant: llguidance compiles ``enforceable`` schemas, but for
+that is not strict, or of such a form, keeps the rest: ``enforceable`` returns the schema without these keywords, for
+the grammar, and names them for the warnings of the turn. The model reads the whole schema in its prompt. What is
+removed only widens what the grammar accepts. Invariant: llguidance compiles ``enforceable`` schemas, but for
 errors of the schema itself.
 
 A client chooses the schema, and this runs on the event loop: the work is linear in the schema's size, and what would
@@ -102,20 +102,14 @@ class Unenforced(NamedTuple):
         return f"{self.keyword} at {self.path}" if self.path else self.keyword
 
 
-def unenforced(schema: Any) -> list[Unenforced]:
-    """Return the keywords of a schema that a grammar cannot enforce."""
-    found: list[Unenforced] = []
-    _enforceable(schema, (), found, _Budget(), coerce=False)
-    return found
-
-
-def enforceable(schema: Any, *, strict: bool) -> Any:
-    """Return a schema without the keywords that a grammar cannot enforce.
+def enforceable(schema: Any, *, strict: bool) -> tuple[Any, list[Unenforced]]:
+    """Return a schema without the keywords that a grammar cannot enforce, and these keywords.
 
     Unless ``strict``, any of the schemas in ``oneOf`` will do, as llguidance cannot tell in all cases that only one
     matches.
     """
-    return _enforceable(schema, (), [], _Budget(), coerce=not strict)
+    found: list[Unenforced] = []
+    return _enforceable(schema, (), found, _Budget(), coerce=not strict), found
 
 
 def _enforceable(schema: Any, path: tuple[str, ...], found: list[Unenforced], budget: _Budget, *, coerce: bool) -> Any:

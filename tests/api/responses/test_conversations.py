@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import BadRequestError, ConflictError, NotFoundError, RateLimitError
 
+from inferencecenter.api.responses.conversations import StoredConversation
 from inferencecenter.auth.rate_limits import OperationRateLimiter
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.sessions.session import SessionSnapshot
 from tests.api.http_client import post, request, tick
 from tests.api.responses.helpers import PATH, begin_turns, receive, send, socket, text_of
 from tests.api.streaming import send_answer
@@ -327,6 +329,18 @@ async def test_reading_a_conversation_counts_by_its_size(
     await ada.conversations.items.create(made.id, items=SAID[:1])
     await ada.conversations.items.delete(first.id, conversation_id=made.id)
     assert charged >= 4 * 200_000
+
+
+async def test_conversation_is_changed_without_a_copy_of_it(ada: AsyncOpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To retrieve, update or delete it costs the same however long it is, as each counts as one operation."""
+    made = await ada.conversations.create(items=SAID)
+    copied: list[SessionSnapshot] = []
+    monkeypatch.setattr(SessionSnapshot, "describe", lambda snapshot, _: copied.append(snapshot))
+    monkeypatch.setattr(StoredConversation, "messages", property(lambda found: copied.append(found.session)))
+    assert await ada.conversations.retrieve(made.id) == made
+    await ada.conversations.update(made.id, metadata={"topic": "other"})
+    await ada.conversations.delete(made.id)
+    assert copied == []
 
 
 async def test_reply_waits_until_the_conversation_is_stored(serve: Serve) -> None:

@@ -187,7 +187,6 @@ def test_response_id_encodes_its_location() -> None:
 def test_more_calls_than_a_message_can_hold_are_refused() -> None:
     """Consecutive calls are one message."""
     call = {"type": "function_call", "name": "look", "arguments": "{}"}
-    request = read(input=[{**call, "call_id": f"c{n}"} for n in range(129)])
     with pytest.raises(InferenceCenterError) as refused:
-        _ = request.messages
+        read(input=[{**call, "call_id": f"c{n}"} for n in range(129)])
     assert (refused.value.code, refused.value.field) == (ErrorCode.INVALID_REQUEST, "input")

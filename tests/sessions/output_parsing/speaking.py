@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import ChatMessage, Tool, ToolCall
-from inferencecenter.sessions.output_parsing.output_spec import OutputSpec, output_spec
+from inferencecenter.sessions.output_parsing.output_spec import OutputSpec, enforceable_schemas, output_spec
 from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, ReasoningDelta, TextDelta, ToolCallStart
 from inferencecenter.sessions.prompt.renderer import RenderInput
 from inferencecenter.sessions.prompt.template import ChatTemplate
@@ -89,7 +89,8 @@ def speech(name: str, *, control: tuple[str, ...] = CONTROL, **wants: Any) -> Ou
     template = model(name, control=control)
     messages = [ChatMessage(role="user", content="Hi")]
     asked = template.render(RenderInput(messages, NOW, tools=request.tools or (), thinking=request.thinking))
-    return output_spec(request, capabilities=template.capabilities, prompt=asked.text)
+    schemas, capabilities = enforceable_schemas(request), template.capabilities
+    return output_spec(request, schemas=schemas, capabilities=capabilities, prompt=asked.text)
 
 
 def read(spoken: OutputSpec, *pieces: str) -> list[Part]:

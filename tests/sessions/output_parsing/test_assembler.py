@@ -18,7 +18,7 @@ from inferencecenter.sessions.output_parsing.assembler import (
     joined,
     remaining_parts,
 )
-from inferencecenter.sessions.output_parsing.output_spec import OutputSpec, output_spec
+from inferencecenter.sessions.output_parsing.output_spec import OutputSpec, enforceable_schemas, output_spec
 from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, Part, ReasoningDelta, TextDelta, ToolCallStart
 from inferencecenter.sessions.prompt.template import ChatTemplate
 from tests.sessions.conftest import make_model
@@ -37,7 +37,7 @@ part = st.one_of(
 
 def speech() -> OutputSpec:
     """The output format of these tests."""
-    return output_spec(REQUEST, capabilities=CAPABILITIES, prompt="")
+    return output_spec(REQUEST, schemas=enforceable_schemas(REQUEST), capabilities=CAPABILITIES, prompt="")
 
 
 def delta(text: str, *, logprobs: int = 0) -> TokenDelta:

@@ -15,7 +15,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.sampling.constraint import compiled
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import Tool
-from inferencecenter.sessions.output_parsing.output_spec import output_spec, schema_warnings
+from inferencecenter.sessions.output_parsing.output_spec import enforceable_schemas, output_spec
 from tests.sessions.output_parsing.speaking import ANSWERS, CONTROL, SECOND, WEATHER, called, model, read, speech
 
 if TYPE_CHECKING:
@@ -212,7 +212,8 @@ def test_answer_that_is_begun_is_text_or_goes_on_with_a_call(name: str) -> None:
     """Its beginning is no reasoning, and needs no text prefix of the format."""
     template = model(name)
     request = Infer(op="infer", session_id="s", prompt="Hi", tools=[WEATHER], prefix="Well, ")
-    spoken = output_spec(request, capabilities=template.capabilities, prompt="<|im_start|>assistant\nWell, ")
+    schemas, prompt = enforceable_schemas(request), "<|im_start|>assistant\nWell, "
+    spoken = output_spec(request, schemas=schemas, capabilities=template.capabilities, prompt=prompt)
     assert fits(spoken, "hello.")
     assert spoken.begun == ""
 
@@ -225,12 +226,12 @@ def test_strict_schema_names_tool_path_and_keyword() -> None:
         request = Infer(op="infer", session_id="s", prompt="Hi", tools=tools)
         if strict:
             with pytest.raises(InferenceCenterError) as caught:
-                schema_warnings(request)
+                enforceable_schemas(request)
             assert (caught.value.code, caught.value.field) == (ErrorCode.INVALID_GRAMMAR, "tools.1.parameters")
             named = "the schema of the tool fetch has propertyNames at properties.headers, which cannot be enforced"
             assert caught.value.message == named
         else:
-            (warning,) = schema_warnings(request)
+            (warning,) = enforceable_schemas(request).warnings
             assert "the tool fetch is enforced without propertyNames at properties.headers" in warning
             assert fits(speech("HERMES", tools=tools), ANSWERS["HERMES"])
 

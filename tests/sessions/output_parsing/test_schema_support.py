@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from inferencecenter.sessions.output_parsing import schema_support
-from inferencecenter.sessions.output_parsing.schema_support import enforceable, unenforced
+from inferencecenter.sessions.output_parsing.schema_support import enforceable
 
 TEXT = {"type": "string"}
 OBJECT = {"type": "object", "properties": {"a": TEXT}}
@@ -23,13 +23,18 @@ def compiles(schema: Any) -> bool:
     return not LLMatcher(TOKENIZER, grammar, log_level=0).is_error()
 
 
+def named(schema: Any) -> list[str]:
+    """Return the keywords of a schema that cannot be enforced."""
+    return [str(each) for each in enforceable(schema, strict=True)[1]]
+
+
 def tagged(value: Any) -> dict[str, Any]:
     """Return an object whose kind is a constant."""
     return {"type": "object", "properties": {"kind": {"const": value}}, "required": ["kind"]}
 
 
 @pytest.mark.parametrize(
-    ("schema", "named"),
+    ("schema", "expected"),
     [
         ({**OBJECT, "propertyNames": {"pattern": "^a"}}, ["propertyNames"]),
         ({"type": "array", "items": TEXT, "uniqueItems": True}, ["uniqueItems"]),
@@ -63,11 +68,12 @@ def tagged(value: Any) -> dict[str, Any]:
         ({"type": "array", "items": {"anyOf": [TEXT, {"not": TEXT}]}}, ["not at items.anyOf.1"]),
     ],
 )
-def test_keyword_that_cannot_be_enforced_is_named_and_left_out(schema: dict[str, Any], named: list[str]) -> None:
+def test_keyword_that_cannot_be_enforced_is_named_and_left_out(schema: dict[str, Any], expected: list[str]) -> None:
     """Llguidance refuses the schema, and takes what is left of it."""
     assert not compiles(schema)
-    assert list(map(str, unenforced(schema))) == named
-    assert compiles(enforceable(schema, strict=False))
+    kept, left = enforceable(schema, strict=False)
+    assert [str(each) for each in left] == expected
+    assert compiles(kept)
 
 
 @pytest.mark.parametrize(
@@ -93,9 +99,8 @@ def test_keyword_that_cannot_be_enforced_is_named_and_left_out(schema: dict[str,
 def test_enforceable_schema_is_kept(schema: Any) -> None:
     """Nothing is named or removed, and llguidance accepts it."""
     assert compiles(schema)
-    assert unenforced(schema) == []
-    assert enforceable(schema, strict=True) == schema
-    assert compiles(enforceable(schema, strict=False))
+    assert enforceable(schema, strict=True) == (schema, [])
+    assert compiles(enforceable(schema, strict=False)[0])
 
 
 @pytest.mark.parametrize(
@@ -109,8 +114,9 @@ def test_enforceable_schema_is_kept(schema: Any) -> None:
 def test_keyword_that_demands_nothing_is_dropped(schema: dict[str, Any]) -> None:
     """It is no reason for a warning or a refusal, though llguidance refuses it."""
     assert not compiles(schema)
-    assert unenforced(schema) == []
-    assert compiles(enforceable(schema, strict=True))
+    kept, left = enforceable(schema, strict=True)
+    assert left == []
+    assert compiles(kept)
 
 
 def test_malformed_schema_raises_nothing() -> None:
@@ -128,7 +134,6 @@ def test_malformed_schema_raises_nothing() -> None:
         "items": 3,
         "patternProperties": [],
     }
-    unenforced(schema)
     enforceable(schema, strict=False)
 
 
@@ -143,7 +148,7 @@ def test_options_are_compared_within_a_budget(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(schema_support, "_values", counting)
     options = [{"const": n} for n in range(50_000)]
-    assert list(map(str, unenforced({"oneOf": options, "properties": {"a": {"oneOf": options}}}))) == [
+    assert named({"oneOf": options, "properties": {"a": {"oneOf": options}}}) == [
         "oneOf at properties.a",
         "oneOf",
     ]
@@ -153,8 +158,8 @@ def test_options_are_compared_within_a_budget(monkeypatch: pytest.MonkeyPatch) -
 def test_long_lists_are_not_compared() -> None:
     """Values of long lists count as overlapping."""
     short, long = [{"enum": [0, 1]}, {"enum": [2, 3]}], [{"enum": [*range(9_000)]}, {"enum": [*range(9_000, 18_000)]}]
-    assert unenforced({"oneOf": short}) == []
-    assert [str(each) for each in unenforced({"oneOf": long})] == ["oneOf"]
+    assert named({"oneOf": short}) == []
+    assert named({"oneOf": long}) == ["oneOf"]
 
 
 def test_patterns_are_compiled_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +172,7 @@ def test_patterns_are_compiled_within_a_budget(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("regex.compile", counting)
     patterns = {f"p{n}": {**TEXT, "pattern": "a" * 100} for n in range(5_000)}
-    assert unenforced({"type": "object", "properties": patterns}) == []
+    assert named({"type": "object", "properties": patterns}) == []
     assert 8_000 < compiled <= 8_192
-    assert unenforced({**TEXT, "pattern": "(?i)a"}) == []
-    assert unenforced({**TEXT, "pattern": "(?=a)a"}) != []
+    assert named({**TEXT, "pattern": "(?i)a"}) == []
+    assert named({**TEXT, "pattern": "(?=a)a"}) != []
