@@ -221,6 +221,11 @@ class SessionResumed(Event):
     turns: tuple[TranscriptTurn, ...] | None = Field(
         default=None, description="The most recent ended turns, when not resumed."
     )
+    n_ctx: int | None = Field(default=None, description="Context size in tokens, when not resumed.")
+    n_tokens: int | None = Field(default=None, description="Tokens of the history, when not resumed.")
+    dropped_messages: int | None = Field(
+        default=None, description="Messages of the transcript that are no longer in the context, when not resumed."
+    )
 
 
 class SessionDetached(Event):

@@ -171,6 +171,9 @@ class SessionSnapshot:
             tool_calls=(assembler.calls or None) if assembler and lost else None,
             transcript=self.history.messages + input_messages if lost else None,
             turns=self.turn_log.turns if lost else None,
+            n_ctx=self.n_ctx if lost else None,
+            n_tokens=self.history.n_tokens if lost else None,
+            dropped_messages=self.history.view.n_dropped if lost else None,
         )
 
 

@@ -1,6 +1,7 @@
 // @ts-check
 /** The user's choices for a conversation: system prompt, model, parameters, the form of answers. */
 
+import { signal } from "../vendor/signals-core.js";
 import { forgetAll, keep, kept } from "./storage.js";
 import { WireError } from "./wire/errors.js";
 
@@ -9,13 +10,16 @@ import { WireError } from "./wire/errors.js";
  * @typedef {{system: string, model: string, params: Record<string, unknown>, form: Form}} Choices
  */
 
+const changes = signal(0);
+
 /**
- * Returns the choices for a session, or for the next new one.
+ * Returns the choices for a session, or for the next new one; views that read them follow them.
  *
  * @param {string | null} id
  * @returns {Choices}
  */
 export function choicesOf(id) {
+  changes.value;
   return { system: "", model: "", params: {}, form: { kind: "none", text: "" }, ...kept(choicesKey(id), {}) };
 }
 
@@ -25,6 +29,7 @@ export function choicesOf(id) {
  */
 export function keepChoices(id, chosen) {
   keep(choicesKey(id), chosen);
+  changes.value += 1;
 }
 
 /** @param {string} id */

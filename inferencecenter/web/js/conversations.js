@@ -1,10 +1,10 @@
 // @ts-check
 /** The conversations that this page has opened: which one is shown, and operations on them. */
 
-import { batch, signal } from "../vendor/signals-core.js";
+import { batch, effect, signal } from "../vendor/signals-core.js";
 import { choicesOf, dropChoices, keepChoices, turnFields } from "./choices.js";
 import { keepDraft, moveDraft } from "./drafts.js";
-import { enlist, readList, rename, sessions, strike, titleOfSession, touch } from "./list.js";
+import { enlist, mark, readList, rename, sessions, strike, titleOfSession, touch, unread } from "./list.js";
 import { attempt, failure, hello, link, view } from "./state.js";
 import { asWireError } from "./wire/errors.js";
 import { Session } from "./wire/session.js";
@@ -17,6 +17,10 @@ export const current = signal(/** @type {Session | null} */ (null));
 
 /** @type {Map<string, Session>} */
 const open = new Map();
+/** States in which a session's events do not come to this page. */
+const LEFT = new Set(["detached", "gone"]);
+const LOOK_AGAIN_MS = 5000;
+let nextRefresh = 0;
 /** @type {Map<string, Record<string, unknown>>}  The latest default parameters of a new session, by model name. */
 const defaults = new Map();
 
@@ -26,13 +30,20 @@ link.subscribe((made) => {
     return;
   }
   made.on("*", take);
-  made.state.subscribe((state) => follow(made, state));
+  made.state.subscribe((state) => followLink(made, state));
+});
+
+effect(() => {
+  const id = current.value?.id.value ?? null;
+  if (view.value === "chat" && id !== null) mark(id, false);
 });
 
 /** Refreshes what may have changed while the page was hidden: the list of sessions, and the shown one. */
 export function lookAgain() {
   const there = link.peek();
   if (document.hidden || there?.state.peek() !== "open") return;
+  const id = current.peek()?.id.peek() ?? null;
+  if (view.peek() === "chat" && id !== null) mark(id, false);
   refresh(there);
   if (current.peek()?.state.peek() === "away") current.peek()?.resume();
 }
@@ -58,8 +69,7 @@ export function newChatInstead() {
 export function openSession(id) {
   const there = link.peek();
   if (!there) return;
-  const session = open.get(id) ?? new Session(there, id);
-  open.set(id, session);
+  const session = open.get(id) ?? follow(id, new Session(there, id));
   show(session);
   if (session.state.peek() === "away") session.resume();
 }
@@ -157,9 +167,22 @@ export function effectiveParams(session, model) {
   return session.params.value ?? (session.id.value === null ? defaults.get(model || hello.value?.model || "") : undefined);
 }
 
+/**
+ * Returns whether a session's answer is being generated: by its events, where they come to this page.
+ *
+ * @param {import("./list.js").Summary} summary
+ */
+export function isAnswering({ session_id: id, state }) {
+  const own = open.get(id);
+  return own && !LEFT.has(own.state.value) ? own.live.value !== null : state === "busy";
+}
+
 /** @param {Link} there */
 async function refresh(there) {
+  clearTimeout(nextRefresh);
   if (!(await readList(there))) return;
+  // The end of an answer that another page receives is not told to this one.
+  if (sessions.peek()?.some(isAnsweredElsewhere)) nextRefresh = setTimeout(lookAgain, LOOK_AGAIN_MS);
   const session = current.peek();
   const id = session?.id.peek();
   // It ended while the connection was lost.
@@ -170,7 +193,7 @@ async function refresh(there) {
  * @param {Link} made
  * @param {import("./wire/link.js").LinkState} state
  */
-function follow(made, state) {
+function followLink(made, state) {
   if (made !== link.peek()) return;
   if (state !== "open") {
     for (const session of open.values()) session.cut();
@@ -190,9 +213,33 @@ function take(event) {
   if (!("session_id" in event) || event.session_id === undefined) return;
   const id = event.session_id;
   open.get(id)?.take(event);
-  if (event.op === "end") touch(id);
-  else if (event.op === "metadata_set") enlist(id, event.metadata);
+  if (event.op === "metadata_set") enlist(id, event.metadata);
   else if (event.op === "session_closed" || event.op === "session_expired") forget(id);
+}
+
+/**
+ * Notes the ends of a session's answers.
+ *
+ * @param {string} id
+ * @param {Session} session
+ */
+function follow(id, session) {
+  open.set(id, session);
+  let answering = false;
+  session.live.subscribe((live) => {
+    const ended = answering && live === null;
+    answering = live !== null;
+    if (!ended || open.get(id) !== session) return;
+    touch(id);
+    const seen = session === current.peek() && view.peek() === "chat" && !document.hidden;
+    if (!seen) mark(id, true);
+  });
+  return session;
+}
+
+/** @param {import("./list.js").Summary} summary */
+function isAnsweredElsewhere(summary) {
+  return !open.has(summary.session_id) && summary.state === "busy";
 }
 
 /** @param {Session} session */
@@ -216,7 +263,7 @@ function show(session) {
  * @param {import("./choices.js").Choices} chosen
  */
 function adopt(session, id, title, chosen) {
-  open.set(id, session);
+  follow(id, session);
   keepChoices(id, chosen);
   keepChoices(null, { ...chosen, form: { kind: "none", text: "" } });
   enlist(id, { title }, session.model.peek());
@@ -234,6 +281,7 @@ function forget(id) {
 }
 
 function leaveAll() {
+  if (sessions.peek()) for (const id of unread.peek()) mark(id, false);
   open.clear();
   batch(() => {
     sessions.value = null;

@@ -3,12 +3,16 @@
 
 import { signal } from "../vendor/signals-core.js";
 import { attempt } from "./state.js";
+import { keep, kept } from "./storage.js";
 import { asWireError } from "./wire/errors.js";
 
 /** @typedef {import("./wire/types.js").SessionSummary} Summary */
 
 /** The client's sessions, most recently used first; null until read. */
 export const sessions = signal(/** @type {readonly Summary[] | null} */ (null));
+
+/** Sessions with an answer that ended while they were not shown. */
+export const unread = signal(/** @type {ReadonlySet<string>} */ (new Set(kept("unread", []))));
 
 const LIST_LIMIT = 1000;
 
@@ -30,6 +34,7 @@ export async function readList(there) {
       after = page.next;
     } while (after);
     sessions.value = latestFirst(found);
+    for (const id of unread.peek()) if (!summaryOf(id)) mark(id, false);
     return true;
   } catch (error) {
     // It is read again when the list is shown next, or the connection is restored.
@@ -46,6 +51,15 @@ export async function rename(id, title) {
   const metadata = { ...summaryOf(id)?.metadata, title: title.slice(0, 200) };
   change(id, { metadata });
   await attempt((there) => there.request("set_metadata", { session_id: id, metadata }));
+}
+
+/**
+ * Returns the name of a session's model, "" if unknown.
+ *
+ * @param {string | null} id
+ */
+export function modelOfSession(id) {
+  return sessions.value?.find((each) => each.session_id === id)?.model ?? "";
 }
 
 /**
@@ -79,13 +93,27 @@ export function enlist(id, metadata, model = "") {
   }
 }
 
-/** @param {string} id  Of a session that was just used. */
+/** @param {string} id  Of a session whose turn has ended, or was just requested. */
 export function touch(id) {
-  change(id, { last_used_at: Date.now() / 1000 });
+  change(id, { last_used_at: Date.now() / 1000, state: "idle" });
+}
+
+/**
+ * @param {string} id
+ * @param {boolean} isUnread
+ */
+export function mark(id, isUnread) {
+  if (unread.peek().has(id) === isUnread) return;
+  const marked = new Set(unread.peek());
+  if (isUnread) marked.add(id);
+  else marked.delete(id);
+  unread.value = marked;
+  keep("unread", [...marked]);
 }
 
 /** @param {string} id  Of a session that no longer exists. */
 export function strike(id) {
+  mark(id, false);
   if (summaryOf(id)) sessions.value = (sessions.peek() ?? []).filter((each) => each.session_id !== id);
 }
 

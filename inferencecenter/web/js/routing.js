@@ -3,7 +3,7 @@
 
 import { effect } from "../vendor/signals-core.js";
 import { current, newChat, openSession } from "./conversations.js";
-import { titleOfSession } from "./list.js";
+import { titleOfSession, unread } from "./list.js";
 import { view } from "./state.js";
 
 /** @typedef {import("./state.js").View} View */
@@ -47,7 +47,9 @@ export function followAddress() {
     const session = current.value;
     if (!session) return;
     const address = addressOf(view.value, session.id.value);
-    document.title = view.value === "chat" ? `${titleOfSession(session.id.value)} · InferenceCenter` : "InferenceCenter";
+    const count = unread.value.size > 0 ? `(${unread.value.size}) ` : "";
+    const title = view.value === "chat" ? `${titleOfSession(session.id.value)} · ` : "";
+    document.title = `${count}${title}InferenceCenter`;
     if (address === (location.hash || "#/")) shown = session;
     // A draft that becomes a session replaces its history entry.
     else if (shown === session && (location.hash || "#/") === "#/") history.replaceState(null, "", address);

@@ -4,6 +4,12 @@ import { ask } from "../conversations.js";
 import { draftOf, keepDraft, moveDraft } from "../drafts.js";
 import { Icon } from "./icons.js";
 
+/** Moves the focus to the message input, or to the messages where that would open a keyboard on the screen. */
+export function focusComposer() {
+  const target = matchMedia("(hover: hover)").matches ? "#composer" : ".scroller";
+  /** @type {HTMLElement | null} */ (document.querySelector(target))?.focus();
+}
+
 /**
  * The message input.
  *

@@ -1,11 +1,12 @@
 // @ts-check
 import { html, useEffect, useRef, useState } from "../ui.js";
 import { ask, askAgain, fork, newChatInstead } from "../conversations.js";
-import { titleOfSession } from "../list.js";
+import { modelOfSession, titleOfSession } from "../list.js";
 import { attempt, hello, link } from "../state.js";
 import { beginLater } from "../text/slices.js";
 import { Announcer } from "./announcer.js";
-import { Composer } from "./composer.js";
+import { Chips } from "./chips.js";
+import { Composer, focusComposer } from "./composer.js";
 import { Icon } from "./icons.js";
 import { Lazy } from "./lazy.js";
 import { TurnView } from "./message.js";
@@ -15,6 +16,8 @@ import { followEnd } from "./scrolling.js";
 /** @typedef {import("../wire/session.js").Session} Session */
 
 const settings = () => import("./settings.js");
+/** Part of the context from which its meter warns. */
+const NEARLY_FULL = 0.85;
 const SUGGESTIONS = ["Explain how a hash table works.", "Write a haiku about rain.", "Count from 1 to 20."];
 
 // The first call of a number format takes as long as a frame, so it is made in advance.
@@ -29,6 +32,7 @@ export function Conversation({ session, opener }) {
   const [choosing, setChoosing] = useState(false);
   const [atEnd, setAtEnd] = useState(true);
   const scroller = useRef(/** @type {HTMLElement | null} */ (null));
+  const gear = useRef(/** @type {HTMLElement | null} */ (null));
   const follower = useRef(/** @type {ReturnType<typeof followEnd> | null} */ (null));
   useEffect(() => {
     follower.current = followEnd(/** @type {HTMLElement} */ (scroller.current), setAtEnd);
@@ -38,6 +42,10 @@ export function Conversation({ session, opener }) {
   useEffect(() => {
     if (live) follower.current?.toEnd();
   }, [live]);
+  const closeSettings = () => {
+    setChoosing(false);
+    gear.current?.focus();
+  };
   const title = useRef("");
   // A deleted session is not in the list, but still has a title here.
   if (session.state.value !== "gone" || !title.current) title.current = titleOfSession(session.id.value);
@@ -49,7 +57,7 @@ export function Conversation({ session, opener }) {
           <h1>${title.current}</h1>
           <${Facts} session=${session} />
         </div>
-        <button type="button" class="icon-button" aria-label="Settings of this conversation" aria-expanded=${choosing}
+        <button type="button" class="icon-button" ref=${gear} aria-label="Settings of this conversation" aria-expanded=${choosing}
           title="System prompt, parameters, form of answers" onClick=${() => setChoosing(!choosing)}>
           <${Icon} name="settings" />
         </button>
@@ -64,9 +72,10 @@ export function Conversation({ session, opener }) {
           <${Icon} name="down" />
         </button>`}
         <${Standing} session=${session} />
+        <${Chips} id=${session.id.value} onOpen=${() => setChoosing(true)} />
         <${Composer} session=${session} />
       </div>
-      ${choosing && html`<${Lazy} load=${settings} name="Settings" session=${session} onClose=${() => setChoosing(false)} />`}
+      ${choosing && html`<${Lazy} load=${settings} name="Settings" session=${session} onClose=${closeSettings} />`}
       <${Announcer} session=${session} />
     </main>
   `;
@@ -74,12 +83,21 @@ export function Conversation({ session, opener }) {
 
 /** @param {{session: Session}} props */
 function Facts({ session }) {
-  const tokens = session.contextTokens.value;
-  const model = session.model.value || hello.value?.model || "";
+  const [tokens, limit, dropped] = [session.contextTokens.value, session.contextLimit.value, session.dropped.value];
+  const model = session.model.value || modelOfSession(session.id.value) || hello.value?.model || "";
+  const of = limit === null ? "" : ` / ${limit.toLocaleString()}`;
   return html`
     <p class="conversation-facts">
-      ${model && html`<span>${model}</span>`}
-      ${tokens !== null && html`<span title="Tokens in the context before the next message">${tokens.toLocaleString()} tokens</span>`}
+      ${model && html`<span class="fact-model">${model}</span>`}
+      ${tokens !== null &&
+      html`<span class="fact-context" title="Tokens in the context before the next message, and how many fit">
+        ${limit !== null && html`<meter aria-hidden="true" max=${limit} high=${limit * NEARLY_FULL} optimum="0" value=${tokens}></meter>`}
+        ${tokens.toLocaleString()}${of} tokens
+      </span>`}
+      ${dropped > 0 &&
+      html`<span class="fact-dropped" title="The context was full. They stay in the conversation; the model does not read them.">
+        Oldest ${dropped === 1 ? "message" : `${dropped} messages`} no longer read
+      </span>`}
     </p>
   `;
 }
@@ -147,11 +165,18 @@ function doingWith(session, index) {
   const failed = turn.ending?.reason === "error";
   if (!session.idle || turn.ending === null) return {};
   const reachable = failed || index === 0 || turns[index - 1].turnId !== null;
-  const again = (/** @type {(asked: readonly any[]) => readonly any[]} */ change) =>
+  // What was pressed disappears, so the focus has to move.
+  const again = (/** @type {(asked: readonly any[]) => readonly any[]} */ change) => {
+    focusComposer();
     attempt(async () => askAgain(session, change(await session.takeBack(index))));
+  };
+  const answerCalls = (/** @type {readonly string[]} */ contents) => {
+    focusComposer();
+    attempt(() => askAgain(session, resultsOf(calls, contents)));
+  };
   const calls = index === turns.length - 1 && turn.ending.reason === "tool_calls" ? turn.answer?.toolCalls ?? [] : [];
   return {
-    results: calls.length > 0 ? (contents) => attempt(() => askAgain(session, resultsOf(calls, contents))) : undefined,
+    results: calls.length > 0 ? answerCalls : undefined,
     edit: reachable ? (text) => again((asked) => [...asked.slice(0, -1), { role: "user", content: text }]) : undefined,
     again: reachable && index === turns.length - 1 ? () => again((asked) => asked) : undefined,
     fork: turn.turnId !== null ? () => fork(session, /** @type {string} */ (turn.turnId)) : undefined,

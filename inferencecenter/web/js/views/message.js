@@ -44,6 +44,11 @@ export function TurnView({ turn, live, connected, doing }) {
 /** @param {{message: ChatMessage, edit?: (text: string) => void}} props */
 function Asked({ message, edit }) {
   const [editing, setEditing] = useState(false);
+  const article = useRef(/** @type {HTMLElement | null} */ (null));
+  const cancel = () => {
+    setEditing(false);
+    setTimeout(() => /** @type {HTMLElement | null} */ (article.current?.querySelector("[aria-label=Edit]"))?.focus());
+  };
   if (message.role === "assistant") {
     const { content, reasoning = "", tool_calls: toolCalls = [] } = message;
     return html`<${Reply} answer=${{ content, reasoning, toolCalls }} connected=${true} doing=${{}} />`;
@@ -56,10 +61,10 @@ function Asked({ message, edit }) {
       setEditing(false);
       edit(text);
     };
-    return html`<${Editor} text=${message.content} onSave=${save} onCancel=${() => setEditing(false)} />`;
+    return html`<${Editor} text=${message.content} onSave=${save} onCancel=${cancel} />`;
   }
   return html`
-    <article class="message asked" data-role=${message.role} aria-label=${message.role === "user" ? "You" : "System"}>
+    <article class="message asked" ref=${article} data-role=${message.role} aria-label=${message.role === "user" ? "You" : "System"}>
       <div class="bubble">${message.content}</div>
       <div class="actions">
         <${CopyButton} text=${message.content} />
@@ -72,6 +77,7 @@ function Asked({ message, edit }) {
 /** @param {{answer: Answer | null, live?: Live, ending?: Turn["ending"], connected: boolean, doing: Doing}} props */
 function Reply({ answer, live, ending, connected, doing }) {
   const content = answer?.content ?? "";
+  const shifted = live?.shifted ?? ending?.shifted ?? 0;
   const thinking = live?.phase === "thinking";
   return html`
     <article class="message answer" aria-label="Answer" aria-busy=${Boolean(live)}>
@@ -79,7 +85,7 @@ function Reply({ answer, live, ending, connected, doing }) {
       ${content && html`<${Markdown} text=${content} done=${!live} />`}
       ${answer?.toolCalls.map((call) => html`<${Call} key=${call.call_id} call=${call} done=${!live} />`)}
       ${doing.results && html`<${Lazy} load=${results} name="ToolResults" calls=${answer?.toolCalls} onSend=${doing.results} />`}
-      ${live && live.shifted > 0 && html`<p class="aside">The context was full: the oldest ${live.shifted} turns were removed from it.</p>`}
+      ${shifted > 0 && html`<p class="aside">The context was full: the model no longer reads the oldest ${shifted === 1 ? "turn" : `${shifted} turns`}.</p>`}
       ${live && html`<${Progress} live=${live} connected=${connected} />`}
       ${ending?.error && html`<${Problem} error=${ending.error} again=${doing.again} />`}
       ${!live &&

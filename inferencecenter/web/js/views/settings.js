@@ -23,17 +23,13 @@ const FORMS = /** @type {const} */ ([
  */
 export function Settings({ session, onClose }) {
   const id = session.id.value;
-  const [chosen, setChosen] = useState(() => choicesOf(id));
+  const chosen = choicesOf(id);
   const close = useRef(/** @type {HTMLButtonElement | null} */ (null));
   useEffect(() => close.current?.focus(), []);
   useEffect(() => {
-    session.readParams();
+    session.readFacts();
   }, [session]);
-  const choose = (/** @type {Partial<Choices>} */ some) => {
-    const next = { ...chosen, ...some };
-    setChosen(next);
-    keepChoices(id, next);
-  };
+  const choose = (/** @type {Partial<Choices>} */ some) => keepChoices(id, { ...chosen, ...some });
   const keys = (/** @type {KeyboardEvent} */ event) => {
     if (event.key !== "Escape") return;
     event.stopPropagation();

@@ -17,7 +17,11 @@ export function Shell() {
   const close = () => setListed(false);
   useEffect(() => {
     if (!listed) return undefined;
-    const keys = (/** @type {KeyboardEvent} */ event) => event.key === "Escape" && close();
+    const keys = (/** @type {KeyboardEvent} */ event) => {
+      if (event.key !== "Escape") return;
+      close();
+      /** @type {HTMLElement | null} */ (document.querySelector("[aria-label=Conversations][aria-expanded]"))?.focus();
+    };
     addEventListener("keydown", keys);
     /** @type {HTMLElement | null} */ (document.querySelector(".sidebar .new-chat"))?.focus();
     return () => removeEventListener("keydown", keys);

@@ -1,7 +1,7 @@
 // @ts-check
 import { Fragment, html, useRef, useState } from "../ui.js";
-import { current, newChat, openSession, remove } from "../conversations.js";
-import { rename, sessions } from "../list.js";
+import { current, isAnswering, newChat, openSession, remove } from "../conversations.js";
+import { rename, sessions, unread } from "../list.js";
 import { account, preferences, signOut, view } from "../state.js";
 import { Confirm } from "./dialog.js";
 import { Icon } from "./icons.js";
@@ -68,7 +68,8 @@ function Item({ summary, onClose }) {
   const id = summary.session_id;
   const title = titleOf(summary);
   const selected = view.value === "chat" && current.value?.id.value === id;
-  const busy = selected ? current.value?.live.value !== null : summary.state === "busy";
+  const busy = isAnswering(summary);
+  const isUnread = !busy && unread.value.has(id);
   const done = () => {
     setDoing("");
     setTimeout(() => ref.current?.focus());
@@ -85,10 +86,11 @@ function Item({ summary, onClose }) {
     return html`<li><${Rename} title=${title} onDone=${done} onSave=${(/** @type {string} */ to) => rename(id, to)} /></li>`;
   }
   return html`
-    <li class="item" data-selected=${selected}>
+    <li class="item" data-selected=${selected} data-unread=${isUnread}>
       <button type="button" class="item-open" ref=${ref} aria-current=${selected ? "page" : undefined} title=${title}
         onClick=${select} onKeyDown=${keys}>
         ${busy && html`<span class="dot" role="img" aria-label="Answering"></span>`}
+        ${isUnread && html`<span class="dot" data-still role="img" aria-label="Unread answer"></span>`}
         <span class="item-title">${title}</span>
       </button>
       <span class="item-actions">

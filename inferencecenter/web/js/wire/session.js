@@ -41,6 +41,8 @@ export class Session {
     this.live = this._talk.live;
     this.system = this._talk.system;
     this.contextTokens = this._talk.contextTokens;
+    this.contextLimit = this._talk.contextLimit;
+    this.dropped = this._talk.dropped;
     /** The last error outside a turn. */
     this.error = signal(/** @type {WireError | null} */ (null));
     this.model = signal("");
@@ -142,12 +144,14 @@ export class Session {
     this.state.value = "gone";
   }
 
-  /** Reads the effective default parameters into `params`. */
-  async readParams() {
+  /** Reads the effective default parameters, and how full the context is. */
+  async readFacts() {
     const id = this.id.peek();
     if (id === null || this.state.peek() === "gone") return;
     try {
-      this.params.value = (await this._link.request("get_session", { session_id: id })).params;
+      const facts = await this._link.request("get_session", { session_id: id });
+      this.params.value = facts.params;
+      if (this.live.peek() === null) this._talk.measure(facts);
     } catch (error) {
       console.info("cannot read the parameters:", asWireError(error).message);
     }
@@ -181,6 +185,7 @@ export class Session {
       this.id.value = created.session_id;
       this.model.value = created.model;
       this.params.value = created.params;
+      this._talk.measure({ n_ctx: created.n_ctx });
       this.system.value = fields.system ?? "";
       this.state.value = "ready";
     });
@@ -263,6 +268,8 @@ export class Session {
   _finish(live, end) {
     clearTimeout(this._retry);
     this._talk.finish(live, end);
+    // Its usage counts every prompt that was processed for it.
+    if (live.shifted > 0 || this.dropped.peek() > 0) this.readFacts();
   }
 
   /**

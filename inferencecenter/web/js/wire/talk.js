@@ -17,6 +17,17 @@ export class Talk {
     this.live = signal(/** @type {Live | null} */ (null));
     this.system = signal("");
     this.contextTokens = signal(/** @type {number | null} */ (null));
+    /** Size of the context; null if unknown. */
+    this.contextLimit = signal(/** @type {number | null} */ (null));
+    /** Oldest messages that are no longer in the context. */
+    this.dropped = signal(0);
+  }
+
+  /** @param {{n_ctx?: number, n_tokens?: number, dropped_messages?: number}} facts  Of the context, as the daemon has them. */
+  measure({ n_ctx: limit, n_tokens: tokens, dropped_messages: dropped }) {
+    if (limit !== undefined) this.contextLimit.value = limit;
+    if (tokens !== undefined) this.contextTokens.value = tokens;
+    if (dropped !== undefined) this.dropped.value = dropped;
   }
 
   /** @param {Live} live  A turn that starts. */
@@ -32,7 +43,8 @@ export class Talk {
   finish(live, end) {
     const said = live.content || live.reasoning || live.toolCalls.length > 0;
     const answer = said || live.turnId ? live.answer() : null;
-    this._close({ key: live.key, turnId: live.turnId, asked: live.asked, answer, ending: endingOf(end) });
+    const ending = { ...endingOf(end), shifted: live.shifted };
+    this._close({ key: live.key, turnId: live.turnId, asked: live.asked, answer, ending });
   }
 
   /**
@@ -56,6 +68,7 @@ export class Talk {
     this.turns.value = turns;
     this.live.value = live;
     this.contextTokens.value = tokensOf(turns);
+    this.measure(event);
     if (lost) this.fail(lost, new WireError({ code: "turn_not_found", message: "The rest of this answer is lost." }));
   }
 

@@ -14,6 +14,7 @@
  * @property {string} stop  The stop string that matched.
  * @property {readonly string[]} warnings
  * @property {import("./errors.js").WireError | null} error
+ * @property {number} shifted  Old turns that left the context for it, as far as known.
  */
 
 /**
@@ -73,7 +74,7 @@ export function divide(transcript, ended) {
  * @returns {Ending}
  */
 export function endingOf({ finish_reason: reason, usage, stats, stop = "", warnings = [] }) {
-  return { reason, usage: usage ?? null, stats: stats ?? null, stop, warnings, error: null };
+  return { reason, usage: usage ?? null, stats: stats ?? null, stop, warnings, error: null, shifted: 0 };
 }
 
 /**

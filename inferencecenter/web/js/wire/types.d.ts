@@ -1100,6 +1100,12 @@ export interface SessionResumedEvent {
   transcript?: ChatMessage[];
   /** The most recent ended turns, when not resumed. */
   turns?: TranscriptTurn[];
+  /** Context size in tokens, when not resumed. */
+  n_ctx?: number;
+  /** Tokens of the history, when not resumed. */
+  n_tokens?: number;
+  /** Messages of the transcript that are no longer in the context, when not resumed. */
+  dropped_messages?: number;
 }
 
 /** The session's events are no longer sent to this socket, which stays open for its other sessions. */

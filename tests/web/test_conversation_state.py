@@ -1,0 +1,132 @@
+"""What the page shows of a conversation's state: answering, unread, the settings that apply, the focus, the context."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from playwright.async_api import expect
+
+from tests.e2e.harness import connect_client, run_daemon
+from tests.web.browser import MARKS, PHONE, signed_in
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+    from playwright.async_api import Browser
+
+    from tests.e2e.harness import Daemon
+
+pytestmark = MARKS
+
+LONG = "Many words. " * 400
+
+
+async def test_answering_and_unread_follow_events(browser: Browser, echo: Daemon) -> None:
+    """Of a conversation in the background, without reading the list again; unread survives a reload."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask(LONG)
+        await expect(visit.answers.first).to_contain_text("Many words. Many")
+        session = visit.session_id()
+        await visit.button("New chat").click()
+        entry = visit.page.locator(".item").filter(has=visit.page.locator(".item-open")).first
+        await expect(entry.get_by_label("Answering")).to_be_visible()
+        async with connect_client(echo) as client:
+            await client.send(op="abort", session_id=session)
+        await expect(entry.get_by_label("Answering")).to_have_count(0)
+        await expect(entry.get_by_label("Unread answer")).to_be_visible()
+        await expect(visit.page).to_have_title(re.compile(r"^\(1\) "))
+        await visit.page.reload()
+        await expect(entry.get_by_label("Unread answer")).to_be_visible()
+        await entry.locator(".item-open").click()
+        await expect(visit.questions).to_have_count(1)
+        await expect(entry.get_by_label("Unread answer")).to_have_count(0)
+        await expect(visit.page).to_have_title(re.compile(r"^Many"))
+
+
+async def test_settings_that_apply_are_shown_and_cleared(browser: Browser, echo: Daemon) -> None:
+    """A new chat says what it takes over from the last; what is cleared is not sent."""
+    async with signed_in(browser, echo) as visit:
+        await visit.button("Settings of this conversation").click()
+        await visit.page.get_by_label("System prompt").fill("Be brief.")
+        await visit.page.get_by_label("Temperature", exact=True).fill("0.3")
+        await visit.button("Close the settings").click()
+        chips = visit.page.get_by_role("group", name="Settings that apply")
+        await expect(visit.button("System prompt", inside=chips)).to_have_attribute("title", "Be brief.")
+        await visit.ask("First.")
+        await visit.answered()
+        await expect(visit.button("System prompt", inside=chips)).to_have_count(0)  # it cannot be changed any more
+        await expect(visit.button("Temperature: 0.3", inside=chips)).to_be_visible()
+        await visit.button("New chat").click()
+        await expect(visit.button("Temperature: 0.3", inside=chips)).to_be_visible()
+        await visit.button("Clear: System prompt", inside=chips).click()
+        await expect(visit.composer).to_be_focused()
+        await visit.button("Clear: Temperature: 0.3", inside=chips).click()
+        await expect(chips).to_have_count(0)
+        await visit.ask("Second.")
+        await visit.answered()
+        async with connect_client(echo) as client:
+            told = await client.ask(op="get_session", session_id=visit.session_id())
+        assert [each["role"] for each in told["transcript"]] == ["user", "assistant"]
+
+
+async def test_focus_returns_where_it_was(browser: Browser, echo: Daemon) -> None:
+    """After Esc in the settings, in the editor and in the list of a phone, and after Regenerate."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask("Hello.")
+        await visit.answered()
+        settings = visit.button("Settings of this conversation")
+        await settings.press("Enter")
+        await expect(visit.button("Close the settings")).to_be_focused()
+        await visit.page.keyboard.press("Escape")
+        await expect(settings).to_be_focused()
+        await visit.button("Edit").press("Enter")
+        await expect(visit.page.get_by_role("textbox", name="Edit the message")).to_be_focused()
+        await visit.page.keyboard.press("Escape")
+        await expect(visit.button("Edit")).to_be_focused()
+        await visit.button("Edit").press("Enter")
+        await visit.page.get_by_role("textbox", name="Edit the message").press("Enter")
+        await visit.answered()
+        await expect(visit.composer).to_be_focused()
+        await visit.button("Regenerate").press("Enter")
+        await expect(visit.composer).to_be_focused()
+        await visit.answered()
+    async with signed_in(browser, echo, viewport=PHONE) as visit:
+        await visit.button("Conversations").press("Enter")
+        await expect(visit.button("New chat")).to_be_focused()
+        await visit.page.keyboard.press("Escape")
+        await expect(visit.button("Conversations")).to_be_focused()
+
+
+async def test_context_meter(browser: Browser, tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> None:
+    """Tokens and their limit; the notice of what is no longer read stays, also after a reload."""
+    long = "Count from 1 to 20, and then from 20 to 1 again, and so on. " * 4
+    small = {"INFERENCECENTER_ENGINE__N_CTX": "512", "INFERENCECENTER_ENGINE__SLOTS": "2"}
+    with run_daemon(tmp_path_factory.mktemp("small") / "state", demo_model_path, **small) as daemon:
+        async with connect_client(daemon) as client:
+            session = await client.create(params={"max_tokens": 24})
+        async with signed_in(browser, daemon) as visit:
+            await visit.go(f"#/c/{session}")
+            facts = visit.page.locator(".conversation-facts")
+            await visit.ask("Count from 1 to 3.")
+            await visit.answered()
+            await expect(facts).to_contain_text(re.compile(r"\d+ / 512 tokens"))
+            await expect(facts).not_to_contain_text("no longer read")
+            answer = visit.answers.last
+            for count in range(2, 9):
+                await visit.ask(long)
+                answer = await visit.answered(count=count)
+                if "no longer reads the oldest" in await answer.inner_text():
+                    break
+            await expect(answer).to_contain_text("no longer reads the oldest")
+            async with connect_client(daemon) as client:
+                told = await client.ask(op="get_session", session_id=session)
+            assert told["dropped_messages"] > 0
+            for _ in range(2):
+                await expect(facts).to_contain_text(f"{told['n_tokens']} / 512 tokens")
+                await expect(facts).to_contain_text(
+                    re.compile(f"Oldest {told['dropped_messages']} messages no longer read")
+                )
+                await visit.page.reload()
+                await visit.answered(count=count)
