@@ -180,11 +180,28 @@ _FrameQueue: TypeAlias = CoalescingQueue[str | None, TextFrames, bytes, bytes | 
 
 
 class Outbox(SocketOutbox[_FrameQueue]):
-    """Outbox of a socket of the daemon's own protocol; see ``SocketOutbox``."""
+    """Outbox of a socket of the daemon's own protocol; see ``SocketOutbox``.
 
-    def __init__(self, wire: Wire, *, limit_bytes: int, overflowed: Callable[[], None], metrics: DaemonMetrics) -> None:
+    Args:
+        wire: The socket.
+        sent: Called with each event that is not a text to be joined, once it is written or queued.
+        limit_bytes: Maximum number of queued bytes.
+        overflowed: Called once beyond the limit; the outbox then accepts nothing more.
+        metrics: Where frames and bytes are counted.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        *,
+        sent: Callable[[Event], None] = lambda _: None,
+        limit_bytes: int,
+        overflowed: Callable[[], None],
+        metrics: DaemonMetrics,
+    ) -> None:
         queue = partial(_FrameQueue, TextFrames.join)
         super().__init__(wire, queue=queue, limit_bytes=limit_bytes, overflowed=overflowed, metrics=metrics)
+        self._sent = sent
         self._dagger_only = True
         self._frames: dict[str, TextFrames] = {}
         self._n_replayed = 0
@@ -204,12 +221,12 @@ class Outbox(SocketOutbox[_FrameQueue]):
             return
         session_id = self._forget_text(event)
         frame = encode(event, dagger_only=self._dagger_only)
-        if frame is None:
-            return
-        if not self._entries and self._wire.takes_frames:
-            self._write(frame.encode())
-        else:
-            self._queue.put(session_id, frame.encode(), len(frame))
+        if frame is not None:
+            if not self._entries and self._wire.takes_frames:
+                self._write(frame.encode())
+            else:
+                self._queue.put(session_id, frame.encode(), len(frame))
+        self._sent(event)
 
     def replay(self, events: Sequence[Event]) -> None:
         """Queue events to be encoded once the peer has read what precedes them."""
@@ -219,6 +236,8 @@ class Outbox(SocketOutbox[_FrameQueue]):
             self._queue.put(self._forget_text(event), _Replayed(event), 0)
             self._n_replayed += 1
         self.flush()
+        for event in events:
+            self._sent(event)
 
     @property
     def replay_pending(self) -> bool:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.base import Event
     from inferencecenter.protocol.values import Mode, OnDisconnect, OnFull, Priority
     from inferencecenter.sessions.journal import Journal
-    from inferencecenter.sessions.model_router import ModelRouter, ServedModel
-    from inferencecenter.sessions.observability import ActiveTurnCount, TextQuota, TokenMeter, Tracer, TurnRecord
+    from inferencecenter.sessions.model_router import ModelRouter
+    from inferencecenter.sessions.observability import ActiveTurnCount, TextQuota, Tracer, TurnMetrics
 
 
 PRIORITY_RANK: Final[Mapping[str, int]] = MappingProxyType({"interactive": 0, "normal": 1, "batch": 2})
@@ -207,9 +207,7 @@ class SessionServices:
     quota_of: Callable[[str, str], Quota]
     new_id: Callable[[str], str]
     new_seed: Callable[[], int]
-    meter: TokenMeter
-    eta_ms: Callable[[ServedModel, int], float | None]
-    turn_ended: Callable[[TurnRecord], None]
+    metrics: TurnMetrics
     tracer: Tracer
     active_turns: ActiveTurnCount
     text_quota: TextQuota

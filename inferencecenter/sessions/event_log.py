@@ -1,13 +1,13 @@
 """A session's numbered events: committed, published to one subscriber, and replayed after a reconnect.
 
-``EventLog`` numbers each event with the session's next ``seq``, writes its journal record, and hands the event to the
-``Subscription``. The journal holds back delivery until the record is committed (commit before publish), so a client
-never sees an event that a crash of the process could revoke. The ``ReplayBuffer`` keeps the latest events up to a limit
-of bytes; adjacent deltas of one text are stored as runs and replayed joined. A reconnecting client sends its epoch and
-the number of its last event: it is replayed exactly the events after it, or receives the reason and the whole state if
-the buffer no longer holds them. The epoch names one history of events; it changes after an unclean stop, since a power
-loss may have revoked tokens and their numbers are then given to other events. Invariant: within an epoch no number is
-used for two events, and a subscriber receives the events in order, each once.
+``EventLog`` numbers each event with the session's next ``seq``, writes its journal record, and sends the event to the
+socket that subscribes. The journal holds back delivery until the record is committed (commit before publish), so a
+client never sees an event that a crash of the process could revoke. The ``ReplayBuffer`` keeps the latest events up to
+a limit of bytes; adjacent deltas of one text are stored as runs and replayed joined. A reconnecting client sends its
+epoch and the number of its last event: it is replayed exactly the events after it, or receives the reason and the whole
+state if the buffer no longer holds them. The epoch names one history of events; it changes after an unclean stop, since
+a power loss may have revoked tokens and their numbers are then given to other events. Invariant: within an epoch no
+number is used for two events, and a subscriber receives the events in order, each once.
 """
 
 from __future__ import annotations
@@ -225,65 +225,46 @@ class ReplayResult:
     reason: ReplayLoss | None = None
 
 
-class Subscription:
-    """Delivers a session's events to at most one subscriber once they are committed, and buffers them for replay.
+class EventLog:
+    """Builds a session's events, numbers them from 1, commits them, and delivers them to at most one subscriber.
 
-    An event that is still held back by the journal when a client resumes is delivered to that client only.
+    Events are numbered and kept for replay also without a subscriber. An event must be published before the next one is
+    built. One that is still held back by the journal when a client resumes is delivered to that client only.
 
     Args:
         session_id: The session.
-        journal: Releases deliveries after the commit.
-        replay: The buffer for replay.
+        journal: Where records are written; it releases deliveries after the commit.
+        replay_bytes: Approximate limit of the buffer for replay.
         sink: The initial subscriber.
         on_sink_changed: Called with the session's id, the old and the new subscriber when the subscriber changes.
+        seq: Number of the last event of an earlier daemon.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - keyword-only
         self,
         session_id: str,
         *,
         journal: Journal,
-        replay: ReplayBuffer,
+        replay_bytes: int,
         sink: EventSink | None,
         on_sink_changed: Callable[[str, EventSink | None, EventSink | None], None],
+        seq: int = 0,
     ) -> None:
+        self.seq = seq
         self._session_id = session_id
         self._journal = journal
-        self._replay = replay
+        self._replay = ReplayBuffer(replay_bytes, seq=seq)
         self._sink = sink
         self._on_sink_changed = on_sink_changed
         self._generation = 0
         self._replay_timer: ScheduledCall | None = None
 
+    # The subscriber.
+
     @property
     def sink(self) -> EventSink | None:
         """The current subscriber."""
         return self._sink
-
-    def publish(self, event: NumberedEvent) -> None:
-        """Buffer an event and send it to the subscriber."""
-        self._replay.add(event)
-        self.send(event)
-
-    def reply(self, event: NumberedEvent, sink: EventSink) -> None:
-        """Buffer an event and send it to the requester; the subscriber, if another, receives it by replay."""
-        if sink is self._sink:
-            self.publish(event)
-        else:
-            self._replay.add(event)
-            self._journal.release(lambda: sink.send(event))
-
-    def send(self, event: Event) -> None:
-        """Send an event to the subscriber without buffering it."""
-        if (sink := self._sink) is None:
-            return
-        generation = self._generation
-
-        def deliver() -> None:
-            if generation == self._generation:
-                sink.send(event)
-
-        self._journal.release(deliver)
 
     def attach(self, sink: EventSink) -> None:
         """Make ``sink`` the subscriber; the previous one receives ``session_detached`` after its last event."""
@@ -300,13 +281,13 @@ class Subscription:
         before, self._sink = self._sink, None
         self._on_sink_changed(self._session_id, before, None)
 
-    def missed_events(self, request: ResumeSession, *, epoch: str, seq: int) -> ReplayResult:
-        """Return the events after the position in ``request``; ``epoch`` and ``seq`` are those of the session."""
+    def missed_events(self, request: ResumeSession, *, epoch: str) -> ReplayResult:
+        """Return the events after the position in ``request``; ``epoch`` is that of the session."""
         if request.epoch is None:
             return ReplayResult(reason="no_position")
         if request.epoch != epoch:
             return ReplayResult(reason="other_epoch")
-        if request.last_seq > seq:
+        if request.last_seq > self.seq:
             return ReplayResult(reason="unknown_position")
         missing = self._replay.events_after(request.last_seq)
         return ReplayResult(reason="too_old") if missing is None else ReplayResult(tuple(missing))
@@ -335,29 +316,6 @@ class Subscription:
         if self._replay_timer is not None:
             self._replay_timer.cancel()
             self._replay_timer = None
-
-    def _disable_replay(self) -> None:
-        self._replay_timer = None
-        self._replay.disable()
-
-
-class EventLog:
-    """Builds a session's events, numbers them from 1, and commits and publishes them.
-
-    Events are numbered also without a subscriber. An event must be published before the next one is built.
-
-    Args:
-        session_id: The session.
-        journal: Where records are written.
-        subscription: Where events are published.
-        seq: Number of the last event of an earlier daemon.
-    """
-
-    def __init__(self, session_id: str, *, journal: Journal, subscription: Subscription, seq: int = 0) -> None:
-        self.seq = seq
-        self._session_id = session_id
-        self._journal = journal
-        self._subscription = subscription
 
     # Building events; each takes the next number.
 
@@ -449,7 +407,7 @@ class EventLog:
     def publish(self, event: NumberedEvent, record: Record) -> None:
         """Publish the event that was built last after the commit of ``record``, which contains its number."""
         self.write(record)
-        self._subscription.publish(event)
+        self._publish(event)
 
     def publish_transient(self, event: TurnEvent) -> None:
         """Publish the event that was built last; only its number is recorded."""
@@ -474,7 +432,7 @@ class EventLog:
         )
         if not shown:
             return
-        self._subscription.publish(
+        self._publish(
             events.Token.model_construct(
                 op="token",
                 id=None,
@@ -502,16 +460,43 @@ class EventLog:
             )
         )
         for part_event in part_events:
-            self._subscription.publish(part_event)
+            self._publish(part_event)
 
     def reply(self, event: SessionEvent, record: Record, sink: EventSink) -> None:
-        """Commit ``record`` and send the event that was built last to the requester."""
+        """Commit ``record`` and send the event that was built last to the requester.
+
+        The subscriber, if another, receives it by replay.
+        """
         self.write(record)
-        self._subscription.reply(event, sink)
+        if sink is self._sink:
+            self._publish(event)
+        else:
+            self._replay.add(event)
+            self._journal.release(lambda: sink.send(event))
 
     def resend(self, event: events.End, *, request_id: str | None) -> None:
         """Send the end of a turn again with its original number."""
-        self._subscription.send(event.model_copy(update={"id": request_id}))
+        self._send(event.model_copy(update={"id": request_id}))
+
+    def _publish(self, event: NumberedEvent) -> None:
+        self._replay.add(event)
+        self._send(event)
+
+    def _send(self, event: Event) -> None:
+        """Send an event to the subscriber after the commit of what was written, without keeping it for replay."""
+        if (sink := self._sink) is None:
+            return
+        generation = self._generation
+
+        def deliver() -> None:
+            if generation == self._generation:
+                sink.send(event)
+
+        self._journal.release(deliver)
+
+    def _disable_replay(self) -> None:
+        self._replay_timer = None
+        self._replay.disable()
 
     def _part_event(self, turn_id: str, part: Part) -> events.Token | events.Reasoning | events.ToolCall:
         fields: dict[str, Any] = {

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Final, Literal
 import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.ipc.port import EngineState
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import merge, parse_params
 from inferencecenter.protocol.values import ChatMessage
@@ -59,7 +58,6 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.event_log import SessionEventHandler
     from inferencecenter.sessions.history import HistoryLimits
     from inferencecenter.sessions.journal import Journal, StorageFault, StoredSession, UsageRecorded
-    from inferencecenter.sessions.model_router import ServedModel
     from inferencecenter.sessions.observability import Totals, Tracer, TurnObserver
     from inferencecenter.sessions.prefix_match import PrefixMatch
     from inferencecenter.sessions.prompt.renderer import PromptRenderers
@@ -148,9 +146,7 @@ class SessionManager:
             quota_of=quota_of,
             new_id=self._new_id,
             new_seed=lambda: int.from_bytes(random_bytes(4), "little") >> 1,
-            meter=self._metrics.meter,
-            eta_ms=self._eta_ms,
-            turn_ended=self._metrics.turn_ended,
+            metrics=self._metrics,
             tracer=tracer or NullTracer(),
             active_turns=self._active_turns,
             text_quota=self._text_quota,
@@ -507,14 +503,6 @@ class SessionManager:
     def _expire(self, session: LiveSession) -> None:
         session.expire()
         self._notifier.notify_closed(session, exclude=(session.sink,))
-
-    def _eta_ms(self, serving: ServedModel, position: int) -> float | None:
-        if not position:
-            return None
-        engine = serving.engine.status
-        if engine.model is None or engine.state is not EngineState.READY:
-            return None  # the start time of an engine is unknown
-        return self._metrics.eta_ms(serving.name, position, slots=engine.model.slots)
 
     def _new_id(self, prefix: str) -> str:
         return prefix + base64.urlsafe_b64encode(self._random_bytes(16)).rstrip(b"=").decode()

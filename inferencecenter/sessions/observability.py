@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 import structlog
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.ipc.port import EngineState
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import TraceStage
     from inferencecenter.protocol.values import TurnStats
     from inferencecenter.sessions.context import SessionConfig
+    from inferencecenter.sessions.model_router import ServedModel
     from inferencecenter.sessions.turn import Turn, TurnOutcome, TurnSpec
 
 
@@ -149,11 +151,9 @@ class WaitEstimator:
             self._held_ms[record.model] = old_ms + _NEWEST * (held_ms - old_ms)
 
     def eta_ms(self, model: str, position: int, *, slots: int) -> float | None:
-        """Return the expected wait at a queue position; ``None`` for a running turn or without data."""
+        """Return the expected wait at a queue position from 1; ``None`` without data."""
         held_ms = self._held_ms.get(model)
-        if not position or held_ms is None:
-            return None
-        return round(position * held_ms / slots)
+        return None if held_ms is None else round(position * held_ms / slots)
 
 
 class TurnMetrics:
@@ -192,9 +192,14 @@ class TurnMetrics:
             except Exception:  # noqa: BLE001 - what is counted of a turn takes nothing from its end
                 _log.exception("turn_not_counted", turn=record.turn_id)
 
-    def eta_ms(self, model: str, position: int, *, slots: int) -> float | None:
-        """Return the expected wait at a queue position of a model, if known."""
-        return self._waits.eta_ms(model, position, slots=slots)
+    def eta_ms(self, serving: ServedModel, position: int) -> float | None:
+        """Return the expected wait at a queue position of a model; ``None`` for a running turn, or if it is unknown."""
+        if not position:
+            return None
+        engine = serving.engine.status
+        if engine.model is None or engine.state is not EngineState.READY:
+            return None  # the start time of an engine is unknown
+        return self._waits.eta_ms(serving.name, position, slots=engine.model.slots)
 
     def totals(self, *, sessions: int, active: int, now: float) -> Totals:
         """Return the totals over so many sessions, of which ``active`` run a turn."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import SessionSummary
-from inferencecenter.sessions.event_log import EventLog, ReplayBuffer, Subscription
+from inferencecenter.sessions.event_log import EventLog
 from inferencecenter.sessions.history import HistorySize, TurnFailure, TurnLog
 from inferencecenter.sessions.journal import (
     HistoryChanged,
@@ -211,11 +211,14 @@ class LiveSession:
         self.journal: Journal = own if config.store else NullJournal()
         self._client_journal = own
         self._services = services
-        replay = ReplayBuffer(services.settings.replay_kib * 1024, seq=seq)
-        self._subscription = Subscription(
-            config.session_id, journal=self.journal, replay=replay, sink=sink, on_sink_changed=services.sink_changed
+        self._events = EventLog(
+            config.session_id,
+            journal=self.journal,
+            replay_bytes=services.settings.replay_kib * 1024,
+            sink=sink,
+            on_sink_changed=services.sink_changed,
+            seq=seq,
         )
-        self._events = EventLog(config.session_id, journal=self.journal, subscription=self._subscription, seq=seq)
         self._state = SessionState.IDLE
         self._history = history
         self._turn_log = turn_log
@@ -257,7 +260,7 @@ class LiveSession:
     @property
     def sink(self) -> EventSink | None:
         """The subscriber of its events; ``None`` while the session is detached."""
-        return self._subscription.sink
+        return self._events.sink
 
     @property
     def idle_s(self) -> float:
@@ -344,10 +347,10 @@ class LiveSession:
                 raise InferenceCenterError(
                     ErrorCode.SESSION_BUSY, hint="Wait for the end of its turn, abort it, or use another session."
                 )
-            self._subscription.attach(sink)
+            self._events.attach(sink)
             runner.resend_queued(request_id=request.id)
         elif (ended := self._turn_log.find_end(request.turn_key)) is not None:
-            self._subscription.attach(sink)
+            self._events.attach(sink)
             self._events.resend(ended, request_id=request.id)
         else:
             self._begin(request, client, sink, note=note)
@@ -357,10 +360,10 @@ class LiveSession:
 
         If some of them are lost, the reply contains the state of the session instead.
         """
-        missed = self._subscription.missed_events(request, epoch=self.config.epoch, seq=self._events.seq)
+        missed = self._events.missed_events(request, epoch=self.config.epoch)
         turn = self._runner.turn if self._runner else None
         answer = self.snapshot.resumed(missed.reason, turn=turn, request_id=request.id)
-        self._subscription.resume(sink, answer, missed.events)
+        self._events.resume(sink, answer, missed.events)
 
     def abort(self, request: Abort) -> None:
         """Request the end of the running turn; its ``end`` answers the request.
@@ -449,7 +452,7 @@ class LiveSession:
 
     def detach(self) -> None:
         """Remove the subscriber; after ``detached_turn_s`` a running turn keeps its text but not its events."""
-        self._subscription.detach()
+        self._events.detach()
         self._limit_replay()
 
     def expire(self) -> None:
@@ -499,7 +502,7 @@ class LiveSession:
         self._events.publish(end, record)
         if not self.config.store:
             self._count_usage(record.remaining_usage())
-        self._services.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
+        self._services.metrics.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
 
     def turn_broken(self, turn: Turn, failure: Failed, outcome: TurnOutcome) -> None:
         """Return to idle after a turn that an internal error ended, and publish its failure."""
@@ -526,7 +529,7 @@ class LiveSession:
         self._events.publish(error, record)
         if not self.config.store:
             self._count_usage(spent)
-        self._services.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
+        self._services.metrics.turn_ended(outcome.record(self.config, turn.turn_id, model=turn.spec.model))
 
     def _usage_record(self, turn: Turn) -> UsageRecorded:
         return UsageRecorded(client_id=self.config.client_id, token_id=turn.spec.token_id, at=self._services.clock())
@@ -562,7 +565,7 @@ class LiveSession:
             raise
         self._change(SessionChange.TURN_QUEUED)
         self._touch()
-        self._subscription.attach(sink)
+        self._events.attach(sink)
         runner.send_queued(request_id=request.id)
 
     def _new_runner(self, turn: Turn, quota: Quota) -> TurnRunner:
@@ -579,7 +582,7 @@ class LiveSession:
 
     def _end_turn(self) -> None:
         self._runner = None
-        self._subscription.keep_replay()
+        self._events.keep_replay()
         self._change(SessionChange.TURN_ENDED)
         self._touch()
 
@@ -631,4 +634,4 @@ class LiveSession:
 
     def _limit_replay(self) -> None:
         if self._runner is not None:
-            self._subscription.disable_replay_later(self._services.settings.detached_turn_s, self._services.call_later)
+            self._events.disable_replay_later(self._services.settings.detached_turn_s, self._services.call_later)

@@ -398,7 +398,7 @@ class Turn:
 
     def submission(self, config: SessionConfig, *, shared_prompts: Collection[str], now: float) -> Submit:
         """Return what an engine gets of the turn, or of its remainder; its prompt is set."""
-        prompt, answer = self.prompt, self.answer
+        prompt = self.prompt
         assert prompt is not None, "a turn is submitted with a prompt"
         # Tools are rendered with the system prompt and are private, so such a prompt is not shared.
         system = prompt.messages[0].content if prompt.shared_pieces and not self.spec.request.tools else None
@@ -412,8 +412,8 @@ class Turn:
             params_json=encode(self._params_left(now)),
             shared_pieces=prompt.shared_pieces,
             public=system in shared_prompts,
-            answer=answer.tokens,
-            shown_chars=len(answer.text),
+            answer=bytes(self._tokens),
+            shown_chars=len(self._text),
             may_shift=config.on_full == "shift",
             durable=config.store,
             traced=self.trace.wanted,

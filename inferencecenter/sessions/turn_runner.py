@@ -382,7 +382,7 @@ class TurnRunner:
         now, n_tokens = self._services.monotonic(), len(event.tokens) // TOKEN_BYTES
         turn = self.turn
         turn.extend(event, now=now)
-        self._services.meter.add(n_tokens, now=now)
+        self._services.metrics.meter.add(n_tokens, now=now)
         if turn.assembler is None:
             self._events.publish_text(event)
         else:
@@ -547,7 +547,7 @@ class TurnRunner:
         )
 
     def _eta_ms(self) -> float | None:
-        return self._services.eta_ms(self._model, self.turn.position)
+        return self._services.metrics.eta_ms(self._model, self.turn.position)
 
 
 @dataclass(slots=True)

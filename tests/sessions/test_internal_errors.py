@@ -11,7 +11,7 @@ from inferencecenter.config.limits import NO_LIMITS
 from inferencecenter.protocol import events
 from inferencecenter.sessions import turn_runner
 from inferencecenter.sessions.context import UnlimitedQuota
-from inferencecenter.sessions.event_log import EventLog, Subscription
+from inferencecenter.sessions.event_log import EventLog, ReplayBuffer
 from inferencecenter.sessions.history import TurnLog
 from inferencecenter.sessions.journal import StoredSession, TurnEnded
 from inferencecenter.sessions.session import LiveSession
@@ -63,7 +63,8 @@ def broken_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, after
         (EventLog, "queued"),
         (EventLog, "publish_text"),
         (EventLog, "end"),
-        (Subscription, "publish"),
+        (EventLog, "publish"),
+        (ReplayBuffer, "add"),
         (Turn, "start"),
         (Turn, "extend"),
         (Turn, "finished_outcome"),
@@ -114,7 +115,7 @@ def test_resume_after_an_internal_error_sends_the_state(world: SessionHarness, m
     """The unpublished number leaves a gap, so earlier positions cannot be replayed."""
     session_id = world.create()
     epoch = world.get(session_id).epoch
-    broken_once(monkeypatch, Subscription, "publish")
+    broken_once(monkeypatch, ReplayBuffer, "add")
     world.infer(session_id)
     world.turn(session_id, "Hi", "Hello")
     sink = FakeSink()

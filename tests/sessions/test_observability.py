@@ -53,7 +53,6 @@ def test_expected_wait_follows_from_slot_times() -> None:
     waits = WaitEstimator()
     assert waits.eta_ms("toy", 1, slots=2) is None
     waits.update(record(queue_ms=600, total_ms=1000))
-    assert waits.eta_ms("toy", 0, slots=2) is None
     assert waits.eta_ms("toy", 1, slots=2) == 200
     assert waits.eta_ms("toy", 3, slots=2) == 600
 

@@ -369,6 +369,11 @@ def test_queued_turn_has_an_expected_wait(world: SessionHarness) -> None:
     world.infer(session_id)
     queued = [event for event in world.sink.events if isinstance(event, events.Queued)]
     assert [(event.position, event.eta_ms) for event in queued] == [(0, None), (2, 300)]
+    world.engine.position = 0
+    world.infer(world.create())
+    assert isinstance(runs := world.sink.last, events.Queued)
+    assert (runs.position, runs.eta_ms) == (0, None)
+    world.engine.position = 2
     world.engine.status = EngineStatus(state=EngineState.ASLEEP, model=world.engine.status.model)
     world.infer(world.create())
     assert isinstance(waits := world.sink.last, events.Queued)

@@ -25,7 +25,7 @@ from inferencecenter.server.outbox import Outbox
 from inferencecenter.server.websocket import SCOPE_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping
 
     from starlette.datastructures import URLPath
     from starlette.types import Receive, Scope, Send
@@ -62,9 +62,12 @@ class Connection(SocketConnection[Outbox]):
     def __init__(
         self, context: ServerContext, wire: Wire, *, address: str, v1: bool, traceparent: str | None = None
     ) -> None:
+        outbox = partial(Outbox, sent=self._watch_turns)
         super().__init__(
-            context, wire, outbox=Outbox, backoffs=RefusalBackoffs(), address=address, traceparent=traceparent
+            context, wire, outbox=outbox, backoffs=RefusalBackoffs(), address=address, traceparent=traceparent
         )
+        # A session sends to the outbox without a call in between; what a closed connection is sent is dropped there.
+        self.send, self.replay, self.wait_replayed = self._outbox.send, self._outbox.replay, self._outbox.wait_replayed
         self.v1 = False
         self._turns: dict[str, str] = {}
         self._embeddings: set[EmbeddingJob] = set()
@@ -143,7 +146,9 @@ class Connection(SocketConnection[Outbox]):
 
     async def _process(self, text: str) -> None:
         await commands.run(self, await self._read(text))
-        await self._run_deferred()
+        while (rest := self._rest) is not None:
+            self._rest = None
+            await rest()
 
     async def _read(self, text: str) -> Frame:
         """Parse a frame, a large one in a thread.
@@ -167,33 +172,6 @@ class Connection(SocketConnection[Outbox]):
 
     def _fail_frame(self, error: InferenceCenterError) -> None:
         self.fail(error, request_id=error.request_id if isinstance(error, FrameError) else None)
-
-    async def _run_deferred(self) -> None:
-        """Run the rest of the last command, if there is one."""
-        while (rest := self._rest) is not None:
-            self._rest = None
-            await rest()
-
-    def send(self, event: Event) -> None:
-        """Send an event without blocking; a closed connection sends nothing."""
-        self._outbox.send(event)
-        if type(event) is not events.Token:
-            self._watch_turns(event)
-
-    def replay(self, missed: Sequence[Event]) -> None:
-        """Send events requested in bulk, at the speed of the peer; see ``Outbox``."""
-        self._outbox.replay(missed)
-        for event in missed:
-            self._watch_turns(event)
-
-    @property
-    def replay_pending(self) -> bool:
-        """Whether events requested in bulk are still queued."""
-        return self._outbox.replay_pending
-
-    async def wait_replayed(self) -> None:
-        """Wait until none is queued, or the connection is closed."""
-        await self._outbox.wait_replayed()
 
     def fail(
         self,

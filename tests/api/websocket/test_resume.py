@@ -249,7 +249,7 @@ async def test_socket_lost_during_replay_is_cleaned_up(serve: Serve) -> None:
         (connection,) = server.context.hub._connections
         assert isinstance(connection, Connection)
         async with asyncio.timeout(60):
-            while not connection.replay_pending:  # noqa: ASYNC110 - what a peer does not read sets no event
+            while not connection._outbox.replay_pending:  # noqa: ASYNC110 - what a peer does not read sets no event
                 await asyncio.sleep(0)
             socket.transport.abort()
             while len(server.context.hub):  # noqa: ASYNC110 - neither does a lost socket
