@@ -228,7 +228,6 @@ def serve(
     # A watchdog ends a stuck daemon by SIGABRT; the log then has the stack.
     faulthandler.enable()
     _allow_many_sockets()
-    build_messages(Request, Event, Value)
     with ExitStack() as held:
         held.enter_context(_exclusive_state_dir(settings.state_dir))
         server = settings.server
@@ -404,7 +403,8 @@ async def _listen(listener: Listener, sockets: list[socket.socket]) -> None:
 
     A full collection traverses every object that is not frozen: modules, message models and sessions. In an idle daemon
     that takes 40 to 70 ms, during which no stream gets a token, and closed connections trigger it every few seconds.
-    The one before freezing is done while the engine loads, and not before the engine has its options.
+    The one before freezing, and the building of message models, is done while the engine loads, and not before the
+    engine has its options.
     """
     freezing = asyncio.get_running_loop().call_later(_FREEZE_AFTER_S, _freeze)
     try:
@@ -414,6 +414,7 @@ async def _listen(listener: Listener, sockets: list[socket.socket]) -> None:
 
 
 def _freeze() -> None:
+    build_messages(Request, Event, Value)
     gc.collect()
     gc.freeze()
     gc.enable()  # the command line disabled it for the imports

@@ -111,7 +111,7 @@ _NOTHING: Final[Mapping[str, str]] = MappingProxyType({})
 _log = structlog.get_logger(__name__)
 
 
-class NoQuery(BaseModel, extra="forbid"):
+class NoQuery(BaseModel, extra="forbid", defer_build=True):
     """An empty query."""
 
 

@@ -78,7 +78,7 @@ def error_headers(error: InferenceCenterError) -> dict[str, str]:
     return headers
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(BaseModel, defer_build=True):
     """An error, in OpenAI's format."""
 
     message: str = Field(description="What is wrong, and what to do about it.")
@@ -95,7 +95,7 @@ class ErrorDetail(BaseModel):
     )
 
 
-class ErrorAnswer(BaseModel):
+class ErrorAnswer(BaseModel, defer_build=True):
     """An error response."""
 
     error: ErrorDetail

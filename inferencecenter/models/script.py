@@ -64,7 +64,7 @@ def _on_wire(code: ErrorCode) -> ErrorCode:
 
 
 class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True, defer_build=True)
 
 
 class ScriptedCall(_Table):

@@ -28,7 +28,7 @@ TurnId = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 # Validators are built on first use, which halves the start-up time of a client that imports all messages and uses a
-# few. The daemon builds all of them before its event loop runs, see ``build_messages``. For the same reason the modules
+# few. The daemon builds all of them while its engine loads, see ``build_messages``. For the same reason the modules
 # of messages have no ``from __future__ import annotations``: pydantic would compile and evaluate each one as text.
 
 
@@ -80,7 +80,7 @@ def messages_in(module: Mapping[str, object], base: type[_Base]) -> tuple[type[_
 
 
 def build_messages(*bases: type[BaseModel]) -> None:
-    """Build the validators of all subclasses, which takes several hundred milliseconds."""
+    """Build the validators of all subclasses, which takes tens of milliseconds."""
     for base in bases:
         for kind in base.__subclasses__():
             kind.model_rebuild()

@@ -386,7 +386,7 @@ Finish = Literal["stop", "length", "tool_calls", "function_call", "content_filte
 class AnswerModel(BaseModel):
     """Part of a response."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, defer_build=True)
 
 
 class PromptTokensDetails(AnswerModel):

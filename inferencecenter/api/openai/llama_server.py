@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import ModelInfo
 
 
-class GenerationDefaults(BaseModel):
+class GenerationDefaults(BaseModel, defer_build=True):
     """Defaults of a turn."""
 
     n_ctx: int = Field(description="Tokens of prompt and answer.")
     params: dict[str, Any] = Field(description="Parameters, as in `infer`.")
 
 
-class Modalities(BaseModel):
+class Modalities(BaseModel, defer_build=True):
     """What the model takes beside text."""
 
     vision: bool = Field(description="Images.")
     audio: bool = Field(description="Audio.")
 
 
-class ServerProperties(BaseModel):
+class ServerProperties(BaseModel, defer_build=True):
     """Properties of the default model."""
 
     default_generation_settings: GenerationDefaults = Field(description="Defaults of a turn.")
@@ -52,7 +52,7 @@ class ServerProperties(BaseModel):
     is_sleeping: bool = Field(description="Whether its memory is free until the next turn.")
 
 
-class SlotState(BaseModel):
+class SlotState(BaseModel, defer_build=True):
     """A slot."""
 
     id: int = Field(description="Its index.")
@@ -60,11 +60,11 @@ class SlotState(BaseModel):
     is_processing: bool = Field(description="Whether a turn runs.")
 
 
-class Slots(RootModel[list[SlotState]]):
+class Slots(RootModel[list[SlotState]], defer_build=True):
     """The slots of the default model; turns occupy the first ones."""
 
 
-class TemplateOutput(BaseModel):
+class TemplateOutput(BaseModel, defer_build=True):
     """A prompt."""
 
     prompt: str = Field(description="The text that the model would be given.")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from inferencecenter.server.context import ServerContext
 
 
-class Model(BaseModel):
+class Model(BaseModel, defer_build=True):
     """A model that the client may use."""
 
     id: str = Field(description="Its name.")
@@ -34,7 +34,7 @@ class Model(BaseModel):
     meta: ModelMeta | None = Field(description="Properties of its file, as of llama-server; null before it was loaded.")
 
 
-class ModelMeta(BaseModel):
+class ModelMeta(BaseModel, defer_build=True):
     """Properties of a model's file."""
 
     n_vocab: int = Field(description="Tokens of the vocabulary.")
@@ -50,7 +50,7 @@ _CAPABILITIES: Final[dict[str, tuple[Literal["chat", "completion", "embedding", 
 }
 
 
-class ModelList(BaseModel):
+class ModelList(BaseModel, defer_build=True):
     """All models, by name."""
 
     object: Literal["list"] = "list"

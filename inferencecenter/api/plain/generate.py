@@ -66,7 +66,7 @@ class Generate(RequestModel):
     )
 
 
-class Generated(BaseModel):
+class Generated(BaseModel, defer_build=True):
     """The result."""
 
     text: str = Field(description="The generated text.")
@@ -78,7 +78,7 @@ class Generated(BaseModel):
     stats: TurnStats = Field(description="Statistics of the turn.")
 
 
-class GeneratedPart(BaseModel):
+class GeneratedPart(BaseModel, defer_build=True):
     """A part of the result; the last one has no text, but the finish reason."""
 
     text: str | None = Field(default=None, description="Text to append.")

@@ -51,14 +51,14 @@ class Tokenize(RequestModel):
     with_pieces: bool = Field(default=False, description="Whether each token is an object with its id and its text.")
 
 
-class TokenPiece(BaseModel):
+class TokenPiece(BaseModel, defer_build=True):
     """A token and its text."""
 
     id: int = Field(description="Token id.")
     piece: str = Field(description="Its text; incomplete characters are U+FFFD.")
 
 
-class Tokens(BaseModel):
+class Tokens(BaseModel, defer_build=True):
     """The tokens of a text."""
 
     tokens: list[int] | list[TokenPiece] = Field(description="Token ids; objects with `with_pieces`.")
@@ -75,7 +75,7 @@ class Detokenize(RequestModel):
     model: ModelName | None = Field(default=None, description=_MODEL)
 
 
-class Text(BaseModel):
+class Text(BaseModel, defer_build=True):
     """The text of the tokens."""
 
     text: str = Field(description="The text, with special tokens by name.")

@@ -22,7 +22,7 @@ ItemState = Literal["in_progress", "completed", "incomplete"]
 class ResponseObject(BaseModel):
     """Part of a response: immutable; null for unknown values."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class TopLogprob(ResponseObject):
