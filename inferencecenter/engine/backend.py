@@ -100,8 +100,12 @@ class TextCodec(Protocol):
     def model(self) -> ModelInfo:
         """Properties of the loaded model."""
 
-    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
-        """Return the token ids of ``pieces``, with BOS where the model wants one and ``first`` is set."""
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
+        """Return the token ids of ``pieces``, with BOS where the model wants one and ``first`` is set.
+
+        ``after`` are the tokens of the pieces before these, where a text is tokenized in two parts: together they are
+        those of all its pieces.
+        """
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes a token adds to the text; empty for control tokens."""

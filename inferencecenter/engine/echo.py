@@ -61,8 +61,8 @@ class EchoVocabulary:
 
     model: ModelInfo
 
-    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
-        """Return the bytes of ``pieces``, with control tokens parsed in special ones; ``first`` has no effect."""
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
+        """Return the bytes of ``pieces``, with control tokens parsed in special ones."""
         tokens: list[int] = []
         for piece in pieces:
             control = _CONTROL_TOKENS if piece.special else {}

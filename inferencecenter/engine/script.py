@@ -104,8 +104,8 @@ class ScriptBackend(TokenSlots):
         self._script: Script = read_script(options.script)
         self._clock = clock
 
-    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
-        """Return the tokens of ``pieces``, with control tokens parsed in special ones; ``first`` has no effect."""
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
+        """Return the tokens of ``pieces``, with control tokens parsed in special ones."""
         tokens: list[int] = []
         for piece in pieces:
             tokens += with_control_tokens(piece.text, _CONTROL if piece.special else {}, _tokens)

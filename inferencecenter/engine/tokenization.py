@@ -411,9 +411,7 @@ class TokenizationStage:
         answer = unpack_tokens(submit.answer)
         params = turn_params.decode(submit.params_json)
         constraint = None if grammar is None else self._constraint(grammar, params, answer)
-        history = unpack_tokens(submit.tokens)
-        pieces = job.each(submit.pieces)
-        prompt = history + self._backend.tokenize(pieces, first=not history)
+        prompt, prefix_tokens = self._prompt(submit, job)
         output = OutputProcessor(
             submit,
             self._backend,
@@ -432,7 +430,7 @@ class TokenizationStage:
             priority=submit.priority,
             arrival=pending.arrival,
             submitted_s=pending.at_s,
-            prefix_tokens=self._prefix_tokens(submit, prompt, job),
+            prefix_tokens=prefix_tokens,
             public=submit.public,
             durable=submit.durable,
             tokens=prompt + answer,
@@ -450,12 +448,14 @@ class TokenizationStage:
             )
         return self._grammars.constraint(grammar, answer)
 
-    def _prefix_tokens(self, submit: Submit, prompt: list[int], job: Job) -> int:
-        """Return the token count of the shared pieces; 0 if a token crosses their end."""
-        if submit.tokens or not submit.shared_pieces:
-            return 0
-        prefix = self._backend.tokenize(job.each(submit.pieces[: submit.shared_pieces]), first=True)
-        return len(prefix) if prompt[: len(prefix)] == prefix else 0
+    def _prompt(self, submit: Submit, job: Job) -> tuple[list[int], int]:
+        """Return the tokens of the prompt, and how many of them are those of the shared pieces."""
+        history = unpack_tokens(submit.tokens)
+        if history:
+            return history + self._backend.tokenize(job.each(submit.pieces), first=False), 0
+        shared, own = submit.pieces[: submit.shared_pieces], submit.pieces[submit.shared_pieces :]
+        prefix = self._backend.tokenize(job.each(shared), first=True) if shared else []
+        return prefix + self._backend.tokenize(job.each(own), first=True, after=prefix), len(prefix)
 
 
 def no_room() -> InferenceCenterError:

@@ -162,23 +162,29 @@ class Front:
 
 
 class SlowEcho(EchoBackend):
-    """An echo backend that tokenizes and decodes only as the test allows; ``entered`` is set by its first decode."""
+    """An echo backend that tokenizes and decodes only as the test allows; ``entered`` is set by its first decode.
+
+    ``tokenized`` are the texts of all pieces that it was given.
+    """
 
     def __init__(self, options: EngineOptions) -> None:
         super().__init__(options, sleep=self._wait)
         self.tokenizing: dict[str, threading.Event] = {}
+        self.tokenized: list[str] = []
         self.entered = threading.Event()
         self.decoding = threading.Event()
         self.decoding.set()
 
-    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
         """Tokenize, waiting for the event of this text if there is one; refuse the text ``unspeakable``."""
         text = pieces[1].text if len(pieces) > 1 else ""
         if text == "unspeakable":
             raise RuntimeError("no token for it")
         if text in self.tokenizing:
             assert self.tokenizing[text].wait(TIMEOUT_S)
-        return super().tokenize(pieces, first=first)
+        tokens = super().tokenize(pieces, first=first, after=after)
+        self.tokenized += (piece.text for piece in pieces)
+        return tokens
 
     def _wait(self, seconds: float) -> None:
         self.entered.set()

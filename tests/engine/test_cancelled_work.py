@@ -175,9 +175,9 @@ def test_other_client_waits_for_at_most_one_text(engine: Engine) -> None:
     order: list[str] = []
     tokenize = engine.backend.tokenize
 
-    def noted(pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
+    def noted(pieces: Sequence[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
         order.append(pieces[-1].text if len(pieces) == 1 else pieces[1].text)
-        return tokenize(pieces, first=first)
+        return tokenize(pieces, first=first, after=after)
 
     engine.backend.tokenize = noted  # type: ignore[method-assign]
     engine.tell(submit("slow", "slow", client="busy"))

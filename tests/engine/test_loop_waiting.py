@@ -176,6 +176,14 @@ def test_system_prompt_is_prefilled_once(engine: Engine) -> None:
     assert engine.front.text("b") == "b"
 
 
+def test_shared_pieces_are_tokenized_once(engine: Engine) -> None:
+    """Their number of tokens is that of the prompt's beginning; a long system prompt is not read twice for it."""
+    turn = submit("t", "Hello")
+    engine.front.send(msgspec.structs.replace(turn, shared_pieces=1))
+    engine.front.wait_for("t")
+    assert engine.backend.tokenized == [piece.text for piece in turn.pieces]
+
+
 def test_long_turns_share_a_slot(tmp_path: Path) -> None:
     """Three endless turns on one slot, a few tokens each time: all make progress, and each text is right."""
     engine = Engine(tmp_path, slots=1, quantum_tokens=4)

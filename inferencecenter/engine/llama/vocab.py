@@ -93,25 +93,27 @@ class Vocabulary:
             return 0
         return max(len(lib.llama_vocab_get_text(self._handle, token)) for token in range(self.n_tokens))
 
-    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool) -> list[int]:
+    def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
         """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set.
 
-        Template text that spells BOS itself does not get a second one.
+        Template text that spells BOS itself does not get a second one. ``after`` are the tokens of the text's pieces
+        before these.
 
         Raises:
             InferenceCenterError: ``invalid_request`` for text that is not Unicode (lone surrogates), and for a word of
                 more than 512 KiB.
         """
-        tokens = [self.bos] if first and self._wants_bos else []
+        bos = [self.bos] if first and self._wants_bos else []
+        tokens = [*(after or bos)]
         for piece in pieces:
             if not piece.text:
                 continue
             follows_special = bool(self._attributes[tokens[-1]] & _PARSED_AS_SPECIAL) if tokens else first
             new = self._tokenize_piece(piece.text, special=piece.special, fenced=not follows_special)
-            if first and self._wants_bos and tokens == [self.bos] == new[:1]:
+            if tokens == bos == new[:1]:
                 new = new[1:]
             tokens += new
-        return tokens
+        return tokens[len(after) :]
 
     def sequence(self, text: str) -> list[int]:
         """Return the token ids of a whole text, with those that the vocabulary puts at its beginning and its end.

@@ -157,6 +157,22 @@ def test_space_prefix_equals_llama_cpps(spm: Vocabulary) -> None:
     assert _text(spm, spm.tokenize([PromptSegment("more")], first=False)) == "more"
 
 
+@given(data=st.data(), first=st.booleans())
+def test_text_in_two_parts_has_the_same_tokens(
+    bpe: Vocabulary, spm: Vocabulary, data: st.DataObject, *, first: bool
+) -> None:
+    """A prefix is tokenized on its own to count its tokens, and the rest after it."""
+    texts = data.draw(
+        st.lists(st.sampled_from(["", "he", "llo ", " there", "\n", "<s>", "</s>", "<|im_end|>"]), max_size=5)
+    )
+    pieces = [PromptSegment(text, special=data.draw(st.booleans())) for text in texts]
+    cut = data.draw(st.integers(0, len(pieces)))
+    for vocabulary in (bpe, spm):
+        head = vocabulary.tokenize(pieces[:cut], first=first) if cut else []
+        rest = vocabulary.tokenize(pieces[cut:], first=first, after=head)
+        assert head + rest == vocabulary.tokenize(pieces, first=first)
+
+
 @given(texts=st.lists(st.text(alphabet="aehlo \n\u00e9\U0001f642<s>", max_size=6), max_size=4))
 def test_sentencepiece_pieces_join_without_seams(spm: Vocabulary, texts: list[str]) -> None:
     """In the middle of a text no piece adds a space, whatever it starts with."""
