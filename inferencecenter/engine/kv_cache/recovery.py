@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from inferencecenter.engine.kv_cache.disk import DiskTier
-    from inferencecenter.engine.kv_cache.mapping import Mapping
-    from inferencecenter.engine.kv_cache.ram import RamTier
+    from inferencecenter.engine.kv_cache.ram import Mapping, RamTier
     from inferencecenter.engine.kv_cache.record import Record
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from inferencecenter.engine.kv_cache.disk import ExpectedSequence, seal
 from inferencecenter.engine.kv_cache.index import KvEntry, KvIndex, TierLimits, TierState
-from inferencecenter.engine.kv_cache.mapping import Mapping
-from inferencecenter.engine.kv_cache.ram import is_sound, whole_pages
+from inferencecenter.engine.kv_cache.ram import Mapping, is_sound, whole_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable

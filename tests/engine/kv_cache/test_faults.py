@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.engine.kv_cache import directory
-from inferencecenter.engine.kv_cache.mapping import Mapping
+from inferencecenter.engine.kv_cache.ram import Mapping
 from inferencecenter.engine.kv_cache.recovery import RecoveryMode
 from tests.engine.kv_cache.harness import PAGE_BYTES, Bench, payload_of
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from inferencecenter.engine.kv_cache.disk import DiskTier, ExpectedSequence, seal
-from inferencecenter.engine.kv_cache.mapping import Mapping
-from inferencecenter.engine.kv_cache.ram import RamTier, is_sound
+from inferencecenter.engine.kv_cache.ram import Mapping, RamTier, is_sound
 from inferencecenter.engine.kv_cache.record import Record, RecordError, digest
 from inferencecenter.ipc.messages import pack_tokens
 from tests.engine.kv_cache.harness import PAGE_BYTES
