@@ -25,6 +25,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.executor import Executor, stats_of
 from inferencecenter.engine.grammar_cache import GrammarCache
 from inferencecenter.engine.inbox import FrontDisconnected, ReceivedCommand, StepThrottle
+from inferencecenter.engine.kv_cache.tiers import KvUsage
 from inferencecenter.engine.output_processor import failed, never_ran
 from inferencecenter.engine.scheduler.plan import RestoreSlot
 from inferencecenter.engine.scheduler.scheduler import Scheduler
@@ -173,9 +174,7 @@ class LoopGauges(NamedTuple):
 
     running: int
     waiting: int
-    parked_sessions: int = 0
-    parked_bytes: int = 0
-    parked_ram_bytes: int = 0
+    parked: KvUsage = KvUsage(0, 0, 0)
 
 
 class CommandLoop(ABC):
@@ -340,14 +339,14 @@ class CommandLoop(ABC):
         if self._events or self._work is not None or gauges != self._reported:
             self._send(
                 StepOutput(
-                    tuple(self._events),
-                    gauges.running,
-                    gauges.waiting,
-                    self._memory.read(),
-                    gauges.parked_sessions,
-                    gauges.parked_bytes,
-                    gauges.parked_ram_bytes,
-                    self._work,
+                    events=tuple(self._events),
+                    running=gauges.running,
+                    waiting=gauges.waiting,
+                    rss_bytes=self._memory.read(),
+                    parked_sessions=gauges.parked.sessions,
+                    parked_bytes=gauges.parked.total_bytes,
+                    parked_ram_bytes=gauges.parked.ram_bytes,
+                    work=self._work,
                 )
             )
             self._events, self._work, self._reported = [], None, gauges
@@ -507,7 +506,7 @@ class EngineLoop(CommandLoop):
 
     def _gauges(self) -> LoopGauges:
         waiting = self._scheduler.waiting + len(self._tokenization)
-        return LoopGauges(self._scheduler.running, waiting, self._kv.sessions, self._kv.total_bytes, self._kv.ram_bytes)
+        return LoopGauges(self._scheduler.running, waiting, self._kv.usage)
 
     def _take_result(self, result: PreparationResult | TextsTokenized | KvFetched) -> None:
         # A completed load woke the loop; the next plan finds it in the store.

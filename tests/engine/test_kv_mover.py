@@ -81,7 +81,7 @@ def test_offloaded_kv_can_be_restored_into_another_slot(bench: Bench) -> None:
     assert (bench.held(0), bench.held(1)) == ([1, 2, 3], [1, 2])
     assert (moved.n_parked, moved.move_times) == (1, [MoveTime("park", 1.0), MoveTime("restore", 1.0)])
     assert moved.moves_s == 2.0
-    assert bench.kv.sessions == 1
+    assert bench.kv.usage.sessions == 1
 
 
 def test_moves_are_reported_with_their_turn(bench: Bench) -> None:
@@ -106,7 +106,7 @@ def test_failed_offload_is_not_an_error(bench: Bench) -> None:
     bench.backend.refuse = {"save"}
     assert bench.run(park(0, 1, 2), park(1)).n_parked == 0
     assert bench.held(0) == [1, 2]
-    assert bench.kv.sessions == 0
+    assert bench.kv.usage.sessions == 0
 
 
 def test_missing_sequence_leaves_an_empty_slot(bench: Bench) -> None:
@@ -123,7 +123,7 @@ def test_sequence_that_cannot_be_restored_is_dropped(bench: Bench) -> None:
     bench.backend.refuse = {"restore"}
     assert bench.run(park(0, 1, 2), RestoreSlot(1, "s", 2, pack_tokens([1, 2]), "t")).emptied == {"t"}
     assert bench.held(1) == []
-    assert bench.kv.sessions == 0
+    assert bench.kv.usage.sessions == 0
     assert bench.kv.find("ada", [1, 2]) is None
 
 

@@ -37,7 +37,8 @@ class TierLimits:
 class LruBudget(Generic[ItemT]):
     """Items with their scopes and sizes, least recently used first.
 
-    New items may use ``allowed_bytes`` of the budget; existing items may exceed it.
+    New items may use ``allowed_bytes`` of the budget; existing items may exceed it. ``total_bytes`` is the size of all
+    items.
     """
 
     def __init__(self, limits: TierLimits) -> None:
@@ -45,7 +46,7 @@ class LruBudget(Generic[ItemT]):
         self.allowed_bytes = limits.budget_bytes
         self._items: dict[ItemT, tuple[str, int]] = {}
         self._scopes: Counter[str] = Counter()
-        self._total_bytes = 0
+        self.total_bytes = 0
 
     def __contains__(self, item: ItemT) -> bool:
         return item in self._items
@@ -56,11 +57,6 @@ class LruBudget(Generic[ItemT]):
     def __len__(self) -> int:
         return len(self._items)
 
-    @property
-    def total_bytes(self) -> int:
-        """Total size of all items."""
-        return self._total_bytes
-
     def bytes_of(self, item: ItemT) -> int:
         """Return an item's size; 0 when it is absent."""
         return self._items.get(item, (PUBLIC, 0))[1]
@@ -70,13 +66,13 @@ class LruBudget(Generic[ItemT]):
         self.drop(item)
         self._items[item] = (scope, n_bytes)
         self._scopes[scope] += n_bytes
-        self._total_bytes += n_bytes
+        self.total_bytes += n_bytes
 
     def drop(self, item: ItemT) -> None:
         """Remove an item, if present."""
         scope, n_bytes = self._items.pop(item, (PUBLIC, 0))
         self._scopes[scope] -= n_bytes
-        self._total_bytes -= n_bytes
+        self.total_bytes -= n_bytes
         if not self._scopes[scope]:
             del self._scopes[scope]
 
@@ -118,14 +114,14 @@ class LruBudget(Generic[ItemT]):
         for scope, n_bytes in self._items.values():
             scopes[scope] += n_bytes
         assert +scopes == +self._scopes, "a scope's bytes are wrong"
-        assert scopes.total() == self._total_bytes <= self.limits.budget_bytes, "a tier's bytes are wrong"
+        assert scopes.total() == self.total_bytes <= self.limits.budget_bytes, "a tier's bytes are wrong"
         assert len(self._items) <= self.limits.max_items, "a tier holds too many items"
         assert all(n_bytes <= self.limits.of(scope) for scope, n_bytes in scopes.items()), "a scope exceeds its share"
 
     def _excess(self, scope: str, n_bytes: int, without: ItemT | None) -> tuple[int, int, int]:
         """Return the excess of a new item over its scope's share, the allowed bytes and the maximum item count."""
         gone_scope, gone_bytes = (None, 0) if without is None else self._items.get(without, (None, 0))
-        total = self._total_bytes - gone_bytes + n_bytes
+        total = self.total_bytes - gone_bytes + n_bytes
         share = self._scopes[scope] - (gone_bytes if gone_scope == scope else 0) + n_bytes
         items = len(self._items) + 1 - (gone_scope is not None)
         return share - self.limits.of(scope), total - self.allowed_bytes, items - self.limits.max_items

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
     from pathlib import Path
 
+    from inferencecenter.engine.kv_cache.tiers import KvUsage
     from inferencecenter.engine.scheduler.placement import Match
 
 # A mapping holds a file descriptor, and a process has 1,024 by default.
@@ -106,25 +107,15 @@ class KvStore:
         self._take_over(None if ram is None else ram_tier, disk_tier, adopt=adopt)
 
     @property
-    def sessions(self) -> int:
-        """Number of parked sessions, without shared prefixes."""
-        return self._tiers.index.sessions
+    def usage(self) -> KvUsage:
+        """What is parked now, warm memory included."""
+        return self._tiers.usage
 
     @property
     def sessions_on_disk(self) -> int:
         """Number of sessions with a copy on disk."""
         entries = (entry for entry in self._tiers.index if not is_prefix_key(entry.key))
         return sum(entry.disk is TierState.RESIDENT for entry in entries)
-
-    @property
-    def total_bytes(self) -> int:
-        """Total size of both tiers."""
-        return self._tiers.total_bytes
-
-    @property
-    def ram_bytes(self) -> int:
-        """Size of the RAM tier."""
-        return self._tiers.ram_bytes
 
     def find(self, scope: str, tokens: Sequence[int]) -> Match | None:
         """Return the best match among the entries of ``scope`` and the public scope; ``None`` if nothing is shared."""

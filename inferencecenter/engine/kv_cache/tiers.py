@@ -6,7 +6,7 @@ from collections import deque
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from inferencecenter.engine.kv_cache.disk import ExpectedSequence, seal
 from inferencecenter.engine.kv_cache.index import KvEntry, KvIndex, TierLimits, TierState
@@ -112,6 +112,14 @@ class WorkerJobs:
 _COPIED_SHARE = 0.5
 
 
+class KvUsage(NamedTuple):
+    """Number of parked sessions, without shared prefixes, and the size of both tiers and of that in RAM."""
+
+    sessions: int
+    total_bytes: int
+    ram_bytes: int
+
+
 class TieredCache:
     """Moves entries between tiers. A call touches only memory; the worker does the I/O.
 
@@ -148,14 +156,10 @@ class TieredCache:
         self._warned: set[tuple[str, str]] = set()
 
     @property
-    def ram_bytes(self) -> int:
-        """Size of the RAM tier, warm mappings included."""
-        return self.index.ram.total_bytes + self._ram.warm_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of both tiers."""
-        return self.ram_bytes + self.index.disk.total_bytes
+    def usage(self) -> KvUsage:
+        """What is parked now."""
+        ram_bytes = self.index.ram.total_bytes + self._ram.warm_bytes
+        return KvUsage(self.index.sessions, ram_bytes + self.index.disk.total_bytes, ram_bytes)
 
     def settle(self) -> None:
         """Apply the results of finished jobs."""

@@ -117,7 +117,7 @@ def test_full_ram_refuses_an_entry(bench: Bench, monkeypatch: pytest.MonkeyPatch
     assert len(bench.warnings) == 1
     bench.settle()
     assert len(bench.ram_files()) == 1
-    assert bench.ram_files()[0].stat().st_size == PAGE_BYTES == bench.store.total_bytes
+    assert bench.ram_files()[0].stat().st_size == PAGE_BYTES == bench.store.usage.total_bytes
 
 
 @pytest.mark.parametrize("function", ["write", "open"])

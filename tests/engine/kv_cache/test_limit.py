@@ -40,7 +40,7 @@ def test_least_recently_used_entry_is_evicted(bench: Bench) -> None:
     assert bench.load("s1") is not None
     bench.store.limit_ram(3 * PAGE_BYTES)
     assert left(bench, range(1, 6)) == [1, 4, 5]
-    assert in_ram_bytes(bench) == bench.store.total_bytes == 3 * PAGE_BYTES
+    assert in_ram_bytes(bench) == bench.store.usage.total_bytes == 3 * PAGE_BYTES
     bench.store.check_integrity()
 
 
@@ -155,7 +155,7 @@ def test_limit_without_a_ram_tier(tmp_path: Path) -> None:
     assert bench.park("s1", [1, 1])
     bench.store.limit_ram(0)
     bench.settle()
-    assert bench.store.total_bytes == 0
+    assert bench.store.usage.total_bytes == 0
     assert bench.disk_files() == []
     assert not bench.park("s2", [2, 1])
     bench.store.limit_ram(None)
@@ -194,7 +194,7 @@ def test_eviction_is_oldest_first(
     after = [number for number in parked if bench.load(f"s{number}") is not None]
     assert after == before[len(before) - len(after) :]
     assert all(bench.load(f"s{number}") == parked[number] for number in after)
-    assert in_ram_bytes(bench) == bench.store.total_bytes <= allowed_pages * PAGE_BYTES
+    assert in_ram_bytes(bench) == bench.store.usage.total_bytes <= allowed_pages * PAGE_BYTES
     for number, (scope, _) in enumerate(sizes):
         match = bench.store.find("b" if scope == "a" else "a", [number])
         assert match is None, "found by another client"

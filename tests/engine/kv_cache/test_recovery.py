@@ -22,10 +22,10 @@ def test_entries_are_recovered_after_a_crash(bench: Bench) -> None:
     ready = [bench.ready(f"s{number}", [number]) for number in range(30)]
     assert True in ready
     assert False in ready
-    held_bytes = bench.store.total_bytes
+    held_bytes = bench.store.usage.total_bytes
     bench.open(adopt=RecoveryMode.ALL)
     assert [bench.ready(f"s{number}", [number]) for number in range(30)] == ready
-    assert bench.store.total_bytes == held_bytes
+    assert bench.store.usage.total_bytes == held_bytes
     bench.settle()
     for number in (10, 29):
         assert bench.load(f"s{number}") == payload_of(f"s{number}", [number], 3000)
@@ -53,7 +53,7 @@ def test_unknown_sessions_are_deleted(bench: Bench) -> None:
     (bench.disk_dir / f"kv-{'0' * 32}.part").write_bytes(b"half")
     bench.open(adopt=RecoveryMode.NONE)
     assert bench.ram_files() == bench.disk_files() == []
-    assert bench.store.total_bytes == 0
+    assert bench.store.usage.total_bytes == 0
 
 
 class Died(BaseException):
@@ -143,7 +143,7 @@ def test_discarded_memory_is_not_recovered(bench: Bench) -> None:
     assert len(bench.ram_files()) == 20
     bench.open(adopt=RecoveryMode.ALL)
     assert bench.store.find("client", [19]) is None
-    assert bench.store.sessions == 19
+    assert bench.store.usage.sessions == 19
 
 
 def test_later_version_of_an_entry_is_recovered(bench: Bench) -> None:

@@ -117,7 +117,7 @@ def test_failing_disk_is_logged_once(store: Store, monkeypatch: pytest.MonkeyPat
     for number in range(5):
         store.park(f"s{number}", number)
     assert store.save() == 0
-    assert store.kv.sessions == 5
+    assert store.kv.usage.sessions == 5
     assert len(store.log) == 1
     assert list((store.path / "disk").iterdir()) == []
 

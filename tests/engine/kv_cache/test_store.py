@@ -20,8 +20,8 @@ def test_offloaded_entry_is_loaded(bench: Bench) -> None:
     assert match is not None
     assert (match.key, match.common_tokens, match.n_tokens, match.ready) == ("s1", 2, 3, True)
     assert bench.load("s1") == payload_of("s1", [1, 2, 3], 3000)
-    assert bench.store.sessions == 1
-    assert bench.store.total_bytes == bench.store.ram_bytes == PAGE_BYTES
+    assert bench.store.usage.sessions == 1
+    assert bench.store.usage.total_bytes == bench.store.usage.ram_bytes == PAGE_BYTES
 
 
 def test_entry_may_be_shorter_than_its_buffer(bench: Bench) -> None:
@@ -42,7 +42,7 @@ def test_entries_are_private_to_a_client(bench: Bench) -> None:
     bench.park("prefix-1", [1], scope="")
     assert bench.ready("prefix-1", [1, 2], "b") is True
     assert bench.ready("s1", [1, 2], "a") is True
-    assert bench.store.sessions == 1
+    assert bench.store.usage.sessions == 1
 
 
 def test_equal_tokens_are_not_rewritten(bench: Bench) -> None:
@@ -62,7 +62,7 @@ def test_repeated_offload_reuses_the_buffer(bench: Bench) -> None:
     assert bench.park("s1", [1, 2], n_bytes=9000)
     assert bench.ram_files() == [before]
     assert bench.load("s1") == payload_of("s1", [1, 2], 9000)
-    assert bench.store.total_bytes == before.stat().st_size == 3 * PAGE_BYTES
+    assert bench.store.usage.total_bytes == before.stat().st_size == 3 * PAGE_BYTES
 
 
 def test_discarded_buffers_are_reused(bench: Bench) -> None:
@@ -70,10 +70,10 @@ def test_discarded_buffers_are_reused(bench: Bench) -> None:
     bench.park("s1", [1], n_bytes=5 * PAGE_BYTES)
     (before,) = bench.ram_files()
     bench.store.forget("s1")
-    assert bench.store.total_bytes == 6 * PAGE_BYTES
+    assert bench.store.usage.total_bytes == 6 * PAGE_BYTES
     bench.park("s2", [2])
     assert bench.ram_files() == [before]
-    assert bench.store.total_bytes == PAGE_BYTES
+    assert bench.store.usage.total_bytes == PAGE_BYTES
     assert bench.load("s2") == payload_of("s2", [2], 3000)
 
 
@@ -85,8 +85,8 @@ def test_few_mappings_are_kept_warm(bench: Bench) -> None:
         bench.store.forget_session(f"s{number}")
     bench.settle()
     assert len(bench.ram_files()) == 4
-    assert bench.store.total_bytes == 4 * PAGE_BYTES
-    assert bench.store.sessions == 0
+    assert bench.store.usage.total_bytes == 4 * PAGE_BYTES
+    assert bench.store.usage.sessions == 0
 
 
 def test_failed_write_drops_the_entry(bench: Bench) -> None:
@@ -194,7 +194,7 @@ def test_client_evicts_only_its_own_entries_above_its_share(tmp_path: Path) -> N
     bench.park("theirs", [1], scope="b")
     for number in range(10):
         bench.park(f"mine{number}", [number], scope="a")
-    assert bench.store.sessions == 6
+    assert bench.store.usage.sessions == 6
     assert bench.ready("theirs", [1], "b") is True
     assert bench.ready("mine4", [4], "a") is None
     assert bench.ready("mine5", [5], "a") is True

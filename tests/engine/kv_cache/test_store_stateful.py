@@ -126,9 +126,9 @@ class StoreMachine(RuleBasedStateMachine):
             self.bench.store.check_integrity()
         sizes = [path.stat().st_size for path in (*self.bench.ram_files(), *self.bench.disk_files())]
         if self.bench.ram_bytes:
-            assert self.bench.store.total_bytes == sum(sizes)
+            assert self.bench.store.usage.total_bytes == sum(sizes)
             in_ram = [path.stat().st_size for path in self.bench.ram_files()]
-            assert self.bench.store.ram_bytes == sum(in_ram)
+            assert self.bench.store.usage.ram_bytes == sum(in_ram)
         assert sum(path.stat().st_size for path in self.bench.ram_files()) <= self.bench.ram_bytes
         for path in self.bench.disk_files():
             record = decode(path.read_bytes(), digest("model"))
@@ -189,7 +189,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.parked.clear()
             self.settle()
             assert self.bench.disk_files() == []
-            assert self.bench.store.sessions == 0
+            assert self.bench.store.usage.sessions == 0
         shutil.rmtree(self.path)
 
     def run_jobs(self, n_jobs: int | None) -> None:

@@ -56,10 +56,10 @@ def test_fetch_can_be_cancelled(bench: Bench) -> None:
     for number in range(20):
         bench.park(f"other{number}", [9])
         bench.settle()
-    ram_bytes = bench.store.ram_bytes
+    ram_bytes = bench.store.usage.ram_bytes
     for number in range(3):
         bench.store.fetch("s1")
-        assert bench.store.ram_bytes >= ram_bytes
+        assert bench.store.usage.ram_bytes >= ram_bytes
         bench.store.cancel_fetch("s1")
         bench.store.check_integrity()
         assert bench.fetched == number + 1
