@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Final
 from inferencecenter.core.errors import ErrorCode
 
 if TYPE_CHECKING:
-    from inferencecenter.api.endpoint import Call
+    from inferencecenter.api.request_context import RequestContext
+    from inferencecenter.server.context import ServerContext
     from inferencecenter.sessions.prompt_lookup import PromptQuery
 
 COUNT_ERRORS: Final = (
@@ -19,12 +20,11 @@ COUNT_ERRORS: Final = (
 """Errors of every operation that counts tokens."""
 
 
-async def count_prompt_tokens(call: Call, query: PromptQuery) -> int:
+async def count_prompt_tokens(context: ServerContext, request_context: RequestContext, query: PromptQuery) -> int:
     """Return the number of tokens of a conversation's prompt; the work is withdrawn when the client disconnects.
 
     Raises:
         InferenceCenterError: See ``render_query`` and ``EnginePort.count_tokens``.
     """
-    context, request_context = call.context, call.request_context
     rendered = await request_context.wait_for(context.sessions.render_prompt(request_context.client, query))
     return (await request_context.wait_for(rendered.count_tokens())).n_tokens

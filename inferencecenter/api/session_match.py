@@ -78,7 +78,7 @@ def resolve_session(sessions: SessionManager, client: Principal, conversation: C
     rest = conversation.messages[found.n_messages :]
     if found.call_ids:
         rest = tuple(_with_call_ids(message, found.call_ids) for message in rest)
-    return _append_history(sessions, client, session_id, rest)
+    return append_history(sessions, client, session_id, rest)
 
 
 def _with_call_ids(message: ChatMessage, call_ids: Mapping[str, str]) -> ChatMessage:
@@ -130,10 +130,10 @@ def open_session(sessions: SessionManager, client: Principal, conversation: Conv
     )
     created = sessions.create(client, request, _NULL_SINK, stateless=conversation.stateless)
     sessions.detach(_NULL_SINK)
-    return _append_history(sessions, client, created.session_id, messages if system is None else messages[1:])
+    return append_history(sessions, client, created.session_id, messages if system is None else messages[1:])
 
 
-def _append_history(
+def append_history(
     sessions: SessionManager, client: Principal, session_id: str, messages: tuple[ChatMessage, ...]
 ) -> SessionMatch:
     """Append the messages up to the last answer to a session; the rest is the question."""

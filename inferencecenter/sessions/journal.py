@@ -108,7 +108,7 @@ class TurnFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryChanged:
-    """The history changed without a turn: messages were appended, or it was ``rewound`` to a turn."""
+    """The history changed without a turn: messages were appended or hidden, or it was ``rewound`` to a turn."""
 
     session_id: str
     seq: int

@@ -404,6 +404,14 @@ class SessionManager:
         session = self._table.get_owned(client, request.session_id)
         return session.snapshot.describe(self._services.models.current_params(session.config))
 
+    def hide_messages(self, client: Principal, session_id: str, n_messages: int) -> None:
+        """Leave the first messages of a session out of the model's context, but for the system prompt.
+
+        Raises:
+            InferenceCenterError: ``session_not_found``, and see ``LiveSession.hide_messages``.
+        """
+        self._table.get_owned(client, session_id).hide_messages(n_messages)
+
     def snapshot(self, client: Principal, session_id: str) -> SessionSnapshot:
         """Return a session as it is now, without a copy of its messages: the cost does not depend on its length.
 

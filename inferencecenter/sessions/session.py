@@ -18,7 +18,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.values import SessionSummary
 from inferencecenter.sessions.event_log import EventLog
-from inferencecenter.sessions.history import HistorySize, TurnFailure, TurnLog
+from inferencecenter.sessions.history import HistorySize, HistoryView, TurnFailure, TurnLog
 from inferencecenter.sessions.journal import (
     HistoryChanged,
     MetadataChanged,
@@ -30,7 +30,7 @@ from inferencecenter.sessions.journal import (
     UsageRecorded,
     check_writable,
 )
-from inferencecenter.sessions.prompt.plan import messages_of
+from inferencecenter.sessions.prompt.plan import messages_of, n_kept
 from inferencecenter.sessions.states import SESSION, SessionChange, SessionState
 from inferencecenter.sessions.turn import Turn, new_turn_spec
 from inferencecenter.sessions.turn_runner import TurnRunner
@@ -389,6 +389,19 @@ class LiveSession:
         self._update_counted_chars()
         self._publish_change(self._events.appended(len(self._history.messages), request_id=request.id), sink)
 
+    def hide_messages(self, n_messages: int) -> None:
+        """Leave the first messages out of the model's context, but for the system prompt; the transcript keeps them.
+
+        Raises:
+            InferenceCenterError: ``session_busy`` or ``storage_unavailable``.
+        """
+        self._check_idle("Shorten its context")
+        check_writable(self.journal)
+        view = HistoryView(n_kept(self._history.messages, 0), n_messages)
+        self._history = replace(self._history, view=view)
+        self._touch()
+        self._events.write(self._history_record(self._events.seq))
+
     def fork(self, config: SessionConfig, *, turn: str | None, sink: EventSink) -> LiveSession:
         """Return a new session with a copy of this one's history.
 
@@ -618,15 +631,18 @@ class LiveSession:
 
     def _publish_change(self, event: SessionEvent, sink: EventSink) -> None:
         self._touch()
-        record = HistoryChanged(
+        record = self._history_record(event.seq, rewound=isinstance(event, events.SessionRewound))
+        self._events.reply(event, record, sink)
+
+    def _history_record(self, seq: int, *, rewound: bool = False) -> HistoryChanged:
+        return HistoryChanged(
             session_id=self.config.session_id,
-            seq=event.seq,
+            seq=seq,
             last_used_at=self._last_used_at,
             history=self._history,
             turns=self._turn_log.all_turns,
-            rewound=isinstance(event, events.SessionRewound),
+            rewound=rewound,
         )
-        self._events.reply(event, record, sink)
 
     def _check_idle(self, action: str) -> None:
         if self._runner is not None:

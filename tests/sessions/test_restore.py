@@ -67,6 +67,33 @@ def refused(code: ErrorCode, call: Callable[..., object], *args: Any, **kwargs: 
     return caught.value
 
 
+def test_hidden_messages_stay_out_of_the_context(world: SessionHarness) -> None:
+    """The transcript keeps them, the model gets the system prompt and what follows; also after a restart."""
+    session_id = world.create(system="Be kind.")
+    world.turn(session_id, "Hi", "Hello")
+    world.infer(session_id, "Go on")
+    refused(ErrorCode.SESSION_BUSY, world.sessions.hide_messages, world.client, session_id, 3)
+    world.engine.answer("Well")
+    world.sessions.hide_messages(world.client, session_id, 3)
+    restart(world)
+    world.infer(session_id, "And?")
+    prompt = world.engine.last_text
+    assert [text in prompt for text in ("Be kind.", "Hello", "Go on", "Well", "And?")] == [
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert [message.content for message in world.get(session_id).transcript] == [
+        "Be kind.",
+        "Hi",
+        "Hello",
+        "Go on",
+        "Well",
+    ]
+
+
 def test_pending_turn_resumes(world: SessionHarness) -> None:
     """It is submitted with the same prompt, its tokens and the emitted characters once an engine is ready."""
     session_id = interrupted(world, "ab")

@@ -498,7 +498,7 @@ async def count_tokens(call: Call) -> Reply:
         tools=tools_of(request) or (),
         thinking=thinking_of(request),
     )
-    return document({"input_tokens": await count_prompt_tokens(call, query)})
+    return document({"input_tokens": await count_prompt_tokens(call.context, call.request_context, query)})
 
 
 async def _messages(call: Call) -> tuple[ChatMessage, ...]:

@@ -18,6 +18,7 @@ from pydantic import Field
 from inferencecenter.api.endpoint import TURN_ERRORS, Document, Operation
 from inferencecenter.api.openai.finish_reason import finish_of, raise_failure
 from inferencecenter.api.prompt_counts import count_prompt_tokens
+from inferencecenter.api.responses.conversations import find_conversation
 from inferencecenter.api.responses.request_mapping import CompactedInput, conversation_of, infer_of, query_of
 from inferencecenter.api.responses.request_schemas import (
     OWN_SUMMARY,
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inferencecenter.api.endpoint import Call, Reply
+    from inferencecenter.api.request_context import RequestContext
+    from inferencecenter.server.context import ServerContext
 
 PATH: Final = "/v1/responses/compact"
 
@@ -80,7 +83,7 @@ async def compact(call: Call) -> Reply:
     messages = conversation_of(call.context, call.caller.client, request)
     if not any(message.role != "system" for message in messages):
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "there is no conversation to summarize", field="input")
-    summary = await _compact(call, request, messages)
+    summary = await _compact(call.context, call.request_context, request, messages)
     kept = input_items((ChatMessage(role="user", content=summary.kept),), summary.item.id) if summary.kept else ()
     answer = CompactedConversation(
         id=f"resp_{secrets.token_urlsafe(16)}",
@@ -92,7 +95,9 @@ async def compact(call: Call) -> Reply:
     return Document(orjson.dumps(answer.model_dump(mode="json")))
 
 
-async def compacted_input(call: Call, request: CreateResponse) -> tuple[CompactedInput | None, tuple[str, ...]]:
+async def compacted_input(
+    context: ServerContext, request_context: RequestContext, request: CreateResponse
+) -> tuple[CompactedInput | None, tuple[str, ...]]:
     """Return what is answered in place of a conversation that exceeds its threshold, and warnings.
 
     All but the latest input is summarized; outputs of functions keep the calls that they belong to.
@@ -102,19 +107,19 @@ async def compacted_input(call: Call, request: CreateResponse) -> tuple[Compacte
     """
     if not request.context_management:
         return None, ()
-    if request.conversation_name is not None:
-        return None, ("context_management has no effect: a conversation keeps its items",)
-    messages = conversation_of(call.context, call.caller.client, request)
+    client, name = request_context.client, request.conversation_name
+    stored = () if name is None else find_conversation(context.sessions, client, name).messages
+    messages = conversation_of(context, client, request)
     n_system = 0 if request.instructions is None else 1
     before, latest = _split(messages[n_system:])
     is_answered = any(message.role == "assistant" for message in before)
-    if not is_answered or not await _exceeds_threshold(call, request, messages):
+    if not is_answered or not await _exceeds_threshold(context, request_context, request, messages):
         return None, ()
-    summary = await _compact(call, request, (*messages[:n_system], *before))
+    summary = await _compact(context, request_context, request, (*messages[:n_system], *before))
     kept = (ChatMessage(role="user", content=summary.kept),) if summary.kept else ()
     said = Compaction(type="compaction", encrypted_content=summary.item.encrypted_content).text
-    whole = (*kept, ChatMessage(role="assistant", content=said), *latest)
-    return CompactedInput(summary.item, whole), summary.warnings
+    stands_for = (*kept, ChatMessage(role="assistant", content=said))
+    return CompactedInput(summary.item, stands_for, latest, stored), summary.warnings
 
 
 def _split(messages: tuple[ChatMessage, ...]) -> tuple[tuple[ChatMessage, ...], tuple[ChatMessage, ...]]:
@@ -125,45 +130,54 @@ def _split(messages: tuple[ChatMessage, ...]) -> tuple[tuple[ChatMessage, ...], 
     return messages[:cut], messages[cut:]
 
 
-async def _exceeds_threshold(call: Call, request: CreateResponse, messages: tuple[ChatMessage, ...]) -> bool:
+async def _exceeds_threshold(
+    context: ServerContext, request_context: RequestContext, request: CreateResponse, messages: tuple[ChatMessage, ...]
+) -> bool:
     threshold = request.context_management[0].compact_threshold
     if threshold is None:
-        threshold = _n_ctx(call, request.model) * 3 // 4
+        threshold = _n_ctx(context, request.model) * 3 // 4
     try:
-        return await count_prompt_tokens(call, query_of(request, messages)) > threshold
+        return await count_prompt_tokens(context, request_context, query_of(request, messages)) > threshold
     except InferenceCenterError as error:
         if error.code is not ErrorCode.PROMPT_TOO_LONG:
             raise
         return True
 
 
-async def _compact(call: Call, request: CreateResponse, messages: tuple[ChatMessage, ...]) -> _Summary:
+async def _compact(
+    context: ServerContext, request_context: RequestContext, request: CreateResponse, messages: tuple[ChatMessage, ...]
+) -> _Summary:
     """Return the summary of a conversation with its instructions.
 
     Raises:
         InferenceCenterError: See ``_summarize``.
     """
-    n_ctx = _n_ctx(call, request.model)
+    n_ctx = _n_ctx(context, request.model)
     text, end, warnings = await _summarize(
-        call, request, messages, max_tokens=max(_LEAST_TOKENS, n_ctx // _SUMMARY_SHARE)
+        context, request_context, request, messages, max_tokens=max(_LEAST_TOKENS, n_ctx // _SUMMARY_SHARE)
     )
     item = OutputCompaction(id=f"cmp_{secrets.token_urlsafe(16)}", encrypted_content=OWN_SUMMARY + text)
     return _Summary(item, _kept(messages, max_chars=n_ctx), end, tuple(warnings))
 
 
-def _n_ctx(call: Call, model: str | None) -> int:
+def _n_ctx(context: ServerContext, model: str | None) -> int:
     """Return the tokens of the model's context; 0 while it was never loaded, where no turn starts either.
 
     Raises:
         InferenceCenterError: ``model_not_found``.
     """
-    models = call.context.models
+    models = context.models
     info = models.engine(models.default if model is None else model).status.model
     return 0 if info is None else info.n_ctx
 
 
 async def _summarize(
-    call: Call, request: CreateResponse, messages: tuple[ChatMessage, ...], *, max_tokens: int
+    context: ServerContext,
+    request_context: RequestContext,
+    request: CreateResponse,
+    messages: tuple[ChatMessage, ...],
+    *,
+    max_tokens: int,
 ) -> tuple[str, events.End, list[str]]:
     """Return the model's summary of a conversation, the end of its turn, and warnings.
 
@@ -173,8 +187,8 @@ async def _summarize(
     Raises:
         InferenceCenterError: The turn cannot start, or has failed.
     """
-    client = call.caller.client
-    limit = call.context.limits_of(client.client_id, client.token_id).max_tokens
+    client = request_context.client
+    limit = context.limits_of(client.client_id, client.token_id).max_tokens
     asked = request.model_copy(
         update={
             "max_output_tokens": max_tokens if limit is None else min(max_tokens, limit),
@@ -191,8 +205,8 @@ async def _summarize(
     warnings: list[str] = []
     end: events.End | None = None
     with run_choices(
-        call.context,
-        call.request_context,
+        context,
+        request_context,
         (conversation,),
         n=1,
         infer=lambda place, _: infer_of(asked, place.remaining).model_copy(

@@ -94,7 +94,18 @@ class StoredConversation:
     @property
     def messages(self) -> tuple[ChatMessage, ...]:
         """The messages without the instructions."""
-        return self.session.history.messages[1 if self.has_instructions else 0 :]
+        return self.session.history.messages[int(self.has_instructions) :]
+
+    @property
+    def context(self) -> tuple[ChatMessage, ...]:
+        """Those of the messages that are in the model's context."""
+        history = self.session.history
+        return history.view.of(history.messages)[int(self.has_instructions) :]
+
+    @property
+    def resumes_at(self) -> int:
+        """The message from which on the model's context has all of them."""
+        return max(0, self.session.history.view.resumes_at - int(self.has_instructions))
 
     def move(self, sessions: SessionManager, client: Principal, session_id: str, *, has_instructions: bool) -> None:
         """Have another session with the same messages take the place of this one's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.api.body import checked
@@ -12,6 +12,7 @@ from inferencecenter.api.responses.serializers import echo_of, note_of, read_not
 from inferencecenter.api.session_match import (
     ConversationRequest,
     SessionMatch,
+    append_history,
     close_session,
     fork_session,
     open_session,
@@ -59,10 +60,16 @@ class PreparedTurn:
 
 @dataclass(frozen=True, slots=True)
 class CompactedInput:
-    """A compacted conversation: ``item`` is its summary, and ``messages`` the whole of it without the instructions."""
+    """A compacted conversation without its instructions.
+
+    ``item`` is its summary, the messages ``said`` stand for all that was said before the ``latest`` ones. ``stored``
+    are the messages of a conversation that keeps its items.
+    """
 
     item: OutputCompaction
-    messages: tuple[ChatMessage, ...]
+    said: tuple[ChatMessage, ...]
+    latest: tuple[ChatMessage, ...]
+    stored: tuple[ChatMessage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +118,7 @@ def prepare_turn(  # noqa: PLR0913 - keyword-only
         raise InferenceCenterError(
             ErrorCode.INVALID_REQUEST, "a response of a conversation has to be generated", field="generate"
         )
-    question = request.messages if compacted is None else compacted.messages
+    question = request.messages
     if not question and not generate:
         question = EMPTY_QUESTION
     if not question or question[-1].role not in ("user", "tool"):
@@ -128,8 +135,10 @@ def prepare_turn(  # noqa: PLR0913 - keyword-only
     infer = infer_of(request, question, generate=generate)
     if compacted is None:
         found = _locate(context, client, request, question)
+    elif request.conversation_name is None:
+        found = _open(context, client, request, (*compacted.said, *compacted.latest))
     else:
-        found = _open(context, client, request, question)
+        found = _locate_compacted(context, client, request, compacted)
     place = found.place
     infer = infer.model_copy(update={"session_id": place.session_id, "messages": list(place.remaining)})
     return PreparedTurn(infer, echo, note=note, opened=found.opened, moving=found.moving, compaction=compaction)
@@ -144,7 +153,7 @@ def conversation_of(context: ServerContext, client: Principal, request: CreateRe
     """
     before: tuple[ChatMessage, ...] = ()
     if request.conversation_name is not None:
-        before = find_conversation(context.sessions, client, request.conversation_name).messages
+        before = find_conversation(context.sessions, client, request.conversation_name).context
     elif request.previous_response_id is not None:
         before = _previous(context, client, request.previous_response_id).said
     return (*_system(request), *before, *request.messages)
@@ -223,13 +232,38 @@ def _locate_conversation(
     options = session.model, session.config.on_full
     if found.instructions == request.instructions and options == _options(context, request):
         return _Location(SessionMatch(found.session_id, question))
+    system = _system(request)
     whole = ConversationRequest(
-        messages=(*_system(request), *found.messages, *question),
+        messages=(*system, *found.messages, *question),
         model=request.model,
         on_full=_ON_FULL[request.truncation],
         stateless=False,
     )
-    return _Location(open_session(context.sessions, client, whole), opened=True, moving=found)
+    place = open_session(context.sessions, client, whole)
+    if found.resumes_at:
+        context.sessions.hide_messages(client, place.session_id, len(system) + found.resumes_at)
+    return _Location(place, opened=True, moving=found)
+
+
+def _locate_compacted(
+    context: ServerContext, client: Principal, request: CreateResponse, compacted: CompactedInput
+) -> _Location:
+    """Return the session of a conversation whose context is replaced by what was compacted; its items stay.
+
+    Raises:
+        InferenceCenterError: ``session_busy`` if the conversation has changed since.
+    """
+    assert request.conversation_name is not None, "the caller has checked it"
+    if find_conversation(context.sessions, client, request.conversation_name).messages != compacted.stored:
+        raise busy_conversation()
+    question, latest = request.messages, compacted.latest
+    summarized = question[: max(0, len(question) - len(latest))]
+    found = _locate_conversation(context, client, request, (*summarized, *compacted.said, *latest))
+    sessions, session_id = context.sessions, found.place.session_id
+    place = append_history(sessions, client, session_id, found.place.remaining)
+    n_messages = len(sessions.snapshot(client, session_id).history.messages) + len(place.remaining)
+    sessions.hide_messages(client, session_id, n_messages - len(compacted.said) - len(latest))
+    return replace(found, place=place)
 
 
 def _system(request: CreateResponse) -> tuple[ChatMessage, ...]:

@@ -461,8 +461,8 @@ class CreateResponse(SamplerFields):
     context_management: list[ContextManagement] = Field(
         default=[],
         max_length=1,
-        description="Compaction of a long conversation: the output begins with the summary, an item `compaction`. Over "
-        "HTTP only, and not in a `conversation`.",
+        description="Compaction of a long conversation: the output begins with the summary, an item `compaction`. A "
+        "`conversation` keeps its items, and the model is given what follows the summary.",
     )
     truncation: Literal["auto", "disabled"] = Field(
         default="disabled", description="With `auto` the oldest turns are dropped when the context is full."

@@ -88,7 +88,7 @@ async def count_input_tokens(call: Call) -> Reply:
     messages = conversation_of(call.context, call.caller.client, request)
     if not messages:
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "input is missing", field="input")
-    n_tokens = await count_prompt_tokens(call, query_of(request, messages))
+    n_tokens = await count_prompt_tokens(call.context, call.request_context, query_of(request, messages))
     return document(InputTokens(input_tokens=n_tokens).model_dump())
 
 
@@ -210,7 +210,7 @@ async def _prepare(call: Call, request: CreateResponse) -> PreparedTurn:
     Raises:
         InferenceCenterError: See ``compacted_input`` and ``prepare_turn``.
     """
-    compacted, warnings = await compacted_input(call, request)
+    compacted, warnings = await compacted_input(call.context, call.request_context, request)
     return prepare_turn(
         call.context, call.caller.client, request, warnings=(*call.warnings, *warnings), compacted=compacted
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -13,8 +14,9 @@ from inferencecenter.api.body import checked
 from inferencecenter.api.endpoint import with_known_model
 from inferencecenter.api.errors import error_body, error_headers, error_object, openai_status
 from inferencecenter.api.foreign_fields import FieldReport
-from inferencecenter.api.request_context import admit, paced
+from inferencecenter.api.request_context import ClientDisconnectedError, RequestContext, admit, paced
 from inferencecenter.api.request_turns import TurnSink
+from inferencecenter.api.responses.compaction import compacted_input
 from inferencecenter.api.responses.request_mapping import prepare_turn, start_turn
 from inferencecenter.api.responses.request_schemas import RESPONSE_FIELDS, CancelOnSocket, CreateOnSocket
 from inferencecenter.api.responses.response_events import ResponseEventBuilder
@@ -22,6 +24,7 @@ from inferencecenter.api.responses.serializers import read_response_id
 from inferencecenter.api.responses.streams import QueuedRequest, ResponseStreams
 from inferencecenter.api.websocket.connection import SocketEndpoint
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.tasks import TaskGroup
 from inferencecenter.protocol.json_bounds import MAX_STRUCTURE, check_json_bounds
 from inferencecenter.protocol.requests import Abort
 from inferencecenter.protocol.scopes import Scope
@@ -32,11 +35,12 @@ from inferencecenter.server.states import ConnectionState
 from inferencecenter.server.websocket import SCOPE_KEY
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from starlette.types import Scope as AsgiScope
 
     from inferencecenter.api.request_context import Caller
+    from inferencecenter.api.responses.request_mapping import CompactedInput
     from inferencecenter.api.responses.streams import QueuedRequest, ResponseStream
     from inferencecenter.protocol.base import Event
     from inferencecenter.server.context import ServerContext
@@ -138,6 +142,8 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
             address=caller.address,
             traceparent=caller.traceparent,
         )
+        self._caller = caller
+        self._tasks = TaskGroup("responses_socket")
         self._streams = ResponseStreams(max_waiting_bytes=context.settings.max_body_bytes)
         self._stream_id: str | None = None  # of the frame that is processed
         self._sign_in(caller.client)
@@ -179,8 +185,11 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
 
     def _release(self) -> None:
         self._streams.drop_queued()
-        for sink in self._streams.sinks:
-            sink.leave(self.context.sessions, self.client)
+        for stream in self._streams.active:
+            if stream.sink is not None:
+                stream.sink.leave(self.context.sessions, self.client)
+            if stream.compacting is not None:
+                stream.compacting.end(ClientDisconnectedError())
 
     def _queue(self, queued: QueuedRequest) -> None:
         if self._state is ConnectionState.DRAINING:
@@ -195,10 +204,13 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         """
         sessions, client = self.context.sessions, self.client
         if request.response_id is None:
-            sink = self._streams.find(request.stream_id)
-            if sink is None:
+            stream = self._streams.find(request.stream_id)
+            if stream is None or stream.idle:
                 raise InferenceCenterError(ErrorCode.NOTHING_TO_ABORT, "No response is running in this stream.")
-            sessions.abort(client, Abort(op="abort", session_id=sink.session_id))
+            if stream.compacting is not None:
+                stream.compacting.end(_cancelled())
+            elif stream.sink is not None:
+                sessions.abort(client, Abort(op="abort", session_id=stream.sink.session_id))
             return
         try:
             place = read_response_id(request.response_id)
@@ -213,13 +225,36 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
     def _advance(self, stream: ResponseStream) -> None:
         """Start the next response of a stream, if none is running in it."""
         while (queued := self._streams.take(stream)) is not None:
-            try:
-                stream.sink = self._begin(queued, stream)
-            except InferenceCenterError as error:
-                self._fail(error, stream.stream_id)
-            except Exception:  # noqa: BLE001 - boundary: the queues of this stream and the others continue
-                _log.exception("response_failed")
-                self._fail(InferenceCenterError(ErrorCode.INTERNAL), stream.stream_id)
+            with self._failures_sent(stream):
+                if queued.request.context_management:
+                    stream.compacting = RequestContext(self._caller)
+                    self._tasks.spawn(self._begin_compacted(queued, stream, stream.compacting), name="compaction")
+                else:
+                    stream.sink = self._begin(queued, stream)
+
+    async def _begin_compacted(
+        self, queued: QueuedRequest, stream: ResponseStream, request_context: RequestContext
+    ) -> None:
+        """Start a response whose conversation is compacted before if it has to be, and then the next one."""
+        with self._failures_sent(stream), suppress(ClientDisconnectedError):
+            compacted, warnings = await compacted_input(self.context, request_context, queued.request)
+            if not self.closed:
+                stream.sink = self._begin(queued, stream, warnings=warnings, compacted=compacted)
+        stream.compacting = None
+        if not self.closed:
+            self._advance(stream)
+            self._leave_if_drained()
+
+    @contextmanager
+    def _failures_sent(self, stream: ResponseStream) -> Iterator[None]:
+        """Send the client the error of a response that cannot start; the stream continues with its queue."""
+        try:
+            yield
+        except InferenceCenterError as error:
+            self._fail(error, stream.stream_id)
+        except Exception:  # noqa: BLE001 - boundary: the queues of this stream and the others continue
+            _log.exception("response_failed")
+            self._fail(InferenceCenterError(ErrorCode.INTERNAL), stream.stream_id)
 
     def _break_soon(self, builder: ResponseEventBuilder) -> None:
         # Not at once: a session may be in the middle of publishing.
@@ -237,18 +272,30 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
                 self._advance(stream)
         self._leave_if_drained()
 
-    def _begin(self, queued: QueuedRequest, stream: ResponseStream) -> TurnSink[ResponseEventBuilder]:
+    def _begin(
+        self,
+        queued: QueuedRequest,
+        stream: ResponseStream,
+        *,
+        warnings: Sequence[str] = (),
+        compacted: CompactedInput | None = None,
+    ) -> TurnSink[ResponseEventBuilder]:
         context, client, request = self.context, self.client, queued.request
-        warnings = list(queued.warnings)
-        if request.context_management:
-            warnings.append("context_management has no effect: conversations are compacted over HTTP only")
-        asked = prepare_turn(context, client, request, warnings=warnings, generate=request.generate)
+        asked = prepare_turn(
+            context,
+            client,
+            request,
+            warnings=(*queued.warnings, *warnings),
+            generate=request.generate,
+            compacted=compacted,
+        )
         builder = ResponseEventBuilder(
             asked.echo,
             top_logprobs=request.top_logprobs or 0,
             clock=context.clock,
             stream_id=request.stream_id,
             generate=request.generate,
+            compaction=asked.compaction,
         )
         sink = TurnSink(
             builder, asked.infer.session_id, on_event=partial(self._on_turn_event, stream), outlived=request.store
@@ -357,6 +404,10 @@ def _stream_id_of(frame: dict[str, Any]) -> str | None:
     """Return the stream in which errors about a frame are sent, even if the frame is invalid otherwise."""
     found = frame.get("stream_id")
     return found if isinstance(found, str) and 0 < len(found) <= _MAX_STREAM_ID_CHARS else None
+
+
+def _cancelled() -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_REQUEST, "the response was cancelled before it began")
 
 
 def _stopping() -> InferenceCenterError:

@@ -11,6 +11,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from inferencecenter.api.request_context import RequestContext
     from inferencecenter.api.request_turns import TurnSink
     from inferencecenter.api.responses.request_schemas import CreateOnSocket
     from inferencecenter.api.responses.response_events import ResponseEventBuilder
@@ -33,11 +34,17 @@ class QueuedRequest:
 
 @dataclass(slots=True)
 class ResponseStream:
-    """One stream: its running response and its queue."""
+    """One stream: its running response, or the request whose conversation is compacted, and its queue."""
 
     stream_id: str | None
     sink: TurnSink[ResponseEventBuilder] | None = None
+    compacting: RequestContext | None = None
     waiting: deque[QueuedRequest] = field(default_factory=deque)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the next request may start."""
+        return self.sink is None and self.compacting is None
 
 
 class ResponseStreams:
@@ -61,15 +68,9 @@ class ResponseStreams:
         """All streams."""
         return list(self._streams.values())
 
-    @property
-    def sinks(self) -> list[TurnSink[ResponseEventBuilder]]:
-        """The running responses."""
-        return [stream.sink for stream in self._streams.values() if stream.sink is not None]
-
-    def find(self, stream_id: str | None) -> TurnSink[ResponseEventBuilder] | None:
-        """Return the response running in a stream."""
-        stream = self._streams.get(stream_id)
-        return None if stream is None else stream.sink
+    def find(self, stream_id: str | None) -> ResponseStream | None:
+        """Return a stream with running or queued responses."""
+        return self._streams.get(stream_id)
 
     def queue(self, queued: QueuedRequest) -> ResponseStream:
         """Queue a request in its stream, and return the stream.
@@ -101,7 +102,7 @@ class ResponseStreams:
 
     def take(self, stream: ResponseStream) -> QueuedRequest | None:
         """Return the next request of an idle stream; an empty stream is removed."""
-        if stream.sink is not None:
+        if not stream.idle:
             return None
         if not stream.waiting:
             self._streams.pop(stream.stream_id, None)
@@ -116,7 +117,7 @@ class ResponseStreams:
         given_up = [waiting.request for stream in self._streams.values() for waiting in stream.waiting]
         for stream in list(self._streams.values()):
             stream.waiting.clear()
-            if stream.sink is None:
+            if stream.idle:
                 del self._streams[stream.stream_id]
         self._n_waiting = self._n_bytes = 0
         return given_up

@@ -9,7 +9,7 @@ import pytest
 from openai import BadRequestError
 
 from inferencecenter.config.limits import AccessLimits
-from tests.api.http_client import post
+from tests.api.http_client import post, tick
 from tests.api.responses import openai_types
 from tests.api.responses.helpers import (
     PATH,
@@ -21,6 +21,7 @@ from tests.api.responses.helpers import (
     send,
     socket,
     text_of,
+    wait_turns_left,
 )
 from tests.api.streaming import next_turn, send_answer
 
@@ -223,19 +224,88 @@ async def test_conversation_is_answered_as_it_is(server: Running, asked: Any, th
     ]
 
 
-async def test_where_nothing_is_compacted_warnings_say_so(server: Running, ada: AsyncOpenAI) -> None:
-    """Over a WebSocket, and in a conversation, which keeps its items."""
+async def test_conversation_keeps_its_items_when_it_is_compacted(server: Running, ada: AsyncOpenAI) -> None:
+    """Later responses are given what follows the summary, also those with other instructions."""
     made = await ada.conversations.create(items=SAID)
-    body = {"input": "Hi", "conversation": made.id, "context_management": COMPACT_AT}
-    answered = await create_response(server, body, "Hello")
-    assert answered.json["warnings"] == ["context_management has no effect: a conversation keeps its items"]
+
+    async def answer() -> tuple[str, str]:
+        return await prompt_of_next(server, "Ada of Paris."), await prompt_of_next(server, "You are Ada.")
+
+    response, (first, second) = await asyncio.gather(
+        ada.responses.create(input="Who am I?", conversation=made.id, context_management=COMPACT_AT), answer()
+    )
+    assert ("Hello, Ada." in first, "Who am I?" in first) == (True, False)
+    assert ("Hello, Ada." in second, "I live in Paris." in second) == (False, True)
+    assert second.index("Ada of Paris.") < second.index("Who am I?")
+    assert [item.type for item in response.output] == ["compaction", "message"]
+    items = [item.to_dict() async for item in ada.conversations.items.list(made.id, order="asc")]
+    texts = [item["content"][0]["text"] for item in items]  # type: ignore[index]
+    assert texts[: len(SAID)] == [item["content"] for item in SAID]
+    assert texts[-2:] == ["Who am I?", "You are Ada."]
+    others: list[Any] = [{}, {"instructions": "Be brief."}]
+    for more in others:
+        _, prompt = await asyncio.gather(
+            ada.responses.create(input="And?", conversation=made.id, **more), prompt_of_next(server, "Yes")
+        )
+        assert ("Hello, Ada." in prompt, "Be brief." in prompt) == (False, bool(more))
+    assert len([item async for item in ada.conversations.items.list(made.id)]) == len(items) + 4
+
+
+async def test_summary_of_a_conversation_that_has_changed_is_dropped(server: Running, ada: AsyncOpenAI) -> None:
+    """What was said meanwhile is in no summary, and must not be hidden behind it."""
+    made = await ada.conversations.create(items=SAID)
+    body = {"input": "Who am I?", "conversation": made.id, "context_management": COMPACT_AT}
+    pending = asyncio.get_running_loop().create_task(post(server, PATH, body))
+    await begin_turns(server)
+    await ada.conversations.items.create(made.id, items=[{"role": "user", "content": "I am Eve."}])
+    await prompt_of_next(server, "Ada of Paris.")
+    refused = await pending
+    assert (refused.status, refused.error["code"]) == (409, "session_busy")
+    assert len([item async for item in ada.conversations.items.list(made.id)]) == len(SAID) + 1
+
+
+async def test_conversation_is_compacted_over_a_websocket(server: Running) -> None:
+    """As over HTTP; other lanes go on meanwhile, and the next request of the lane waits."""
+    asked = [*SAID, {"role": "user", "content": "Who am I?"}]
     async with socket(server) as connection:
-        await send(connection, input="Hi", context_management=COMPACT_AT)
+        await send(connection, input=asked, context_management=COMPACT_AT)
+        await begin_turns(server)
+        await send(connection, input="Hi")
+        await send(connection, input="Hi", stream_id="other")
+        *_, other = await begin_turns(server, 2)
+        server.engine.finish(other)
+        assert (await receive(connection, "response.completed"))["stream_id"] == "other"
+        assert "Who am I?" not in await prompt_of_next(server, "Ada of Paris.")
+        assert "Ada of Paris." in await prompt_of_next(server, "You are Ada.")
+        done = (await receive(connection, "response.completed"))["response"]
+        assert [item["type"] for item in done["output"]] == ["compaction", "message"]
+        assert "Paris" not in await prompt_of_next(server, "Hello")
+        assert (await receive(connection, "response.completed"))["response"]["warnings"] == []
+
+
+async def test_compaction_over_a_websocket_can_be_cancelled(server: Running) -> None:
+    """By its lane; its turn is aborted, the client is told, and the lane goes on."""
+    async with socket(server) as connection:
+        for _ in range(2):
+            await send(connection, input=[*SAID, {"role": "user", "content": "Hi"}], context_management=COMPACT_AT)
+        (summary,) = await begin_turns(server)
+        await send(connection, "response.cancel")
+        refused = await receive(connection, "error")
+        assert refused["error"]["message"] == "the response was cancelled before it began"
+        assert summary not in server.engine.turns
+        await prompt_of_next(server, "Ada.")
         await prompt_of_next(server, "Hello")
-        done = await receive(connection, "response.completed")
-    assert done["response"]["warnings"] == [
-        "context_management has no effect: conversations are compacted over HTTP only"
-    ]
+        assert (await receive(connection, "response.completed"))["response"]["status"] == "completed"
+
+
+async def test_compaction_ends_with_its_socket(server: Running) -> None:
+    """Its turn is aborted, and no response follows."""
+    async with socket(server) as connection:
+        await send(connection, input=[*SAID, {"role": "user", "content": "Hi"}], context_management=COMPACT_AT)
+        await begin_turns(server)
+    await wait_turns_left(server)
+    await tick(10)
+    assert not server.engine.turns
 
 
 async def test_nothing_to_summarize_is_refused(server: Running, ada: AsyncOpenAI) -> None:
