@@ -83,7 +83,7 @@ async def test_pages_meet_the_accessibility_rules(
         await expect(visit.answers.last).to_contain_text("Thank you")
         found["a conversation"] = await barriers(visit)
         await fits(visit)
-        await visit.button("Settings of this conversation").click()
+        await visit.button("Conversation settings").click()
         await expect(visit.page.get_by_label("Temperature", exact=True)).to_be_attached()
         found["its settings"] = await barriers(visit)
         await fits(visit)

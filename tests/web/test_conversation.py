@@ -27,7 +27,7 @@ async def test_answer_streams_to_its_end(browser: Browser, daemon: Daemon) -> No
         answer = await visit.answered()
         text = await said(answer)
         assert text.startswith("1, 2, 3, 4, 5")
-        await expect(answer).to_contain_text(re.compile(r"\d+ tokens.*tokens/s.*first after \d"))
+        await expect(answer).to_contain_text(re.compile(r"\d+ tokens.*tokens/s.*\d+ m?s to first token"))
         await expect(visit.conversation(question)).to_have_attribute("aria-current", "page")
         await expect(visit.page).to_have_title(re.compile(re.escape(question)))
         async with connect_client(daemon) as client:
@@ -142,8 +142,8 @@ async def test_rename_and_delete(browser: Browser, daemon: Daemon) -> None:
 async def test_parameters_and_output_format_apply(browser: Browser, daemon: Daemon) -> None:
     """A token limit and a regular expression chosen in the panel apply to the next answers."""
     async with signed_in(browser, daemon) as visit:
-        await visit.button("Settings of this conversation").click()
-        settings = visit.page.get_by_role("complementary", name="Settings of this conversation")
+        await visit.button("Conversation settings").click()
+        settings = visit.page.get_by_role("complementary", name="Conversation settings")
         await settings.get_by_label("Max tokens", exact=True).fill("0.5")
         await expect(settings.get_by_role("alert")).not_to_be_empty()
         await settings.get_by_label("Max tokens", exact=True).fill("7")
@@ -153,8 +153,8 @@ async def test_parameters_and_output_format_apply(browser: Browser, daemon: Daem
         answer = await visit.answered()
         await expect(answer).to_contain_text("Reached the token limit")
         await expect(answer).to_contain_text("7 tokens")
-        await visit.button("Settings of this conversation").click()
-        await settings.get_by_label("Form of answers").select_option("regex")
+        await visit.button("Conversation settings").click()
+        await settings.get_by_label("Response format").select_option("regex")
         await settings.get_by_role("textbox", name="Regular expression").fill("(yes|no)")
         await visit.page.keyboard.press("Escape")
         await visit.ask("Is the sky blue?")
@@ -175,7 +175,7 @@ async def test_keyboard_operation(browser: Browser, daemon: Daemon) -> None:
         names = await visit.tab_through()
         for wanted in ("New chat", "Count from 1 to 3. Slowly.", "Rename Count from 1 to 3. Slowly.", "Dashboard"):
             assert wanted in names
-        for wanted in ("Sign out", "Settings of this conversation", "Edit", "Copy", "Regenerate", "Fork from here"):
+        for wanted in ("Sign out", "Conversation settings", "Edit", "Copy", "Regenerate", "Fork from here"):
             assert wanted in names
         await visit.conversation("Count from 1 to 3. Slowly.").focus()
         await keyboard.press("F2")

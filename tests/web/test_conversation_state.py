@@ -48,7 +48,7 @@ async def test_answering_and_unread_follow_events(browser: Browser, echo: Daemon
 async def test_settings_that_apply_are_shown_and_cleared(browser: Browser, echo: Daemon) -> None:
     """A new chat says what it takes over from the last; what is cleared is not sent."""
     async with signed_in(browser, echo) as visit:
-        await visit.button("Settings of this conversation").click()
+        await visit.button("Conversation settings").click()
         await visit.page.get_by_label("System prompt").fill("Be brief.")
         await visit.page.get_by_label("Temperature", exact=True).fill("0.3")
         await visit.button("Close the settings").click()
@@ -76,7 +76,7 @@ async def test_focus_returns_where_it_was(browser: Browser, echo: Daemon) -> Non
     async with signed_in(browser, echo) as visit:
         await visit.ask("Hello.")
         await visit.answered()
-        settings = visit.button("Settings of this conversation")
+        settings = visit.button("Conversation settings")
         await settings.press("Enter")
         await expect(visit.button("Close the settings")).to_be_focused()
         await visit.page.keyboard.press("Escape")

@@ -76,7 +76,7 @@ async def test_other_untrusted_text_is_plain(browser: Browser, echo: Daemon) -> 
         await visit.page.reload()
         await expect(visit.conversation(trap)).to_be_visible()
         await expect(visit.questions.first).to_contain_text(trap)
-        await visit.button("Settings of this conversation").click()
+        await visit.button("Conversation settings").click()
         await expect(visit.page.get_by_role("complementary")).to_contain_text(trap)
         await harmless(visit)
         assert await visit.page.locator("img, iframe, object, embed, form:not(.composer), main script").count() == 0

@@ -103,7 +103,7 @@ async def test_accounts_are_separated_in_one_tab(browser: Browser, echo: Daemon)
     made = await asyncio.to_thread(command_line, echo, "token", "create", "visitor")
     async with visiting(browser, origin_of(echo)) as visit:
         await visit.sign_in(echo.admin_token)
-        await visit.button("Settings of this conversation").click()
+        await visit.button("Conversation settings").click()
         await visit.page.get_by_label("System prompt").fill("My secret instructions.")
         await visit.button("Close the settings").click()
         await visit.ask("For my eyes only.")

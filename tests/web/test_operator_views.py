@@ -44,7 +44,7 @@ async def test_dashboard_is_live(browser: Browser, daemon: Daemon) -> None:
         assert await reading(visit, "Generated") > before
         assert await reading(visit, "Tokens per second") > 0
         await visit.button("As a table").click()
-        table = visit.page.get_by_role("region", name="Readings as a table")
+        table = visit.page.get_by_role("region", name="Metrics as a table")
         await expect(table.get_by_role("row", name=re.compile("^Tokens per second"))).to_contain_text(
             re.compile(r"[1-9]")
         )

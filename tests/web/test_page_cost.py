@@ -154,9 +154,9 @@ async def test_long_answer_scrolls(browser: Browser, echo: Daemon) -> None:
         assert await messages.evaluate(left) < 2
         await messages.hover()
         await visit.page.mouse.wheel(0, -2000)
-        await expect(visit.button("To the end")).to_be_visible()
-        await visit.button("To the end").click()
-        await expect(visit.button("To the end")).to_have_count(0)
+        await expect(visit.button("Scroll to the end")).to_be_visible()
+        await visit.button("Scroll to the end").click()
+        await expect(visit.button("Scroll to the end")).to_have_count(0)
         assert await messages.evaluate(left) < 2
         assert letters_of(await said(shown)) == letters_of("".join(answer))
 

@@ -66,12 +66,12 @@ export function Readings({ charts, history, windowS }) {
       return { label, show: chart.show, summary: history.summary(line.column, windowS) };
     }),
   );
-  return html`<div class="table-scroll" tabindex="0" role="region" aria-label="Readings as a table">
+  return html`<div class="table-scroll" tabindex="0" role="region" aria-label="Metrics as a table">
     <table>
       <thead>
         <tr>
-          <th scope="col">Reading</th>
-          ${["Now", "Lowest", "Mean", "Highest"].map(
+          <th scope="col">Metric</th>
+          ${["Now", "Minimum", "Average", "Maximum"].map(
             (name) => html`<th scope="col" key=${name} class="number">${name}</th>`,
           )}
         </tr>

@@ -15,8 +15,8 @@ export function Tiles({ metrics }) {
   const waiting = work?.queue_depth ?? null;
   const parked = work?.parked_mb ? `sessions; ${memory(work.parked_mb)} of KV cache` : "sessions";
   return html`<dl class="tiles" style=${{ "--columns": hasGpu(gpu) ? COLUMNS_WITH_GPU : COLUMNS }}>
-    <${Tile} label="Tokens per second" value=${short(work?.tokens_per_s)} note="mean of 10 s" />
-    <${Tile} label="Time to first token" value=${duration(work?.last_ttft_ms)} note="the last turn" />
+    <${Tile} label="Tokens per second" value=${short(work?.tokens_per_s)} note="10 s average" />
+    <${Tile} label="Time to first token" value=${duration(work?.last_ttft_ms)} note="last turn" />
     <${Tile} label="Slots in use" value=${count(work?.slots_used)} of=${work ? `of ${count(work.slots)}` : ""} />
     <${Tile} label="Waiting" value=${count(waiting)} note="turns in the queue" mood=${waiting ? "busy" : ""} />
     <${Tile} label="Sessions" value=${count(work?.total_sessions)} note="open" />

@@ -70,14 +70,14 @@ function Allowances({ all }) {
 
 /** @param {{days: readonly Day[]}} props */
 function Days({ days }) {
-  if (!days.length) return html`<p class="hint">No turn has ended in the last 30 days.</p>`;
+  if (!days.length) return html`<p class="hint">No usage in the last 30 days.</p>`;
   const most = Math.max(...days.map(tokensOf), 1);
   return html`<div class="table-scroll" tabindex="0" role="region" aria-label="Usage by day">
     <table>
       <thead>
         <tr>
           <th scope="col">Day (UTC)</th>
-          ${["Turns", "Read", "From cache", "Written"].map(
+          ${["Turns", "Prompt tokens", "Cached", "Generated"].map(
             (name) => html`<th scope="col" key=${name} class="number">${name}</th>`,
           )}
         </tr>

@@ -1,6 +1,8 @@
 // @ts-check
 /** Parameters as text: formatting, parsing and validation. Pure. */
 
+import { labelOf } from "./labels.js";
+
 /** @typedef {import("../wire/params.js").ParamSpec} Parameter */
 /** @typedef {{value?: unknown, fault?: string}} Reading  Neither: the default. */
 
@@ -25,16 +27,6 @@ export function sliderOf({ kind, minimum, maximum }) {
   if (minimum === null || maximum === null || maximum - minimum > SLIDER_SPAN) return null;
   const fine = maximum - minimum <= FINE_SPAN ? 0.01 : 0.05;
   return { min: minimum, max: maximum, step: kind === "integer" ? 1 : fine };
-}
-
-/**
- * Returns a parameter's display name.
- *
- * @param {Parameter} parameter
- */
-export function labelOf({ name }) {
-  const text = name.replaceAll("_", " ");
-  return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 /**
@@ -86,8 +78,9 @@ export function readingOf(parameter, text) {
  * @param {Parameter} parameter
  * @param {string} search
  */
-export function isFound({ name, aliases, description }, search) {
-  const hay = [name, name.replaceAll("_", " "), ...aliases, description].join("\n").toLowerCase();
+export function isFound(parameter, search) {
+  const { name, aliases, description } = parameter;
+  const hay = [name, name.replaceAll("_", " "), labelOf(parameter), ...aliases, description].join("\n").toLowerCase();
   return search.toLowerCase().split(/\s+/).every((word) => hay.includes(word));
 }
 

@@ -29,7 +29,7 @@ export function Announcer({ session }) {
       setSaid(live.stopping ? "Stopped." : `${rest} End of the answer.`);
     };
   }, [live]);
-  return html`<div class="visually-hidden" role="log" aria-live="polite" aria-label="Answer as it comes">${said}</div>`;
+  return html`<div class="visually-hidden" role="log" aria-live="polite" aria-label="Streaming answer">${said}</div>`;
 }
 
 /**

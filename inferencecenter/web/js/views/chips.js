@@ -1,5 +1,6 @@
 // @ts-check
 import { choicesOf, keepChoices } from "../choices.js";
+import { labelOf } from "../params/labels.js";
 import { html } from "../ui.js";
 import { Icon } from "./icons.js";
 
@@ -62,7 +63,6 @@ function chipsOf({ system, model, params, form }, isNew) {
  * @param {unknown} value
  */
 function wordsOf(name, value) {
-  const words = name.replaceAll("_", " ");
   const text = typeof value === "object" ? JSON.stringify(value) : String(value);
-  return `${words.charAt(0).toUpperCase()}${words.slice(1)}: ${text.length > 24 ? `${text.slice(0, 23)}…` : text}`;
+  return `${labelOf({ name })}: ${text.length > 24 ? `${text.slice(0, 23)}…` : text}`;
 }

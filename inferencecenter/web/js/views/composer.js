@@ -2,6 +2,8 @@
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
 import { ask } from "../conversations.js";
 import { draftOf, keepDraft, moveDraft } from "../drafts.js";
+import { modelOfSession } from "../list.js";
+import { hello } from "../state.js";
 import { Icon } from "./icons.js";
 
 /** Moves the focus to the message input, or to the messages where that would open a keyboard on the screen. */
@@ -21,6 +23,7 @@ export function Composer({ session }) {
   const before = useRef(id);
   const ref = useRef(/** @type {HTMLTextAreaElement | null} */ (null));
   const running = session.live.value !== null;
+  const model = session.model.value || modelOfSession(session.id.value) || hello.value?.model || "";
   const state = session.state.value;
   const blocked = state === "gone" || state === "detached";
   const write = (/** @type {string} */ value) => {
@@ -52,7 +55,7 @@ export function Composer({ session }) {
   };
   return html`
     <form class="composer" onSubmit=${submit}>
-      <textarea id="composer" ref=${ref} rows="1" aria-label="Message" placeholder="Ask something" value=${text}
+      <textarea id="composer" ref=${ref} rows="1" aria-label="Message" placeholder=${model ? `Message ${model}…` : "Message…"} value=${text}
         disabled=${blocked} enterkeyhint="send" title="Enter sends, Shift+Enter starts a new line, Esc stops the answer"
         onInput=${(/** @type {any} */ event) => write(event.target.value)} onKeyDown=${keys}></textarea>
       ${running

@@ -57,8 +57,8 @@ export function Conversation({ session, opener }) {
           <h1>${title.current}</h1>
           <${Facts} session=${session} />
         </div>
-        <button type="button" class="icon-button" ref=${gear} aria-label="Settings of this conversation" aria-expanded=${choosing}
-          title="System prompt, parameters, form of answers" onClick=${() => setChoosing(!choosing)}>
+        <button type="button" class="icon-button" ref=${gear} aria-label="Conversation settings" aria-expanded=${choosing}
+          title="System prompt, parameters, response format" onClick=${() => setChoosing(!choosing)}>
           <${Icon} name="settings" />
         </button>
       </header>
@@ -68,7 +68,7 @@ export function Conversation({ session, opener }) {
       </div>
       <div class="dock">
         ${!atEnd &&
-        html`<button type="button" class="to-end" aria-label="To the end" onClick=${() => follower.current?.toEnd()}>
+        html`<button type="button" class="to-end" aria-label="Scroll to the end" onClick=${() => follower.current?.toEnd()}>
           <${Icon} name="down" />
         </button>`}
         <${Standing} session=${session} />
@@ -90,12 +90,12 @@ function Facts({ session }) {
     <p class="conversation-facts">
       ${model && html`<span class="fact-model">${model}</span>`}
       ${tokens !== null &&
-      html`<span class="fact-context" title="Tokens in the context before the next message, and how many fit">
+      html`<span class="fact-context" title="Tokens in the context, and its size">
         ${limit !== null && html`<meter aria-hidden="true" max=${limit} high=${limit * NEARLY_FULL} optimum="0" value=${tokens}></meter>`}
         ${tokens.toLocaleString()}${of} tokens
       </span>`}
       ${dropped > 0 &&
-      html`<span class="fact-dropped" title="The context was full. They stay in the conversation; the model does not read them.">
+      html`<span class="fact-dropped" title="The context was full. They stay in the conversation, but the model no longer reads them.">
         Oldest ${dropped === 1 ? "message" : `${dropped} messages`} no longer read
       </span>`}
     </p>
@@ -122,7 +122,7 @@ function Empty({ session }) {
   if (session.state.value === "gone") return null;
   return html`
     <div class="empty">
-      <h2>What is on your mind?</h2>
+      <h2>What's on your mind?</h2>
       <div class="suggestions">
         ${SUGGESTIONS.map((text) => html`<button type="button" class="button" key=${text} onClick=${() => ask(text)}>${text}</button>`)}
       </div>

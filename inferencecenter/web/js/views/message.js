@@ -54,7 +54,7 @@ function Asked({ message, edit }) {
     return html`<${Reply} answer=${{ content, reasoning, toolCalls }} connected=${true} doing=${{}} />`;
   }
   if (message.role === "tool") {
-    return html`<details class="tool"><summary><${Icon} name="tool" /> Tool result</summary><pre tabindex="0">${message.content}</pre></details>`;
+    return html`<details class="tool"><summary><${Icon} name="tool" /> Tool output</summary><pre tabindex="0">${message.content}</pre></details>`;
   }
   if (editing && edit) {
     const save = (/** @type {string} */ text) => {
@@ -117,7 +117,7 @@ function Markdown({ text, done }) {
 function Reasoning({ text, open, done }) {
   return html`
     <details class="reasoning">
-      <summary>${open ? "Thinking…" : "Thought"}</summary>
+      <summary>${open ? "Thinking…" : "Thoughts"}</summary>
       <${Markdown} text=${text} done=${done} />
     </details>
   `;
@@ -127,7 +127,7 @@ function Reasoning({ text, open, done }) {
 function Call({ call, done }) {
   return html`
     <details class="tool" open>
-      <summary><${Icon} name="tool" /> Asks for <code>${call.name}</code></summary>
+      <summary><${Icon} name="tool" /> ${done ? "Called" : "Calling"} <code>${call.name}</code></summary>
       <pre tabindex="0">${done ? indented(call.arguments) : call.arguments}</pre>
     </details>
   `;
@@ -161,7 +161,7 @@ function Editor({ text, onSave, onCancel }) {
     <div class="editor">
       <textarea ref=${ref} aria-label="Edit the message" rows=${Math.min(12, value.split("\n").length + 1)} value=${value}
         onInput=${(/** @type {any} */ event) => setValue(event.target.value)} onKeyDown=${keys}></textarea>
-      <p class="hint">What came after it will be gone.</p>
+      <p class="hint">Later messages will be removed.</p>
       <div class="dialog-actions">
         <button type="button" class="button" onClick=${onCancel}>Cancel</button>
         <button type="button" class="button primary" disabled=${!value.trim()} onClick=${() => onSave(value)}>Send</button>

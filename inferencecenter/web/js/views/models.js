@@ -22,8 +22,8 @@ const STATES = {
 };
 /** @type {Readonly<Record<string, string>>} */
 const PHASES = {
-  asked: "Asking…",
-  draining: "Waiting for the turns of another model whose memory is needed",
+  asked: "Requested…",
+  draining: "Waiting for running turns of another model to free its memory",
   loading: "Loading",
 };
 
@@ -51,13 +51,13 @@ function List({ link: there }) {
     <header class="board-head">
       <h1>Models</h1>
       <p class="hint">
-        ${may ? "" : "Operators choose the default model. "}A message to a model that is not loaded loads it.
+        Models load automatically when you use them.${may ? "" : " Operators choose the default model."}
       </p>
     </header>
     <div class="board-said" role="status">
       ${words && html`<p class=${failed ? "problem" : "board-note"}>${words} ${hint}</p>`}
     </div>
-    ${models === null && html`<p class="hint">Asking…</p>`}
+    ${models === null && html`<p class="hint">Loading…</p>`}
     ${models?.length === 0 && html`<p class="hint">No models are available to you.</p>`}
     <ul class="models">
       ${models?.map((model) => html`<${Model} key=${model.name} model=${model} shelf=${shelf} may=${may && active} />`)}

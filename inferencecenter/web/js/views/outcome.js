@@ -7,10 +7,10 @@ import { html } from "../ui.js";
 const REASONS = {
   aborted: "Stopped",
   length: "Reached the token limit",
-  context_full: "The context is full",
+  context_full: "Context is full",
   time: "Reached the time limit",
-  repetition: "Repeated itself",
-  quota_exceeded: "The token's quota for today is used up",
+  repetition: "Stopped: repetitive output",
+  quota_exceeded: "Today's token quota is used up",
   tool_calls: "Called tools",
 };
 
@@ -42,7 +42,7 @@ export function measures({ usage, stats }) {
     found.push([`${n} ${n === 1 ? "token" : "tokens"}`, promptWords(usage)]);
   }
   if (stats && stats.tps > 0) found.push([`${rounded(stats.tps)} tokens/s`, "Speed after the first token"]);
-  if (stats && stats.ttft_ms > 0) found.push([`first after ${seconds(stats.ttft_ms)}`, "Time to the first token"]);
+  if (stats && stats.ttft_ms > 0) found.push([`${seconds(stats.ttft_ms)} to first token`, "Time from the request to the first token"]);
   if (stats && stats.queue_ms >= 100) found.push([`waited ${seconds(stats.queue_ms)}`, "Time in the queue"]);
   return found;
 }

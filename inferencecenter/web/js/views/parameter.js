@@ -1,7 +1,8 @@
 // @ts-check
 /** One parameter: field, validation message, description. */
 
-import { defaultText, labelOf, readingOf, sliderOf, textOf } from "../params/fields.js";
+import { defaultText, readingOf, sliderOf, textOf } from "../params/fields.js";
+import { labelOf } from "../params/labels.js";
 import { html, useId, useState } from "../ui.js";
 
 /** @typedef {import("../params/fields.js").Parameter} Parameter */

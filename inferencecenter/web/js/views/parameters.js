@@ -32,13 +32,13 @@ export function Parameters({ params, onChange, defaults = {}, error = null }) {
   return html`<div class="parameters">
     <${Presets} params=${params} onChoose=${replace} />
     <div class="parameters-bar">
-      <input type="search" placeholder="Find a parameter" aria-label="Find a parameter" value=${search}
+      <input type="search" placeholder="Search parameters" aria-label="Search parameters" value=${search}
         onInput=${(/** @type {any} */ event) => setSearch(event.target.value.trim())} />
       <button type="button" class="button quiet" disabled=${nChanged === 0} onClick=${() => replace({})}>
         Reset all${nChanged > 0 && ` (${nChanged})`}
       </button>
     </div>
-    ${!found.length && html`<p class="hint" role="status">No parameter matches “${search}”.</p>`}
+    ${!found.length && html`<p class="hint" role="status">No parameters match “${search}”.</p>`}
     <${Fragment} key=${round}>
       ${[...GROUPS].map(([group, title]) => {
         const rows = found.filter((parameter) => parameter.group === group);

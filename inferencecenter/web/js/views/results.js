@@ -22,15 +22,15 @@ export function ToolResults({ calls, onSend }) {
     <form class="results" onSubmit=${submit}>
       ${calls.map(
         ({ call_id, name }, at) => html`<div class="setting" key=${call_id}>
-          <label for=${`${id}-${at}`}>Result of <code>${name}</code>${many && `, call ${at + 1} of ${calls.length}`}</label>
+          <label for=${`${id}-${at}`}>Output of <code>${name}</code>${many && `, call ${at + 1} of ${calls.length}`}</label>
           <textarea id=${`${id}-${at}`} class="code" rows="2" spellcheck=${false} value=${texts[at]}
-            placeholder="Result of the tool, as text or JSON"
+            placeholder="Tool output (text or JSON)"
             onInput=${(/** @type {any} */ event) => write(at, event.target.value)}></textarea>
         </div>`,
       )}
       <div class="results-foot">
-        <button type="submit" class="button primary" disabled=${!ready}>${many ? "Send results" : "Send result"}</button>
-        <span class="hint">The model continues with ${many ? "them" : "it"}.</span>
+        <button type="submit" class="button primary" disabled=${!ready}>${many ? "Send outputs" : "Send output"}</button>
+        <span class="hint">The model will continue with ${many ? "these" : "this"}.</span>
       </div>
     </form>
   `;

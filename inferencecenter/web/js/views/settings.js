@@ -36,7 +36,7 @@ export function Settings({ session, onClose }) {
     onClose();
   };
   return html`
-    <aside class="drawer" aria-label="Settings of this conversation" onKeyDown=${keys}>
+    <aside class="drawer" aria-label="Conversation settings" onKeyDown=${keys}>
       <header class="drawer-head">
         <h2>Settings</h2>
         <button type="button" class="icon-button" ref=${close} aria-label="Close the settings" onClick=${onClose}>
@@ -65,8 +65,8 @@ function System({ session, chosen, onChoose }) {
     return html`
       <section class="setting">
         <h3>System prompt</h3>
-        <p class="system-text">${session.system.value || "None."}</p>
-        <p class="hint">It was given when the conversation began. A new chat can have another.</p>
+        <p class="system-text">${session.system.value || "None"}</p>
+        <p class="hint">Set when the conversation was started. To change it, start a new chat.</p>
       </section>
     `;
   }
@@ -80,7 +80,7 @@ function System({ session, chosen, onChoose }) {
     html`<section class="setting">
       <label for="model">Model</label>
       <select id="model" value=${chosen.model} onChange=${(/** @type {any} */ event) => onChoose({ model: event.target.value })}>
-        <option value="">The server's choice</option>
+        <option value="">Default</option>
         ${models.map(({ name }) => html`<option key=${name} value=${name}>${name}</option>`)}
       </select>
     </section>`}
@@ -93,7 +93,7 @@ function FormOfAnswers({ form, onChange }) {
   const example = FORMS.find(([kind]) => kind === form.kind)?.[2];
   return html`
     <section class="setting">
-      <label for="form">Form of answers</label>
+      <label for="form">Response format</label>
       <select id="form" value=${form.kind} onChange=${(/** @type {any} */ event) => onChange({ ...form, kind: event.target.value })}>
         ${FORMS.map(([kind, words]) => html`<option key=${kind} value=${kind}>${words}</option>`)}
       </select>
@@ -114,6 +114,6 @@ function jsonProblem(text) {
     JSON.parse(text);
     return "";
   } catch (error) {
-    return `This is not valid JSON: ${/** @type {Error} */ (error).message}`;
+    return `Not valid JSON: ${/** @type {Error} */ (error).message}`;
   }
 }

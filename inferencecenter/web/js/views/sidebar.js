@@ -39,12 +39,12 @@ export function Sidebar({ open, onClose }) {
         <${Icon} name="plus" /> New chat
       </button>
       ${(list?.length ?? 0) > FILTER_FROM &&
-      html`<input type="search" class="filter" placeholder="Find…" aria-label="Find a conversation" value=${filter}
+      html`<input type="search" class="filter" placeholder="Search…" aria-label="Search conversations" value=${filter}
         onInput=${(/** @type {any} */ event) => setFilter(event.target.value)} />`}
       <div class="sidebar-list" onKeyDown=${moveFocus}>
         ${list === null && html`<p class="hint">Loading…</p>`}
         ${list?.length === 0 && html`<p class="hint">Conversations appear here.</p>`}
-        ${wanted && found.length === 0 && html`<p class="hint">No matches.</p>`}
+        ${wanted && found.length === 0 && html`<p class="hint">No matching conversations</p>`}
         ${byAge(found, Date.now()).map(
           ([age, group]) => html`
             <${Fragment} key=${age}>
