@@ -224,15 +224,6 @@ class SocketConnection(ABC, Generic[OutboxT]):
     def _move(self, event: ConnectionEvent) -> None:
         self._state = CONNECTION.next(self._state, event)
 
-    def charge(self, *, n_chars: int = 0, n_frame_chars: int = 0) -> None:
-        """Charge the client for the operation of this frame, which also delays the next frame; see ``Pacer``.
-
-        Raises:
-            InferenceCenterError: ``rate_limited``.
-        """
-        self.context.operations.charge(self.client_id, n_chars=n_chars, n_frame_chars=n_frame_chars)
-        self._delay_s = self.context.operation_delay_s(self.client_id)
-
     async def _slow_down(self) -> None:
         """Delay the next frame of a client that sends many operations or refused frames; see ``RefusalBackoff``."""
         if not self._refused:

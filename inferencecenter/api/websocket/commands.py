@@ -1,4 +1,4 @@
-"""Ops: a table from op to handler and required scope.
+"""Ops: a table from op to handler and required scope, by which a connection executes its frames.
 
 Handlers are plain calls that return the reply at once or arrange for it. The task that reads a socket waits only where
 a handler uses ``Connection.defer``.
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from inferencecenter.api.embedding import Outcome
     from inferencecenter.api.websocket.connection import Connection
     from inferencecenter.auth.authentication import Credential
-    from inferencecenter.protocol.base import Event, Request
-    from inferencecenter.protocol.codec import Frame
+    from inferencecenter.protocol.base import Event
 
 
 def auth(connection: Connection, request: requests.Auth) -> Event | None:
@@ -105,83 +104,6 @@ class Command:
     in_bulk: bool = False
     is_free: bool = False
     by_size: bool = False
-
-
-async def run(connection: Connection, frame: Frame) -> None:
-    """Execute a frame's request, and send the reply or an error.
-
-    It is first charged by op and size, so that excess requests are refused before they are validated. A reply about a
-    session is sent once it is durable, together with the session's events; all others at once.
-    """
-    request: Request | None = None
-    try:
-        command = COMMANDS.get(frame.op)
-        _charge(connection, command, frame)
-        request = await connection.aside(frame.n_chars, frame.parse)
-        command = COMMANDS[frame.op]
-        if command.in_bulk:
-            await connection.wait_replayed()
-        if connection.closed:  # while it was read, or waited
-            return
-        _admit(connection, command, request)
-        journal = connection.context.sessions.journal_for(request, connection.client_id)
-        answer = command.handler(connection, request)
-    except InferenceCenterError as error:
-        if command is not None and command.is_free and connection.authenticated:
-            connection.context.operations.count(connection.client_id, n_frame_chars=frame.n_chars)
-        _fail(connection, frame, error, understood=request is not None or error.code is ErrorCode.RATE_LIMITED)
-    except Exception:  # noqa: BLE001 - boundary: a defect in one frame must not close the socket
-        _log.exception("command_failed", op=frame.op)
-        _fail(connection, frame, InferenceCenterError(ErrorCode.INTERNAL), understood=request is not None)
-    else:
-        if answer is not None:
-            reply = answer if frame.id is None else answer.model_copy(update={"id": frame.id})
-            in_bulk = command.in_bulk
-            journal.release(lambda: connection.replay((reply,)) if in_bulk else connection.send(reply))
-
-
-def _fail(connection: Connection, frame: Frame, error: InferenceCenterError, *, understood: bool) -> None:
-    """Send an error; for a request that was not ``understood`` it has only the id."""
-    if understood:
-        connection.fail(error, request_id=frame.id, op=frame.op, session_id=frame.session_id)
-    else:
-        connection.fail(error, request_id=frame.id)
-
-
-def _charge(connection: Connection, command: Command | None, frame: Frame) -> None:
-    """Charge a frame as an operation of its client.
-
-    Raises:
-        InferenceCenterError: ``rate_limited``, or ``not_authenticated`` for an op that requires it.
-    """
-    if not connection.authenticated:
-        if command is None or command.scope is not None:
-            raise InferenceCenterError(
-                ErrorCode.NOT_AUTHENTICATED, hint='Send {"op": "auth", "token": …} or client_id with api_key.'
-            )
-    elif command is None or not command.is_free:
-        by_size = command is not None and command.by_size
-        sessions = connection.context.sessions
-        n_chars = sessions.session_chars(connection.client, frame.session_id or "") if by_size else 0
-        connection.charge(n_chars=n_chars, n_frame_chars=frame.n_chars)
-
-
-def _admit(connection: Connection, command: Command, request: Request) -> None:
-    if not connection.v1 and not request.dagger:
-        raise InferenceCenterError(
-            ErrorCode.UNKNOWN_OP,
-            "the first protocol does not have this op",
-            field="op",
-            hint='Send {"op": "hello", "protocol": 1} before it, or choose the subprotocol inferencecenter.v1.',
-        )
-    if command.scope is not None and command.scope not in connection.client.scopes:
-        raise InferenceCenterError(
-            ErrorCode.FORBIDDEN, f"this requires the scope {command.scope}", hint="Use a token of a client that has it."
-        )
-    if command.starts_work and connection.state is ConnectionState.DRAINING:
-        raise InferenceCenterError(
-            ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop", hint="Reconnect when it is back."
-        )
 
 
 def _hello(connection: Connection, request: requests.Hello) -> Event:

@@ -10,7 +10,7 @@ import structlog
 from starlette.routing import BaseRoute, Match, NoMatchFound
 
 from inferencecenter.api.request_context import admit
-from inferencecenter.api.websocket import commands
+from inferencecenter.api.websocket.commands import COMMANDS
 from inferencecenter.auth.audit import audit_entry
 from inferencecenter.auth.rate_limits import RefusalBackoffs
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -22,6 +22,7 @@ from inferencecenter.server import event_factory
 from inferencecenter.server.connection import LARGE_FRAME_CHARS, SocketConnection
 from inferencecenter.server.handshake import chooses_v1, refusal_body, refusal_headers
 from inferencecenter.server.outbox import Outbox
+from inferencecenter.server.states import ConnectionState
 from inferencecenter.server.websocket import SCOPE_KEY
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
 
     from inferencecenter.api.embedding import EmbeddingJob
+    from inferencecenter.api.websocket.commands import Command
     from inferencecenter.auth.account import Account
     from inferencecenter.auth.audit import AuditEvent
-    from inferencecenter.protocol.base import Event
+    from inferencecenter.protocol.base import Event, Request
     from inferencecenter.protocol.codec import Frame
     from inferencecenter.server.context import ServerContext
     from inferencecenter.server.outbox import Wire
@@ -145,7 +147,36 @@ class Connection(SocketConnection[Outbox]):
         self._rest = rest
 
     async def _process(self, text: str) -> None:
-        await commands.run(self, await self._read(text))
+        """Execute the request of a frame, and send the reply or an error.
+
+        It is first charged by op and size, so that excess requests are refused before they are validated. A reply about
+        a session is sent once it is durable, together with the session's events; all others at once.
+        """
+        frame = await self._read(text)
+        command, request = COMMANDS.get(frame.op), None
+        try:
+            self._charge(command, frame)
+            request = await self.aside(frame.n_chars, frame.parse)
+            assert command is not None, "each op that can be parsed has a command"
+            if command.in_bulk:
+                await self.wait_replayed()
+            if self.closed:  # while it was read, or waited
+                return
+            self._admit(command, request)
+            journal = self.context.sessions.journal_for(request, self.client_id)
+            answer = command.handler(self, request)
+        except InferenceCenterError as error:
+            if command is not None and command.is_free and self.authenticated:
+                self.context.operations.count(self.client_id, n_frame_chars=frame.n_chars)
+            self._refuse(frame, error, understood=request is not None or error.code is ErrorCode.RATE_LIMITED)
+        except Exception:  # noqa: BLE001 - boundary: a defect in one frame must not close the socket
+            _log.exception("command_failed", op=frame.op)
+            self._refuse(frame, InferenceCenterError(ErrorCode.INTERNAL), understood=request is not None)
+        else:
+            if answer is not None:
+                reply = answer if frame.id is None else answer.model_copy(update={"id": frame.id})
+                in_bulk = command.in_bulk
+                journal.release(lambda: self.replay((reply,)) if in_bulk else self.send(reply))
         while (rest := self._rest) is not None:
             self._rest = None
             await rest()
@@ -169,6 +200,54 @@ class Connection(SocketConnection[Outbox]):
             if self.authenticated:
                 self.context.operations.count(self.client_id, n_frame_chars=len(text))
             raise
+
+    def _charge(self, command: Command | None, frame: Frame) -> None:
+        """Charge the client for the operation of a frame, which also delays the next frame; see ``Pacer``.
+
+        Raises:
+            InferenceCenterError: ``rate_limited``, or ``not_authenticated`` for an op that requires it.
+        """
+        if not self.authenticated:
+            if command is None or command.scope is not None:
+                raise InferenceCenterError(
+                    ErrorCode.NOT_AUTHENTICATED, hint='Send {"op": "auth", "token": …} or client_id with api_key.'
+                )
+        elif command is None or not command.is_free:
+            context, by_size = self.context, command is not None and command.by_size
+            n_chars = context.sessions.session_chars(self.client, frame.session_id or "") if by_size else 0
+            context.operations.charge(self.client_id, n_chars=n_chars, n_frame_chars=frame.n_chars)
+            self._delay_s = context.operation_delay_s(self.client_id)
+
+    def _admit(self, command: Command, request: Request) -> None:
+        """Refuse an op that the protocol, the scopes or the state of this socket do not allow.
+
+        Raises:
+            InferenceCenterError: ``unknown_op``, ``forbidden`` or ``engine_unavailable``.
+        """
+        if not self.v1 and not request.dagger:
+            raise InferenceCenterError(
+                ErrorCode.UNKNOWN_OP,
+                "the first protocol does not have this op",
+                field="op",
+                hint='Send {"op": "hello", "protocol": 1} before it, or choose the subprotocol inferencecenter.v1.',
+            )
+        if command.scope is not None and command.scope not in self.client.scopes:
+            raise InferenceCenterError(
+                ErrorCode.FORBIDDEN,
+                f"this requires the scope {command.scope}",
+                hint="Use a token of a client that has it.",
+            )
+        if command.starts_work and self.state is ConnectionState.DRAINING:
+            raise InferenceCenterError(
+                ErrorCode.ENGINE_UNAVAILABLE, "the daemon is about to stop", hint="Reconnect when it is back."
+            )
+
+    def _refuse(self, frame: Frame, error: InferenceCenterError, *, understood: bool) -> None:
+        """Send an error; for a request that was not ``understood`` it has only the id."""
+        if understood:
+            self.fail(error, request_id=frame.id, op=frame.op, session_id=frame.session_id)
+        else:
+            self.fail(error, request_id=frame.id)
 
     def _fail_frame(self, error: InferenceCenterError) -> None:
         self.fail(error, request_id=error.request_id if isinstance(error, FrameError) else None)
