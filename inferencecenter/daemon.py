@@ -191,8 +191,8 @@ class Announcement:
 class _Prepared:
     """What is opened before the event loop runs.
 
-    Without ``store`` sessions end with the daemon; without ``traces`` no turn is traced. ``plain`` are the sockets that
-    have no TLS.
+    Without ``store`` sessions end with the daemon; without ``traces`` no turn is traced. ``ollama`` are the sockets for
+    its clients, which have no TLS.
     """
 
     accounts: Accounts
@@ -200,7 +200,7 @@ class _Prepared:
     config_params: Params
     registry: Registry
     sockets: list[socket.socket]
-    plain: list[socket.socket]
+    ollama: list[socket.socket]
     certificate: Certificate | None
     traces: Traces | None
     reload_settings: Callable[[], Settings]
@@ -234,8 +234,8 @@ def serve(
         sockets = inherited_sockets(os.environ, pid=os.getpid()) or bind(server.host, server.port)
         for listening in sockets:
             held.callback(listening.close)
-        plain = bind_ollama() if server.ollama else []
-        for listening in plain:
+        ollama = bind_ollama() if server.ollama else []
+        for listening in ollama:
             held.callback(listening.close)
         certificate = Certificate(server.certfile, server.keyfile) if server.certfile and server.keyfile else None
         config_params, registry = parse_config_params(settings), read_registry(settings)
@@ -258,8 +258,8 @@ def serve(
             store=store,
             config_params=config_params,
             registry=registry,
-            sockets=[*sockets, *plain],
-            plain=plain,
+            sockets=[*sockets, *ollama],
+            ollama=ollama,
             certificate=certificate,
             traces=traces,
             reload_settings=reload_settings,
@@ -353,7 +353,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         settings.server,
         drain=drain,
         tls=prepared.tls,
-        plain=prepared.plain,
+        ollama=prepared.ollama,
         refused=metrics.connection_refused,
         refusal=context.upgrade_limiter.refusal,
         delay_s=context.connection_delay_s,

@@ -43,12 +43,16 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingCall:
-    """What a client asks for: vectors of ``inputs`` or, with a ``query``, their scores as documents."""
+    """What a client asks for: vectors of ``inputs`` or, with a ``query``, their scores as documents.
+
+    ``truncate`` cuts texts that are too long, which are refused otherwise.
+    """
 
     model: str | None
     inputs: tuple[EmbeddingInput, ...]
     query: str | None = None
     dimensions: int | None = None
+    truncate: bool = False
     priority: Priority | None = None
 
     @property
@@ -168,6 +172,7 @@ class EmbeddingJob:
             query=call.query,
             dimensions=call.dimensions or 0,
             matryoshka=self._matryoshka,
+            truncate=call.truncate,
             done=self._n_done,
         )
 

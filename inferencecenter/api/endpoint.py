@@ -138,7 +138,7 @@ class Operation:
         local_account: Whether a program on this machine needs no token if ``server.ollama_account`` is set.
     """
 
-    method: Literal["GET", "POST", "DELETE"]
+    method: Literal["GET", "HEAD", "POST", "DELETE"]
     path: str
     summary: str
     handler: Callable[[Call], Awaitable[Reply]]

@@ -14,6 +14,7 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -368,6 +369,7 @@ class EmbeddingLoop(CommandLoop):
         """
         given, number = embed.inputs[index], embed.done + index
         name = f"input.{number}" if embed.query is None else f"documents.{number}"
+        tokens: Sequence[int]
         if not given.text:
             tokens = unpack_tokens(given.tokens)
         elif embed.query is None:
@@ -382,6 +384,8 @@ class EmbeddingLoop(CommandLoop):
             )
         if not tokens:
             raise InferenceCenterError(ErrorCode.INVALID_REQUEST, f"{name} is empty", field=name)
+        if len(tokens) > model.n_ctx and embed.truncate and given.text and embed.query is None:
+            tokens = self._truncated(tokens)
         if len(tokens) > model.n_ctx:
             begin = f" (it begins with {given.text[:_SHOWN_CHARS]!r})" if given.text else ""
             raise InferenceCenterError(
@@ -391,6 +395,12 @@ class EmbeddingLoop(CommandLoop):
                 hint="Split it into shorter texts.",
             )
         return tokens
+
+    def _truncated(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Return as many tokens of a text as the model reads: the first ones, and those that it wants at the end."""
+        ends = zip(reversed(self._embedder.sequence("")), reversed(tokens), strict=False)
+        n_end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
+        return [*tokens[: self._embedder.model.n_ctx - n_end], *tokens[len(tokens) - n_end :]]
 
     def _enqueue(self, request: EmbeddingRequest, texts: Sequence[Sequence[int]]) -> None:
         request.texts, request.job = texts, None

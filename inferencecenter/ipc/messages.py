@@ -129,7 +129,8 @@ class Embed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     The vectors arrive in order, in any number of ``EmbeddingDelta``; then ``EmbeddingDone``. With ``query`` the inputs
     are documents, and a vector is the score of one of them: only for engines of reranking models. ``dimensions``
-    shortens the vectors, which is refused unless they are ``matryoshka``; 0 leaves them whole.
+    shortens the vectors, which is refused unless they are ``matryoshka``; 0 leaves them whole. ``truncate`` cuts a text
+    that is too long, which is refused otherwise.
 
     ``done`` inputs of the request precede these: an earlier engine computed them. ``priority`` and ``accepted`` are as
     in ``Submit``.
@@ -142,6 +143,7 @@ class Embed(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     query: str | None = None
     dimensions: int = 0
     matryoshka: bool = False
+    truncate: bool = False
     done: int = 0
     accepted: bool = False
 

@@ -206,6 +206,39 @@ def verify(model: ModelFiles, *, report: Callable[[int, int], None] = lambda _do
     return IntegrityReport(model.name, bool(digests), tuple(problems))
 
 
+def copy(model: ModelFiles, name: str) -> None:
+    """Give a model's files a second name in their directory. They take no more space, and each name can be removed.
+
+    Raises:
+        InferenceCenterError: ``invalid_request`` for a name that is taken or that of a part, and for a model that lacks
+            parts; ``storage_unavailable``.
+    """
+    if SHARD.match(name) is not None:
+        raise _not_copied(f"{name!r} is the name of a part")
+    if model.missing:
+        raise _not_copied(f"{model.name} lacks {model.missing[0]}")
+    directory = model.paths[0].parent
+    names = (f"{name}.gguf",) if len(model.paths) == 1 else shard_names(name, len(model.paths))
+    links: list[Path] = []
+    try:
+        # The first part last: without it the others are not recognized as a model.
+        for path, other in reversed([*zip(model.paths, names, strict=True)]):
+            (directory / other).hardlink_to(path)
+            links.append(directory / other)
+    except OSError as error:
+        for link in links:
+            link.unlink()
+        if isinstance(error, FileExistsError):
+            raise _not_copied(f"{other} exists already") from None
+        raise InferenceCenterError(
+            ErrorCode.STORAGE_UNAVAILABLE, f"{model.name} cannot be copied: {error.strerror}"
+        ) from None
+
+
+def _not_copied(message: str) -> InferenceCenterError:
+    return InferenceCenterError(ErrorCode.INVALID_REQUEST, message, field="destination")
+
+
 def remove(directory: Path, name: str, *, configured: Mapping[Path, str]) -> ModelFiles:
     """Delete a model's files and manifest, and return what it was. An engine that has it loaded continues.
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
-from inferencecenter.models.files import find_model, remove
+from inferencecenter.models.files import copy, find_model, remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -42,6 +42,14 @@ class ModelLibrary:
 
         return pull(hub_of(self.environment), reference, directory=self.directory, report=report)
 
+    def copy(self, name: str, path: Path, destination: str) -> None:
+        """Give a model that is loaded from ``path`` a second name.
+
+        Raises:
+            InferenceCenterError: ``invalid_request`` if that is not in the directory; see ``models.files.copy``.
+        """
+        copy(self._own(name, path, hint="Others get further names by aliases in [models.NAME]."), destination)
+
     def remove(self, name: str, path: Path) -> ModelFiles:
         """Delete the files of a model that is loaded from ``path``.
 
@@ -49,11 +57,12 @@ class ModelLibrary:
             InferenceCenterError: ``invalid_request`` if that is not in the directory, or configured; see
                 ``models.files.remove``.
         """
-        if path.parent != self.directory or path not in find_model(self.directory, name).paths:
-            raise InferenceCenterError(
-                ErrorCode.INVALID_REQUEST,
-                f"{name} is not a file in models_dir",
-                field="model",
-                hint="Only models in that directory are deleted.",
-            )
+        self._own(name, path, hint="Only models in that directory are deleted.")
         return remove(self.directory, name, configured=self.configured())
+
+    def _own(self, name: str, path: Path, *, hint: str) -> ModelFiles:
+        if path.parent == self.directory and path in (model := find_model(self.directory, name)).paths:
+            return model
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST, f"{name} is not a file in models_dir", field="model", hint=hint
+        )

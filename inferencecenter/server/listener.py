@@ -196,6 +196,8 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 OLLAMA_ADDRESS: Final = ("127.0.0.1", 11434)
 """Where Ollama listens."""
+OLLAMA_KEY: Final = "ollama"
+"""Whether a request came there, in ``state`` of its scope."""
 
 
 def bind_ollama(host: str = OLLAMA_ADDRESS[0], port: int = OLLAMA_ADDRESS[1]) -> list[socket.socket]:
@@ -272,7 +274,7 @@ class Listener(uvicorn.Server):
         settings: Limits and keepalive.
         drain: Awaited after ``stop``, when no new connection is accepted: announces the shutdown and lets turns finish.
         tls: Server-side TLS context; without it the port is in plain text.
-        plain: Sockets that are in plain text all the same.
+        ollama: Sockets for clients of Ollama: in plain text all the same; requests have ``OLLAMA_KEY`` in their state.
         refused: Called with the HTTP status when a connection is refused before a request is read.
         connected: Called when a connection was made.
         refusal: Returns the response to a refused upgrade, given the peer and the headers.
@@ -286,7 +288,7 @@ class Listener(uvicorn.Server):
         *,
         drain: Callable[[], Awaitable[None]],
         tls: ssl.SSLContext | None = None,
-        plain: Sequence[socket.socket] = (),
+        ollama: Sequence[socket.socket] = (),
         refused: Callable[[int], object] = _ignore_refusal,
         connected: Callable[[], object] = lambda: None,
         refusal: Callable[[str, Headers], bytes | None] = _accept_upgrade,
@@ -294,7 +296,7 @@ class Listener(uvicorn.Server):
     ) -> None:
         self._settings = settings
         self._tls = tls
-        self._plain = plain
+        self._ollama = ollama
         self._delay_s = delay_s
         self.limiter: ConnectionLimiter[HttpConnection] = ConnectionLimiter(
             min(settings.max_connections, _descriptors_for_http())
@@ -354,14 +356,14 @@ class Listener(uvicorn.Server):
             cast("Callable[..., asyncio.Protocol]", config.http_protocol_class),
             config=config,
             server_state=self.server_state,
-            app_state=self.lifespan.state,
         )
         for listening in sockets or ():
             listening.setblocking(False)
+            is_ollama = listening in self._ollama
             acceptor = Acceptor(
                 listening,
-                protocol,
-                tls=None if listening in self._plain else self._tls,
+                partial(protocol, app_state={**self.lifespan.state, OLLAMA_KEY: is_ollama}),
+                tls=None if is_ollama else self._tls,
                 handshake_timeout_s=self._settings.head_timeout_s,
                 max_handshakes=self._settings.max_connections,
                 make_room=partial(self.limiter.evict_idle, _ROOM),

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, generate_latest
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 import inferencecenter
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -18,6 +18,7 @@ from inferencecenter.protocol.base import PROTOCOL_VERSION, SUBPROTOCOL
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import event_factory
 from inferencecenter.server.handshake import check_query, read_credential, refusal_body, refusal_headers
+from inferencecenter.server.listener import OLLAMA_KEY
 from inferencecenter.telemetry.instruments import label_text
 
 if TYPE_CHECKING:
@@ -47,8 +48,10 @@ class StatusPages:
         self._context = context
         self._scrape = MetricsPage(context)
 
-    async def about(self, _request: Request) -> Response:
-        """Describe the daemon to a caller without a WebSocket."""
+    async def about(self, request: Request) -> Response:
+        """Describe the daemon to a caller without a WebSocket; to clients of Ollama in the words that they look for."""
+        if request.scope.get("state", {}).get(OLLAMA_KEY):
+            return PlainTextResponse("Ollama is running")
         return JSONResponse(
             {
                 "server": "inferencecenter",

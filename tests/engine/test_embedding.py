@@ -232,6 +232,20 @@ def test_oversized_text_is_named_by_its_index() -> None:
     assert engine.embedder.batches == []
 
 
+def test_text_is_truncated_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens that the model wants at the end stay; tokens that a client sent are refused all the same."""
+    monkeypatch.setattr(GatedEmbedder, "sequence", lambda _self, text: [*text.encode(), 1, 2])
+    engine = EmbeddingEngine()
+    engine.send(embed("one", "x" * 150, "y" * 98, truncate=True))
+    engine.wait_for("one")
+    assert [text for batch in engine.embedder.batches for text in batch] == [
+        b"x" * 98 + bytes([1, 2]),
+        b"y" * 98 + bytes([1, 2]),
+    ]
+    engine.send(embed("two", pack_tokens([5] * 101), truncate=True))
+    assert engine.failure("two").code == "prompt_too_long"
+
+
 @pytest.mark.parametrize(
     ("request_", "field"),
     [

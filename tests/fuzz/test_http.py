@@ -132,9 +132,11 @@ BODIES: Final[dict[str, list[dict[str, Any]]]] = {
     "/api/generate": [
         {"model": "echo", "prompt": "Hi", "system": "Be brief.", "options": {"num_predict": 4, "stop": ["x"]}},
         {"model": "echo", "prompt": "Hi", "raw": True, "stream": False, "format": "json", "context": [1, 2]},
+        {"model": "echo", "prompt": "def f", "suffix": "return x", "options": {"num_predict": 4}},
     ],
     "/api/embed": [{"model": "echo", "input": ["a", "b"], "truncate": True, "dimensions": 4}],
-    "/api/embeddings": [{"model": "echo", "prompt": "a"}],
+    "/api/embeddings": [{"model": "echo", "prompt": "a", "keep_alive": 0}],
+    "/api/copy": [{"source": "echo", "destination": "copy"}],
     "/api/show": [{"model": "echo", "verbose": True}],
     "/api/pull": [{"model": "no/such/model.gguf", "insecure": False, "stream": True}],
     "/api/delete": [{"model": "none"}],

@@ -12,7 +12,7 @@ import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models import files
-from inferencecenter.models.files import Manifest, find_model, list_models, read_facts, remove, verify
+from inferencecenter.models.files import Manifest, copy, find_model, list_models, read_facts, remove, verify
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -156,6 +156,21 @@ def test_removal_deletes_all_files_of_a_model(models: Path) -> None:
     assert remove(models, "split", configured={}).name == "split"
     remove(models, "pulled.gguf", configured={})
     assert sorted(path.name for path in models.iterdir()) == [".incoming", "folder.gguf", "notes.txt", "own.gguf"]
+
+
+def test_copy_has_all_parts_of_a_model(models: Path) -> None:
+    """One that lacks a part, or whose parts' names are taken, is not copied at all."""
+    with pytest.raises(InferenceCenterError, match="lacks split-00002-of-00003"):
+        copy(find_model(models, "split"), "twice")
+    (models / "split-00002-of-00003.gguf").write_bytes(b"bb")
+    (models / "twice-00002-of-00003.gguf").write_bytes(b"")
+    with pytest.raises(InferenceCenterError, match=r"twice-00002-of-00003\.gguf exists"):
+        copy(find_model(models, "split"), "twice")
+    assert [path.name for path in find_model(models, "twice").paths] == ["twice-00002-of-00003.gguf"]
+    (models / "twice-00002-of-00003.gguf").unlink()
+    copy(find_model(models, "split"), "twice")
+    remove(models, "split", configured={})
+    assert [path.read_bytes() for path in find_model(models, "twice").paths] == [b"a", b"bb", b"ccc"]
 
 
 def test_configured_model_is_not_removed(models: Path) -> None:

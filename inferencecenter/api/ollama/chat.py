@@ -19,18 +19,17 @@ from inferencecenter.api.ollama.chat_schemas import (
     OllamaGenerateAnswer,
     OllamaGenerateRequest,
     OllamaOptions,
-    unloads,
 )
 from inferencecenter.api.ollama.conversations import context_of, is_begun, messages_in, messages_of
 from inferencecenter.api.ollama.errors import NDJSON, OLLAMA_ERRORS
+from inferencecenter.api.ollama.keep_alive import load_or_unload
 from inferencecenter.api.ollama.names import allowed_model
 from inferencecenter.api.openai.sampling import with_request_fields
 from inferencecenter.api.session_match import ConversationRequest, run_choices
-from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.errors import InferenceCenterError
 from inferencecenter.protocol.params import parse_params
 from inferencecenter.protocol.params_model import MAX_SEED
 from inferencecenter.protocol.requests import Infer
-from inferencecenter.protocol.scopes import Scope
 from inferencecenter.protocol.values import ChatMessage, Tool
 
 if TYPE_CHECKING:
@@ -48,6 +47,7 @@ _FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "params.n_probs": "top_logprobs",
         "json_schema": "format",
         "thinking": "think",
+        "infill": "suffix",
     }
 )
 """Fields of ``infer`` by their names in this API."""
@@ -63,7 +63,7 @@ class _Question:
 
     def infer(self, place: SessionMatch, _choice: int) -> Infer:
         said: dict[str, Any] = {"messages": list(place.remaining)}
-        if self.conversation.mode == "raw":
+        if self.conversation.mode == "raw" and "infill" not in self.turn:
             said = {"prompt": place.remaining[-1].content}
         return checked(Infer, {**self.turn, **said, "session_id": place.session_id})
 
@@ -96,9 +96,13 @@ async def generate(call: Call) -> Reply:
     request: OllamaGenerateRequest = call.body
     model = allowed_model(call, request.model)
     head = _head(call, model, "response")
-    if not request.prompt:
+    if not request.prompt and not request.suffix:
         return _load(call, model, head)
     question = ChatMessage(role="user", content=request.prompt)
+    if request.suffix:
+        conversation = ConversationRequest(messages=(question,), model=model, mode="raw")
+        turn = {**_turn_of(request), "infill": {"suffix": request.suffix}}
+        return await _answer(call, _Question(conversation, turn, head))
     if request.raw:
         if request.system or request.context:
             raise invalid_field("raw", "raw excludes system and context")
@@ -144,28 +148,8 @@ def _head(call: Call, model: str, kind: Literal["message", "response"]) -> Answe
 
 
 def _load(call: Call, model: str, head: AnswerHead) -> Reply:
-    """Begin to load a model, or unload it; the response is a single document, which is a line too.
-
-    Raises:
-        InferenceCenterError: ``rate_limited``, ``forbidden`` to unload without the scope operator, or why it could not
-            be loaded.
-    """
-    request: AnswerRequest = call.body
-    client = call.caller.client
-    call.context.operations.charge(client.client_id)
-    unload = request.keep_alive is not None and unloads(request.keep_alive)
-    if not unload:
-        call.context.models.ensure_loaded(model, client.client_id)
-    elif Scope.OPERATOR in client.scopes:
-        call.context.models.unload(model)
-    else:
-        raise InferenceCenterError(
-            ErrorCode.FORBIDDEN,
-            f"unloading a model requires the scope {Scope.OPERATOR}",
-            field="keep_alive",
-            hint="Use a token of a client that has it.",
-        )
-    return document({**head.part(), "done": True, "done_reason": "unload" if unload else "load"})
+    """Load or unload the model; the response is a single document, which is a line too."""
+    return document({**head.part(), "done": True, "done_reason": load_or_unload(call, model)})
 
 
 def _turn_of(request: AnswerRequest) -> dict[str, Any]:

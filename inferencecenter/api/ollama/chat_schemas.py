@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field, StringConstraints
 
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
+from inferencecenter.api.ollama.keep_alive import KEEP_ALIVE_RULE, KeepAlive
 from inferencecenter.api.openai.chat_schemas import MOST_MESSAGES, AnswerModel
 from inferencecenter.api.openai.sampling import MOST_PROBS, Name, SamplerFields, Stop
 from inferencecenter.protocol.params_model import MAX_TOKENS
@@ -16,15 +16,7 @@ from inferencecenter.protocol.values import CallId, ToolName
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-KeepAlive: TypeAlias = float | Annotated[str, StringConstraints(max_length=32)]
-KEPT_BY_SETTINGS: Final = "the settings of the daemon decide how long models stay in memory"
-_ZERO: Final = re.compile(r"0+(\.0+)?(ns|us|ms|s|m|h)?")
 MOST_CONTEXT: Final = 2**20
-
-
-def unloads(keep_alive: object) -> bool:
-    """Return whether a ``keep_alive`` asks to unload the model at once."""
-    return _ZERO.fullmatch(str(keep_alive)) is not None
 
 
 class OllamaOptions(SamplerFields):
@@ -106,11 +98,7 @@ class AnswerRequest(DialectModel):
     think: bool | Literal["low", "medium", "high", "max"] | None = Field(
         default=None, description="Whether the model reasons first; if absent, the model's default."
     )
-    keep_alive: KeepAlive | None = Field(
-        default=None,
-        description="0 in a request without a question unloads the model, for which the token must have the scope "
-        "operator.",
-    )
+    keep_alive: KeepAlive = None
     logprobs: bool = Field(default=False, description="Whether token probabilities are returned.")
     top_logprobs: int | None = Field(
         default=None,
@@ -136,7 +124,15 @@ class OllamaChatRequest(AnswerRequest):
 class OllamaGenerateRequest(AnswerRequest):
     """A prompt to be answered or continued."""
 
-    prompt: str = Field(default="", description="Message of the user; without it the model is loaded.")
+    prompt: str = Field(
+        default="",
+        description="Message of the user, or the text before the gap; without it and `suffix` the model is loaded.",
+    )
+    suffix: str = Field(
+        default="",
+        description="Text after a gap, which the answer fills; only with models that have tokens for this, and without "
+        "their template.",
+    )
     system: str | None = Field(default=None, description="System prompt.")
     raw: bool = Field(
         default=False, description="Whether the prompt is continued as it is, without the model's template."
@@ -146,12 +142,12 @@ class OllamaGenerateRequest(AnswerRequest):
     )
 
 
-def _keeps(value: Any, siblings: Mapping[str, Any]) -> bool:
-    return not unloads(value) or bool(siblings.get("messages") or siblings.get("prompt"))
-
-
 def _is_given(value: Any, _siblings: Mapping[str, Any]) -> bool:
     return bool(value)
+
+
+def _fills_gap(_value: Any, siblings: Mapping[str, Any]) -> bool:
+    return bool(siblings.get("suffix"))
 
 
 def _is_no_function(item: Any, _siblings: Mapping[str, Any]) -> bool:
@@ -187,7 +183,7 @@ _OPTION_RULES: Final = (
 )
 _ANSWER_RULES: Final = (
     *_OPTION_RULES,
-    FieldRule(field="keep_alive", values="other than 0 without a question", why=KEPT_BY_SETTINGS, applies=_keeps),
+    KEEP_ALIVE_RULE,
     FieldRule(field="truncate", why="a conversation that is too long is refused"),
     FieldRule(field="shift", why="an answer ends where the context is full"),
 )
@@ -214,8 +210,9 @@ OLLAMA_GENERATE_FIELDS: Final = FieldTable(
     rules=(
         *_ANSWER_RULES,
         FieldRule(field="images", values="with an image", why=_BLIND, applies=_is_given, refused=True),
-        FieldRule(
-            field="suffix", values="a text", why="text is only continued at its end", applies=_is_given, refused=True
+        *(
+            FieldRule(field=name, values="with `suffix`", why="a gap has no conversation", applies=_fills_gap)
+            for name in ("system", "context", "think")
         ),
         FieldRule(field="template", values="a text", why="the template is that of the model file", applies=_is_given),
         FieldRule(field="width", why="the model makes no images"),
@@ -308,6 +305,6 @@ class OllamaGenerateAnswer(OllamaAnswer):
     thinking: str | None = Field(default=None, description="Reasoning before the text; absent if there is none.")
     context: list[int] | None = Field(
         default=None,
-        description="The conversation as numbers, to be sent with the next prompt; not with `raw`, and not beyond "
-        "2 MiB.",
+        description="The conversation as numbers, to be sent with the next prompt; not with `raw` or `suffix`, and not "
+        "beyond 2 MiB.",
     )

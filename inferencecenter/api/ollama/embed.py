@@ -10,10 +10,10 @@ from pydantic import BeforeValidator, Field
 
 from inferencecenter.api.body import LARGE_BYTES
 from inferencecenter.api.embedding import MAX_TEXTS, EmbeddingCall, embed
-from inferencecenter.api.endpoint import TURN_ERRORS, Call, Document, Operation
+from inferencecenter.api.endpoint import TURN_ERRORS, Call, Document, Operation, document
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
-from inferencecenter.api.ollama.chat_schemas import KEPT_BY_SETTINGS
 from inferencecenter.api.ollama.errors import OLLAMA_ERRORS
+from inferencecenter.api.ollama.keep_alive import KEEP_ALIVE_RULE, KeepAlive, load_or_unload
 from inferencecenter.api.ollama.names import allowed_model
 from inferencecenter.api.openai.chat_schemas import AnswerModel
 from inferencecenter.api.openai.sampling import Name
@@ -32,7 +32,7 @@ _Text = Annotated[str, Field(min_length=1, max_length=MAX_TEXT_CHARS)]
 
 
 def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    return ([value] if value else []) if isinstance(value, str) else value
 
 
 class OllamaEmbedRequest(DialectModel):
@@ -41,9 +41,12 @@ class OllamaEmbedRequest(DialectModel):
     model: Name = Field(description="Name of an embedding model, with or without `:latest`.")
     input: Annotated[
         list[_Text],
-        Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True),
-        BeforeValidator(_as_list, json_schema_input_type=str | list[str]),
-    ] = Field(description="A text, or several.")
+        Field(max_length=MAX_TEXTS, fail_fast=True),
+        BeforeValidator(_as_list, json_schema_input_type=str | list[_Text]),
+    ] = Field(default_factory=list, description="A text, or several; without one the model is loaded.")
+    truncate: bool = Field(
+        default=True, description="Whether a text that is too long is cut at its end; such a text is refused otherwise."
+    )
     dimensions: int | None = Field(
         default=None,
         ge=1,
@@ -51,31 +54,25 @@ class OllamaEmbedRequest(DialectModel):
         description="Length of the vectors, which are cut and scaled to length 1 again, if the model allows it "
         "(`matryoshka`).",
     )
+    keep_alive: KeepAlive = None
 
 
 class OllamaEmbeddingsRequest(DialectModel):
     """Request for the vector of one text."""
 
     model: Name = Field(description="Name of an embedding model, with or without `:latest`.")
-    prompt: _Text = Field(description="The text.")
-
-
-def _rules(*more: FieldRule) -> tuple[FieldRule, ...]:
-    return (
-        FieldRule(field="options", why="vectors have no parameters"),
-        FieldRule(field="keep_alive", why=KEPT_BY_SETTINGS),
-        *more,
+    prompt: Annotated[str, Field(max_length=MAX_TEXT_CHARS)] = Field(
+        default="", description="The text; without it the model is loaded."
     )
+    keep_alive: KeepAlive = None
 
 
-OLLAMA_EMBED_FIELDS: Final = FieldTable(
-    "ollama-embed",
-    OllamaEmbedRequest,
-    rules=_rules(FieldRule(field="truncate", why="a text that is too long is refused")),
-)
+_RULES: Final = (FieldRule(field="options", why="vectors have no parameters"), KEEP_ALIVE_RULE)
+
+OLLAMA_EMBED_FIELDS: Final = FieldTable("ollama-embed", OllamaEmbedRequest, rules=_RULES)
 """The fields of ``/api/embed``."""
 
-OLLAMA_EMBEDDINGS_FIELDS: Final = FieldTable("ollama-embeddings", OllamaEmbeddingsRequest, rules=_rules())
+OLLAMA_EMBEDDINGS_FIELDS: Final = FieldTable("ollama-embeddings", OllamaEmbeddingsRequest, rules=_RULES)
 """The fields of ``/api/embeddings``."""
 
 
@@ -96,10 +93,18 @@ class OllamaEmbedding(AnswerModel):
 
 
 async def create(call: Call) -> Reply:
-    """Handle a request: compute the vectors of texts."""
+    """Handle a request: compute the vectors of texts, or load or unload a model."""
     request: OllamaEmbedRequest = call.body
     started_s = call.context.monotonic()
-    result = await _embedded(call, request.input, dimensions=request.dimensions)
+    model = allowed_model(call, request.model)
+    if not request.input:
+        load_or_unload(call, model)
+        return document(
+            {"model": model, "embeddings": [], "total_duration": 0, "load_duration": 0, "prompt_eval_count": 0}
+        )
+    inputs = tuple(map(EmbeddingInput, request.input))
+    asked = EmbeddingCall(model=model, inputs=inputs, dimensions=request.dimensions, truncate=request.truncate)
+    result = await embed(call, asked)
     fields = {
         "model": result.model,
         "total_duration": round((call.context.monotonic() - started_s) * _NS_PER_S),
@@ -110,16 +115,14 @@ async def create(call: Call) -> Reply:
 
 
 async def create_one(call: Call) -> Reply:
-    """Handle a request: compute the vector of one text."""
+    """Handle a request: compute the vector of one text, or load or unload a model."""
     request: OllamaEmbeddingsRequest = call.body
-    result = await _embedded(call, [request.prompt])
+    model = allowed_model(call, request.model)
+    if not request.prompt:
+        load_or_unload(call, model)
+        return document({"embedding": []})
+    result = await embed(call, EmbeddingCall(model=model, inputs=(EmbeddingInput(request.prompt),)))
     return await _encoded(call, result, lambda rows: {"embedding": rows[0]})
-
-
-async def _embedded(call: Call, texts: list[str], *, dimensions: int | None = None) -> EmbeddingResult:
-    model = allowed_model(call, call.body.model)
-    inputs = tuple(map(EmbeddingInput, texts))
-    return await embed(call, EmbeddingCall(model=model, inputs=inputs, dimensions=dimensions))
 
 
 async def _encoded(call: Call, result: EmbeddingResult, answer_of: Callable[[list[Any]], dict[str, Any]]) -> Reply:

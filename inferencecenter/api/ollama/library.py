@@ -1,4 +1,7 @@
-"""``/api/pull`` and ``/api/delete``: operators add models to the daemon's directory and remove them."""
+"""``/api/pull``, ``/api/copy`` and ``/api/delete``: operators add models to the daemon's directory and remove them.
+
+What Ollama does to models beyond that has no counterpart here, and is refused with what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,47 @@ import orjson
 import structlog
 from pydantic import Field, StringConstraints
 
-from inferencecenter.api.endpoint import LATEST, Call, Operation, Stream, document
+from inferencecenter.api.body import invalid_field
+from inferencecenter.api.endpoint import LATEST, Call, Operation, Stream, document, known_name
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
 from inferencecenter.api.ollama.errors import NDJSON, OLLAMA_ERRORS, line
 from inferencecenter.api.ollama.models import NamedModel
 from inferencecenter.api.openai.chat_schemas import AnswerModel
+from inferencecenter.api.openai.sampling import Name
+from inferencecenter.config.settings import ModelName
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.models.reference import parse_reference
 from inferencecenter.protocol.scopes import Scope
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
+    from collections.abc import AsyncGenerator, Awaitable, Callable
 
     from inferencecenter.api.endpoint import Reply
     from inferencecenter.models.library import ModelLibrary
     from inferencecenter.models.pull import PullProgress
 
 _REPORT_EVERY_S: Final = 0.25
+_REFUSED: Final = (
+    (
+        "/api/create",
+        "Refused: models are not made of others.",
+        "this server makes no models of others",
+        "An operator adds [models.NAME] with path and params to the configuration; requests have the system prompt.",
+    ),
+    (
+        "/api/push",
+        "Refused: models are not published.",
+        "this server publishes no models",
+        "Their files are in models_dir.",
+    ),
+    (
+        "/api/blobs/{digest}",
+        "Refused: files are not uploaded.",
+        "this server takes no uploads of files",
+        "An operator pulls the model, or puts its file into models_dir.",
+    ),
+)
+"""Paths of Ollama that are refused: summary, message and hint."""
 _HUBS: Final = ("https://", "hf.co/", "huggingface.co/")
 """Starts of Ollama's names of models on the hub."""
 
@@ -52,6 +79,13 @@ class DeleteRequest(NamedModel):
     """The model to be deleted."""
 
 
+class CopyRequest(DialectModel):
+    """The model to be copied."""
+
+    source: Name = Field(description="A name listed by `/api/tags`, with or without `:latest`.")
+    destination: ModelName = Field(description="The name of the copy.")
+
+
 PULL_FIELDS: Final = FieldTable(
     "ollama-pull", PullRequest, rules=(FieldRule(field="insecure", why="`HF_ENDPOINT` of the daemon names the hub"),)
 )
@@ -59,6 +93,9 @@ PULL_FIELDS: Final = FieldTable(
 
 DELETE_FIELDS: Final = FieldTable("ollama-delete", DeleteRequest)
 """The fields of ``/api/delete``."""
+
+COPY_FIELDS: Final = FieldTable("ollama-copy", CopyRequest)
+"""The fields of ``/api/copy``."""
 
 
 class PullStatus(AnswerModel):
@@ -70,7 +107,7 @@ class PullStatus(AnswerModel):
     completed: int | None = Field(default=None, description="Of those, bytes that have arrived.")
 
 
-class DeletedModel(AnswerModel):
+class LibraryChanged(AnswerModel):
     """An empty object."""
 
 
@@ -147,6 +184,29 @@ async def delete(call: Call) -> Reply:
     return document({})
 
 
+async def copy(call: Call) -> Reply:
+    """Handle a request: give the files of a model a second name."""
+    context, request = call.context, call.body
+    context.models.rescan()
+    spec = context.models.spec_of(known_name(context.models, request.source))
+    name = request.destination.removesuffix(LATEST)
+    if known_name(context.models, name) in context.models.names:
+        raise invalid_field("destination", f"there is a model {name!r} already")
+    link = partial(context.library.copy, spec.name, spec.path, name)
+    await context.disk_worker.run(call.caller.client.client_id, link)
+    context.models.rescan()
+    return document({})
+
+
+def _refusal(message: str, hint: str) -> Callable[[Call], Awaitable[Reply]]:
+    """Return a handler that refuses every request."""
+
+    async def refuse(_call: Call) -> Reply:
+        raise InferenceCenterError(ErrorCode.INVALID_REQUEST, message, hint=hint)
+
+    return refuse
+
+
 def _reference(name: str) -> str:
     for start in _HUBS:
         name = name.removeprefix(start)
@@ -211,10 +271,35 @@ OPERATIONS: Final = (
         summary="Delete a model, as Ollama does.",
         handler=delete,
         body=DeleteRequest,
-        answer=DeletedModel,
+        answer=LibraryChanged,
         errors=(ErrorCode.MODEL_NOT_FOUND,),
         scope=Scope.OPERATOR,
         fields=DELETE_FIELDS,
         error_format=OLLAMA_ERRORS,
+    ),
+    Operation(
+        method="POST",
+        path="/api/copy",
+        summary="Give a model a second name, as Ollama does.",
+        handler=copy,
+        body=CopyRequest,
+        answer=LibraryChanged,
+        errors=(ErrorCode.MODEL_NOT_FOUND,),
+        charged=True,
+        scope=Scope.OPERATOR,
+        fields=COPY_FIELDS,
+        error_format=OLLAMA_ERRORS,
+    ),
+    *(
+        Operation(
+            method="POST",
+            path=path,
+            summary=summary,
+            handler=_refusal(message, hint),
+            charged=True,
+            error_format=OLLAMA_ERRORS,
+            local_account=True,
+        )
+        for path, summary, message, hint in _REFUSED
     ),
 )

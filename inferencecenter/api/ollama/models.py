@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 OLLAMA_VERSION: Final = "0.12.6"
 """The version of Ollama whose API this is; some clients refuse older ones."""
+_INFILL_TOKENS: Final = frozenset({"tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id"})
+"""Keys of a file that names the tokens around a gap."""
 NEVER: Final = "9999-12-31T23:59:59Z"
 """When a loaded model expires: the daemon does not know before it needs the memory."""
 
@@ -132,8 +134,9 @@ class ShownModel(AnswerModel):
     template: str = Field(description="Chat template of the file.")
     details: OllamaDetails = Field(description="What is known of its file.")
     model_info: dict[str, Any] = Field(description="Metadata of the file; lists are null.")
-    capabilities: list[Literal["completion", "embedding", "tools", "thinking"]] = Field(
-        description="What it does; tools and thinking are those that its template mentions."
+    capabilities: list[Literal["completion", "embedding", "tools", "thinking", "insert"]] = Field(
+        description="What it does; tools and thinking are those that its template mentions, insert those that its file "
+        "or, once it is loaded, its vocabulary has tokens for."
     )
     modified_at: str = Field(description="When its file was changed.")
 
@@ -251,7 +254,9 @@ async def show(call: Call) -> Reply:
     request: OllamaShowRequest = call.body
     call.context.operations.charge(call.caller.client.client_id)
     spec = call.context.models.spec_of(allowed_model(call, request.given(call.context.models)))
-    shown = await call.context.disk_worker.run(call.caller.client.client_id, partial(_shown, spec))
+    loaded = call.context.models.engine(spec.name).status.model
+    inserts = loaded is not None and loaded.infill is not None
+    shown = await call.context.disk_worker.run(call.caller.client.client_id, partial(_shown, spec, inserts=inserts))
     return document(shown)
 
 
@@ -280,7 +285,7 @@ def _bytes_of(info: ModelInfo, *, on_gpu: bool) -> int:
     )
 
 
-def _shown(spec: ModelSpec) -> dict[str, Any]:
+def _shown(spec: ModelSpec, *, inserts: bool) -> dict[str, Any]:
     """Return the fields of ``ShownModel``; reads the file."""
     state = FileState.of(spec)
     metadata = {} if state.facts is None else dict(read_gguf(spec.path).metadata)
@@ -296,16 +301,17 @@ def _shown(spec: ModelSpec) -> dict[str, Any]:
         "template": template,
         "details": state.details,
         "model_info": info,
-        "capabilities": _capabilities(spec, template),
+        "capabilities": _capabilities(spec, template, inserts=inserts or not _INFILL_TOKENS.isdisjoint(metadata)),
         "modified_at": state.modified_at,
     }
 
 
-def _capabilities(spec: ModelSpec, template: str) -> list[str]:
+def _capabilities(spec: ModelSpec, template: str, *, inserts: bool) -> list[str]:
     if spec.kind != "chat":
         return ["embedding"] if spec.kind == "embedding" else []
     thinks = "enable_thinking" in template or "<think>" in template
-    return ["completion", *(["tools"] if "tools" in template else []), *(["thinking"] if thinks else [])]
+    found = {"tools": "tools" in template, "thinking": thinks, "insert": inserts}
+    return ["completion", *(name for name, has in found.items() if has)]
 
 
 OPERATIONS: Final = (
@@ -315,6 +321,14 @@ OPERATIONS: Final = (
         summary="List the models, as Ollama does.",
         handler=tags,
         answer=OllamaModels,
+        error_format=OLLAMA_ERRORS,
+        local_account=True,
+    ),
+    Operation(
+        method="HEAD",
+        path="/api/tags",
+        summary="Return the head of the list of models.",
+        handler=tags,
         error_format=OLLAMA_ERRORS,
         local_account=True,
     ),
@@ -345,6 +359,14 @@ OPERATIONS: Final = (
         summary="Return the version of Ollama whose API this is.",
         handler=version,
         answer=OllamaVersion,
+        scope=None,
+        error_format=OLLAMA_ERRORS,
+    ),
+    Operation(
+        method="HEAD",
+        path="/api/version",
+        summary="Return the head of the version.",
+        handler=version,
         scope=None,
         error_format=OLLAMA_ERRORS,
     ),

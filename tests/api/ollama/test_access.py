@@ -90,7 +90,7 @@ def test_port_that_is_taken_names_the_setting() -> None:
 
 
 async def test_plain_socket_of_a_server_with_tls(serve: Serve) -> None:
-    """Clients of Ollama speak plain HTTP, whatever the daemon's own port does."""
+    """Clients of Ollama speak plain HTTP, whatever the daemon's own port does, and look for Ollama's words."""
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority = trustme.CA()
     authority.issue_cert("127.0.0.1").configure_cert(tls)
@@ -102,17 +102,20 @@ async def test_plain_socket_of_a_server_with_tls(serve: Serve) -> None:
             server.context.settings,
             drain=_nothing,
             tls=tls,
-            plain=[plain],
+            ollama=[plain],
         )
         serving = asyncio.gather(second.serve([own, plain]))
         try:
-            asked = b"GET /api/version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-            assert (await exchange(ports[1], asked)).status == 200
+            asked = b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+            running = await exchange(ports[1], asked)
+            assert (running.status, running.body) == (200, b"Ollama is running")
+            running = await exchange(ports[1], asked.replace(b"GET", b"HEAD"))
+            assert (running.status, running.body, running.headers["content-length"]) == (200, b"", "17")
             client = ssl.create_default_context()
             authority.configure_trust(client)
             reader, writer = await asyncio.open_connection("127.0.0.1", ports[0], ssl=client)
             writer.write(asked)
-            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            assert b'"server":"inferencecenter"' in await reader.read()
             writer.close()
         finally:
             second.stop()

@@ -129,7 +129,7 @@ async def test_failure_during_stream_is_its_last_line(server: Running, client: A
         (CHAT, {"model": "stub", "messages": [{"role": "user", "tool_calls": [LOOK_UP]}]}, 400, "tool_calls belongs"),
         (CHAT, {**HI, "tools": [{"function": {"name": "f"}}] * 2}, 400, "two tools have the same name"),
         (GENERATE, {"model": "stub", "prompt": "x", "images": ["aGk="]}, 400, "does not see images"),
-        (GENERATE, {"model": "stub", "prompt": "x", "suffix": "y"}, 400, "suffix"),
+        (GENERATE, {"model": "stub", "prompt": "x", "suffix": "y", "format": "yaml"}, 400, "format"),
         (GENERATE, {"model": "stub", "prompt": "x", "raw": True, "system": "y"}, 400, "raw excludes system"),
         (GENERATE, {"model": "stub", "prompt": "x", "context": [1, 2]}, 400, "context"),
         (GENERATE, {"model": "stub", "prompt": "x", "context": [-1]}, 400, "context"),

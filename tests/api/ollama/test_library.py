@@ -126,9 +126,10 @@ async def test_unknown_reference_is_refused(server: Running, operator: str, pull
 
 
 async def test_models_are_for_operators(server: Running, pull: StubPull) -> None:
-    """Others neither pull nor delete."""
+    """Others neither pull nor copy nor delete."""
     assert (await post(server, PULL, {"model": REFERENCE})).status == 403
     assert (await request(server, "DELETE", "/api/delete", body={"model": "tiny"})).status == 403
+    assert (await post(server, "/api/copy", {"source": "tiny", "destination": "small"})).status == 403
     assert pull.references == []
 
 
@@ -151,6 +152,64 @@ async def test_model_is_deleted(server: Running, operator: str, monkeypatch: pyt
     async with client_of(server, operator) as client:
         await client.delete("tiny:latest")
     assert forgotten == [False]
+
+
+async def test_copy_is_a_second_name(server: Running, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same file; the model with the first name can be deleted."""
+    path = tiny(server, monkeypatch)
+    path.write_bytes(b"weights")
+    async with client_of(server, operator) as client:
+        await client.copy("tiny:latest", "small:latest")
+        await client.delete("tiny")
+    assert [each.name for each in path.parent.iterdir()] == ["small.gguf"]
+    assert (path.parent / "small.gguf").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize(
+    ("destination", "message"),
+    [
+        ("stub:latest", "there is a model 'stub' already"),
+        ("own/small", "destination"),
+        ("small-00001-of-00002", "the name of a part"),
+        ("taken", "taken.gguf exists already"),
+    ],
+)
+async def test_copy_needs_a_name_of_its_own(
+    server: Running, operator: str, monkeypatch: pytest.MonkeyPatch, destination: str, message: str
+) -> None:
+    """Nothing is replaced."""
+    path = tiny(server, monkeypatch)
+    (path.parent / "taken.gguf").write_bytes(b"another")
+    body = {"source": "tiny", "destination": destination}
+    response = await post(server, "/api/copy", body, token=operator)
+    assert (response.status, message in response.json["error"]) == (400, True), response.json
+    assert sorted(each.name for each in path.parent.iterdir()) == ["taken.gguf", "tiny.gguf"]
+    assert (path.parent / "taken.gguf").read_bytes() == b"another"
+
+
+async def test_model_elsewhere_is_not_copied(
+    server: Running, operator: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The error says how it gets a further name."""
+    found: Any = ModelSpec(name="tiny", path=tmp_path / "tiny.gguf", engine=EngineSettings())
+    monkeypatch.setattr(server.engine, "spec_of", lambda _name: found)
+    response = await post(server, "/api/copy", {"source": "tiny", "destination": "small"}, token=operator)
+    assert (response.status, "aliases" in response.json["error"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/api/create", "[models.NAME]"),
+        ("/api/push", "models_dir"),
+        ("/api/blobs/sha256:0a", "models_dir"),
+    ],
+)
+async def test_what_the_daemon_does_not_do_is_refused_with_a_way(server: Running, path: str, hint: str) -> None:
+    """In Ollama's format, whatever the body is."""
+    response = await post(server, path, {"model": "mario", "from": "stub", "system": "You are Mario."})
+    assert (response.status, list(response.json)) == (400, ["error"])
+    assert hint in response.json["error"]
 
 
 async def test_default_model_is_not_deleted(server: Running, operator: str, monkeypatch: pytest.MonkeyPatch) -> None:

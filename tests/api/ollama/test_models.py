@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -13,7 +13,7 @@ from inferencecenter.api.ollama.models import NEVER, OLLAMA_VERSION, FileState
 from inferencecenter.config.limits import AccessLimits
 from inferencecenter.config.sections import EngineSettings
 from inferencecenter.config.settings import bundled_model
-from inferencecenter.ipc.messages import BufferUse, EmbeddingDelta, EmbeddingDone
+from inferencecenter.ipc.messages import BufferUse, Embed, EmbeddingDelta, EmbeddingDone, InfillTokens
 from inferencecenter.ipc.port import EngineState, EngineStatus
 from inferencecenter.models.registry import ModelSpec
 from tests.api.http_client import post, request
@@ -137,6 +137,22 @@ async def test_version_needs_no_token(server: Running) -> None:
     assert (response.status, response.json) == (200, {"version": OLLAMA_VERSION})
 
 
+@pytest.mark.parametrize("path", ["/api/version", "/api/tags"])
+async def test_head_is_that_of_the_document(filed: Running, path: str) -> None:
+    """Clients look by it whether a server is there."""
+    document, head = [await request(filed, method, path) for method in ("GET", "HEAD")]
+    assert (head.status, head.body) == (200, b"")
+    assert head.headers["content-length"] == str(len(document.body))
+
+
+async def test_model_with_tokens_for_gaps_inserts(filed: Running, client: AsyncClient) -> None:
+    """Editors complete text only by such models."""
+    assert "insert" not in ((await client.show("stub")).capabilities or [])
+    model = msgspec.structs.replace(MODEL, infill=InfillTokens("<P>", "<S>", "<M>"))
+    filed.engine.become(EngineStatus(state=EngineState.READY, model=model))
+    assert "insert" in ((await client.show("stub")).capabilities or [])
+
+
 # Embeddings.
 
 
@@ -169,6 +185,50 @@ async def test_one_text_becomes_a_vector(server: Running, client: AsyncClient) -
     server.engine.kind = "embedding"
     answer, _ = await asyncio.gather(client.embeddings(model="stub", prompt="a"), send_vectors(server, (0.5, 0.25)))
     assert answer.embedding == [0.5, 0.25]
+
+
+@pytest.mark.parametrize(("sent", "truncate"), [({}, True), ({"truncate": False}, False)])
+async def test_texts_are_cut_unless_a_request_says_otherwise(
+    server: Running, sent: dict[str, bool], truncate: bool
+) -> None:
+    """As Ollama does it."""
+    server.engine.kind = "embedding"
+    embed = asyncio.get_running_loop().create_task(post(server, "/api/embed", {"model": "stub", "input": "a", **sent}))
+    async with asyncio.timeout(60):
+        await server.engine.submitted.wait()
+    ((turn_id, turn),) = server.engine.turns.items()
+    asked = turn.submission(lambda: None)
+    assert isinstance(asked, Embed)
+    assert asked.truncate == truncate
+    turn.on_engine_event(EmbeddingDelta(turn_id, struct.pack("<f", 1.0), 1, 3))
+    turn.on_engine_event(EmbeddingDone(turn_id, 1.0, 2.0))
+    assert (await embed).json["embeddings"] == [[1.0]]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "empty"),
+    [
+        ("/api/embed", {}, {"embeddings": []}),
+        ("/api/embed", {"input": ""}, {"embeddings": []}),
+        ("/api/embed", {"input": []}, {"embeddings": []}),
+        ("/api/embeddings", {}, {"embedding": []}),
+        ("/api/embeddings", {"prompt": ""}, {"embedding": []}),
+    ],
+)
+async def test_request_without_a_text_loads_the_model(
+    server: Running, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], empty: dict[str, Any]
+) -> None:
+    """The vectors are none; ``keep_alive`` 0 unloads it, for operators."""
+    loaded: list[str] = []
+    monkeypatch.setattr(server.engine, "ensure_loaded", lambda name, _client_id: loaded.append(name))
+    answer = await post(server, path, {"model": "stub", **body})
+    assert (answer.status, answer.json | empty) == (200, answer.json)
+    assert loaded == ["stub"]
+    assert (await post(server, path, {"model": "stub", "keep_alive": 0, **body})).status == 403
+    server.accounts.ensure_client("eve", max_sessions=3, priority="normal", scopes=("user", "operator"))
+    token = server.accounts.create_token("eve").token
+    assert (await post(server, path, {"model": "stub", "keep_alive": 0, **body}, token=token)).status == 200
+    assert server.engine.unloaded == ["stub"]
 
 
 async def test_chat_model_makes_no_vectors(server: Running) -> None:

@@ -58,6 +58,17 @@ async def test_suffix_of_a_completion_follows_the_gap(coder: Running) -> None:
     ]
 
 
+@pytest.mark.parametrize("before", [{"prompt": "def f"}, {}])
+async def test_suffix_of_ollamas_request_follows_the_gap(coder: Running, before: dict[str, str]) -> None:
+    """Without the template and its conversation, which have no effect then."""
+    body = {"model": "stub", **before, "suffix": "\n", "stream": False, "system": "Be brief.", "think": True}
+    response, pieces = await filled(coder, "/api/generate", body, "o", "o")
+    assert (response.json["response"], response.json["done_reason"]) == ("oo", "stop")
+    assert "context" not in response.json
+    assert "".join(piece.text for piece in pieces) == f"<P>{before.get('prompt', '')}<S>\n<M>"
+    assert [warning.split()[0] for warning in response.json["warnings"]] == ["system", "think"]
+
+
 async def test_gap_is_filled_in_llama_servers_form(coder: Running) -> None:
     """The prompt belongs to the text before the gap, and other files precede it."""
     body = {**GAP, "input_extra": [{"filename": "a.py", "text": "1"}], "n_predict": 4}
@@ -95,6 +106,12 @@ async def test_gap_that_cannot_be_filled_is_refused(
     response = await post(server, path, body)
     assert (response.status, response.error["param"]) == (400, field)
     assert response.error["code"] == "invalid_request"
+
+
+async def test_ollamas_error_names_the_suffix(server: Running) -> None:
+    """If the vocabulary has no tokens for gaps."""
+    response = await post(server, "/api/generate", {"model": "stub", "prompt": "x", "suffix": "y"})
+    assert (response.status, response.json["error"].partition(":")[0]) == (400, "suffix")
 
 
 async def test_chat_has_no_gap(coder: Running) -> None:
