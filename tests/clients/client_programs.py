@@ -168,10 +168,10 @@ def install(client: ClientProgram, cache: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         if client.uses_npm:
-            _install("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages)
+            run_installer("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages)
         else:
-            _install(sys.executable, "-m", "venv", str(folder))
-            _install(str(folder / "bin/pip"), "install", "--quiet", *packages)
+            run_installer(sys.executable, "-m", "venv", str(folder))
+            run_installer(str(folder / "bin/pip"), "install", "--quiet", *packages)
         complete.touch()
     return programs
 
@@ -181,7 +181,8 @@ def _unpinned(package: str) -> str:
     return name if separator else package[: package.rindex("@")] + "@latest"
 
 
-def _install(*command: str) -> None:
+def run_installer(*command: str) -> None:
+    """Run a command that installs the package that it names last; skips the test where it cannot be installed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
