@@ -10,7 +10,7 @@ const TAGS = new Set(
 const ATTRIBUTES = new Set(
   ("align aria-hidden aria-label class colspan data-language dir href lang open rel role rowspan start tabindex target title type").split(" "),
 );
-const CLASSES = /^(math|math-source|math-drawn|math math-(display|failed)|block|code-(block|head|language|copy)|table-frame|language-[\w+#.-]+|hljs-[\w:-]+( [\w-]+)*)$/;
+const CLASSES = /^(math|math-source|math-drawn|math math-(display|failed)|block|code-(block|head|language|copy|part)|table-frame|language-[\w+#.-]+|hljs-[\w:-]+( [\w-]+)*)$/;
 
 /** What the drawing of a formula consists of: neither addresses nor ids. */
 const DRAWN_TAGS = new Set(
@@ -48,6 +48,7 @@ function faults(node) {
 
 function allowed(name, value) {
   if (name === "class") return CLASSES.test(value);
+  if (name === "style") return /^contain-intrinsic-block-size: auto \d+lh;$/.test(value);
   if (name === "role") return value === "region";
   if (name === "aria-label") return /^(Code(, |$)|Table$|Copy code$)/.test(value);
   return true;

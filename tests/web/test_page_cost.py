@@ -180,6 +180,34 @@ async def test_long_answer_opens(browser: Browser, echo: Daemon) -> None:
         assert await region.evaluate("(each) => each.scrollHeight - each.scrollTop - each.clientHeight") < 2
 
 
+CODE_LINE = "def function_{0}(x):  # a comment\n    return 'text', x * {0}\n"
+CODE = "".join(CODE_LINE.format(number) for number in range(3500)) + '"""\n' + "in a string\n" * 300 + '"""\n'
+
+
+async def test_long_code_is_highlighted_in_view(browser: Browser, echo: Daemon) -> None:
+    """Of 200 KB only what is shown is laid out and highlighted; a selection has all of it."""
+    text = f"Here:\n\n```python\n{CODE}```\n\nDone."
+    stored = {**STORED, "transcript": [{"role": "user", "content": "Go."}, {"role": "assistant", "content": text}]}
+    stub = Stub(answers={"resume_session": lambda asked: stored})
+    async with visiting(browser, origin_of(echo)) as visit:
+        await stub.take_over(visit.page)
+        await visit.go("#token=any")
+        await expect(visit.composer).to_be_visible()
+        await visit.go("#/c/s1")
+        shown = await visit.answered()
+        parts = shown.locator(".code-part")
+        n_parts = await parts.count()
+        assert n_parts > 100
+        await expect(parts.nth(n_parts - 2).locator("span")).not_to_have_count(0)
+        highlighted = shown.locator(".code-part:has(span)")
+        assert await highlighted.count() < n_parts / 4
+        await visit.page.get_by_role("region", name="Messages").evaluate("(each) => each.scrollTo(0, 0)")
+        await expect(parts.first.locator(".hljs-keyword")).not_to_have_count(0)
+        assert await highlighted.count() < n_parts / 2
+        select = "(code) => (getSelection().selectAllChildren(code), getSelection().toString())"
+        assert (await shown.locator("code").evaluate(select)).strip() == CODE.strip()
+
+
 def letters_of(text: str) -> str:
     """Return letters and digits, without the controls around code."""
     return bare(text).replace("python", "").replace("Copy", "")

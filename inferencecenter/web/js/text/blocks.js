@@ -5,10 +5,25 @@ import { copy } from "./clipboard.js";
 import { begin } from "./slices.js";
 
 const COPIED_MS = 1500;
-/** Characters highlighted at a time, up to the end of the line; ... */
-const CHUNK_LEAST = 600;
+/** Characters of a part, up to the end of the line; ... */
+const PART_LEAST = 600;
 /** ... bounded for long lines. */
-const CHUNK_MOST = 2000;
+const PART_MOST = 2000;
+/** Code is highlighted before it scrolls into view. */
+const AHEAD = "800px";
+
+/**
+ * Some lines of code, which are laid out and highlighted when they come into view.
+ *
+ * @typedef {object} Part
+ * @property {HTMLElement} element
+ * @property {string} text
+ * @property {boolean} complete
+ * @property {boolean} shown  Whether it is in view.
+ * @property {number} coloured  Characters that are highlighted.
+ * @property {any} from  The highlighter's state with which it was highlighted, ...
+ * @property {any} top  ... and the one after it. Null at the start, and while it is unknown.
+ */
 
 /** A code block with its language and a copy button. */
 export class CodeBlock {
@@ -28,11 +43,8 @@ export class CodeBlock {
     this._code = element("code", "");
     this.text = "";
     this._named = named;
-    this._coloured = 0;
-    this._tail = element("span", "");
-    /** @type {any} */
-    this._top = null;
-    this._code.append(this._tail);
+    /** @type {Part[]} */
+    this._parts = [];
     pre.append(this._code);
     this.element.append(head, pre);
     if (named) withColours(named, () => begin(this.painting()));
@@ -44,42 +56,78 @@ export class CodeBlock {
    * @param {string} text  The complete text so far.
    */
   say(text) {
-    if (text.startsWith(this.text)) {
-      if (text !== this.text) this._tail.append(text.slice(this.text.length));
-    } else {
-      if (!text.startsWith(this.text.slice(0, this._coloured))) {
-        [this._coloured, this._top] = [0, null];
-        this._code.replaceChildren(this._tail);
-      }
-      this._tail.replaceChildren(text.slice(this._coloured));
+    let added = text.slice(this.text.length);
+    if (!text.startsWith(this.text)) {
+      added = text;
+      this._parts = [];
+      this._code.replaceChildren();
     }
     this.text = text;
+    if (added) this._grow(added);
   }
 
   /**
-   * Highlights the remaining text, a part at a time.
+   * Highlights what is in view, a part at a time.
    *
    * @returns {Generator<void>}
    */
   *painting() {
-    for (;;) {
-      const language = colours?.languageOf(this._named);
-      const rest = this.text.slice(this._coloured);
-      const end = chunkOf(rest);
-      /** @type {ReturnType<typeof import("./highlight.js").painted> | undefined | ""} */
-      const made = language && rest && colours?.painted(rest.slice(0, end || rest.length), language, this._top);
+    const language = colours?.languageOf(this._named);
+    if (!colours || !language) return;
+    for (let at = 0; at < this._parts.length; at += 1) {
+      const part = this._parts[at];
+      if (!part.shown) continue;
+      const from = this._parts[at - 1]?.top ?? null;
+      const same = part.coloured === part.text.length && colours.isSame(part.from, from);
+      if (same) continue;
+      const made = colours.painted(part.text, language, from);
       if (!made) return;
-      this._tail.replaceChildren(made.fragment);
-      if (end === 0) return;
-      this._coloured += end;
-      this._top = made.top;
-      this._tail = element("span", "");
-      this._tail.append(rest.slice(end));
-      this._code.append(this._tail);
+      part.element.replaceChildren(made.fragment);
+      Object.assign(part, { coloured: part.text.length, from, top: made.top });
       yield;
     }
   }
+
+  /** @param {string} added */
+  _grow(added) {
+    for (let rest = added; rest; ) {
+      const last = this._parts.at(-1);
+      const part = last && !last.complete ? last : this._begin();
+      const end = partEnd(part.text, rest);
+      const own = end ? rest.slice(0, end) : rest;
+      part.text += own;
+      part.element.append(own);
+      rest = rest.slice(own.length);
+      if (!end) return;
+      part.complete = true;
+      part.element.style.containIntrinsicBlockSize = `auto ${part.text.split("\n").length - 1 || 1}lh`;
+    }
+  }
+
+  _begin() {
+    /** @type {Part} */
+    const part = {
+      element: element("span", "code-part"), text: "", complete: false, shown: false, coloured: 0, from: null, top: null,
+    };
+    this._parts.push(part);
+    this._code.append(part.element);
+    onView.set(part.element, (shown) => {
+      part.shown = shown;
+      if (shown) begin(this.painting());
+    });
+    if (this._named) views.observe(part.element);
+    return part;
+  }
 }
+
+/** @type {WeakMap<Element, (shown: boolean) => void>}  What to do when an element comes into view, or leaves it. */
+const onView = new WeakMap();
+const views = new IntersectionObserver(
+  (entries) => {
+    for (const { isIntersecting, target } of entries) onView.get(target)?.(isIntersecting);
+  },
+  { rootMargin: AHEAD },
+);
 
 /** @type {typeof import("./highlight.js") | null} */
 let colours = null;
@@ -100,14 +148,15 @@ async function withColours(named, then) {
 }
 
 /**
- * Returns the length of the text whose highlighting is final, 0 while its first part may grow.
+ * Returns how much of a text completes a part, 0 while it may grow.
  *
+ * @param {string} before  What the part has already.
  * @param {string} text
  */
-function chunkOf(text) {
-  const end = text.indexOf("\n", CHUNK_LEAST) + 1;
-  if (end > 0 && end <= CHUNK_MOST) return end;
-  return text.length > CHUNK_MOST ? CHUNK_MOST : 0;
+function partEnd(before, text) {
+  const end = text.indexOf("\n", Math.max(0, PART_LEAST - before.length)) + 1;
+  if (end > 0 && before.length + end <= PART_MOST) return end;
+  return before.length + text.length > PART_MOST ? PART_MOST - before.length : 0;
 }
 
 /**
@@ -121,7 +170,6 @@ export function dress(fragment) {
     const block = new CodeBlock(info);
     block.say((code.textContent ?? "").replace(/\n$/, ""));
     code.parentElement?.replaceWith(block.element);
-    begin(block.painting());
   }
   for (const table of fragment.querySelectorAll("table")) {
     const frame = element("div", "table-frame");

@@ -51,6 +51,19 @@ export function painted(code, language, top) {
 }
 
 /**
+ * Returns whether code continues in the same way after two states; null stands for the start.
+ *
+ * @param {any} one
+ * @param {any} other
+ * @returns {boolean}
+ */
+export function isSame(one, other) {
+  const [a, b] = [one, other].map((top) => (top?.parent ? top : null));
+  if (a === b) return true;
+  return a !== null && b !== null && Object.getPrototypeOf(a) === Object.getPrototypeOf(b) && isSame(a.parent, b.parent);
+}
+
+/**
  * Calls back when a language is loaded.
  *
  * @param {string} language
