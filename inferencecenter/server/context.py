@@ -21,6 +21,7 @@ from inferencecenter.server.fair_worker import FairWorker
 from inferencecenter.server.handshake import TrustedProxies
 from inferencecenter.server.hub import ConnectionHub
 from inferencecenter.server.metrics_stream import GpuCache, MetricsFeed, MetricsSampler
+from inferencecenter.server.stream_recording import StreamRecordings
 from inferencecenter.server.upgrade_limiter import UpgradeLimiter
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ class ServerContext:
     ``pressure`` returns the memory pressure last measured; ``last_engine_events`` holds the last event sent to clients
     for each model's engine. ``refusal_backoffs`` are those of HTTP requests. ``read_usage`` reads a client's
     usage, ``worker`` runs CPU-bound work, ``disk_worker`` blocking disk I/O, and ``stop`` ends the daemon as SIGTERM
-    does.
+    does. ``stream_recordings`` has the streams that outlive their connection.
     """
 
     settings: ServerSettings
@@ -138,6 +139,7 @@ class ServerContext:
     monotonic: Callable[[], float]
     started_s: float
     last_engine_events: dict[str, events.EngineChanged]
+    stream_recordings: StreamRecordings
 
     @classmethod
     def create(  # noqa: PLR0913 - every part of the daemon by its name
@@ -199,6 +201,7 @@ class ServerContext:
             monotonic=monotonic,
             started_s=monotonic(),
             last_engine_events={},
+            stream_recordings=StreamRecordings(),
         )
         quotas.watch(context.hub.tokens_in_use)
         models.subscribe_models(context.engine_changed)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal
 
 import orjson
+import structlog
 from pydantic import Field
 
 from inferencecenter.api import sse
 from inferencecenter.api.endpoint import TURN_ERRORS, Document, Operation, Reply, Stream, document
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
 from inferencecenter.api.prompt_counts import COUNT_ERRORS, count_prompt_tokens
-from inferencecenter.api.request_turns import NullSink, RequestTurns
+from inferencecenter.api.request_turns import NullSink, RequestTurns, TurnSink
 from inferencecenter.api.responses.compaction import compacted_input
 from inferencecenter.api.responses.conversations import is_conversation
 from inferencecenter.api.responses.request_mapping import (
@@ -34,6 +36,7 @@ from inferencecenter.api.responses.serializers import (
     page_of,
     read_note,
     read_response_id,
+    response_id,
     response_of,
     status_of,
 )
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
     from inferencecenter.api.responses.request_mapping import PreparedTurn
     from inferencecenter.api.responses.response_schemas import ItemState, OutputItem
     from inferencecenter.protocol.base import Event
+    from inferencecenter.server.stream_recording import StreamRecording
     from inferencecenter.sessions.session import TurnSnapshot
 
 PATH: Final = "/v1/responses"
@@ -59,15 +63,27 @@ _ONE: Final = PATH + "/{response_id}"
 class Retrieve(DialectModel):
     """Query of a response."""
 
-    stream: Literal["false"] = Field(default="false", description="Retrieved responses are not streamed.")
+    stream: Literal["true", "false"] = Field(
+        default="false", description="Stream the events of a response created with `background` and `stream`."
+    )
+    starting_after: int | None = Field(
+        default=None, ge=0, strict=False, description="`sequence_number` of the last event that is not streamed again."
+    )
 
+
+_log = structlog.get_logger(__name__)
 
 _RETRIEVE_FIELDS: Final = FieldTable(
     "responses",
     Retrieve,
     rules=(
-        FieldRule(field="starting_after", why="the whole response is returned, and not its events"),
-        FieldRule(field="include_obfuscation", why="the response is no stream"),
+        FieldRule(
+            field="starting_after",
+            values="without `stream`",
+            why="the whole response is returned, and not its events",
+            applies=lambda _, siblings: siblings.get("stream") != "true",
+        ),
+        FieldRule(field="include_obfuscation", why="events are not padded"),
     ),
 )
 
@@ -75,6 +91,8 @@ _RETRIEVE_FIELDS: Final = FieldTable(
 async def create(call: Call) -> Reply:
     """Handle a request: create a response."""
     request: CreateResponse = call.body
+    if request.stream and request.background:
+        return Stream(_streamed_in_background(call, request))
     if request.stream:
         return Stream(_streamed(call, request))
     if request.background:
@@ -93,9 +111,20 @@ async def count_input_tokens(call: Call) -> Reply:
 
 
 async def retrieve(call: Call) -> Reply:
-    """Return the current state of a response."""
+    """Return the current state of a response, or its events."""
     place, facts = _find(call)
-    return _document(_current(place, facts))
+    query: Retrieve = call.query
+    if query.stream == "false":
+        return _document(_current(place, facts))
+    recording = call.context.stream_recordings.find(call.caller.client.client_id, response_id(place))
+    if recording is None:
+        raise InferenceCenterError(
+            ErrorCode.INVALID_REQUEST,
+            "the events of this response are not kept",
+            hint="Those of a response created with background and stream are, until 5 minutes after its end.",
+            field="stream",
+        )
+    return Stream(_followed(call, recording, 0 if query.starting_after is None else query.starting_after + 1))
 
 
 async def cancel(call: Call) -> Reply:
@@ -113,6 +142,9 @@ async def delete(call: Call) -> Reply:
     """Delete a response that no other response continues."""
     place, facts = _find(call)
     _forget(call, place, facts)
+    recordings = call.context.stream_recordings
+    if (recording := recordings.find(call.caller.client.client_id, response_id(place))) is not None:
+        recordings.discard(recording)
     return document(Deleted(id=call.path["response_id"]).model_dump())
 
 
@@ -162,14 +194,14 @@ async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes
     def encoded(_turn: int, event: Event) -> bytes:
         return b"".join([sse.event(frame.data, name=frame.type) for frame in builder.feed(event)])
 
-    with RequestTurns(context, call.request_context, discard=not request.store, outlived=request.background) as turns:
+    with RequestTurns(context, call.request_context, discard=not request.store) as turns:
         _begin(call, asked, turns)
         turns.write_through(encoded)
         try:
             async for batch in turns.batches():
                 chunk = b"".join([encoded(turn, event) for turn, event in batch])
                 if chunk or not batch:
-                    yield chunk or _keepalive(call, request)
+                    yield chunk or _keepalive(call, store=request.store)
         except InferenceCenterError as error:
             if builder.place is None:
                 raise
@@ -179,9 +211,70 @@ async def _streamed(call: Call, request: CreateResponse) -> AsyncGenerator[bytes
     yield sse.DONE
 
 
-def _keepalive(call: Call, request: CreateResponse) -> bytes:
+async def _streamed_in_background(call: Call, request: CreateResponse) -> AsyncGenerator[bytes, None]:
+    """Stream a response that continues, and whose events are recorded, when the client disconnects."""
+    context, client = call.context, call.caller.client
+    asked = await _prepare(call, request)
+    builder = _event_builder(call, request, asked)
+    recordings = context.stream_recordings
+    recording = recordings.begin(client.client_id)
+
+    def record(sink: TurnSink[ResponseEventBuilder], event: Event) -> None:
+        if recording.finished:
+            return
+        try:
+            for frame in builder.feed(event):
+                recording.add(sse.event(frame.data, name=frame.type))
+        except Exception:  # noqa: BLE001 - boundary: a defect in the events must not end the turn
+            _log.exception("response_untold")
+            recording.finish()
+        if builder.place is not None and not recording.name:
+            recordings.publish(recording, response_id(builder.place))
+        if sink.over or recording.finished:
+            recordings.finish(recording)
+            # Not at once: a session may be in the middle of publishing the end of a turn.
+            asyncio.get_running_loop().call_soon(context.sessions.detach, sink)
+
+    sink = TurnSink(builder, asked.infer.session_id, on_event=record, outlived=True)
+    infer = asked.infer.model_copy(update={"traceparent": call.caller.traceparent})
+    try:
+        start_turn(context, client, asked, lambda _, note: context.sessions.infer(client, infer, sink, note=note))
+    except InferenceCenterError:
+        recordings.discard(recording)
+        raise
+    async for chunk in _followed(call, recording, 0):
+        yield chunk
+
+
+async def _followed(call: Call, recording: StreamRecording, start: int) -> AsyncGenerator[bytes, None]:
+    """Stream the recorded events of a response from a number on, and those that come."""
+    loop, keepalive_s = asyncio.get_running_loop(), call.context.settings.sse_keepalive_s
+    while True:
+        if found := recording.read(start):
+            start += len(found)
+            yield b"".join(found)
+            continue
+        if recording.finished:
+            break
+        changed = recording.changed()
+        timer = loop.call_later(keepalive_s, _resolve, changed)
+        try:
+            await call.request_context.wait_for(changed)
+        finally:
+            timer.cancel()
+        if not recording.finished and not recording.read(start):
+            yield _keepalive(call, store=True)
+    yield sse.DONE
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
+
+
+def _keepalive(call: Call, *, store: bool) -> bytes:
     """Return a keepalive comment, with the storage failure if there is one."""
-    fault = call.context.sessions.fault if request.store else None
+    fault = call.context.sessions.fault if store else None
     return sse.KEEPALIVE if fault is None else sse.comment(f"storage unavailable: {fault.message}")
 
 
@@ -351,10 +444,11 @@ OPERATIONS: Final = (
     Operation(
         method="GET",
         path=_ONE,
-        summary="Retrieve the current state of a response.",
+        summary="Retrieve the current state of a response, or stream its events.",
         handler=retrieve,
         query=Retrieve,
         answer=Response,
+        event=StreamEvent,
         errors=(ErrorCode.TURN_NOT_FOUND,),
         fields=_RETRIEVE_FIELDS,
     ),
