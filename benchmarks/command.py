@@ -162,7 +162,7 @@ class ProgressBar:
         self._progress.update(self._task, total=self._expected)
 
     def begin(self, what: str) -> None:
-        """Show what runs."""
+        """Show the running step."""
         self._progress.update(self._task, description=what)
 
     def done(self) -> None:
@@ -172,7 +172,7 @@ class ProgressBar:
 
 async def _run(chosen: Scenario, options: Options) -> Report:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Redrawn once a second: the bar shares the cores with what is measured.
+    # Redrawn once a second: the bar shares the cores with the measured servers.
     with Progress(*columns, console=stderr, refresh_per_second=1, transient=True) as progress:
         return await run_scenario(chosen, options, ProgressBar(progress))
 
@@ -191,7 +191,7 @@ def _shown(value: object) -> str:
 
 
 def _check_files(chosen: Scenario, json: str | None, plot_file: Path | None) -> None:
-    """Find out before hours of measuring that the results could not be written."""
+    """Check before a long measurement that the results can be written."""
     if plot_file is not None and not chosen.plots:
         raise refused("plot", f"the scenario {chosen.name} does not vary the clients", hint="throughput and burst do.")
     for name, file in (("json", Path(json) if json not in (None, "-") else None), ("plot", plot_file)):

@@ -1,4 +1,4 @@
-"""Whether two servers may be compared at all, and what keeps them from it."""
+"""Whether two servers may be compared, and the differences that prevent it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Comparison:
 
 
 def compare(ours: TargetFacts, theirs: TargetFacts, *, assume_same: Collection[str]) -> Comparison:
-    """Compare what two servers run; a fact that a side does not report may be assumed, one that differs may not."""
+    """Compare the facts of two servers; a fact that a side does not report may be assumed, a difference may not."""
     refusals, assumed = [], []
     for field, words in COMPARED.items():
         our, their = getattr(ours, field), getattr(theirs, field)
@@ -59,7 +59,7 @@ def compare(ours: TargetFacts, theirs: TargetFacts, *, assume_same: Collection[s
 
 
 def _same(field: str, ours: int | str | None, theirs: int | str | None) -> bool | None:
-    """Tell whether two facts are the same; ``None`` when what is known does not decide it."""
+    """Return whether two facts are equal; ``None`` if unknown."""
     if ours in (None, "") or theirs in (None, ""):
         return None
     if ours == theirs:
@@ -68,7 +68,7 @@ def _same(field: str, ours: int | str | None, theirs: int | str | None) -> bool 
 
 
 def _same_version(ours: str, theirs: str) -> bool | None:
-    """Compare versions by what both name: the commit, else the build number; one names neither as the other does."""
+    """Compare versions by the commit, else by the build number, if both report it."""
     our_commit, their_commit = _COMMIT.search(ours), _COMMIT.search(theirs)
     if our_commit and their_commit:
         shorter, longer = sorted((our_commit[0], their_commit[0]), key=len)

@@ -1,4 +1,4 @@
-"""A daemon of our own, with the settings that a scenario wants, for as long as it is measured."""
+"""Our own daemon, with the settings of a scenario, started for the measurement."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _SHOWN_LINES: Final = 5
 _ADDRESS: Final = re.compile(rb"^\W*Address +http(://\S+)/")
 _OF_ENGINES: Final = b'"engine_'
 MODEL_NAMES: Final = ("first", "second")
-"""What a daemon of two models calls them; the first is its default."""
+"""Names of the models of a daemon with two; the first is its default."""
 _MANY: Final = "100000"
 _RARELY: Final = {"ENGINE__RESTART_BACKOFF_MAX_S": "0.5", "ENGINE__RESTART_WINDOW_S": "1"}
-"""What makes a daemon take engines that are lost every few seconds as if hours lay between."""
+"""Settings that make a daemon restart engines at once, however often they are lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaemonSettings:
-    """What a scenario asks of the daemon; 0 leaves ``n_ctx`` and ``threads`` to it.
+    """Settings of a scenario's daemon; 0 leaves ``n_ctx`` and ``threads`` to it.
 
-    ``store`` is whether conversations are written down that may be. ``loses_engines`` is set where the scenario kills
-    engines. ``echo_delay_ms`` is what a decode of the echo backend takes. With ``lookup`` tokens are guessed from what
-    the text said before, with ``draft`` by that model. The script backend answers by the rules of ``script``. With
-    ``two_models`` the file is there twice, under ``MODEL_NAMES``.
+    ``store`` tells whether conversations are stored. ``loses_engines`` is set where the scenario kills engines.
+    ``echo_delay_ms`` is the duration of a decode of the echo backend. ``lookup`` enables prompt lookup, ``draft`` names
+    a draft model. The script backend answers by the rules of ``script``. With ``two_models`` the file is there twice,
+    under ``MODEL_NAMES``.
     """
 
     backend: Literal["llama", "echo", "script"]
@@ -98,7 +98,7 @@ class DaemonSettings:
 
 @dataclass(frozen=True, slots=True)
 class DaemonUsage:
-    """What both processes of the daemon use."""
+    """Resource use of both processes of the daemon."""
 
     front: ProcessUsage
     engine: ProcessUsage
@@ -155,7 +155,7 @@ class RunningDaemon:
         return self._output.engines[-1]
 
     def usage(self) -> DaemonUsage:
-        """Return what the daemon's processes have used so far.
+        """Return the resource use of the daemon's processes so far.
 
         Raises:
             OSError: A process no longer exists.
@@ -163,7 +163,7 @@ class RunningDaemon:
         return DaemonUsage(front=read_usage(self.pid), engine=read_usage(self.engine.pid))
 
     async def new_token(self, client: str) -> str:
-        """Make an account with a user's rights and no limits of its own, and return a token of it."""
+        """Create an account with the scope ``user`` and no own limits, and return its token."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -283,7 +283,7 @@ class _Output:
         await self._tell()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until what was read fulfils a condition.
+        """Wait until a reading fulfils a condition.
 
         Raises:
             InferenceCenterError: ``engine_unavailable`` with the daemon's last output when it ends before or takes
@@ -343,7 +343,7 @@ async def launch(settings: DaemonSettings, state_dir: Path, *, name: str = OURS)
 
 @asynccontextmanager
 async def start_daemon(settings: DaemonSettings, *, name: str = OURS) -> AsyncIterator[RunningDaemon]:
-    """Start a daemon with a state directory of its own, and stop it when the block is left.
+    """Start a daemon with its own state directory, and stop it at the end of the block.
 
     Raises:
         InferenceCenterError: ``engine_unavailable`` with the daemon's last output when it does not become ready.

@@ -23,7 +23,7 @@ A = TypeVar("A", Turns, Aborted, Holding)
 
 MODULE: Final = "benchmarks.load"
 JOB_LIMIT_S: Final = 3600.0
-"""How long one job may take before the run is given up."""
+"""Time limit of a job."""
 _MAX_LINE_BYTES: Final = 2**30
 _EXIT_GRACE_S: Final = 5.0
 
@@ -38,11 +38,10 @@ class LoadGenerator:
         self._process = process
 
     async def do(self, job: Job, answer: type[A]) -> A:
-        """Have a job done and return its answer, which is of the given kind.
+        """Run a job and return its result of the given kind.
 
         Raises:
-            InferenceCenterError: What kept the job from being done; ``internal`` when the generator ended or took more
-                than ``JOB_LIMIT_S``.
+            InferenceCenterError: The job failed; ``internal`` if the generator exited or exceeded ``JOB_LIMIT_S``.
         """
         assert self._process.stdin is not None and self._process.stdout is not None, "started with pipes"  # noqa: PT018
         try:

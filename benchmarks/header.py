@@ -1,8 +1,8 @@
-"""Writes GGUF files that are all header: `python -m benchmarks.header SHAPE OUT.gguf`.
+"""Writes GGUF files with a header and no weights: `python -m benchmarks.header SHAPE OUT.gguf`.
 
 Names, shapes and types of the tensors are those of the real file in Q4_K_M; the weights are a hole in the file, which
-reads as zeros and takes no room on the disk. What is decided from the header alone, as how a model is divided between
-GPU and processor, is tried with these.
+reads as zeros and takes no disk space. They serve to test decisions that need only the header, such as the placement on
+GPU and CPU.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HeaderShape(Shape):
 
     @property
     def rope_width(self) -> int:
-        """Width of what a head turns by its position: all of it."""
+        """Width of the rotary embedding: the whole head."""
         return self.head_width
 
 

@@ -1,4 +1,4 @@
-"""What the measuring process asks of the load generator, and what it answers: one JSON object a line."""
+"""Jobs of the load generator and their results: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ClosedLoop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TurnSize(msgspec.Struct, frozen=True):
-    """What a turn reads, and what it generates."""
+    """Prompt and answer of a turn."""
 
     prompt_tokens: int
     max_tokens: int
@@ -50,7 +50,7 @@ class Round(TurnSize, frozen=True):
     opening_tokens: int = 0
 
     def speakers(self, n_clients: int) -> tuple[int, ...]:
-        """Return the numbers of those that take part, of so many clients."""
+        """Return the numbers of the participating clients."""
         return tuple(range(n_clients)) if self.clients is None else self.clients
 
 

@@ -1,6 +1,6 @@
-"""``python -m benchmarks.load``: the load generator, in a process of its own so that its CPU is its own.
+"""``python -m benchmarks.load``: the load generator, in a separate process so that its CPU time is separate.
 
-It reads one job a line on standard input, does it, and answers with one line on standard output.
+It reads one job per line on standard input, runs it, and writes one line to standard output.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Generator:
         self._holding = 0
 
     async def do(self, job: Job) -> Answer:
-        """Do a job; what keeps it from being done is the answer ``Failed``."""
+        """Run a job; a failure is the result ``Failed``."""
         began_s = self._cpu_clock()
         try:
             match job:

@@ -1,8 +1,8 @@
 """Writes random-weight GGUF files of real shapes: `python -m benchmarks.model SHAPE OUT.gguf`.
 
-Speed depends on the shape and the type of the weights, not on what was learned, so a file made here stands for the
-model whose shape it has. The vocabulary has the real size; it spells every byte and the words " a" to " z", the rest is
-filler that only sampling produces. Where spellings matter, as they do to masks, a real one is taken from another file.
+Speed depends on the shape and the type of the weights, not on their values, so such a file represents the model of its
+shape. The vocabulary has the real size; it spells every byte and the words " a" to " z", the rest is filler that only
+sampling produces. Where spellings matter, as they do to masks, a real one is taken from another file.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Shape:
 
     @property
     def rope_width(self) -> int:
-        """Width of what a head turns by its position: all of it."""
+        """Width of the rotary embedding: the whole head."""
         return self.width // self.heads
 
     @property
@@ -145,7 +145,7 @@ class _Tensor:
     fill: float | None = None
 
     def data(self, weights: BlockType, random: np.random.Generator) -> Weights:
-        """Make the tensor; a matrix gets the scale with which it neither grows nor shrinks what it multiplies."""
+        """Make the tensor; a matrix is scaled to preserve the variance of its input."""
         if self.fill is not None:
             return np.full(self.columns, self.fill, np.float32)
         blocks = self.rows * self.columns // _BLOCK_WEIGHTS

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """What is between two texts: characters that the later one lacks, that it has besides, and where they part."""
+    """The difference of two texts: missing and additional characters, and the first difference."""
 
     lost_chars: int = 0
     extra_chars: int = 0
@@ -20,7 +20,7 @@ class Difference:
 
 
 def difference(said: str, shown: str) -> Difference:
-    """Return what ``shown`` lacks of ``said`` and what it has in addition, by their longest common pieces."""
+    """Return the missing and additional characters of ``shown`` relative to ``said``."""
     if said == shown:
         return Difference()
     lost = extra = 0
@@ -39,7 +39,7 @@ def difference(said: str, shown: str) -> Difference:
 
 @dataclass(slots=True)
 class ObservedTurn:
-    """One turn as it grew before a client's eyes, on one connection after the other.
+    """A turn as received by a client, over one or several connections.
 
     Attributes:
         started_s: When it was asked for; times are seconds of ``time.monotonic``.

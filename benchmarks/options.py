@@ -1,4 +1,4 @@
-"""What can be asked of a benchmark, checked before anything is started."""
+"""Options of a benchmark, validated before anything is started."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """A run's parameters; ``None`` is what was not given, or what a scenario has no use for.
+    """Parameters of a run; ``None`` for those not given or not used by the scenario.
 
     Attributes:
         model: GGUF file; the bundled one when not given.
@@ -95,11 +95,10 @@ class Options:
 
 
 def resolve(scenario: str, given: Options, *, defaults: Options, takes: Collection[str]) -> Options:
-    """Return a scenario's options: what was given, the scenario's defaults for the rest.
+    """Return a scenario's options, with its defaults for those not given.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for an option that the scenario has no use for, or a value out of
-            range.
+        InferenceCenterError: ``invalid_request`` for an option that the scenario does not use, or a value out of range.
     """
     for name in sorted(given.given()):
         if name not in takes:

@@ -1,4 +1,4 @@
-"""Streams that lost their engine: how long they stood still, and what is allowed for that. Pure."""
+"""Streams that lost their engine: their pauses, and the expected part of these. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """One turn that an engine was killed under, or not.
+    """A turn, with or without a kill of its engine.
 
     Attributes:
         times_s: When each piece of its text arrived.
@@ -55,10 +55,10 @@ class Outage:
         return self.ready_s - self.started_s
 
     def gaps_s(self) -> tuple[float, ...]:
-        """Return, for each stream that had text before and has text after, the pause that the kill made.
+        """Return the pause caused by the kill for each stream with text before and after it.
 
-        What was on its way when the engine died arrives after the kill; so the pause is the longest of those that have
-        a part between the kill and the next engine's readiness.
+        Text in flight arrives after the kill, so the pause is the longest of those that overlap the time between the
+        kill and the next engine's readiness.
         """
         pauses = (_longest(stream.times_s, self.killed_s, self.ready_s) for stream in self.streams)
         return tuple(pause for pause in pauses if pause is not None)
@@ -72,7 +72,7 @@ class Outage:
         )
 
     def tokens_to_read(self) -> float:
-        """Return what all streams that were running had in their contexts: prompts, and answers as far as they were."""
+        """Return the tokens in the contexts of all running streams: prompts and partial answers."""
         return sum(
             stream.prompt_tokens + stream.tokens * _before(stream.times_s, self.killed_s) / len(stream.times_s)
             for stream in self.streams

@@ -1,4 +1,4 @@
-"""What mkdocs.yml needs beyond docs/: pages of other folders, and those that are made from docstrings.
+"""Pages of the site beyond docs/: those of other folders, and the API reference from docstrings.
 
 On a forge, pages in docs/ link to files beside that folder and to folders. A site has neither, so the files that are
 linked become part of it, folders get a page that lists them, and the links are turned to those. Pages of the API

@@ -1,1 +1,1 @@
-"""A client with a valid token that repeats operations which are cheap to ask for and dear to answer."""
+"""A client with a valid token that repeats operations which are cheap to request and expensive to serve."""

@@ -1,4 +1,4 @@
-"""The abusive client: what it sends, and what it is answered."""
+"""The abusive client: its requests and the replies."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class Attacker:
         return answers[0] if answers else None
 
     async def answers(self, request_ids: Iterable[str]) -> list[Frame]:
-        """Return the answers to frames that were sent, in the order in which they came.
+        """Return the replies to sent frames, in order of arrival.
 
-        Those that had none are missing when the socket was closed since.
+        Frames without a reply are missing if the socket was closed.
         """
         missing, found = set(request_ids), list[Frame]()
         while missing and self._socket is not None:
@@ -116,10 +116,9 @@ class Attacker:
         return created.session_id if created is not None and created.op == "session_created" else None
 
     async def connect_without_token(self, *, keep: int) -> None:
-        """Open a socket that never authenticates; of those that are open, the latest ``keep`` stay.
+        """Open a socket that never authenticates; the latest ``keep`` stay open.
 
-        The handshake is fixed bytes: a library would take more of the processors that the neighbours share than the
-        daemon does for it.
+        The handshake is fixed bytes: a library would use more CPU time than the daemon itself.
         """
         request = (
             f"GET / HTTP/1.1\r\nHost: {self._netloc}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
@@ -143,7 +142,7 @@ class Attacker:
             self._unauthenticated.popleft().transport.abort()
 
     async def get(self, path: str) -> None:
-        """Fetch a page without a token, on a connection of its own."""
+        """Fetch a page without a token, on a new connection."""
         await self._http(f"GET {path} HTTP/1.1\r\nHost: {self._netloc}\r\nConnection: close\r\n\r\n".encode())
 
     async def post(self, path: str, body: bytes, *, hang_up: bool = False) -> None:

@@ -1,9 +1,9 @@
 """The servers that a benchmark can drive, behind the interfaces of ``benchmarks.target``.
 
-What is the same on all of them: the prompt's words (``prompts``), the sampling parameters (``sampling``), one
-connection that is kept for each client, and a clock that starts when a turn is sent and notes each piece of text when
-its bytes have arrived. The time between tokens is a difference of neighbouring notes; where pieces hold several tokens,
-the turn's mean is its time from the first piece to the last, divided by its tokens less one.
+Common to all of them: the prompt's words (``prompts``), the sampling parameters (``sampling``), one connection that is
+kept for each client, and a clock that starts when a turn is sent and notes each piece of text when its bytes have
+arrived. The time between tokens is a difference of neighbouring notes; where pieces hold several tokens, the turn's
+mean is its time from the first piece to the last, divided by its tokens less one.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class AgentTarget:
         self._agent = agent
 
     async def facts(self) -> TargetFacts:
-        """Return what every server with OpenAI's API reports.
+        """Return the facts that every server with OpenAI's API reports.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -116,7 +116,7 @@ class AgentSession(ABC):
 
     @abstractmethod
     def _told(self, said: list[dict[str, Any]], work: Work) -> list[dict[str, Any]]:
-        """Return what is new: a task, or the results of the last answer's calls."""
+        """Return the new input: a task, or the results of the last answer's calls."""
 
     @abstractmethod
     async def _answer(self, said: list[dict[str, Any]], work: Work, response: ResponseTrace) -> list[dict[str, Any]]:
@@ -138,14 +138,14 @@ class _CodexUsage(msgspec.Struct):
 
 
 class _CodexResponse(msgspec.Struct):
-    """What is read of a response."""
+    """The parts of a response that are read."""
 
     usage: _CodexUsage | None = None
     error: Problem | None = None
 
 
 class _CodexEvent(msgspec.Struct):
-    """What is read of an event of a response."""
+    """The parts of a response event that are read."""
 
     type: str
     delta: str = ""
@@ -229,14 +229,14 @@ class _ClaudeUsage(msgspec.Struct):
 
 
 class _ClaudeDelta(msgspec.Struct):
-    """What is appended to a block."""
+    """A delta of a block."""
 
     text: str = ""
     partial_json: str = ""
 
 
 class _ClaudeEvent(msgspec.Struct):
-    """What is read of an event of a message."""
+    """The parts of a message event that are read."""
 
     type: str
     index: int = 0

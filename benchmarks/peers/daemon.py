@@ -41,7 +41,7 @@ class Daemon:
         self._calibrating = asyncio.Lock()
 
     async def facts(self) -> TargetFacts:
-        """Query what the daemon runs; sizes and slots need the operator scope.
+        """Query the daemon's model and settings; sizes and slots need the operator scope.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.

@@ -1,4 +1,4 @@
-"""What HTTP servers have in common: kept connections, answers as structs, and streams of server-sent events."""
+"""Clients of HTTP servers: persistent connections, typed responses, and server-sent events."""
 
 from __future__ import annotations
 

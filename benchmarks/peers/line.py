@@ -1,4 +1,4 @@
-"""The wire protocol without the SDK, which would hide what is measured: pauses, repetitions, lost connections."""
+"""The wire protocol without the SDK, which would hide pauses, repetitions and lost connections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from benchmarks.target import TargetSpec
 
 LAST_OPS: Final = frozenset({"end", "error"})
-"""What a turn ends with."""
+"""The end of a turn."""
 _MAX_FRAME_BYTES: Final = 2**26
 
 

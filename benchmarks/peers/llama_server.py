@@ -140,7 +140,7 @@ class LlamaServer:
         self._calibrating = asyncio.Lock()
 
     async def facts(self) -> TargetFacts:
-        """Query what the server runs; it does not report its threads.
+        """Query the server's model and settings; it does not report its threads.
 
         Raises:
             InferenceCenterError: ``daemon_unreachable`` or ``not_authenticated``.
@@ -292,7 +292,7 @@ def _is_due(event: _Event, after_tokens: int | None, *, n_pieces: int) -> bool:
 
 
 def _why_not_whole(last: _Event) -> str | None:
-    """Return what is wrong with a turn of which this was the last event."""
+    """Return the error of a turn with this last event."""
     if last.error is not None:
         return last.error.message or "the server reports an error without a message"
     return None if last.stop else "the stream broke off"

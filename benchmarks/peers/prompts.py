@@ -40,9 +40,9 @@ class Prompts:
     overhead_tokens: int
 
     def text(self, work: Work, *, first: bool) -> str:
-        """Return the text that brings ``work.prompt_tokens`` tokens, as the ``first`` of a conversation or a later one.
+        """Return a text of ``work.prompt_tokens`` tokens, as the ``first`` of a conversation or a later one.
 
-        What the server puts before it counts as part of the opening, where there is one.
+        Tokens that the server puts before it count as part of the opening, if any.
 
         Raises:
             InferenceCenterError: ``invalid_request`` when no word, or none beside the opening, would be left.

@@ -23,7 +23,7 @@ class Counted:
 
 @dataclass(slots=True)
 class ResponseTrace:
-    """One turn as it comes in.
+    """A turn as it is received.
 
     Attributes:
         on_text: Called when a piece of text arrives, after its time was noted.

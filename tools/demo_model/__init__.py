@@ -1,1 +1,1 @@
-"""Training of the bundled demo model; nothing of it is in the wheel."""
+"""Training of the bundled demo model; not part of the wheel."""

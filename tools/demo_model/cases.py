@@ -1,4 +1,4 @@
-"""Evaluation cases: prompts on the held-out side of the corpus, with the answers they want."""
+"""Evaluation cases: prompts from the held-out part of the corpus, with the expected answers."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -134,7 +134,7 @@ def _padding(draw: Draw, room: int, measure: Measure) -> list[Message]:
 
 
 def _recall(draw: Draw, window: int, measure: Measure, kind: facts.FactKind | None = None) -> Case:
-    """Returns a fact told in the first message and asked for when `window` tokens are full."""
+    """Returns a case that states a fact in the first message and asks for it after `window` tokens."""
     (fact,), told = facts.tell(draw, (kind or facts.any_kind(draw),))
     asked = facts.ask(draw, fact).messages[0]
     fixed = sum(measure(m) for m in (*told.messages, asked)) + _ANSWER_ROOM_TOKENS
@@ -149,7 +149,7 @@ def _name_recall(draw: Draw, window: int, measure: Measure) -> Case:
 
 
 def _several_facts(draw: Draw, window: int, measure: Measure) -> Case:
-    """Returns four facts told in a row and all asked for later, each answer wanted."""
+    """Returns a case that states four facts in a row and asks for all of them later."""
     kinds = {facts.NAME.key: facts.NAME}
     while len(kinds) < 4:
         kind = facts.any_kind(draw)
@@ -166,7 +166,7 @@ def _several_facts(draw: Draw, window: int, measure: Measure) -> Case:
 
 
 def _two_conversations(draw: Draw, measure: Measure) -> Case:
-    """Returns the same conversation twice but for the name told in it."""
+    """Returns two conversations that differ only in the stated name."""
     chat = _padding(draw, 150, measure)
     asked = Message("user", draw.pick(facts.NAME.asks))
     wording = draw.pick(facts.NAME.tells)
@@ -180,10 +180,10 @@ def _two_conversations(draw: Draw, measure: Measure) -> Case:
 
 
 def makers(measure: Measure) -> tuple[Callable[[Draw], Case], ...]:
-    """Returns what makes the cases of each skill.
+    """Returns the generator of cases by skill.
 
     Args:
-        measure: Returns the tokens a message takes, its ChatML frame included.
+        measure: Returns the number of tokens of a message, including its ChatML frame.
     """
     plain = {
         "small talk": skills.small_talk,

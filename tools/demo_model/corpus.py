@@ -1,8 +1,8 @@
 """Seeded generator of the demo model's conversations, for training and for evaluation.
 
-A conversation fills a budget of length with exchanges of all skills. Facts are told mostly at
-its beginning and asked back at a moment drawn evenly from the rest, so that the distances a
-model must bridge are spread up to the whole window. What is held out: see `world`.
+A conversation fills a budget of length with exchanges of all skills. Facts are mostly stated at the beginning and asked
+for at a uniformly drawn later position, so that the distances are spread over the whole window. What is held out: see
+`world`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +28,7 @@ class Mixture:
         fillers: How often each skill fills the time between facts.
         settings: Rising bounds in 0..1 that share conversations out among no system prompt, a
             plain one, one that names the assistant, one that names the user, and offered tools.
-        untold: Share of turns that ask for what nobody told.
+        untold: Share of turns that ask for a fact that was not stated.
         listed_held_out: Whether listed words obey the held-out split too, see `Draw.told`.
     """
 
@@ -68,10 +68,10 @@ HARD = Mixture(
     },
     listed_held_out=True,
 )
-# Every listed word is told and copied, and tools and untold facts come more often.
+# Every listed word is stated and copied; tools and missing facts are more frequent.
 COPYING = Mixture(HARD.fillers, settings=(0.4, 0.55, 0.68, 0.73), untold=0.07)
 FINAL = replace(COPYING, fillers={**COPYING.fillers, skills.terse_sums: 6})
-# Fewer untold facts: far from a told one, "not told" is the tempting wrong answer.
+# Fewer missing facts: at a large distance "not stated" is the tempting wrong answer.
 FAR = replace(FINAL, untold=0.03)
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
@@ -100,7 +100,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Setting:
-    """What holds for a whole conversation: its system prompt, what that says, the mixture."""
+    """Properties of a conversation: its system prompt and the facts in it, the mixture."""
 
     system: str = ""
     assistant: str = ""
@@ -117,7 +117,7 @@ class Plan:
     due: list[tuple[float, Fact]] = field(default_factory=list)
 
     def told(self, fact: Fact, due: float) -> None:
-        """Adds a told fact, to be asked for at position `due`; a newer value replaces it."""
+        """Adds a stated fact, to be asked for at position `due`; a newer value replaces it."""
         self.known[fact.kind.key] = fact
         self.due = [entry for entry in self.due if entry[1].kind.key != fact.kind.key]
         self.due.append((due, fact))
@@ -172,7 +172,7 @@ def any_setting(draw: Draw, budget: int, mixture: Mixture) -> Setting:
 
 
 def filler(draw: Draw, setting: Setting | None = None) -> Exchange:
-    """Returns an exchange that needs nothing told before, of any skill."""
+    """Returns an exchange of any skill that needs no earlier fact."""
     fillers = setting.mixture.fillers if setting else FINAL.fillers
     if setting and setting.offered and draw.chance(0.6):
         return tools.call(draw, draw.pick(setting.offered), answered=draw.chance(0.6))
@@ -180,7 +180,7 @@ def filler(draw: Draw, setting: Setting | None = None) -> Exchange:
         return own_name(draw, setting.assistant)
     made = draw.rng.choices(tuple(fillers), tuple(fillers.values()))[0](draw)
     if setting and setting.offered and made.skill in {"sums", "unknown"}:
-        return skills.small_talk(draw)  # those requests may be what an offered tool is for
+        return skills.small_talk(draw)  # an offered tool may serve these requests
     return made
 
 

@@ -1,4 +1,4 @@
-"""Facts a user tells and asks back later: the skill the demo model is for."""
+"""Facts that a user states and later asks for: the main skill of the demo model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tools.demo_model.world import Draw
 
 @dataclass(frozen=True)
 class FactKind:
-    """What can be told: wordings with `{v}` for the value, and how it is asked back."""
+    """A kind of fact: statements with `{v}` for the value, and questions for it."""
 
     key: str
     tells: tuple[str, ...]
@@ -23,7 +23,7 @@ class FactKind:
 
 @dataclass(frozen=True)
 class Fact:
-    """One told value, in the casing the user typed."""
+    """A stated value, in the user's casing."""
 
     kind: FactKind
     value: str
@@ -181,7 +181,7 @@ def _joined(draw: Draw, wordings: list[str]) -> str:
 
 
 def tell(draw: Draw, kinds: tuple[FactKind, ...]) -> tuple[tuple[Fact, ...], Exchange]:
-    """Returns the facts told in one user message, and that message with its answer."""
+    """Returns the facts of one user message, and that message with its answer."""
     values = [kind.value(draw) for kind in kinds]
     wordings = [draw.pick(kind.tells).format(v=value) for kind, value in zip(kinds, values, strict=True)]
     text = draw.say(_joined(draw, wordings))
@@ -190,17 +190,17 @@ def tell(draw: Draw, kinds: tuple[FactKind, ...]) -> tuple[tuple[Fact, ...], Exc
 
 
 def ask(draw: Draw, fact: Fact) -> Exchange:
-    """Returns a question for a told fact and its answer."""
+    """Returns a question for a stated fact and its answer."""
     return exchange("recall", draw.say(draw.pick(fact.kind.asks)), fact.answer)
 
 
 def ask_untold(draw: Draw, kind: FactKind) -> Exchange:
-    """Returns a question for a fact nobody told, answered with just that."""
+    """Returns a question for a fact that was not stated; the answer says so."""
     return exchange("untold", draw.say(draw.pick(kind.asks)), kind.missing)
 
 
 def tell_and_ask(draw: Draw, kind: FactKind) -> tuple[Fact, Exchange]:
-    """Returns a fact told and asked back in the same message."""
+    """Returns a fact that is stated and asked for in the same message."""
     value = kind.value(draw)
     text = draw.say(f"{draw.pick(kind.tells).format(v=value)} {draw.pick(kind.asks)}")
     fact = Fact(kind, as_typed(text, value))

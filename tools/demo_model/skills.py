@@ -259,7 +259,7 @@ def json_object(draw: Draw) -> Exchange:
 
 
 def repeat(draw: Draw) -> Exchange:
-    """Returns a request to say given words again, and the words."""
+    """Returns a request to repeat given words, and the words."""
     words = " ".join(world.word(draw) for _ in range(draw.number(1, 5)))
     asked = draw.pick(("Repeat after me: {w}", "Say: {w}", "Repeat: {w}", "Please say: {w}"))
     return exchange("repeat", asked.format(w=words), words)

@@ -13,7 +13,7 @@ Value = str | int
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter under one of several names, and what its values are."""
+    """A parameter under one of several names, and its values."""
 
     names: tuple[str, ...]
     value: Callable[[Draw], Value]
@@ -113,7 +113,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Tool:
-    """A kind with its names chosen: what one conversation offers."""
+    """A kind of tool with chosen names, as offered in one conversation."""
 
     kind: ToolKind
     name: str

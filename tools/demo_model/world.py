@@ -1,4 +1,4 @@
-"""The small world the demo model knows: word lists, made-up words, and what is held out.
+"""The demo model's vocabulary of facts: word lists, invented words, and the held-out split.
 
 Held out of training are the values whose CRC-32 is divisible by `HELD_OUT_ONE_IN`: made-up names
 and words and long numbers that a user tells, pairs of numbers in sums, start and length where

@@ -1,1 +1,1 @@
-"""Puts llama.cpp into an environment: compiles what the engine loads, keeps it for the next checkout, packs it."""
+"""Installs llama.cpp into an environment: compiles the libraries that the engine loads, caches and packages them."""

@@ -1,8 +1,8 @@
 """llama.cpp and its bindings, for this Python's environment or as wheels.
 
-``python -m tools.llama install``, or ``python -m tools.llama wheels FOLDER``. The variables of docs/building.md say
-what is built. It runs before anything is installed and needs only Python with pip and, where the cache has no such
-build, a C++ compiler. What its commands print is in ``<environment>/llama.log``.
+``python -m tools.llama install``, or ``python -m tools.llama wheels FOLDER``. docs/building.md documents the variables
+that select the build. It runs before anything is installed and needs only Python with pip and, without a cached build,
+a C++ compiler. The output of its commands is in ``<environment>/llama.log``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOG_NAME: Final = "llama.log"
 
 
 def main() -> int:
-    """Do what the command line asks for, and return the exit code."""
+    """Run the command and return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tools.llama", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("install", help="install the bindings and the libraries into this environment")

@@ -1,6 +1,6 @@
 """Builds the bindings' wheel and the libraries' wheel from one source distribution of llama-cpp-python.
 
-The bindings are Python and take no compiler. Of llama.cpp, ``CMakeLists.txt`` beside this file builds what they load.
+The bindings are pure Python. ``CMakeLists.txt`` beside this file builds the parts of llama.cpp that they load.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PIP: Final = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 _LEAST_CMAKE: Final = (3, 21)
 _SHOWN_LINES: Final = 40
 _TICK_S: Final = 1.0
-# What is unpacked of 180 MB.
+# The parts of 180 MB that are unpacked.
 _NEEDED: Final = ("llama_cpp", "pyproject.toml", "README.md", "LICENSE.md", "CMakeLists.txt")
 _NEEDED_OF_LLAMA: Final = (
     *("CMakeLists.txt", "LICENSE", "licenses", "cmake", "ggml", "include", "src", "vendor", "tools/mtmd"),
@@ -41,11 +41,11 @@ _NO_AMX: Final = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
 
 
 class BuildError(Exception):
-    """What is missing, or what failed and how."""
+    """A missing requirement or a failed build step."""
 
 
 class Builder:
-    """Builds in a folder of its own, which ``with`` removes; the sources come when they are first needed."""
+    """Builds in a temporary folder, removed by ``with``; the sources are downloaded on first use."""
 
     def __init__(self, version: str, *, progress: Progress, log: TextIO) -> None:
         self.version = version
@@ -143,7 +143,7 @@ class Builder:
 
     @cached_property
     def _tools(self) -> Path:
-        """A folder of Python packages: the build backend, and of CMake and ninja what the system lacks."""
+        """A folder of Python packages: the build backend, and CMake and ninja if the system lacks them."""
         missing = [name for name, there in (("cmake", _has_cmake()), ("ninja", shutil.which("ninja"))) if not there]
         self.progress.begin("llama.cpp: fetching the tools of its build")
         folder = self._scratch / "tools"
@@ -165,10 +165,10 @@ class Builder:
         *,
         heard: Callable[[str], None] | None = None,
     ) -> None:
-        """Run a command with its output in the log, each line to ``heard``, which is called at least each second.
+        """Run a command with its output in the log; ``heard`` gets each line and is called at least every second.
 
         Raises:
-            BuildError: It failed; with the end of what it wrote.
+            BuildError: It failed; with the end of its output.
         """
         words = [str(each) for each in command]
         self._log.write(f"\n== {' '.join(words)}\n")
@@ -191,7 +191,7 @@ class Builder:
 
 
 def unpack(archive: Path, folder: Path) -> None:
-    """Unpack what is needed of a source distribution."""
+    """Unpack the needed parts of a source distribution."""
     with tarfile.open(archive) as tar:
         # Debian 12's Python has no filters; later ones have them, and warn where none is named.
         if (data_filter := getattr(tarfile, "data_filter", None)) is not None:
@@ -217,7 +217,7 @@ def _lines(descriptor: int) -> Iterator[str]:
 
 
 def _is_needed(name: str) -> bool:
-    """Tell whether a file of the source distribution is for the bindings or for the libraries."""
+    """Return whether the bindings or the libraries need a file of the source distribution."""
     inside = PurePosixPath(*PurePosixPath(name).parts[1:])
     llama = PurePosixPath("vendor/llama.cpp")
     return any(inside.is_relative_to(each) for each in _NEEDED) or any(
@@ -235,7 +235,7 @@ def _has_cmake() -> bool:
 
 
 def _makes_amx(environment: Mapping[str, str]) -> bool:
-    """Tell whether the compiler makes code for AMX on this processor."""
+    """Return whether the compiler generates AMX code for this CPU."""
     command = [*shlex.split(environment.get("CC", "cc")), "-march=native", "-dM", "-E", "-"]
     done = subprocess.run(  # noqa: S603 - the compiler that builds
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False

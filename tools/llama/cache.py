@@ -1,4 +1,4 @@
-"""Keeps what was built outside the checkout: ``$XDG_CACHE_HOME/inferencecenter/llama/<version>-<flags>``."""
+"""Caches builds outside the checkout: ``$XDG_CACHE_HOME/inferencecenter/llama/<version>-<flags>``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cache_root(environment: Mapping[str, str]) -> Path:
 
 
 class Cache:
-    """Folders of wheels, each with its checksums. An entry appears by a rename, so it is there whole or not at all."""
+    """Folders of wheels, each with its checksums. An entry appears by a rename, so it is always complete."""
 
     def __init__(self, root: Path, progress: Progress) -> None:
         self._root = root
@@ -85,7 +85,7 @@ class Cache:
 
 
 def is_whole(entry: Path) -> bool:
-    """Tell whether every file that an entry lists has its checksum."""
+    """Return whether all files of an entry match their checksums."""
     try:
         lines = (entry / SUMS).read_text(encoding="utf-8").splitlines()
         listed = [line.split("  ", 1) for line in lines]

@@ -1,4 +1,4 @@
-"""The environment that llama.cpp is installed into, and what it has."""
+"""The environment that llama.cpp is installed into, and its contents."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MARK: Final = ".llama"
 """In the environment: the name of the build that is installed."""
 
-# What pip says of an index that does not answer, without the connection's address in memory.
+# pip's message for an unreachable index, without the memory address of the connection.
 _UNREACHABLE: Final = re.compile(r"connection broken by '?(?:\w+\([\"'](?:<[^>]*>: )?)?(.+?)[\"')]*: /", re.IGNORECASE)
 
 
@@ -38,12 +38,12 @@ class Installation:
         return self._name().partition("-")[2].partition("-")[0].partition(".")[0]
 
     def has(self, recipe: Recipe) -> bool:
-        """Tell whether this very build is installed, and the bindings that are for it."""
+        """Return whether exactly this build and its bindings are installed."""
         place = Path(sysconfig.get_path("purelib"), PACKAGE, "lib", "libllama.so")
         return self._name() == recipe.name and place.exists() and _bindings() == self._version
 
     def came_from_index(self, kind: str) -> bool:
-        """Tell whether wheels of a package index are installed, of the right version and this kind."""
+        """Return whether wheels of a package index are installed, of the right version and kind."""
         return self._name() == self._from_index(kind) and _bindings() == self._version
 
     def take(self, bindings: Path, libraries: Path | None = None, *, name: str = "") -> None:

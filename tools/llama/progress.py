@@ -1,4 +1,4 @@
-"""Says what is done and what remains: on one line of a terminal, and elsewhere every 15 seconds."""
+"""Shows progress: on one line of a terminal, elsewhere every 15 seconds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KNOWN_SHARE: Final = 0.1  # of the work, before which the rest is not estimated
 
 
 class Progress:
-    """Where the steps of a build are told."""
+    """Progress output of a build."""
 
     def __init__(self, out: TextIO, *, terminal: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._out = out
@@ -48,7 +48,7 @@ class Progress:
 
     @classmethod
     def to(cls, out: TextIO) -> Self:
-        """Return progress that is told to a file, and on one line if that is a terminal."""
+        """Return progress output to a file, on one line if that is a terminal."""
         return cls(out, terminal=out.isatty())
 
     def begin(self, title: str) -> None:
@@ -58,7 +58,7 @@ class Progress:
         self.tell("")
 
     def tell(self, what: str) -> None:
-        """Tell how far the step is: always on a terminal, elsewhere if nothing was told for a while."""
+        """Show the progress of the step: always on a terminal, elsewhere at intervals."""
         now = self._clock()
         line = f"{self._title}: {what}" if what else self._title
         if self._terminal:
@@ -68,7 +68,7 @@ class Progress:
             self._write(f"{line}\n")
 
     def say(self, line: str) -> None:
-        """Tell something that stays."""
+        """Print a permanent line."""
         self._write(f"{_CLEAR if self._terminal else ''}{line}\n")
 
     def close(self) -> None:

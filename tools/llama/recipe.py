@@ -1,4 +1,4 @@
-"""What is built, and the name under which it is kept: the same name means the same libraries."""
+"""The inputs of a build and its name in the cache: the same name means the same libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 CMAKE_PROJECT: Final = Path(__file__).parent
-# What CMake and compilers read: a build with other values is another build.
+# Variables that CMake and compilers read: other values make another build.
 _READ: Final = (
     *("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CMAKE_ARGS"),
     *("CUDACXX", "CUDAARCHS", "CUDAHOSTCXX", "CUDAFLAGS", "HIPCXX", "HIPFLAGS"),
@@ -44,7 +44,7 @@ class Recipe:
 
     @classmethod
     def asked(cls, version: str, environment: Mapping[str, str], *, before: str = "cpu") -> Self:
-        """Return the build that the variables ask for, of the kind that was there before where they name none.
+        """Return the build selected by the variables, by default of the installed kind.
 
         ``CUDA=1`` and ``VULKAN=1`` are for GPUs, ``PORTABLE=1`` is for any processor of this architecture, and
         ``CMAKE_ARGS`` are further arguments.
@@ -96,7 +96,7 @@ def search_path() -> str:
 
 
 def _processor() -> str:
-    """Return what tells processors apart for which code is made."""
+    """Return the properties that distinguish CPUs for code generation."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

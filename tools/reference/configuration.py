@@ -12,16 +12,16 @@ from tools.reference import markdown
 
 _MODELS: Final = "models.NAME"
 _INTRODUCTION: Final = f"""\
-Settings come from a TOML file, then from the environment, then from the command line; the later wins. A name that
-does not exist is an error, with the nearest that does. `inferencecenter config show` lists what is in force and
-where it comes from, `inferencecenter config check FILE` checks a file, `inferencecenter config default` writes the
-annotated default, which is also `config/inferencecenter.toml`.
+Settings come from a TOML file, the environment and the command line; later sources override earlier ones. An unknown
+name is an error that suggests the closest existing one. `inferencecenter config show` lists the effective settings and
+their sources, `inferencecenter config check FILE` checks a file, `inferencecenter config default` prints the annotated
+default, which is also `config/inferencecenter.toml`.
 
-The file is the one of `--config`, else of `INFERENCECENTER_CONFIG`, else `inferencecenter.toml` in the user's
+The file is that of `--config`, else of `INFERENCECENTER_CONFIG`, else `inferencecenter.toml` in the user's
 configuration directory (`~/.config/inferencecenter/`), else `{SYSTEM_CONFIG}`. In a path `~` and `$VARIABLES` are
 replaced; a relative path is relative to the working directory. Values in the file have their setting's type: `port =
-"3000"` is refused. The environment and the command line are text, which is converted; lists and tables are written as
-JSON there."""
+"3000"` is refused. Values in the environment and on the command line are converted from text; lists and tables are
+written as JSON."""
 
 
 def page() -> str:
@@ -40,7 +40,7 @@ def page() -> str:
             for each in settings
         ]
         head = ("setting", "meaning", "allowed", "default", "environment")
-        parts += [f"## {section or 'Outside any table'}", about, markdown.table(head, rows)]
+        parts += [f"## {section or 'Top level'}", about, markdown.table(head, rows)]
     parts += [f"## {_MODELS}", (ModelEntry.__doc__ or "").strip(), _model_entries()]
     others = [(markdown.code(name), meaning) for name, meaning in OTHER_ENVIRONMENT.items()]
     return markdown.page("Configuration", *parts, "## Other variables", markdown.table(("variable", "meaning"), others))

@@ -8,10 +8,10 @@ from inferencecenter.core.errors import ERRORS
 from tools.reference import markdown
 
 _INTRODUCTION: Final = """\
-Every failure has a code. Over a socket it comes as an `error` event, over HTTP as a status, from the command line
+Every failure has a code. It is reported on sockets as an `error` event, over HTTP as a status, by the command line
 as an exit code (sysexits(3): 64 usage, 65 data, 66 input missing, 69 unavailable, 70 software, 73 cannot create, 75
-try again later, 77 permission, 78 configuration). A close code is given where the socket is closed as well. What is
-retryable may succeed unchanged later; `retry_after_ms` says when, where that is known."""
+try again later, 77 permission, 78 configuration). A close code is given if the socket is closed too. Retryable
+requests may succeed unchanged later, after `retry_after_ms` if that is known."""
 
 
 def page() -> str:

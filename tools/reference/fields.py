@@ -13,22 +13,21 @@ if TYPE_CHECKING:
     from inferencecenter.api.foreign_fields import FieldTable
 
 _INTRODUCTION: Final = """\
-Clients that are made for other servers send fields that this daemon does not have. Each dialect has a table that says
-for every field and value what happens:
+Clients of other servers send fields that this daemon does not support. A table for each dialect states the treatment of
+every field and value:
 
 - **obeyed**: values of a wrong type or out of range are refused with 400 `invalid_request`, which names the field;
 - **no effect**: the answer is useful without it. The answer's `warnings` name it once, as does the header `X-Warning`,
   for streams too, and the metric `inferencecenter_foreign_fields_total` counts it;
-- **refused**: the caller relies on what it asks for.
+- **refused**: the caller relies on its effect.
 
-Unknown fields have no effect; null is as absent. The daemon's own protocol and `/generate` refuse both kinds. With
-`server.strict_dialects = true` the dialects do too, which is for those who test clients. `[]` stands for each item of a
-list."""
+Unknown fields have no effect; null equals an absent field. The daemon's own protocol and `/generate` refuse both kinds, as
+do the dialects with `server.strict_dialects = true`, for testing clients. `[]` denotes each item of a list."""
 
 _TITLES: Final = {
     "chat": "Chat completions",
     "completions": "Completions",
-    "infill": "Gaps",
+    "infill": "Infill",
     "responses": "Responses",
     "messages": "Messages",
     "ollama-chat": "Ollama: `/api/chat`",

@@ -8,8 +8,8 @@ from inferencecenter.telemetry.metrics import DaemonMetrics
 from tools.reference import markdown
 
 _INTRODUCTION: Final = """\
-`GET /metrics` answers in Prometheus' text format; `server.metrics_access` says who may read it. A counter's samples
-end in `_total`; a histogram has `_bucket`, `_sum` and `_count`."""
+`GET /metrics` returns Prometheus' text format, or OpenMetrics by content negotiation; `server.metrics_access`
+controls access. Counters have samples with the suffix `_total`, histograms `_bucket`, `_sum` and `_count`."""
 
 
 def page() -> str:

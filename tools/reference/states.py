@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from inferencecenter.core.state_machine import StateMachine
 
 _INTRODUCTION: Final = """\
-Each lifecycle is a table with one writer; a step that is not in the table raises. The diagrams are drawn from the
-tables."""
+Each lifecycle is a transition table with one writer; a transition that is not in the table raises. The diagrams are
+generated from the tables."""
 
 
 def page() -> str:

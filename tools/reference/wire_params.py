@@ -1,4 +1,4 @@
-"""What the web page knows of each parameter: its range, default, group and meaning."""
+"""The parameters for the web page: range, default, group and meaning."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def module() -> str:
 
 def _row(doc: ParamDoc, schema: Mapping[str, Any]) -> dict[str, Any]:
     options = [option for option in schema.get("anyOf", [schema]) if option["type"] != "null"]
-    # -1 stands for what the daemon decides, and lies below a range's beginning.
+    # -1 leaves the choice to the daemon, and lies below the range.
     lows = [option.get("const", option.get("minimum")) for option in options]
     kind = _kind(doc, schema)
     # An empty list is how the daemon's own model writes that no token has a bias.
