@@ -63,7 +63,8 @@ def render_query(client: Principal, query: PromptQuery, services: SessionService
     check_model(serving.name, services.quota_of(client.client_id, client.token_id).limits)
     loaded = serving.loaded(client.client_id)
     plan = PromptPlan(query.messages, HistoryView())
-    check_fits(plan, loaded.info, may_shift=False)
+    conversation = RenderInput(query.messages, services.local_time(), tools=tuple(query.tools), thinking=query.thinking)
+    check_fits(conversation, loaded.info)
     renderer = loaded.renderer("chat")
     found: asyncio.Future[PromptText] = asyncio.get_running_loop().create_future()
 
@@ -76,7 +77,6 @@ def render_query(client: Principal, query: PromptQuery, services: SessionService
             prompt = prompt_of(History(), plan, result, implied_bos=renderer.implied_bos)
             found.set_result(PromptText(prompt, serving, client.client_id))
 
-    conversation = RenderInput(query.messages, services.local_time(), tools=tuple(query.tools), thinking=query.thinking)
     withdraw = renderer.render(conversation, client_id=client.client_id, done=finish)
     found.add_done_callback(lambda _: withdraw())
     return found

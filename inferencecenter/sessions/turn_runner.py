@@ -310,7 +310,7 @@ class TurnRunner:
             spec = replace(spec, model=name)
         history = self._history.for_model(loaded.fingerprint)
         plan, conversation = plan_prompt(history, turn.messages, spec)
-        check_fits(plan, loaded.info, may_shift=config.on_full == "shift")
+        check_fits(conversation, loaded.info, kept=plan.view.kept, may_shift=config.on_full == "shift")
         renderer = loaded.renderer(config.mode)
         rendering = _Rendering(turn.spec, loaded.fingerprint, spec, history, plan, renderer.implied_bos)
         rendering.cancel = renderer.render(conversation, client_id=config.client_id, done=rendering.finish)

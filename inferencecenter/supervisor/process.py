@@ -252,7 +252,7 @@ class EngineExit:
 
 
 class EngineProcess:
-    """A running ``python -m inferencecenter.engine``, its channel and its heartbeat; made by ``spawn``."""
+    """A running ``python -m inferencecenter.engine``, its ``channel`` and its heartbeat; made by ``spawn``."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class EngineProcess:
         heartbeat: Heartbeat,
     ) -> None:
         self._process = process
-        self._channel = channel
+        self.channel = channel
         self.send = channel.send  # does nothing if the engine is gone
         self._killed = False
         self._killed_because = ""
@@ -282,11 +282,6 @@ class EngineProcess:
         """The engine's progress counter: it changes whenever the engine does something."""
         return self._heartbeat.ticks if self._heartbeat else 0
 
-    @property
-    def has_room(self) -> bool:
-        """Whether the channel has room for more work."""
-        return self._channel.has_room
-
     @classmethod
     async def spawn(
         cls,
@@ -303,7 +298,7 @@ class EngineProcess:
         Args:
             options: Sent as the first frame, with this process as the parent and a new heartbeat.
             on_message: Called on the event loop with each message of the engine.
-            on_drain: Called on the event loop when ``has_room`` becomes true again.
+            on_drain: Called on the event loop when the channel has room again.
             keep_open: File descriptors of which the engine gets copies, to be open as long as it lives.
 
         Raises:
@@ -325,7 +320,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """Request the engine's exit by closing the pipe."""
-        self._channel.close()
+        self.channel.close()
 
     def kill(self, *, because: str = "") -> None:
         """Kill the engine; ``because`` becomes the detail of its ``EngineExit``."""
@@ -375,7 +370,7 @@ class EngineProcess:
 
     async def gone(self) -> EngineExit:
         """Wait until the pipe has been read to its end and the process is gone; return how it ended."""
-        fault = await self._channel.lost()
+        fault = await self.channel.lost()
         self._quiet.set()
         try:
             async with asyncio.timeout(EXIT_GRACE_S):

@@ -657,7 +657,7 @@ class Supervisor:
         self._change(EngineChange.LOADED)
         if self._live_sessions is not None:
             self._process.send(RetainSessions(tuple(self._live_sessions())))
-        self._turns.connect(self._process)
+        self._turns.connect(self._process.channel)
         self._tokenizer.connect(self._process.send)
         self._watch()
 

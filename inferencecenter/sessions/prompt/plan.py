@@ -75,24 +75,24 @@ def n_kept(messages: tuple[ChatMessage, ...], n_keep: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PromptPlan:
-    """Input of a rendering: the ``view`` of ``messages``; ``rerender`` discards the history's tokens."""
+    """The messages of a prompt, of which the ``view`` is rendered; ``rerender`` discards the history's tokens."""
 
     messages: tuple[ChatMessage, ...]
     view: HistoryView
     rerender: bool = False
 
 
-def min_tokens(plan: PromptPlan, *, max_token_bytes: int, may_shift: bool) -> int:
+def min_tokens(messages: Sequence[ChatMessage], *, kept: int, max_token_bytes: int, may_shift: bool) -> int:
     """Return a lower bound of the prompt's tokens, computed from its characters before it is rendered.
 
     Contents of users, tools and system prompts are rendered verbatim except for surrounding white space; a template may
-    omit the model's own answers and reasoning. If the context ``may_shift``, older turns may be dropped.
+    omit the model's own answers and reasoning. If the context ``may_shift``, older turns may be dropped, except for the
+    first ``kept`` messages.
     """
-    messages = plan.view.of(plan.messages)
     if may_shift:
         question = max((index for index, message in enumerate(messages) if message.role == "user"), default=0)
-        kept = min(plan.view.kept, len(messages))
-        messages = messages[:kept] + messages[max(kept, question) :]
+        kept = min(kept, len(messages))
+        messages = [*messages[:kept], *messages[max(kept, question) :]]
     n_chars = sum(len(message.content.strip()) for message in messages if message.role != "assistant")
     return -(-n_chars // max_token_bytes)
 
@@ -135,15 +135,15 @@ def plan_prompt(history: History, messages: tuple[ChatMessage, ...], spec: TurnS
     return PromptPlan(messages, view, rerender=rerender), conversation
 
 
-def check_fits(plan: PromptPlan, model: ModelInfo, *, may_shift: bool) -> None:
-    """Reject a prompt that cannot fit the context, before it is rendered.
+def check_fits(conversation: RenderInput, model: ModelInfo, *, kept: int = 0, may_shift: bool = False) -> None:
+    """Reject a prompt that cannot fit the context, before it is rendered; see ``min_tokens``.
 
     Raises:
         InferenceCenterError: ``prompt_too_long``.
     """
     if not model.max_token_bytes:
         return
-    n_tokens = min_tokens(plan, max_token_bytes=model.max_token_bytes, may_shift=may_shift)
+    n_tokens = min_tokens(conversation.messages, kept=kept, max_token_bytes=model.max_token_bytes, may_shift=may_shift)
     if n_tokens >= model.n_ctx:
         raise prompt_too_long(f"at least {n_tokens} tokens", n_ctx=model.n_ctx)
 
