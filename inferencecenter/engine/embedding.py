@@ -23,7 +23,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.engine.backend import EmbeddingError
 from inferencecenter.engine.loop import CommandLoop, LoopGauges, wrong_kind
-from inferencecenter.engine.output_processor import failed
+from inferencecenter.engine.output_processor import failed, failure_of
 from inferencecenter.engine.tokenization import (
     ROOM_BYTES,
     Job,
@@ -340,11 +340,8 @@ class EmbeddingLoop(CommandLoop):
                 texts = tuple(self._tokens(embed, index) for index in job.each(range(len(embed.inputs))))
         except JobCancelledError:
             return None
-        except InferenceCenterError as error:
-            return TokenizationFailed(embed.turn_id, error)
         except Exception as error:  # noqa: BLE001 - a border: without a result the request would wait forever
-            self._on_log("error", f"tokenizing a request failed: {error!r}")
-            return TokenizationFailed(embed.turn_id, InferenceCenterError(ErrorCode.INTERNAL))
+            return TokenizationFailed(embed.turn_id, failure_of(error, "tokenizing a request", on_log=self._on_log))
         return TextsTokenized(embed.turn_id, texts)
 
     def _check(self, embed: Embed) -> None:

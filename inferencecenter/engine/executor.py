@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.backend import DecodeError
+from inferencecenter.engine.output_processor import failure_of
 from inferencecenter.engine.scheduler.placement import is_prefix_key
 from inferencecenter.engine.scheduler.plan import CopySlot, ParkSlot, RestoreSlot, StepOutcome, SwapSlots, TruncateSlot
 from inferencecenter.ipc.messages import MoveTime, StepStats, TokenDelta, TokenSources, TraceStage
@@ -235,11 +236,8 @@ class RowSampler:
                     token = sampled.token
                     break
                 accepted.append(sampled.token)
-        except InferenceCenterError as error:
-            events.append(output.fail(error, now=self._clock()))
         except Exception as error:  # noqa: BLE001 - a border: one turn's sampler or stop pattern must not end the others
-            self._on_log("error", f"sampling failed: {error!r}")
-            failure = InferenceCenterError(ErrorCode.INTERNAL, "The next token could not be sampled.")
+            failure = failure_of(error, "sampling", "The next token could not be sampled.", on_log=self._on_log)
             events.append(output.fail(failure, now=self._clock()))
         return SampledRow(row, tuple(accepted), token, _coalesced(events) if drafts else events)
 
@@ -382,13 +380,9 @@ class Executor:
         prompt, answer = admission.prompt[:begins_at], admission.prompt[begins_at:]
         try:
             self._samplers[turn_id] = self._backend.sampler(output.params, prompt, answer, output.constraint)
-        except InferenceCenterError as error:
-            outcome.events.append(output.fail(error, now=self._clock()))
-            outcome.ended.add(turn_id)
-            return
         except Exception as error:  # noqa: BLE001 - a border: what one turn asks for must not end the others
-            self._on_log("error", f"building a sampler failed: {error!r}")
-            failure = InferenceCenterError(ErrorCode.INTERNAL, "The turn's sampler could not be built.")
+            message = "The turn's sampler could not be built."
+            failure = failure_of(error, "building a sampler", message, on_log=self._on_log)
             outcome.events.append(output.fail(failure, now=self._clock()))
             outcome.ended.add(turn_id)
             return

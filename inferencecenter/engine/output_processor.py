@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from msgspec import structs
 
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.sampling.chain import learns
 from inferencecenter.engine.sampling.text import RepetitionDetector, StopScanner, TokenText
 from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started, TokenDelta, TraceStage, pack_tokens
@@ -16,7 +17,6 @@ from inferencecenter.ipc.messages import ContextFull, Failed, Finished, Started,
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from inferencecenter.core.errors import InferenceCenterError
     from inferencecenter.engine.backend import Sampled
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.messages import Submit, TurnEvent
@@ -373,6 +373,19 @@ class OutputProcessor:
         if self.ended:
             raise ValueError(f"turn {self.turn_id} has ended already")
         self.ended = True
+
+
+def failure_of(
+    error: BaseException, doing: str, message: str = "", *, on_log: Callable[[str, str], None]
+) -> InferenceCenterError:
+    """Return the failure of one turn, or one lookup, for an exception that must not end the others.
+
+    One that is no ``InferenceCenterError`` is a defect: it is logged, and the client gets ``internal``.
+    """
+    if isinstance(error, InferenceCenterError):
+        return error
+    on_log("error", f"{doing} failed: {error!r}")
+    return InferenceCenterError(ErrorCode.INTERNAL, message)
 
 
 def failed(turn_id: str, error: InferenceCenterError) -> Failed:

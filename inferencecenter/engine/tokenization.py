@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar, overload
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.fair_queue import FairQueue, FairShare
-from inferencecenter.engine.output_processor import OutputProcessor
+from inferencecenter.engine.output_processor import OutputProcessor, failure_of
 from inferencecenter.engine.scheduler.state import EngineRequest
 from inferencecenter.ipc.framing import FramingError
 from inferencecenter.ipc.messages import (
@@ -387,15 +387,11 @@ class TokenizationStage:
                 result = work(job)
         except JobCancelledError:
             return
-        except InferenceCenterError as error:
-            result = TokenizationFailed(turn_id, error)
         # Errors stay within their turn: a job that ends without a result would leave its turn waiting forever. A panic
         # in llguidance, which is written in Rust, is no ``Exception``.
         except BaseException as error:  # noqa: BLE001
-            self._on_log("error", f"preparing a turn failed: {error!r}")
-            result = TokenizationFailed(
-                turn_id, InferenceCenterError(ErrorCode.INTERNAL, "The turn could not be prepared.")
-            )
+            message = "The turn could not be prepared."
+            result = TokenizationFailed(turn_id, failure_of(error, "preparing a turn", message, on_log=self._on_log))
         if not job.cancelled:
             self._put(result)
 
@@ -515,11 +511,9 @@ class TokenizerService:
                 answer = self._detokenized(question, job)
         except JobCancelledError:
             return
-        except InferenceCenterError as error:
-            answer = LookupFailed(question.lookup_id, error.code.value, error.message)
         except Exception as error:  # noqa: BLE001 - a border: the caller waits for a reply
-            self._on_log("error", f"a token lookup failed: {error!r}")
-            answer = LookupFailed(question.lookup_id, ErrorCode.INTERNAL.value, "The token lookup failed.")
+            failure = failure_of(error, "a token lookup", "The token lookup failed.", on_log=self._on_log)
+            answer = LookupFailed(question.lookup_id, failure.code.value, failure.message)
         if self._jobs.pop(question.lookup_id, None) is not None:
             self._reply(answer)
 

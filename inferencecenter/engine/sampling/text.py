@@ -165,6 +165,7 @@ class StopScanner:
         self._spare_s = _SPARE_S
         self._node = _automaton(strings)
         self._searches = [_PatternSearch(source) for source in patterns]
+        self._watches = bool(self._node.children or self._searches)
         self._text = ""
         self._released = 0
         self._stopped = False
@@ -177,6 +178,8 @@ class StopScanner:
         """
         if self._stopped:
             return Scan("")
+        if not self._watches:
+            return Scan(text)
         self._spare_s = min(_SPARE_S, self._spare_s + _PIECE_S)
         end = len(self._text)
         self._text += text
