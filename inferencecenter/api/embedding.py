@@ -36,7 +36,7 @@ FLOAT_BYTES: Final = 4
 _WRITTEN_BYTES: Final = 16
 """Bytes of a number in a response, with the four that it is written from."""
 _USUAL_NUMBERS: Final = 1024
-"""Numbers of a vector of a model that is not loaded yet."""
+"""Numbers of a vector of a model that is not loaded yet and whose file does not state them."""
 
 _log = structlog.get_logger(__name__)
 
@@ -155,8 +155,10 @@ class EmbeddingJob:
 
     def _response_bytes(self) -> int:
         """Return about how many bytes the response has: one that a client does not read stays in memory."""
-        call, model = self._call, self._context.models.engine(self.model).status.model
-        n_numbers = 1 if call.query is not None else call.dimensions or (model.n_embd if model else _USUAL_NUMBERS)
+        call, models = self._call, self._context.models
+        loaded = models.engine(self.model).status.model
+        width = loaded.n_embd if loaded else models.spec_of(self.model).n_embd or _USUAL_NUMBERS
+        n_numbers = 1 if call.query is not None else call.dimensions or width
         return _WRITTEN_BYTES * n_numbers * len(call.inputs)
 
     # The engine's side.

@@ -57,6 +57,7 @@ class ModelSpec:
         draft: The GGUF file of the model that drafts tokens for it.
         kind: What it does.
         matryoshka: Whether its vectors may be shortened.
+        n_embd: Width of the vectors in its file; ``None`` where that does not state it.
     """
 
     name: str
@@ -67,6 +68,7 @@ class ModelSpec:
     draft: Path | None = None
     kind: ModelKind = "chat"
     matryoshka: bool = False
+    n_embd: int | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -380,17 +382,26 @@ _POOLED: Final[Mapping[object, ModelKind]] = {1: "embedding", 2: "embedding", 3:
 
 def kind_of_file(path: Path) -> ModelKind:
     """Return what the model in a file does; an unreadable file counts as a chat model, and its engine reports it."""
-    metadata = read_summary(path)
+    return _kind_of(read_summary(path))
+
+
+def _kind_of(metadata: Mapping[str, object]) -> ModelKind:
     architecture = metadata.get("general.architecture")
     pooled = _POOLED.get(metadata.get(f"{architecture}.pooling_type"))
     return pooled or ("embedding" if architecture in ENCODERS else "chat")
 
 
 def _with_kind(spec: ModelSpec, settings: Settings) -> ModelSpec:
-    """Return a model with its kind, and whether its vectors may be shortened, as configured or as in the file."""
+    """Return a model with its kind and what its vectors are like, as configured or as in the file."""
     entry = settings.models.get(spec.name)
-    kind = kind_of_file(spec.path) if spec.engine.backend == "llama" else "chat"
-    return replace(spec, kind=(entry and entry.kind) or kind, matryoshka=bool(entry and entry.matryoshka))
+    metadata = read_summary(spec.path) if spec.engine.backend == "llama" else {}
+    width = metadata.get(f"{metadata.get('general.architecture')}.embedding_length")
+    return replace(
+        spec,
+        kind=(entry and entry.kind) or _kind_of(metadata),
+        matryoshka=bool(entry and entry.matryoshka),
+        n_embd=width if isinstance(width, int) and width > 0 else None,
+    )
 
 
 def _stem_of(path: Path | None, found: Mapping[str, ModelSpec]) -> str | None:

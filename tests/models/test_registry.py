@@ -84,6 +84,18 @@ def test_model_kind_is_read_from_the_file(folder: Path, architecture: str, pooli
     assert _read(folder).get("some").kind == kind
 
 
+@pytest.mark.parametrize(("written", "width"), [(384, 384), (0, None), (None, None)])
+def test_vector_width_is_read_from_the_file(folder: Path, written: int | None, width: int | None) -> None:
+    """The size of an answer is known before the model is loaded."""
+    writer = gguf.GGUFWriter(folder / "some.gguf", "bert")
+    if written is not None:
+        writer.add_embedding_length(written)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    assert _read(folder).get("some").n_embd == width
+
+
 def test_configured_kind_overrides_the_file(folder: Path) -> None:
     """For files without pooling metadata, and for text models used for embeddings."""
     _write_kind(folder / "some.gguf", "qwen3", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from sys import getsizeof
 from typing import TYPE_CHECKING, Final
 
 from inferencecenter.api.plain.tokens import detokenized, tokenized
@@ -50,18 +51,21 @@ async def with_token_biases(call: Call) -> Call:
 
 
 async def with_text_prompts(call: Call) -> Call:
-    """Return a call whose prompts are texts; those of tokens are converted.
+    """Return a call whose prompts are texts; those of tokens are converted, and count beside the body as they come.
 
     Raises:
-        InferenceCenterError: ``invalid_request`` for an unknown token; see also ``detokenized``.
+        InferenceCenterError: ``invalid_request`` for an unknown token, or ``queue_full``; see also ``detokenized``.
     """
     request: CompletionRequest = call.body
     if all(isinstance(prompt, str) for prompt in request.prompt):
         return call
-    texts = [
-        prompt if isinstance(prompt, str) else await detokenized(call, request.model, prompt, field=f"prompt.{index}")
-        for index, prompt in enumerate(request.prompt)
-    ]
+    texts = []
+    for index, prompt in enumerate(request.prompt):
+        text = prompt
+        if not isinstance(text, str):
+            text = await detokenized(call, request.model, text, field=f"prompt.{index}")
+            call.hold_result(getsizeof(text))
+        texts.append(text)
     if call.report is not None:
         call.report.add("prompt", "prompt has no tokens: they are converted to text and tokenized again")
     return replace(call, body=request.model_copy(update={"prompt": texts}))

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from inferencecenter.api.body import checked
+from inferencecenter.api.body import BodyMemory, checked
+from inferencecenter.api.endpoint import Call
+from inferencecenter.api.openai import token_fields
 from inferencecenter.api.openai.completions import Completion, CompletionHead, CompletionRequest, CompletionWriter
+from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.core.fair_queue import FairShare
 from inferencecenter.protocol.values import TokenLogprobs, TokenProbability
 from tests.api.http_client import post
 from tests.api.openai.events import data_of, end, token
@@ -69,6 +73,22 @@ async def test_prompt_of_tokens_is_their_text(server: Running, prompt: Any) -> N
     assert answer.json["choices"][0]["text"] == "Once upon"
     assert ("warnings" in answer.json) == (prompt != ["Once"])
     assert answer.json["timings"]["predicted_n"] == 1
+
+
+async def test_texts_of_token_prompts_count_as_memory(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token is a few bytes of a body, and its text may be many."""
+    converted = []
+
+    async def detokenized(*_: object, field: str) -> str:
+        converted.append(field)
+        return "x" * 600
+
+    monkeypatch.setattr(token_fields, "detokenized", detokenized)
+    request = checked(CompletionRequest, {"prompt": [[1], [2], [3]]})
+    with BodyMemory(FairShare(1000), "ada") as memory:
+        with pytest.raises(InferenceCenterError) as caught:
+            await token_fields.with_text_prompts(Call(context=server.context, memory=memory, body=request))
+        assert (caught.value.code, converted) == (ErrorCode.QUEUE_FULL, ["prompt.0", "prompt.1"])
 
 
 async def test_stream_echoes_the_prompt_once(server: Running, ada: AsyncOpenAI) -> None:

@@ -372,6 +372,23 @@ async def test_embedding_model_ranks_nothing(embedding_server: Running) -> None:
     assert response.error["message"].startswith("stub makes embeddings and ranks no documents")
 
 
+async def test_result_of_a_model_that_is_not_loaded_has_the_width_of_its_file(
+    embedding_server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is counted before the model is loaded."""
+    spec = replace(embedding_server.engine.spec_of("stub"), n_embd=65_536)
+    monkeypatch.setattr(embedding_server.engine, "spec_of", lambda _name: spec)
+    embedding_server.engine.status = replace(embedding_server.engine.status, model=None)
+    monkeypatch.setattr(embedding_server.engine, "ensure_loaded", lambda *_: None)
+    body = {"input": ["a"] * 128}
+    first = _spawn(post(embedding_server, "/v1/embeddings", body))
+    asked = await _asked(embedding_server)
+    refused = await post(embedding_server, "/v1/embeddings", body)
+    assert (refused.status, refused.error["code"]) == (503, "queue_full")
+    asked.fail("internal")
+    await first
+
+
 async def test_results_of_a_client_are_limited_together(embedding_server: Running) -> None:
     """Before they are computed; a few bytes of text may have megabytes of numbers."""
     body = {"input": ["a"] * 128, "dimensions": 65_536}
