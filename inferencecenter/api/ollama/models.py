@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+import orjson
 from pydantic import Field
 
 from inferencecenter.api.body import invalid_field
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.api.endpoint import Reply
-    from inferencecenter.ipc.messages import ModelInfo
+    from inferencecenter.ipc.messages import InfillTokens, ModelInfo
     from inferencecenter.models.files import ModelFacts
     from inferencecenter.models.registry import ModelSpec
     from inferencecenter.server.context import ServedModels
@@ -130,8 +131,12 @@ class ShownModel(AnswerModel):
     """A model in detail."""
 
     modelfile: str = Field(description="Its name and its parameters, in the form of a Modelfile.")
-    parameters: str = Field(description="Its configured parameters, one a line.")
-    template: str = Field(description="Chat template of the file.")
+    parameters: str = Field(
+        description="Its context size as `num_ctx`, if it is loaded, and its configured parameters, one a line."
+    )
+    template: str = Field(
+        description="Chat template of the file; for a loaded model that fills gaps with the tokens around them."
+    )
     details: OllamaDetails = Field(description="What is known of its file.")
     model_info: dict[str, Any] = Field(description="Metadata of the file; lists are null.")
     capabilities: list[Literal["completion", "embedding", "tools", "thinking", "insert"]] = Field(
@@ -255,8 +260,7 @@ async def show(call: Call) -> Reply:
     call.context.operations.charge(call.caller.client.client_id)
     spec = call.context.models.spec_of(allowed_model(call, request.given(call.context.models)))
     loaded = call.context.models.engine(spec.name).status.model
-    inserts = loaded is not None and loaded.infill is not None
-    shown = await call.context.disk_worker.run(call.caller.client.client_id, partial(_shown, spec, inserts=inserts))
+    shown = await call.context.disk_worker.run(call.caller.client.client_id, partial(_shown, spec, loaded))
     return document(shown)
 
 
@@ -285,8 +289,12 @@ def _bytes_of(info: ModelInfo, *, on_gpu: bool) -> int:
     )
 
 
-def _shown(spec: ModelSpec, *, inserts: bool) -> dict[str, Any]:
-    """Return the fields of ``ShownModel``; reads the file."""
+def _shown(spec: ModelSpec, loaded: ModelInfo | None) -> dict[str, Any]:
+    """Return the fields of ``ShownModel``; reads the file.
+
+    Clients read the context size from the parameters, a line each, and take ``.Suffix`` in the template for the sign of
+    a model that fills gaps, so both are as Ollama writes them.
+    """
     state = FileState.of(spec)
     metadata = {} if state.facts is None else dict(read_gguf(spec.path).metadata)
     stated = metadata.pop("tokenizer.chat_template", "")
@@ -294,16 +302,27 @@ def _shown(spec: ModelSpec, *, inserts: bool) -> dict[str, Any]:
     info = {name: None if isinstance(value, Array) else value for name, value in metadata.items()}
     if state.facts is not None:
         info["general.parameter_count"] = state.facts.parameters
-    parameters = [f"{name} {value}" for name, value in spec.params.items()]
+    infill = None if loaded is None else loaded.infill
+    inserts = infill is not None or not _INFILL_TOKENS.isdisjoint(metadata)
+    parameters = [] if loaded is None else [f"num_ctx {loaded.n_ctx}"]
+    for name, value in spec.params.items():
+        values = value if isinstance(value, list) else [value]
+        parameters += [f"{name} {orjson.dumps(each).decode()}" for each in values]
     return {
         "modelfile": "\n".join([f"FROM {spec.name}", *(f"PARAMETER {each}" for each in parameters)]),
         "parameters": "\n".join(parameters),
-        "template": template,
+        "template": template if infill is None else _with_gap(template, infill),
         "details": state.details,
         "model_info": info,
-        "capabilities": _capabilities(spec, template, inserts=inserts or not _INFILL_TOKENS.isdisjoint(metadata)),
+        "capabilities": _capabilities(spec, template, inserts=inserts),
         "modified_at": state.modified_at,
     }
+
+
+def _with_gap(template: str, infill: InfillTokens) -> str:
+    """Return a template with the tokens around a gap, in Ollama's notation."""
+    gap = f"{infill.prefix}{{{{ .Prompt }}}}{infill.suffix}{{{{ .Suffix }}}}{infill.middle}"
+    return f"{{{{ if .Suffix }}}}{gap}{{{{ else }}}}{template}{{{{ end }}}}"
 
 
 def _capabilities(spec: ModelSpec, template: str, *, inserts: bool) -> list[str]:

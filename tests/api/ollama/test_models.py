@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 def spec(path: Path, *, kind: ModelKind = "chat") -> ModelSpec:
     """Return the stub model with a file."""
-    return ModelSpec(name="stub", path=path, engine=EngineSettings(), params={"temperature": 0.5}, kind=kind)
+    params = {"temperature": 0.5, "stop": ["a b", "c"]}
+    return ModelSpec(name="stub", path=path, engine=EngineSettings(), params=params, kind=kind)
 
 
 @pytest.fixture
@@ -94,8 +95,14 @@ async def test_model_is_described(filed: Running, client: AsyncClient, field: st
     assert shown == (await client.show("stub")).model_dump(mode="json", by_alias=True, exclude={"license"}) | {
         "modified_at": shown["modified_at"]
     }
-    assert shown["parameters"] == "temperature 0.5"
-    assert shown["modelfile"] == "FROM stub\nPARAMETER temperature 0.5"
+    assert shown["parameters"] == 'num_ctx 4096\ntemperature 0.5\nstop "a b"\nstop "c"'
+    assert shown["modelfile"].splitlines() == [
+        "FROM stub",
+        "PARAMETER num_ctx 4096",
+        "PARAMETER temperature 0.5",
+        'PARAMETER stop "a b"',
+        'PARAMETER stop "c"',
+    ]
     assert shown["model_info"]["general.architecture"] == shown["details"]["family"]
     assert shown["model_info"]["tokenizer.ggml.tokens"] is None
     assert shown["capabilities"][0] == "completion"
@@ -150,7 +157,9 @@ async def test_model_with_tokens_for_gaps_inserts(filed: Running, client: AsyncC
     assert "insert" not in ((await client.show("stub")).capabilities or [])
     model = msgspec.structs.replace(MODEL, infill=InfillTokens("<P>", "<S>", "<M>"))
     filed.engine.become(EngineStatus(state=EngineState.READY, model=model))
-    assert "insert" in ((await client.show("stub")).capabilities or [])
+    shown = await client.show("stub")
+    assert "insert" in (shown.capabilities or [])
+    assert (shown.template or "").startswith("{{ if .Suffix }}<P>{{ .Prompt }}<S>{{ .Suffix }}<M>{{ else }}")
 
 
 # Embeddings.
