@@ -123,6 +123,18 @@ SDKS: Final = (
         HELLO | SUNNY | STRUCTURED | REASONING | {"errors": 503},
     ),
     ClientProgram(
+        "Home Assistant",
+        "home_assistant.py",
+        ("ollama==0.5.1",),
+        HELLO | SUNNY | STRUCTURED | {"errors": 401},
+    ),
+    ClientProgram(
+        "Continue",
+        "continue.mjs",
+        ("@continuedev/openai-adapters@1.37.0",),
+        HELLO | SUNNY | REASONING | {"errors": 401},
+    ),
+    ClientProgram(
         "Vercel AI SDK",
         "ai.mjs",
         ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7"),
