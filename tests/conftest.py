@@ -15,6 +15,7 @@ from hypothesis import settings
 import inferencecenter
 import inferencecenter.engine.llama  # tests that import the bindings find the libraries by it
 from tests.leftovers import leftovers
+from tests.prefork import close_template
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -56,6 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
         sys.pycache_prefix = str(cache.mkdir("bytecode"))
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+
+
+def pytest_unconfigure() -> None:
+    """End the process of which daemons are forks."""
+    close_template()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -24,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
+from tests.prefork import fork_program
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -179,9 +181,7 @@ def start_daemon(state_dir: Path, model: Path | None, *, program: str = "inferen
     state_dir.mkdir(parents=True, exist_ok=True)
     log = state_dir.parent / f"{state_dir.name}.log"
     with log.open("ab") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", program, "serve"], env=environment, stdout=output, stderr=output
-        )
+        process = fork_program(program, "serve", env=environment, output=output.fileno())
     return Daemon(process=process, port=port, state_dir=state_dir, log=log)
 
 
