@@ -67,13 +67,16 @@ class TemplateCapabilities:
     """How a model writes tool calls and reasoning; without a ``call_format`` it has no tools.
 
     With ``parallel_calls`` an answer may contain several. ``control`` are the delimiters that are control tokens, which
-    the engine emits as text only on request. ``chooses_thinking`` if the template offers the choice.
+    the engine emits as text only on request. ``chooses_thinking`` if the template offers the choice. With
+    ``omits_empty_thinking`` the template begins answers without reasoning with empty tags, and leaves these out of
+    earlier answers.
     """
 
     call_format: ToolCallFormat | None = None
     parallel_calls: bool = True
     thinking: ReasoningTags | None = None
     chooses_thinking: bool = False
+    omits_empty_thinking: bool = False
     control: frozenset[str] = frozenset()
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.messages import Finished, ModelInfo
     from inferencecenter.protocol.requests import Infer
+    from inferencecenter.sessions.output_parsing.call_format import TemplateCapabilities
     from inferencecenter.sessions.prompt.renderer import RenderedPrompt
     from inferencecenter.sessions.turn import TurnSpec
 
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
 class Prompt:
     """What a turn submits: cached ``tokens`` followed by ``pieces``; together they spell ``text``.
 
+    The cached tokens may have empty reasoning that the text lacks.
+
     ``messages`` is the full conversation and ``view`` the part that was rendered. The first ``shared_pieces`` pieces
-    spell exactly the system prompt. The text ends with ``prefix``, the given start of the answer.
+    spell exactly the system prompt. The text ends with ``prefix``, the given start of the answer. ``begun`` is its
+    text as later prompts will have it: a template may leave out the empty reasoning with which it begins an answer.
     """
 
     messages: tuple[ChatMessage, ...]
@@ -44,6 +48,7 @@ class Prompt:
     pieces: tuple[PromptSegment, ...]
     shared_pieces: int = 0
     prefix: str = ""
+    begun: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +112,32 @@ def prompt_of(
     """
     messages, view = plan.messages, plan.view
     rendering = rendered.rendering
-    text, begun = rendering.text + prefix, (PromptSegment(prefix),) if prefix else ()
+    text, prefixed = rendering.text + prefix, (PromptSegment(prefix),) if prefix else ()
+    begun = _without_empty_thinking(text, rendered.capabilities)
     if not plan.rerender and history.tokens and rendering.text.startswith(history.covered):
-        pieces = rendering.pieces(len(history.covered)) + begun
-        return Prompt(messages, view, text, history.tokens, pieces, prefix=prefix)
+        pieces = rendering.pieces(len(history.covered)) + prefixed
+        return Prompt(messages, view, text, history.tokens, pieces, prefix=prefix, begun=begun)
     # The engine prepends BOS; the template's own would duplicate it.
     start = len(implied_bos) if rendering.text.startswith(implied_bos) else 0
     shared: tuple[PromptSegment, ...] = ()
     if rendered.system_end > start:
         shared, start = rendering.pieces(start, rendered.system_end), rendered.system_end
-    pieces = shared + rendering.pieces(start) + begun
-    return Prompt(messages, view, text, b"", pieces, len(shared), prefix)
+    pieces = shared + rendering.pieces(start) + prefixed
+    return Prompt(messages, view, text, b"", pieces, len(shared), prefix, begun)
+
+
+def _without_empty_thinking(text: str, capabilities: TemplateCapabilities) -> str:
+    """Return a prompt as the start of later ones: without empty reasoning at its end, if the template omits that.
+
+    So the tokens of the answer are kept, and the model goes on seeing what it was given.
+    """
+    tags = capabilities.thinking
+    if tags is None or not capabilities.omits_empty_thinking:
+        return text
+    closed = text.rstrip()
+    opened = closed.removesuffix(tags.closes).rstrip()
+    is_empty = closed.endswith(tags.closes) and opened.endswith(tags.opens)
+    return opened.removesuffix(tags.opens) if is_empty else text
 
 
 def plan_prompt(history: History, messages: tuple[ChatMessage, ...], spec: TurnSpec) -> tuple[PromptPlan, RenderInput]:
@@ -183,7 +203,7 @@ def after_turn(
     now = History(
         messages,
         answer.prompt_tokens + answer.tokens[: kept_tokens * TOKEN_BYTES],
-        prompt.text + answer.text[: end.kept_chars] + end_text,
+        prompt.begun + answer.text[: end.kept_chars] + end_text,
         prompt.view,
         model_fingerprint=history.model_fingerprint,
     )

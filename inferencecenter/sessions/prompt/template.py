@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 from jinja2.meta import find_undeclared_variables
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
+from inferencecenter.protocol.values import ChatMessage
 from inferencecenter.sessions.output_parsing.detection import as_text, detect
 from inferencecenter.sessions.output_parsing.template_values import message_values, tool_values
 from inferencecenter.sessions.prompt.sandbox import TemplateRefusalError, TemplateSandbox
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from inferencecenter.ipc.messages import ModelInfo
-    from inferencecenter.protocol.values import ChatMessage, Tool
-    from inferencecenter.sessions.output_parsing.call_format import TemplateCapabilities
+    from inferencecenter.protocol.values import Tool
+    from inferencecenter.sessions.output_parsing.call_format import ReasoningTags, TemplateCapabilities
     from inferencecenter.sessions.output_parsing.detection import TemplateForm
     from inferencecenter.sessions.prompt.renderer import RenderInput
     from inferencecenter.sessions.prompt.template_frames import TemplateSource
@@ -72,7 +73,11 @@ class ChatTemplate:
         except (TemplateError, RecursionError) as error:
             raise _template_error(error) from error
         self._form, capabilities = detect(self._probe, source=source, control=model.special_tokens)
-        self.capabilities = replace(capabilities, chooses_thinking=bool(self._switches))
+        self.capabilities = replace(
+            capabilities,
+            chooses_thinking=bool(self._switches),
+            omits_empty_thinking=bool(self._switches) and self._omits_empty_thinking(capabilities.thinking),
+        )
 
     def render(self, conversation: RenderInput, *, add_generation_prompt: bool = True) -> RenderedText:
         """Return the rendered conversation.
@@ -116,9 +121,24 @@ class ChatTemplate:
             "tools": offered or None,
         }
 
-    def _probe(self, messages: Sequence[ChatMessage], tools: Sequence[Tool], form: TemplateForm) -> str:
+    def _omits_empty_thinking(self, tags: ReasoningTags | None) -> bool:
+        """Return whether the tags of reasoning do not precede an earlier answer, where thinking is disabled."""
+        question, answer = ChatMessage(role="user", content="Hi"), ChatMessage(role="assistant", content="probe_answer")
+        text = self._probe((question, answer, question), (), self._form, thinking=False)
+        before, found, _ = text.partition(answer.content)
+        return tags is not None and bool(found) and not before.rstrip().endswith(tags.closes)
+
+    def _probe(
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Tool],
+        form: TemplateForm,
+        *,
+        thinking: bool | None = None,
+    ) -> str:
         """Return the output for a probe, empty if the template fails or exceeds the limit."""
-        values = {**self._variables(messages, tools, form), "add_generation_prompt": False}
+        switches = {} if thinking is None else dict.fromkeys(self._switches, thinking)
+        values = {**self._variables(messages, tools, form), **switches, "add_generation_prompt": False}
         try:
             return self._sandbox.run(self._template, values, now=_PROBE_TIME, max_operations=_PROBE_OPERATIONS)
         except Exception:  # noqa: BLE001 - the same boundary as above; a failed probe counts as unsupported

@@ -70,6 +70,7 @@ class TemplateLoaded(msgspec.Struct, frozen=True, tag=True):
     parallel_calls: bool
     thinking: tuple[str, str] | None
     chooses_thinking: bool
+    omits_empty_thinking: bool
     control: list[str]
 
 
@@ -147,6 +148,7 @@ def loaded(capabilities: TemplateCapabilities) -> TemplateLoaded:
         parallel_calls=capabilities.parallel_calls,
         thinking=None if thinking is None else (thinking.opens, thinking.closes),
         chooses_thinking=capabilities.chooses_thinking,
+        omits_empty_thinking=capabilities.omits_empty_thinking,
         control=sorted(capabilities.control),
     )
 
@@ -166,6 +168,7 @@ def capabilities_of(reply: TemplateLoaded) -> TemplateCapabilities:
         parallel_calls=reply.parallel_calls,
         thinking=None if reply.thinking is None else ReasoningTags(*reply.thinking),
         chooses_thinking=reply.chooses_thinking,
+        omits_empty_thinking=reply.omits_empty_thinking,
         control=frozenset(reply.control),
     )
 

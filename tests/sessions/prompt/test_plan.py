@@ -21,6 +21,17 @@ NOW = datetime(2026, 2, 3, tzinfo=UTC)
 LINES = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n{% endfor %}"
 ASK = "{{ '<|im_start|>assistant\\n' }}"
 CHATML = ChatTemplate(make_model(chat_template=LINES.replace("CONTENT", "m.content") + ASK))
+NO_THOUGHT = "{% if enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
+THINKING = ChatTemplate(make_model(chat_template=LINES.replace("CONTENT", "m.content") + ASK + NO_THOUGHT))
+KEEPING = ChatTemplate(
+    make_model(
+        chat_template=LINES.replace("\n{{", "\n{% if m.role == 'assistant' %}" + NO_THOUGHT + "{% endif %}{{").replace(
+            "CONTENT", "m.content"
+        )
+        + ASK
+        + NO_THOUGHT
+    )
+)
 STRIPPING = ChatTemplate(make_model(chat_template=LINES.replace("CONTENT", "m.content|trim") + ASK))
 
 
@@ -58,7 +69,8 @@ def asked(history: History, new: tuple[ChatMessage, ...], renderer: Conversation
     """The prompt of a turn with the messages ``new``."""
     messages = history.messages + new
     view = HistoryView(n_kept(messages, n_keep), history.view.resumes_at)
-    rendered = render_prompt(renderer, RenderInput(view.of(messages), NOW))
+    thinking = False if renderer.capabilities.chooses_thinking else None
+    rendered = render_prompt(renderer, RenderInput(view.of(messages), NOW, thinking=thinking))
     return prompt_of(history, PromptPlan(messages, view), rendered, implied_bos=renderer.implied_bos)
 
 
@@ -99,6 +111,22 @@ def test_turn_tokenizes_only_new_text() -> None:
     prompt, _ = run(history, "Bye", "Ciao")
     assert prompt.tokens == history.tokens
     assert text_of(prompt) == "\n<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("renderer", [THINKING, KEEPING])
+def test_answer_after_empty_reasoning_is_not_read_again(renderer: ChatTemplate) -> None:
+    """Also where the template leaves the empty tags out of earlier answers: the tokens keep them."""
+    history = History()
+    for number in range(3):
+        prompt, history = run(history, f"Question {number}", "Hello!", renderer=renderer)
+        assert prompt.text.endswith("<think>\n\n</think>\n\n")
+        assert text_of(prompt).count("Question") == 1
+        assert "Hello!" not in text_of(prompt)
+    spelled = "".join(map(chr, unpack_tokens(history.tokens)))
+    assert spelled.count("<think>\n\n</think>\n\nHello!") == 3
+    again, _ = run(history.until("t2"), "Another", "", renderer=renderer)
+    assert again.tokens == history.until("t2").tokens
+    assert text_of(again).startswith("\n<|im_start|>user\nAnother<|im_end|>\n<|im_start|>assistant\n<think>")
 
 
 def test_markers_of_the_new_part_are_kept() -> None:
