@@ -8,7 +8,7 @@ const TAGS = new Set(
     "summary sup table tbody td th thead tr u ul").split(" "),
 );
 const ATTRIBUTES = new Set(
-  ("align aria-hidden aria-label class colspan data-language dir href lang open rel role rowspan start tabindex target title type").split(" "),
+  ("align aria-hidden aria-label class colspan data-language dir href lang open rel role rowspan start style tabindex target title type").split(" "),
 );
 const CLASSES = /^(math|math-source|math-drawn|math math-(display|failed)|block|code-(block|head|language|copy|part)|table-frame|language-[\w+#.-]+|hljs-[\w:-]+( [\w-]+)*)$/;
 

@@ -130,3 +130,65 @@ async def test_context_meter(browser: Browser, tmp_path_factory: pytest.TempPath
                 )
                 await visit.page.reload()
                 await visit.answered(count=count)
+
+
+async def test_long_question_is_folded(browser: Browser, echo: Daemon) -> None:
+    """Until all of it is asked for; a short one is not."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask("line\n" * 40)
+        await visit.answered()
+        folded = await visit.questions.first.bounding_box()
+        await visit.button("Show all").click()
+        await expect(visit.button("Show less")).to_have_attribute("aria-expanded", "true")
+        whole = await visit.questions.first.bounding_box()
+        assert folded is not None
+        assert whole is not None
+        assert folded["height"] < whole["height"] / 2
+        await visit.ask("Short.")
+        await visit.answered(count=2)
+        await expect(visit.page.get_by_role("button", name="Show")).to_have_count(1)
+
+
+async def test_text_has_its_own_direction(browser: Browser, echo: Daemon) -> None:
+    """Each block, and not the answer by its first word; code is always from left to right."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask("English first.\n\n\u0627\u0644\u0633 \u0627\u0644\n\n```\n\u0627\u0644\n```")
+        answer = await visit.answered()
+        directions = "(all) => all.map((each) => getComputedStyle(each).direction)"
+        assert await answer.locator(".block").evaluate_all(directions) == ["ltr", "rtl", "ltr"]
+        assert await answer.locator("pre").evaluate_all(directions) == ["ltr"]
+
+
+async def test_speed_survives_a_reload(browser: Browser, echo: Daemon) -> None:
+    """And the time to the first token."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask("How fast is this?")
+        outcome = (await visit.answered()).locator(".outcome")
+        await expect(outcome).to_contain_text(re.compile("tokens/s.*to first token"))
+        told = await outcome.inner_text()
+        await visit.page.reload()
+        await expect(outcome).to_contain_text("to first token")
+        assert await outcome.inner_text() == told
+
+
+async def test_detached_page_does_not_offer_to_stop(browser: Browser, echo: Daemon) -> None:
+    """It says where the answer continues."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask(LONG)
+        await expect(visit.answers.first).to_contain_text("Many words. Many")
+        async with connect_client(echo) as client:
+            await client.ask(op="resume_session", session_id=visit.session_id())
+            await expect(visit.answers.first).to_contain_text("Continues in another tab")
+            await expect(visit.button("Stop")).to_have_count(0)
+            await expect(visit.button("Send")).to_be_disabled()
+
+
+async def test_too_long_prompt_is_explained(browser: Browser, echo: Daemon) -> None:
+    """In the page's words, with both sizes."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask("word " * 4000)
+        problem = visit.answers.first.get_by_role("alert")
+        await expect(problem).to_contain_text("This message is too long for the model.")
+        await expect(problem).to_contain_text(
+            re.compile(r"[\d,]+ fit, with the answer\. Shorten it, or start a new chat\.")
+        )

@@ -5,10 +5,12 @@ import { batch, effect, signal } from "../vendor/signals-core.js";
 import { choicesOf, dropChoices, keepChoices, turnFields } from "./choices.js";
 import { keepDraft, moveDraft } from "./drafts.js";
 import { enlist, mark, readList, rename, sessions, strike, titleOfSession, touch, unread } from "./list.js";
+import { dropSpeeds, noteSpeed } from "./speeds.js";
 import { attempt, failure, hello, link, view } from "./state.js";
+import { versionFields, versionsOf } from "./versions.js";
 import { asWireError } from "./wire/errors.js";
 import { Session } from "./wire/session.js";
-import { titleOf } from "./wire/transcript.js";
+import { before, titleOf } from "./wire/transcript.js";
 
 /** @typedef {import("./wire/link.js").Link} Link */
 
@@ -95,7 +97,7 @@ export function ask(text) {
 /** Aborts the running answer of the shown conversation; returns whether there was one. */
 export function stopStreaming() {
   const session = current.peek();
-  if (view.peek() !== "chat" || !session?.live.peek()) return false;
+  if (view.peek() !== "chat" || !session?.live.peek() || LEFT.has(session.state.peek())) return false;
   session.stop();
   return true;
 }
@@ -121,6 +123,38 @@ export async function askAgain(session, asked) {
 }
 
 /**
+ * Sends a turn again, with other messages or the same; the version before stays, as a session of its own.
+ *
+ * @param {Session} session
+ * @param {number} index  Of the turn.
+ * @param {readonly import("./wire/transcript.js").ChatMessage[]} asked
+ */
+export async function askInVersion(session, index, asked) {
+  const turns = session.turns.peek();
+  const [id, last] = [session.id.peek(), before(turns, index)];
+  if (id === null || last === null || turns[index].turnId === null) {
+    await session.takeBack(index);
+    await askAgain(session, asked);
+    return;
+  }
+  await attempt(async (there) => {
+    const followsQuestion = index === 0 && titleOfSession(id) === titleOf(turns[0].asked.at(-1)?.content ?? "");
+    const title = followsQuestion ? titleOf(asked.at(-1)?.content ?? "") : titleOfSession(id);
+    const made = await there.request("fork_session", { session_id: id, turn: last });
+    const metadata = { title, ...versionFields(sessions.peek(), id, index) };
+    keepChoices(made.session_id, choicesOf(id));
+    enlist(made.session_id, metadata, made.model);
+    await there.request("set_metadata", { session_id: made.session_id, metadata });
+    const version = follow(made.session_id, new Session(there, made.session_id));
+    version.preview(session, index);
+    show(version);
+    version.resume();
+    await askAgain(version, asked);
+    if (followsQuestion) await rename(made.session_id, title);
+  });
+}
+
+/**
  * Forks a session, and shows the copy.
  *
  * @param {Session} session
@@ -139,20 +173,23 @@ export async function fork(session, turn) {
 }
 
 /**
- * Deletes a session permanently.
+ * Deletes a conversation permanently, with all its versions.
  *
  * @param {string} id
  */
 export async function remove(id) {
+  const versions = versionsOf(sessions.peek(), id).map((each) => each.session_id);
   await attempt(async (there) => {
-    try {
-      await there.request("close_session", { session_id: id });
-    } catch (error) {
-      if (asWireError(error).code !== "session_not_found") throw error;
+    for (const session_id of versions) {
+      try {
+        await there.request("close_session", { session_id });
+      } catch (error) {
+        if (asWireError(error).code !== "session_not_found") throw error;
+      }
+      forget(session_id);
+      // The event tells other pages; this one requested it.
+      if (current.peek()?.id.peek() === session_id) newChat();
     }
-    forget(id);
-    // The event tells other pages; this one requested it.
-    if (current.peek()?.id.peek() === id) newChat();
   });
 }
 
@@ -213,6 +250,7 @@ function take(event) {
   if (!("session_id" in event) || event.session_id === undefined) return;
   const id = event.session_id;
   open.get(id)?.take(event);
+  if (event.op === "end") noteSpeed(event.turn_id, event.stats);
   if (event.op === "metadata_set") enlist(id, event.metadata);
   else if (event.op === "session_closed" || event.op === "session_expired") forget(id);
 }
@@ -281,7 +319,10 @@ function forget(id) {
 }
 
 function leaveAll() {
-  if (sessions.peek()) for (const id of unread.peek()) mark(id, false);
+  if (sessions.peek()) {
+    for (const id of unread.peek()) mark(id, false);
+    dropSpeeds();
+  }
   open.clear();
   batch(() => {
     sessions.value = null;

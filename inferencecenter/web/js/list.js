@@ -4,6 +4,7 @@
 import { signal } from "../vendor/signals-core.js";
 import { attempt } from "./state.js";
 import { keep, kept } from "./storage.js";
+import { versionsOf } from "./versions.js";
 import { asWireError } from "./wire/errors.js";
 
 /** @typedef {import("./wire/types.js").SessionSummary} Summary */
@@ -44,13 +45,18 @@ export async function readList(there) {
 }
 
 /**
+ * Gives a conversation a title, in all its versions.
+ *
  * @param {string} id
  * @param {string} title
  */
 export async function rename(id, title) {
-  const metadata = { ...summaryOf(id)?.metadata, title: title.slice(0, 200) };
-  change(id, { metadata });
-  await attempt((there) => there.request("set_metadata", { session_id: id, metadata }));
+  const versions = versionsOf(sessions.peek(), id).map((each) => each.session_id);
+  for (const session_id of versions.length > 0 ? versions : [id]) {
+    const metadata = { ...summaryOf(session_id)?.metadata, title: title.slice(0, 200) };
+    change(session_id, { metadata });
+    await attempt((there) => there.request("set_metadata", { session_id, metadata }));
+  }
 }
 
 /**

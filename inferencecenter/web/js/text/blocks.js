@@ -35,6 +35,7 @@ export class CodeBlock {
     label.textContent = named || "text";
     const pre = element("pre", "");
     pre.tabIndex = 0;
+    pre.dir = "ltr";
     pre.setAttribute("aria-label", named ? `Code, ${named}` : "Code");
     pre.setAttribute("role", "region");
     head.append(label, copyButton(() => this.text));

@@ -13,6 +13,7 @@ export class Block {
   constructor(place) {
     this.element = document.createElement("div");
     this.element.className = "block";
+    this.element.dir = "auto";
     place.append(this.element);
     this._form = "";
     /** @type {CodeBlock | null} */

@@ -45,8 +45,8 @@ export function Composer({ session }) {
   };
   const submit = (/** @type {Event} */ event) => {
     event.preventDefault();
-    if (running) session.stop();
-    else send();
+    if (!running) send();
+    else if (!blocked) session.stop();
   };
   const keys = (/** @type {KeyboardEvent} */ event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -55,10 +55,10 @@ export function Composer({ session }) {
   };
   return html`
     <form class="composer" onSubmit=${submit}>
-      <textarea id="composer" ref=${ref} rows="1" aria-label="Message" placeholder=${model ? `Message ${model}…` : "Message…"} value=${text}
+      <textarea id="composer" ref=${ref} rows="1" dir="auto" aria-label="Message" placeholder=${model ? `Message ${model}…` : "Message…"} value=${text}
         disabled=${blocked} enterkeyhint="send" title="Enter sends, Shift+Enter starts a new line, Esc stops the answer"
         onInput=${(/** @type {any} */ event) => write(event.target.value)} onKeyDown=${keys}></textarea>
-      ${running
+      ${running && !blocked
         ? html`<button type="submit" class="send" aria-label="Stop" title="Stop (Esc)"><${Icon} name="stop" /></button>`
         : html`<button type="submit" class="send" aria-label="Send" title="Send (Enter)" disabled=${!text.trim() || blocked}>
             <${Icon} name="send" />

@@ -1,8 +1,9 @@
 // @ts-check
 import { html, useEffect, useRef, useState } from "../ui.js";
-import { ask, askAgain, fork, newChatInstead } from "../conversations.js";
-import { modelOfSession, titleOfSession } from "../list.js";
+import { ask, askAgain, askInVersion, fork, newChatInstead, openSession } from "../conversations.js";
+import { modelOfSession, sessions, titleOfSession } from "../list.js";
 import { attempt, hello, link } from "../state.js";
+import { versionsAt } from "../versions.js";
 import { beginLater } from "../text/slices.js";
 import { Announcer } from "./announcer.js";
 import { Chips } from "./chips.js";
@@ -54,7 +55,7 @@ export function Conversation({ session, opener }) {
       <header class="conversation-head">
         ${opener}
         <div class="conversation-title">
-          <h1>${title.current}</h1>
+          <h1 dir="auto">${title.current}</h1>
           <${Facts} session=${session} />
         </div>
         <button type="button" class="icon-button" ref=${gear} aria-label="Conversation settings" aria-expanded=${choosing}
@@ -106,14 +107,15 @@ function Facts({ session }) {
 function Turns({ session }) {
   const turns = session.turns.value;
   const live = session.live.value;
-  const connected = link.value?.state.value === "open";
+  const elsewhere = session.state.value === "detached" ? "Continues in another tab or on another device." : "";
+  const waiting = link.value?.state.value === "open" ? elsewhere : "Waiting for the connection…";
   if (!session.known.value && session.state.value !== "gone") return html`<p class="empty hint">Loading…</p>`;
   if (turns.length === 0 && !live) return html`<${Empty} session=${session} />`;
   // One list: a running turn keeps its nodes when it ends.
   const shown = turns.map((turn, index) => ({ key: turn.key, turn, doing: doingWith(session, index) }));
   const all = live ? [...shown, { key: live.key, live, doing: {} }] : shown;
   return html`<div class="turns">
-    ${all.map(({ key, ...props }) => html`<${TurnView} key=${key} connected=${connected} ...${props} />`)}
+    ${all.map(({ key, ...props }) => html`<${TurnView} key=${key} waiting=${waiting} ...${props} />`)}
   </div>`;
 }
 
@@ -168,19 +170,31 @@ function doingWith(session, index) {
   // What was pressed disappears, so the focus has to move.
   const again = (/** @type {(asked: readonly any[]) => readonly any[]} */ change) => {
     focusComposer();
-    attempt(async () => askAgain(session, change(await session.takeBack(index))));
+    attempt(() => askInVersion(session, index, change(turn.asked)));
   };
   const answerCalls = (/** @type {readonly string[]} */ contents) => {
     focusComposer();
     attempt(() => askAgain(session, resultsOf(calls, contents)));
   };
   const calls = index === turns.length - 1 && turn.ending.reason === "tool_calls" ? turn.answer?.toolCalls ?? [] : [];
+  const id = session.id.value;
   return {
+    versions: id === null ? undefined : versionsOfTurn(id, index),
     results: calls.length > 0 ? answerCalls : undefined,
     edit: reachable ? (text) => again((asked) => [...asked.slice(0, -1), { role: "user", content: text }]) : undefined,
     again: reachable && index === turns.length - 1 ? () => again((asked) => asked) : undefined,
     fork: turn.turnId !== null ? () => fork(session, /** @type {string} */ (turn.turnId)) : undefined,
   };
+}
+
+/**
+ * @param {string} id
+ * @param {number} index
+ * @returns {import("./message.js").Doing["versions"]}
+ */
+function versionsOfTurn(id, index) {
+  const { ids, at } = versionsAt(sessions.value, id, index);
+  return ids.length > 1 && at >= 0 ? { at, count: ids.length, show: (which) => openSession(ids[which]) } : undefined;
 }
 
 /**

@@ -16,18 +16,22 @@ import { Outcome, Progress } from "./outcome.js";
  * @property {(text: string) => void} [edit]  Replaces the message.
  * @property {() => void} [again]  Generates the answer again.
  * @property {() => void} [fork]
+ * @property {{at: number, count: number, show: (at: number) => void}} [versions]  Of this turn, if there are several.
  * @property {(contents: readonly string[]) => void} [results]  Sends the results of its tool calls.
  */
 
 const COPIED_MS = 1500;
+/** A question from this length on is folded. */
+const LONG_CHARS = 1200;
+const LONG_LINES = 15;
 const results = () => import("./results.js");
 
 /**
  * A message with its answer, complete or in progress.
  *
- * @param {{turn?: Turn, live?: Live, connected: boolean, doing: Doing}} props
+ * @param {{turn?: Turn, live?: Live, waiting: string, doing: Doing}} props
  */
-export function TurnView({ turn, live, connected, doing }) {
+export function TurnView({ turn, live, waiting, doing }) {
   live?.version.value;
   const asked = (live ?? turn)?.asked ?? [];
   const answer = live?.answer() ?? turn?.answer ?? null;
@@ -36,7 +40,7 @@ export function TurnView({ turn, live, connected, doing }) {
     <div class="turn">
       ${asked.map((message, index) => html`<${Asked} key=${index} message=${message} edit=${index === lastUser ? doing.edit : undefined} />`)}
       ${(answer || turn?.ending) &&
-      html`<${Reply} answer=${answer} live=${live} ending=${turn?.ending} connected=${connected} doing=${doing} />`}
+      html`<${Reply} answer=${answer} live=${live} ending=${turn?.ending} turnId=${turn?.turnId ?? null} waiting=${waiting} doing=${doing} />`}
     </div>
   `;
 }
@@ -51,7 +55,7 @@ function Asked({ message, edit }) {
   };
   if (message.role === "assistant") {
     const { content, reasoning = "", tool_calls: toolCalls = [] } = message;
-    return html`<${Reply} answer=${{ content, reasoning, toolCalls }} connected=${true} doing=${{}} />`;
+    return html`<${Reply} answer=${{ content, reasoning, toolCalls }} waiting="" doing=${{}} />`;
   }
   if (message.role === "tool") {
     return html`<details class="tool"><summary><${Icon} name="tool" /> Tool output</summary><pre tabindex="0">${message.content}</pre></details>`;
@@ -65,7 +69,7 @@ function Asked({ message, edit }) {
   }
   return html`
     <article class="message asked" ref=${article} data-role=${message.role} aria-label=${message.role === "user" ? "You" : "System"}>
-      <div class="bubble">${message.content}</div>
+      <${Bubble} text=${message.content} />
       <div class="actions">
         <${CopyButton} text=${message.content} />
         ${edit && html`<${Action} icon="edit" label="Edit" onClick=${() => setEditing(true)} />`}
@@ -74,8 +78,23 @@ function Asked({ message, edit }) {
   `;
 }
 
-/** @param {{answer: Answer | null, live?: Live, ending?: Turn["ending"], connected: boolean, doing: Doing}} props */
-function Reply({ answer, live, ending, connected, doing }) {
+/** @param {{text: string}} props  A long one shows its beginning. */
+function Bubble({ text }) {
+  const [whole, setWhole] = useState(false);
+  const isLong = text.length > LONG_CHARS || text.split("\n", LONG_LINES + 1).length > LONG_LINES;
+  return html`
+    <div class="bubble" dir="auto" data-cut=${isLong && !whole}>
+      <div class="bubble-text">${text}</div>
+      ${isLong &&
+      html`<button type="button" class="button quiet small" aria-expanded=${whole} onClick=${() => setWhole(!whole)}>
+        ${whole ? "Show less" : "Show all"}
+      </button>`}
+    </div>
+  `;
+}
+
+/** @param {{answer: Answer | null, live?: Live, ending?: Turn["ending"], turnId?: string | null, waiting: string, doing: Doing}} props */
+function Reply({ answer, live, ending, turnId = null, waiting, doing }) {
   const content = answer?.content ?? "";
   const shifted = live?.shifted ?? ending?.shifted ?? 0;
   const thinking = live?.phase === "thinking";
@@ -86,7 +105,7 @@ function Reply({ answer, live, ending, connected, doing }) {
       ${answer?.toolCalls.map((call) => html`<${Call} key=${call.call_id} call=${call} done=${!live} />`)}
       ${doing.results && html`<${Lazy} load=${results} name="ToolResults" calls=${answer?.toolCalls} onSend=${doing.results} />`}
       ${shifted > 0 && html`<p class="aside">The context was full: the model no longer reads the oldest ${shifted === 1 ? "turn" : `${shifted} turns`}.</p>`}
-      ${live && html`<${Progress} live=${live} connected=${connected} />`}
+      ${live && html`<${Progress} live=${live} waiting=${waiting} />`}
       ${ending?.error && html`<${Problem} error=${ending.error} again=${doing.again} />`}
       ${!live &&
       html`<div class="answer-foot">
@@ -95,9 +114,23 @@ function Reply({ answer, live, ending, connected, doing }) {
           ${doing.again && !ending?.error && html`<${Action} icon="again" label="Regenerate" onClick=${doing.again} />`}
           ${doing.fork && html`<${Action} icon="fork" label="Fork from here" onClick=${doing.fork} />`}
         </div>
-        ${ending && html`<${Outcome} ending=${ending} />`}
+        ${doing.versions && html`<${Versions} ...${doing.versions} />`}
+        ${ending && html`<${Outcome} ending=${ending} turnId=${turnId} />`}
       </div>`}
     </article>
+  `;
+}
+
+/** @param {{at: number, count: number, show: (at: number) => void}} props */
+function Versions({ at, count, show }) {
+  return html`
+    <div class="versions" role="group" aria-label="Versions">
+      <button type="button" class="icon-button" aria-label="Previous version" title="Previous version" disabled=${at === 0}
+        onClick=${() => show(at - 1)}>‹</button>
+      <span>${at + 1}/${count}</span>
+      <button type="button" class="icon-button" aria-label="Next version" title="Next version" disabled=${at === count - 1}
+        onClick=${() => show(at + 1)}>›</button>
+    </div>
   `;
 }
 
@@ -110,7 +143,7 @@ function Markdown({ text, done }) {
     view.current.update(text, { done });
   }, [text, done]);
   useEffect(() => () => view.current?.end(), []);
-  return html`<div class="prose" ref=${ref} dir="auto"></div>`;
+  return html`<div class="prose" ref=${ref}></div>`;
 }
 
 /** @param {{text: string, open: boolean, done: boolean}} props */
@@ -161,7 +194,7 @@ function Editor({ text, onSave, onCancel }) {
     <div class="editor">
       <textarea ref=${ref} aria-label="Edit the message" rows=${Math.min(12, value.split("\n").length + 1)} value=${value}
         onInput=${(/** @type {any} */ event) => setValue(event.target.value)} onKeyDown=${keys}></textarea>
-      <p class="hint">Later messages will be removed.</p>
+      <p class="hint">Sent as a new version; this one is kept, with the messages after it.</p>
       <div class="dialog-actions">
         <button type="button" class="button" onClick=${onCancel}>Cancel</button>
         <button type="button" class="button primary" disabled=${!value.trim()} onClick=${() => onSave(value)}>Send</button>

@@ -1,6 +1,7 @@
 // @ts-check
 /** The line below an answer: end reason and statistics, or its progress. */
 
+import { speedOf } from "../speeds.js";
 import { html } from "../ui.js";
 
 /** @type {Readonly<Record<string, string>>} */
@@ -15,14 +16,14 @@ const REASONS = {
 };
 
 /**
- * @param {{ending: import("../wire/transcript.js").Ending}} props
+ * @param {{ending: import("../wire/transcript.js").Ending, turnId: string | null}} props
  */
-export function Outcome({ ending }) {
+export function Outcome({ ending, turnId }) {
   const words = REASONS[ending.reason];
   return html`
     <div class="outcome">
       ${words && html`<span class="badge" data-mood="warn">${words}</span>`}
-      ${measures(ending).map(([short, long]) => html`<span key=${long} title=${long}>${short}</span>`)}
+      ${measures({ ...ending, stats: ending.stats ?? speedOf(turnId) }).map(([short, long]) => html`<span key=${long} title=${long}>${short}</span>`)}
       ${ending.warnings.map((warning) => html`<span class="outcome-warning" key=${warning}>${warning}</span>`)}
     </div>
   `;
@@ -31,7 +32,7 @@ export function Outcome({ ending }) {
 /**
  * Returns the statistics of a turn, each in short and in full.
  *
- * @param {import("../wire/transcript.js").Ending} ending
+ * @param {{usage: import("../wire/transcript.js").Usage | null, stats: import("../speeds.js").Speed | null}} ending
  * @returns {[string, string][]}
  */
 export function measures({ usage, stats }) {
@@ -47,9 +48,9 @@ export function measures({ usage, stats }) {
   return found;
 }
 
-/** @param {{live: import("../wire/live.js").Live, connected: boolean}} props */
-export function Progress({ live, connected }) {
-  const words = connected ? phaseWords(live) : "Waiting for the connection…";
+/** @param {{live: import("../wire/live.js").Live, waiting: string}} props  `waiting` says why no events come, "" if they do. */
+export function Progress({ live, waiting }) {
+  const words = waiting || phaseWords(live);
   const part = live.phase === "reading" && live.progress?.total ? live.progress.done / live.progress.total : null;
   return html`
     <div class="progress-line">

@@ -2,6 +2,7 @@
 import { Fragment, html, useRef, useState } from "../ui.js";
 import { current, isAnswering, newChat, openSession, remove } from "../conversations.js";
 import { rename, sessions, unread } from "../list.js";
+import { rootOf, versionsOf, withoutVersions } from "../versions.js";
 import { account, preferences, signOut, view } from "../state.js";
 import { Confirm } from "./dialog.js";
 import { Icon } from "./icons.js";
@@ -22,7 +23,7 @@ export function Sidebar({ open, onClose }) {
   const [filter, setFilter] = useState("");
   const list = sessions.value;
   const wanted = filter.trim().toLowerCase();
-  const found = (list ?? []).filter((each) => titleOf(each).toLowerCase().includes(wanted));
+  const found = withoutVersions(list ?? []).filter((each) => titleOf(each).toLowerCase().includes(wanted));
   const start = () => {
     newChat();
     onClose();
@@ -67,9 +68,11 @@ function Item({ summary, onClose }) {
   const ref = useRef(/** @type {HTMLButtonElement | null} */ (null));
   const id = summary.session_id;
   const title = titleOf(summary);
-  const selected = view.value === "chat" && current.value?.id.value === id;
-  const busy = isAnswering(summary);
-  const isUnread = !busy && unread.value.has(id);
+  const shown = view.value === "chat" ? (current.value?.id.value ?? null) : null;
+  const versions = versionsOf(sessions.value, id);
+  const selected = shown !== null && rootOf(sessions.value, shown) === rootOf(sessions.value, id);
+  const busy = versions.some(isAnswering);
+  const isUnread = !busy && versions.some((each) => unread.value.has(each.session_id));
   const done = () => {
     setDoing("");
     setTimeout(() => ref.current?.focus());
@@ -91,7 +94,7 @@ function Item({ summary, onClose }) {
         onClick=${select} onKeyDown=${keys}>
         ${busy && html`<span class="dot" role="img" aria-label="Answering"></span>`}
         ${isUnread && html`<span class="dot" data-still role="img" aria-label="Unread answer"></span>`}
-        <span class="item-title">${title}</span>
+        <span class="item-title" dir="auto">${title}</span>
       </button>
       <span class="item-actions">
         <button type="button" class="icon-button" aria-label=${`Rename ${title}`} title="Rename (F2)"
@@ -100,7 +103,7 @@ function Item({ summary, onClose }) {
           onClick=${() => setDoing("deleting")}><${Icon} name="trash" /></button>
       </span>
       ${doing === "deleting" &&
-      html`<${Confirm} title="Delete this conversation?" text=${`“${title}” will be deleted permanently.`} action="Delete"
+      html`<${Confirm} title="Delete this conversation?" text=${`“${title}” will be deleted permanently${versions.length > 1 ? `, with its ${versions.length} versions` : ""}.`} action="Delete"
         onConfirm=${() => remove(id)} onClose=${done} />`}
     </li>
   `;

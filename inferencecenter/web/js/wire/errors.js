@@ -7,7 +7,17 @@
  * @type {Readonly<Record<string, string>>}
  */
 const HINTS = {
+  prompt_too_long: "Shorten it, or start a new chat.",
   session_limit: "Delete a conversation that is no longer needed from the list, then try again.",
+};
+
+/** @type {Readonly<Record<string, (message: string) => string>>}  The same for messages. */
+const MESSAGES = {
+  prompt_too_long: (message) => {
+    const [, limit, tokens] = /length is (\d+) tokens\. However, the prompt has ([^,]+),/.exec(message) ?? [];
+    const sizes = limit ? ` With the conversation it has ${tokens}; ${Number(limit).toLocaleString()} fit, with the answer.` : "";
+    return `This message is too long for the model.${sizes}`;
+  },
 };
 
 /** An `error` event, or a local failure in its form. */
@@ -22,7 +32,7 @@ export class WireError extends Error {
    * @param {number} [told.retry_after_ms]
    */
   constructor(told) {
-    super(told.message);
+    super(MESSAGES[told.code]?.(told.message) ?? told.message);
     this.name = "WireError";
     this.code = told.code;
     this.hint = HINTS[told.code] ?? told.hint ?? "";

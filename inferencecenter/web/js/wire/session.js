@@ -114,6 +114,22 @@ export class Session {
     return asked;
   }
 
+  /**
+   * Shows the turns that it shares with another session until its own are read.
+   *
+   * @param {Session} other
+   * @param {number} count  Of turns.
+   */
+  preview(other, count) {
+    batch(() => {
+      this.turns.value = other.turns.peek().slice(0, count);
+      this.system.value = other.system.peek();
+      this.model.value = other.model.peek();
+      this.contextLimit.value = other.contextLimit.peek();
+      this.known.value = true;
+    });
+  }
+
   /** Attaches the session to this page, replaying missed events. */
   async resume() {
     const id = this.id.peek();
