@@ -109,6 +109,23 @@ def test_reasoning_and_call_frames_equal_the_codecs(text: str, seq: int, index: 
             assert [frame.decode() for frame in wire.written] == ([encode(event)] if v1 else [])
 
 
+def test_sent_reports_what_is_no_text(wire: StubWire, metrics: DaemonMetrics) -> None:
+    """Also what the socket's protocol does not know and what is replayed, but nothing once the outbox is closed."""
+    sent: list[Event] = []
+    outbox = Outbox(wire, sent=sent.append, limit_bytes=1000, overflowed=CallCounter(), metrics=metrics)
+    progress = events.Progress(session_id="s", seq=1, turn_id="t", done=1, total=2)
+    outbox.send(progress)
+    assert (sent, wire.written) == ([progress], [])
+    outbox.enable_v1()
+    for event in (token("a", 2), reasoning("b", 3)):
+        outbox.send(event)
+    assert sent == [progress]
+    outbox.replay((PONG,))
+    outbox.close(write_rest=False)
+    outbox.send(progress)
+    assert sent == [progress, PONG]
+
+
 def test_pending_deltas_merge_by_kind(outbox: Outbox, wire: StubWire) -> None:
     """Reasoning, text, and arguments of one call; the call's name stays separate."""
     wire.takes_frames = False

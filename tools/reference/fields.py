@@ -21,8 +21,8 @@ every field and value:
   for streams too, and the metric `inferencecenter_foreign_fields_total` counts it;
 - **refused**: the caller relies on its effect.
 
-Unknown fields have no effect; null equals an absent field. The daemon's own protocol and `/generate` refuse both kinds, as
-do the dialects with `server.strict_dialects = true`, for testing clients. `[]` denotes each item of a list."""
+Unknown fields have no effect; null equals an absent field. The daemon's own protocol and `/generate` refuse both kinds,
+as do the dialects with `server.strict_dialects = true`, for testing clients. `[]` denotes each item of a list."""
 
 _TITLES: Final = {
     "chat": "Chat completions",
