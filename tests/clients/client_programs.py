@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+
+from tests.documentation import read_page
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -204,13 +207,15 @@ def run_installer(*command: str) -> None:
         pytest.skip(f"{command[-1]} cannot be installed: {last}")
 
 
-def run(client: ClientProgram, programs: Path, daemon: Daemon, home: Path, *arguments: str) -> str:
-    """Run a client's program in the folder ``home``, and return its output."""
+def run(
+    client: ClientProgram, programs: Path, daemon: Daemon, home: Path, *arguments: str, text: str | None = None
+) -> str:
+    """Run a client's program, or another one, in the folder ``home``, and return its output."""
     suffix = Path(client.program).suffix
     # Modules of npm are searched from the program's folder upwards, and modules of Python beside it.
     folder = programs.parents[1] if client.uses_npm and suffix == ".mjs" else home
     program = folder / f"program{suffix}"
-    program.write_text(client.text.replace(_PORT, f"127.0.0.1:{daemon.port}"), encoding="utf-8")
+    program.write_text((text or client.text).replace(_PORT, f"127.0.0.1:{daemon.port}"), encoding="utf-8")
     done = subprocess.run(
         [_COMMANDS[suffix], *(("-eu",) if suffix == ".sh" else ()), str(program), *arguments],
         cwd=home,
@@ -223,6 +228,12 @@ def run(client: ClientProgram, programs: Path, daemon: Daemon, home: Path, *argu
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
+
+
+def blocks_of(client: ClientProgram) -> list[str]:
+    """Return the blocks of code in a client's section of docs/clients.md."""
+    sections = dict(re.findall(r"^## (.+)\n((?:(?!^## ).*\n)*)", read_page("docs/clients.md").source, re.MULTILINE))
+    return re.findall(r"^```\w+\n(.*?)^```$", sections[client.name], re.MULTILINE | re.DOTALL)
 
 
 def environment(daemon: Daemon, programs: Path, home: Path) -> dict[str, str]:

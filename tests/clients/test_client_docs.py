@@ -6,11 +6,10 @@ import re
 
 import pytest
 
-from tests.clients.client_programs import CLIENTS, ClientProgram
+from tests.clients.client_programs import CLIENTS, ClientProgram, blocks_of
 from tests.documentation import read_page
 
 PAGE = read_page("docs/clients.md")
-SECTIONS = dict(re.findall(r"^## (.+)\n((?:(?!^## ).*\n)*)", PAGE.source, re.MULTILINE))
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 
 
@@ -36,6 +35,6 @@ def test_table_has_the_features_that_are_tried() -> None:
 @pytest.mark.parametrize("client", CLIENTS, ids=str)
 def test_lines_of_configuration_are_those_that_run(client: ClientProgram) -> None:
     """Each block of a client's section stands in its program as it is."""
-    blocks = re.findall(r"^```\w+\n(.*?)^```$", SECTIONS[client.name], re.MULTILINE | re.DOTALL)
+    blocks = blocks_of(client)
     assert blocks
     assert [block for block in blocks if block not in client.text] == []
