@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import chain, islice, takewhile
 from typing import TYPE_CHECKING, Final, NoReturn
+from weakref import WeakSet
 
 import numpy as np
 from llama_cpp import llama_cpp as lib
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from inferencecenter.engine.backend import Sampled
     from inferencecenter.engine.sampling.constraint import Constraint
     from inferencecenter.ipc.engine_options import EngineOptions
     from inferencecenter.ipc.messages import BufferUse
@@ -483,7 +483,7 @@ class LlamaBackend:
         self._model = model
         self._context = context
         self._resources = resources
-        self._samplers: set[LlamaTurnSampler] = set()
+        self._samplers: WeakSet[NativeSampler] = WeakSet()
         self.model = model.info(options, n_threads=context.n_threads, memory=memory)
         self.fingerprint = digest
         self.kv_bytes_per_token = kv_bytes_per_token
@@ -543,7 +543,7 @@ class LlamaBackend:
 
     def sampler(
         self, params: Params, prompt: Sequence[int], answer: Sequence[int] = (), constraint: Constraint | None = None
-    ) -> LlamaTurnSampler:
+    ) -> NativeSampler:
         """Build a turn's sampler chain; the tail of ``prompt`` and ``answer`` feeds the penalties.
 
         ``answer`` is what the turn generated before its prompt was shortened. Mirostat and adaptive-p, which learn from
@@ -555,8 +555,9 @@ class LlamaBackend:
         """
         vocab, context = self._model.vocab, self._context
         specs = plan_chain(params, n_vocab=vocab.n_tokens, n_ctx=context.n_ctx, end_tokens=vocab.end_tokens)
-        native = NativeSampler(
+        sampler = NativeSampler(
             context=context.handle,
+            batch_index=context.batch_index,
             vocab=vocab.handle,
             specs=specs,
             n_vocab=vocab.n_tokens,
@@ -566,7 +567,6 @@ class LlamaBackend:
             position=len(answer),
             constraint=constraint,
         )
-        sampler = LlamaTurnSampler(native, context, on_close=self._samplers.discard)
         self._samplers.add(sampler)
         return sampler
 
@@ -596,25 +596,3 @@ def _load_draft_model(  # noqa: PLR0913 - called by ``load`` alone, with what it
     resources.callback(drafting.close)
     drafting.warm_up(max(model.vocab.bos, 0), n_tokens=own.n_ubatch if model.n_gpu_layers else 0)
     return LlamaDraftModel(model, drafting, main=main, on_log=on_log)
-
-
-class LlamaTurnSampler:
-    """A turn's native chain, addressed by row of the last decode."""
-
-    wait_s = 0.0
-
-    def __init__(
-        self, native: NativeSampler, context: LlamaContext, *, on_close: Callable[[LlamaTurnSampler], None]
-    ) -> None:
-        self._native = native
-        self._context = context
-        self._on_close = on_close
-
-    def sample(self, row: int) -> Sampled:
-        """Sample and accept a token; ``row`` indexes the tokens with logits of the last decode."""
-        return self._native.sample(self._context.batch_index(row))
-
-    def close(self) -> None:
-        """Free the chain."""
-        self._native.close()
-        self._on_close(self)

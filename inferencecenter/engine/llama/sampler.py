@@ -85,6 +85,8 @@ class NativeSampler:
 
     Args:
         context: ``llama_context`` pointer; it must outlive the calls of ``sample``.
+        batch_index: Returns the position in the last batch of one of its tokens with logits, as
+            ``llama_get_logits_ith`` counts; a negative one counts the rows with logits from the end.
         vocab: ``llama_vocab`` pointer.
         specs: Result of ``plan_chain``; the last one chooses the token.
         n_vocab: Tokens in the vocabulary.
@@ -95,10 +97,13 @@ class NativeSampler:
         constraint: Restricts the tokens and is advanced with each one; without it all are allowed.
     """
 
+    wait_s = 0.0
+
     def __init__(  # noqa: PLR0913 - keyword-only, and each a different thing
         self,
         *,
         context: int,
+        batch_index: Callable[[int], int],
         vocab: int,
         specs: Sequence[SamplerSpec],
         n_vocab: int,
@@ -109,6 +114,7 @@ class NativeSampler:
         constraint: Constraint | None = None,
     ) -> None:
         self._context = context
+        self._batch_index = batch_index
         self._vocab = vocab
         self._position = position
         self._n_vocab = n_vocab
@@ -132,20 +138,20 @@ class NativeSampler:
                     lib.llama_sampler_accept(native, token)
             self._add(spec, native)
 
-    def sample(self, batch_index: int) -> Sampled:
-        """Sample and accept a token from the last decode.
+    def sample(self, row: int) -> Sampled:
+        """Sample and accept a token; ``row`` indexes the tokens with logits of the last decode.
 
-        ``batch_index`` is the position in that batch of a token decoded with its logits, as ``llama_get_logits_ith``
-        counts; a negative one counts the rows with logits from the end. The thread that decoded reads the logits once
-        (``llama_get_logits``) before any sampler runs, because the first read reorders them.
+        The thread that decoded reads the logits once (``llama_get_logits``) before any sampler runs, because the first
+        read reorders them.
         """
         if self._chain is None:
             raise RuntimeError("this sampler is closed")
+        batch_index = self._batch_index(row)
         # llama_sampler_sample aborts the process if this returns a null pointer.
-        row = lib.llama_get_logits_ith(self._context, batch_index)
-        if not row:
+        pointer = lib.llama_get_logits_ith(self._context, batch_index)
+        if not pointer:
             raise IndexError(f"token {batch_index} of the last batch has no logits")
-        logits = np.ctypeslib.as_array(row, shape=(self._n_vocab,))
+        logits = np.ctypeslib.as_array(pointer, shape=(self._n_vocab,))
         self._reseed()
         if self._constraint is None or self._candidates is None:
             token = int(lib.llama_sampler_sample(self._chain, self._context, batch_index))

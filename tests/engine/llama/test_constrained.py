@@ -132,6 +132,7 @@ def native(backend: LlamaBackend, raw: dict[str, Any], constraint: Mask | None =
     vocab, params = backend._model.vocab, parse_params({"seed": 7, **raw})
     return NativeSampler(
         context=backend._context.handle,
+        batch_index=lambda row: row,
         vocab=vocab.handle,
         specs=plan_chain(params, n_vocab=vocab.n_tokens, n_ctx=1024),
         n_vocab=vocab.n_tokens,

@@ -94,6 +94,7 @@ class Rig:
         specs = plan_chain(params, n_vocab=self.n_vocab, n_ctx=N_CTX, end_tokens=self.end_tokens)
         return NativeSampler(
             context=self.context,
+            batch_index=lambda row: row,
             vocab=self.vocab,
             specs=specs,
             n_vocab=self.n_vocab,
