@@ -1,7 +1,7 @@
 """Custom tools, whose input is any text, as functions with one argument. Pure.
 
-The model is offered a function with the argument ``input``. What it calls is a JSON object, of which the client gets
-the text of ``input``, unescaped as it is generated.
+The model is offered a function with the argument ``input``. The client receives the text of ``input`` from the JSON
+arguments, unescaped as it is generated.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ESCAPES: Final = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\
 
 
 def function_of(name: str, description: str | None, *, syntax: Syntax | None, definition: str) -> Tool:
-    """Return the function that stands for a custom tool; without a ``syntax`` its input is any text.
+    """Return the function that represents a custom tool; without a ``syntax`` its input is any text.
 
     A regular expression is enforced as far as the daemon can. A Lark grammar is part of the description only.
     """

@@ -1,7 +1,7 @@
-"""Requests for vectors and scores, whatever API they came by.
+"""Requests for vectors and scores of all APIs.
 
-A request is a turn without a session: ``EmbeddingJob`` is what the engine's side sees of it. It keeps the vectors that
-have arrived, so that an engine that follows a lost one computes only the others. It ends exactly once, by ``on_end``.
+A request is a turn without a session: ``EmbeddingJob`` is its interface to the engine. It keeps received vectors, so
+that after the loss of an engine the next one computes only the others. It ends exactly once, by ``on_end``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from inferencecenter.server.context import ServerContext
 
 MAX_TEXTS: Final = 2048
-"""Maximum number of texts of a request, as OpenAI has it."""
+"""Maximum number of texts per request, as in OpenAI's API."""
 FLOAT_BYTES: Final = 4
 _WRITTEN_BYTES: Final = 16
 """Bytes of a number in a response, with the four that it is written from."""
@@ -43,7 +43,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingCall:
-    """What a client asks for: vectors of ``inputs`` or, with a ``query``, their scores as documents.
+    """A request: vectors of ``inputs`` or, with a ``query``, their scores as documents.
 
     ``truncate`` cuts texts that are too long, which are refused otherwise.
     """
@@ -97,10 +97,10 @@ class EmbeddingJob:
 
     Args:
         context: The rest of the daemon.
-        client: Who asks.
-        call: What is asked for.
+        client: The sender.
+        call: The request.
         on_end: Called with the outcome, once, on the event loop, and never by the constructor.
-        hold: Called with the bytes that the response takes, before anything is computed; may raise.
+        hold: Called with the size of the response in bytes before anything is computed; may raise.
 
     Raises:
         InferenceCenterError: The request is refused: ``model_not_found``, ``forbidden``, ``invalid_request`` for a
@@ -154,7 +154,7 @@ class EmbeddingJob:
         self._context.models.engine(self.model).abort(self.turn_id)
 
     def _response_bytes(self) -> int:
-        """Return about how many bytes the response has: one that a client does not read stays in memory."""
+        """Return the approximate size of the response in bytes: an unread response stays in memory."""
         call, models = self._call, self._context.models
         loaded = models.engine(self.model).status.model
         width = loaded.n_embd if loaded else models.spec_of(self.model).n_embd or _USUAL_NUMBERS
@@ -164,7 +164,7 @@ class EmbeddingJob:
     # The engine's side.
 
     def submission(self, then: Callable[[], None]) -> Embed:
-        """Return what is left to compute; see ``EngineTurn``."""
+        """Return the remaining inputs; see ``EngineTurn``."""
         call = self._call
         return Embed(
             turn_id=self.turn_id,

@@ -49,7 +49,7 @@ _NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A serialized JSON document with headers of its own; status 304 means that the client's copy is current."""
+    """A serialized JSON document with its own headers; status 304 means that the client's copy is current."""
 
     body: bytes
     status: int = 200
@@ -225,9 +225,9 @@ def known_name(models: ServedModels, name: str) -> str:
 
 
 def with_known_model(context: ServerContext, body: _Body, report: FieldReport) -> _Body:
-    """Return a request of a foreign dialect whose model is named as the daemon names it.
+    """Return a request of a foreign dialect with the daemon's name of its model.
 
-    An alias and a tag are replaced, and an unknown name is left out where ``server.unknown_models`` says so.
+    Aliases and tags are replaced; an unknown name is removed if ``server.unknown_models`` allows it.
     """
     name = getattr(body, "model", None)
     if not isinstance(name, str):
@@ -379,8 +379,8 @@ class MethodNotAllowedError(InferenceCenterError):
 class _ResponseWriter:
     """The response to one request; ``counted`` is called with its status, and with the error if there is one.
 
-    ``write_chunk`` writes a part of a stream and returns whether it could; what it does not write takes ``send``.
-    ``warnings`` are sent as a header with the response's start.
+    ``write_chunk`` writes a part of a stream and returns whether it could; otherwise use ``send``. ``warnings`` are
+    sent as a header with the response's start.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class ErrorDetail(BaseModel, defer_build=True):
     )
     param: str | None = Field(description="Path of the offending field.")
     code: str = Field(
-        description="A row of the error table, or what OpenAI calls it.",
+        description="A code of the error table, or OpenAI's equivalent.",
         json_schema_extra={
             "enum": [*sorted({CODES.get(code, code.value) for code in ErrorCode if ERRORS[code].on_http})]
         },

@@ -1,4 +1,4 @@
-"""What a foreign dialect does with each field: obeyed, accepted without effect, or refused.
+"""Fields of foreign dialects: obeyed, accepted without effect, or refused.
 
 The models of a dialect's requests declare the fields that are obeyed, and refuse values that they cannot obey. Its
 ``FieldTable`` adds the rest: rules for values that are accepted without effect, because the answer is useful without
@@ -41,7 +41,7 @@ def _always(_value: Any, _siblings: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldRule:
-    """What happens with some values of a field that are not obeyed.
+    """Treatment of values of a field that are not obeyed.
 
     Attributes:
         field: Path of the field, such as ``messages[].name``; ``tools[]`` is each item of a list.
@@ -238,7 +238,7 @@ class FieldReport:
 
 
 def _kind(item: Any) -> str:
-    """Return what a warning shows of a list's item: its type, or the text itself."""
+    """Return the text that represents a list's item in a warning: its type, or the text itself."""
     kind = item.get("type") if isinstance(item, dict) else item
     return f" ({kind[:_MAX_NAME_CHARS]})" if isinstance(kind, str) else ""
 

@@ -1,4 +1,4 @@
-"""The number of tokens of a prompt, for the dialects that tell it without a turn."""
+"""The number of tokens of a prompt, for dialects with an endpoint that counts them without a turn."""
 
 from __future__ import annotations
 

@@ -40,10 +40,9 @@ _DISMISSALS: Final[Mapping[CloseCode, ErrorCode]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of an admitted request or upgrade; ``account`` is ``None`` where none is needed, or not yet.
+    """The sender of an admitted request or upgrade; ``account`` is ``None`` if none is required, or not yet.
 
-    ``address`` is the remote address, ``traceparent`` the span of the client's trace that the request's turns belong
-    to.
+    ``address`` is the remote address, ``traceparent`` the client's span that becomes the parent of the turns' spans.
     """
 
     account: Account | None
@@ -89,7 +88,7 @@ class RequestContext:
         self.caller = replace(self.caller, account=replace(self.client, max_sessions=max_sessions))
 
     def drain(self, deadline_s: float) -> None:
-        """Nothing to do: a response ends by itself."""
+        """No effect: responses end on their own."""
 
     def close(self, code: CloseCode, reason: str) -> None:
         """End the request with an error."""
@@ -116,7 +115,7 @@ class RequestContext:
                 listener(reason)
 
     def listen(self, listener: Callable[[Exception], None]) -> None:
-        """Call ``listener`` with the reason when the response must end, at once if it must already."""
+        """Call ``listener`` with the reason when the response must end; immediately if it already must."""
         self._listeners.append(listener)
         if self._ended is not None:
             listener(self._ended)

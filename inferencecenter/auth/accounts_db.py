@@ -1,6 +1,6 @@
 """The SQLite database of accounts: private file, stepwise migrations, rows. An existing file is never overwritten.
 
-Limits are stored as JSON of those that are set.
+Limits are stored as a JSON object of those that are set.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ MIGRATIONS: Final[Steps] = (
         "CREATE INDEX audit_by_address ON audit (event, address, at)",
     ),
     (
-        # As JSON of those that are set.
+        # JSON object of the limits that are set.
         "ALTER TABLE clients ADD COLUMN limits TEXT NOT NULL DEFAULT '{}'",
         "ALTER TABLE tokens ADD COLUMN limits TEXT NOT NULL DEFAULT '{}'",
     ),

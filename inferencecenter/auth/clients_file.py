@@ -118,7 +118,7 @@ def _tables(path: Path) -> list[Any]:
         raise InferenceCenterError(
             ErrorCode.INVALID_CONFIG,
             f"{path}: unknown key {next(iter(document))!r}" if document else f"{path}: client is not a list of tables",
-            hint="The file holds [[client]] tables and nothing else.",
+            hint="The file may contain only [[client]] tables.",
         )
     return tables
 
@@ -127,7 +127,7 @@ def _unreadable(path: Path, reason: str) -> InferenceCenterError:
     return InferenceCenterError(
         ErrorCode.INVALID_CONFIG,
         f"{path} cannot be understood: {reason}",
-        hint="The file holds [[client]] tables and nothing else.",
+        hint="The file may contain only [[client]] tables.",
     )
 
 

@@ -242,7 +242,7 @@ def port(settings: Settings) -> Check:
 
 
 def _taken_port(settings: Settings) -> Check:
-    """Check whether the daemon of these settings has the port, and report what answers otherwise."""
+    """Check whether the daemon of these settings owns the port; otherwise report the program that answers."""
     url = own_url(settings, "/healthz", scheme="http")
     try:
         status, _ = fetch(settings, "/healthz", timeout_s=_HTTP_TIMEOUT_S)

@@ -289,7 +289,7 @@ def describe_past(resumed: SessionResumed) -> Text:
 
 
 def describe_shift(shift: ContextShifted) -> str:
-    """Return as one line what left the context."""
+    """Return a line that describes what was dropped from the context."""
     turns = "the oldest turn is" if shift.dropped_turns == 1 else f"the oldest {shift.dropped_turns} turns are"
     return f"the context was full: {turns} no longer in the context"
 

@@ -289,7 +289,7 @@ class TurnStream:
                 self._early.append(event)
         elif self._state is StreamState.ENDING and answers:
             if not isinstance(event, End):
-                raise self._lost("the daemon does not know it any more")
+                raise self._lost("the daemon no longer knows it")
             yield from self._deliver(event)
 
     def _deliver(self, event: TurnStreamEvent) -> Iterator[TurnStreamEvent]:

@@ -368,7 +368,7 @@ class DaemonConnection:
             session.fail(error)
         self._notify(Ended(error))
 
-    # What is in flight.
+    # Requests in flight.
 
     def _dispatch(self, event: Event) -> None:
         """Route an event to the requests and sessions it concerns."""

@@ -1,4 +1,4 @@
-"""When to try again: the backoff of reconnects, retries after temporary errors of the daemon, and what ends both."""
+"""Backoff of reconnects, retries after temporary errors of the daemon, and the errors that end both."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ async def open_transport(address: Address) -> Transport:
             return await _enter(socket, address)
     except TimeoutError as error:
         socket.transport.abort()
-        raise unreachable(address.url, "the socket opens but receives nothing") from error
+        raise unreachable(address.url, "the socket opens but receives no data") from error
     except websockets.ConnectionClosed as error:
         raise closing_error(socket.close_code, socket.close_reason)[0] from error
     except BaseException:

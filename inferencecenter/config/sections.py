@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SecretStr, St
 
 Priority = Literal["interactive", "normal", "batch"]
 ModelKind = Literal["chat", "embedding", "reranking"]
-"""What a model does: it generates text, turns texts into vectors, or scores documents for a query."""
+"""The kind of a model: it generates text, computes vectors of texts, or scores documents for a query."""
 
 KvType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 

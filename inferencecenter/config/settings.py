@@ -278,7 +278,7 @@ class GpuSettings(Section):
         (),
         max_length=16,
         description="Addresses (`host:port`) of llama.cpp's RPC servers, whose devices are used after this machine's "
-        "GPUs. What is sent to them is neither encrypted nor authenticated.",
+        "GPUs. The traffic is neither encrypted nor authenticated.",
     )
     split_mode: Literal["auto", "layer", "none"] = Field(
         "auto",

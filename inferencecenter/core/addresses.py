@@ -20,4 +20,4 @@ def parse_address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 peer_address = lru_cache(_MAX_KNOWN)(parse_address)
-"""``parse_address`` of a peer, whose text has a bounded length: the latest are kept."""
+"""``parse_address`` with a cache, for peers: their text has a bounded length."""

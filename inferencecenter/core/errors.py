@@ -62,7 +62,7 @@ class ErrorCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ErrorSpec:
-    """One row of the table: what a code means and how each interface reports it.
+    """A row of the error table: the meaning of a code and its form in each interface.
 
     ``retry_after_ms`` is the default where the failing code gives none. ``on_wire`` codes are sent over sockets,
     ``on_http`` codes over HTTP; codes with neither occur on the command line only.
@@ -88,7 +88,7 @@ _ROWS = (
     ErrorSpec(ErrorCode.NOT_AUTHENTICATED, "Authenticate first.", 401, 77, close_code=4401),
     ErrorSpec(ErrorCode.FORBIDDEN, "This token lacks the scope for that.", 403, 77),
     ErrorSpec(ErrorCode.SESSION_NOT_FOUND, "No such session.", 404, 66),
-    ErrorSpec(ErrorCode.SESSION_LIMIT, "The client has as many sessions as it may have.", 429, 75, retryable=True),
+    ErrorSpec(ErrorCode.SESSION_LIMIT, "The client has too many sessions.", 429, 75, retryable=True),
     ErrorSpec(ErrorCode.SESSION_BUSY, "The session is already generating.", 409, 75, retryable=True),
     ErrorSpec(ErrorCode.NOTHING_TO_ABORT, "No turn is running in this session.", 409, 66),
     ErrorSpec(ErrorCode.TURN_NOT_FOUND, "No such turn.", 404, 66),
@@ -106,7 +106,7 @@ _ROWS = (
     ErrorSpec(ErrorCode.MODEL_LOADING, "The model is still loading.", 503, 75, retryable=True),
     ErrorSpec(ErrorCode.ENGINE_UNAVAILABLE, "The engine is not running.", 503, 69, retryable=True),
     ErrorSpec(ErrorCode.ENGINE_CRASHED, "This turn ends the engine, also when it runs alone.", 500, 69),
-    ErrorSpec(ErrorCode.STORAGE_UNAVAILABLE, "Nothing can be kept in the state directory.", 503, 73, retryable=True),
+    ErrorSpec(ErrorCode.STORAGE_UNAVAILABLE, "The state directory is not usable.", 503, 73, retryable=True),
     ErrorSpec(ErrorCode.MESSAGE_TOO_LARGE, "The frame is larger than allowed.", 413, 65, close_code=1009),
     ErrorSpec(ErrorCode.INTERNAL, "An internal error; the log has the details.", 500, 70, close_code=1011),
     ErrorSpec(ErrorCode.METHOD_NOT_ALLOWED, "This address does not take that method.", 405, 64, on_wire=False),
@@ -133,7 +133,7 @@ ERRORS: Mapping[ErrorCode, ErrorSpec] = MappingProxyType({row.code: row for row 
 
 
 class InferenceCenterError(Exception):
-    """A failure with a code from the table, and what helps to fix it.
+    """A failure with a code from the table, and a hint.
 
     Args:
         code: Row of ``ERRORS``.
@@ -188,10 +188,10 @@ def prompt_too_long(n_tokens: str, *, n_ctx: int) -> InferenceCenterError:
 
 @contextmanager
 def foreign_input(refuse: Callable[[str], Exception], *, own: type[Exception] = InferenceCenterError) -> Iterator[None]:
-    """Convert whatever the block raises while it processes untrusted input into an error of ours.
+    """Convert any exception of the block, which processes untrusted input, to one of our errors.
 
-    A parser of a file, a response or a device cannot list what hostile input makes it raise: RecursionError,
-    OverflowError and MemoryError are among it.
+    Parsers of files, responses and devices may raise undocumented exceptions on hostile input, such as RecursionError,
+    OverflowError and MemoryError.
 
     Args:
         refuse: Makes the error from the exception's name and text, truncated to one short line.

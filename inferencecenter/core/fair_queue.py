@@ -55,7 +55,7 @@ class FairQueue(Generic[ItemT]):
 
 
 class FairShare:
-    """What each client holds of a bounded resource, such as bytes or places in a queue.
+    """Shares of clients in a bounded resource, such as bytes or places in a queue.
 
     While there is room, every request fits. When it is full, a request still fits if its client holds nothing, or stays
     within an even share; others do not. So the bound is exceeded by these requests only, and by no client that
@@ -75,7 +75,7 @@ class FairShare:
 
     @property
     def total(self) -> int:
-        """What all clients hold together."""
+        """Total held by all clients."""
         return self._total
 
     def fits(self, client_id: str, amount: int) -> bool:
@@ -84,12 +84,12 @@ class FairShare:
         return not held or self._total + amount <= self._room or held + amount <= self._room // n_clients
 
     def add(self, client_id: str, amount: int) -> None:
-        """Add what a client holds now, at least 1, whether it fits or not."""
+        """Add to a client's share, at least 1, whether it fits or not."""
         self._held[client_id] = self._held.get(client_id, 0) + amount
         self._total += amount
 
     def remove(self, client_id: str, amount: int) -> None:
-        """Subtract what a client no longer holds."""
+        """Subtract from a client's share."""
         self._total -= amount
         self._held[client_id] -= amount
         if not self._held[client_id]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def limit_memory(n_bytes: int) -> None:
-    """Limit what the process may map beyond what it has now, and disable core dumps."""
+    """Limit further memory mappings of the process, and disable core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes() + n_bytes,) * 2)
 

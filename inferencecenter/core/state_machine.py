@@ -21,7 +21,7 @@ class StateMachine(Generic[State, Change]):
     """A transition table.
 
     Args:
-        name: What the states belong to, for messages and documentation.
+        name: The subject of the states, for messages and documentation.
         rows: The next state for each state and change; a missing pair is illegal.
     """
 

@@ -83,7 +83,7 @@ class TaskGroup:
             began_s = loop.time()
             try:
                 return await work()
-            # The border of all long-lived work: its owner depends on it, whatever fails.
+            # The border of all long-lived work, which has to survive any failure.
             except Exception as error:  # noqa: BLE001
                 if loop.time() - began_s >= RESTART_MAX_S:
                     delay_s = RESTART_MIN_S

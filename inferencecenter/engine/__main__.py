@@ -49,7 +49,7 @@ def main() -> int:
     _die_with_parent()
     _volunteer_for_oom_kill()
     try:
-        heartbeat_fd, *_ = receive_descriptors(connection)  # the others stay open, as the front wants
+        heartbeat_fd, *_ = receive_descriptors(connection)  # the others stay open for the front
     except ConnectionError:
         return os.EX_OK
     pipe = BlockingChannel(connection)

@@ -50,7 +50,7 @@ class DraftRequest:
 
 
 class DraftModel(Protocol):
-    """A small model of the same vocabulary that drafts tokens; it has KV of its own for each slot."""
+    """A small model with the same vocabulary that drafts tokens; it has separate KV for each slot."""
 
     @property
     def cost(self) -> float:
@@ -59,7 +59,7 @@ class DraftModel(Protocol):
     def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         """Return drafts for requests sorted by ascending slot, at most one per slot.
 
-        There are as many as wanted, or none as long as it has not read all tokens of the turn.
+        A draft has the requested length, or is missing while the turn's tokens are being prefilled.
         """
 
 
@@ -101,7 +101,7 @@ class TextCodec(Protocol):
         """Properties of the loaded model."""
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
-        """Return the token ids of ``pieces``, with BOS where the model wants one and ``first`` is set.
+        """Return the token ids of ``pieces``, with BOS if the model uses one and ``first`` is set.
 
         ``after`` are the tokens of the pieces before these, where a text is tokenized in two parts: together they are
         those of all its pieces.
@@ -126,10 +126,10 @@ class Embedder(TextCodec, Protocol):
         """Maximum number of texts in a batch."""
 
     def sequence(self, text: str) -> list[int]:
-        """Return the tokens of a whole text, with those that the model wants around it."""
+        """Return the tokens of a complete text, with the special tokens that the model puts around it."""
 
     def pair(self, query: str, document: str) -> list[int]:
-        """Return the tokens of a query and a document as a reranking model wants them."""
+        """Return the tokens of a query and a document in the format of a reranking model."""
 
     def embed(self, texts: Sequence[Sequence[int]]) -> NDArray[np.float32]:
         """Return a row for each tokenized text, none of which is empty or longer than ``model.n_ctx``.

@@ -79,7 +79,7 @@ class EchoVocabulary:
 
 
 class EchoEmbedder(EchoVocabulary):
-    """Counts the tokens of a text: a vector of how many there are of each remainder, or what a query shares.
+    """Embeds a text as its counts of token ids by remainder; a score is the overlap with the query.
 
     Args:
         options: Uses ``n_ctx``, ``model_name``, ``kind`` and ``echo_delay_ms``.

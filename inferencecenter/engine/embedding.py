@@ -1,11 +1,10 @@
-"""The loop of an engine whose model makes embeddings: read commands, compute a batch of texts, send its vectors.
+"""The loop of an embedding engine: read commands, compute a batch of texts, send its vectors.
 
 Mechanism: requests are tokenized, long ones by the workers, then wait in an ``EmbeddingQueue``. Each step takes a batch
 of texts from it, of any requests and clients, up to a number of tokens: of the highest class first, within a class one
-text after the other from the client with the least service. A text is computed in one piece, so nothing of it is kept
-between steps, and a request that is aborted or resubmitted costs at most the current batch. Invariant: the vectors of a
-request are sent in the order of its inputs, and every request gets exactly one terminal event, unless the engine is
-suspended.
+text after the other from the client with the least service. A text is computed in one piece and leaves no state, so
+aborting or resubmitting a request costs at most the current batch. Invariant: the vectors of a request are sent in the
+order of its inputs, and every request gets exactly one terminal event, unless the engine is suspended.
 """
 
 from __future__ import annotations
@@ -249,7 +248,7 @@ class EmbeddingLoop(CommandLoop):
             self._fail(request, InferenceCenterError(ErrorCode.QUEUE_TIMEOUT, error))
 
     def _compute(self, batch: Sequence[BatchText]) -> None:
-        """Compute a batch; one that fails is computed again text by text, so that a defect stays in its request."""
+        """Compute a batch; if it fails, compute its texts one by one, so that a defect fails only its own request."""
         try:
             rows = self._embedder.embed([text.tokens for text in batch])
         except EmbeddingError as error:

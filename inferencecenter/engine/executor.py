@@ -424,7 +424,7 @@ class Executor:
         return [row for row in rows if row.turn_id not in waiting]
 
     def _with_drafts(self, rows: list[DecodeRow], outcome: StepOutcome) -> list[DecodeRow]:
-        """Add what the draft model is asked for."""
+        """Add the drafts requested from the draft model."""
         requests = [row.draft for row in rows if row.draft is not None]
         model = self._backend.draft_model
         if not requests or model is None:

@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 TIMEOUT_S: Final = 5.0
-"""Time limit of a compilation; those that applications send take milliseconds."""
+"""Time limit of a compilation; usual grammars take milliseconds."""
 
 GRACE_S: Final = 0.3
 """Time that a cancelled compilation gets to end, since to start another process takes about as long."""
 _NICE: Final = 5
-"""A client may keep the process compiling for ever; on a machine whose cores all decode it gets what they leave."""
+"""A client may keep the process compiling permanently, so decoding gets priority on the cores."""
 
 _START_TIMEOUT_S: Final = 30.0
 _MEMORY_BYTES: Final = 512 * 1024 * 1024

@@ -170,7 +170,7 @@ def wrong_kind(what: str) -> InferenceCenterError:
 
 
 class LoopGauges(NamedTuple):
-    """What every frame reports of the engine beside its events; see ``StepOutput``."""
+    """State of the engine in every frame, in addition to events; see ``StepOutput``."""
 
     running: int
     waiting: int
@@ -239,7 +239,7 @@ class CommandLoop(ABC):
 
     @abstractmethod
     def _step(self, now: float) -> None:
-        """Compute what there is, and add its events."""
+        """Run a step and add its events."""
 
     @abstractmethod
     def _is_active(self, turn_id: str) -> bool:
@@ -453,10 +453,10 @@ class EngineLoop(CommandLoop):
             self._heartbeat.tick()  # giving up a disk that does not respond is progress, not a hang
 
     def _await_tokenization(self) -> bool:
-        """Wait a moment for the tokens of turns that have just come in, if one of them could get a slot in this step.
+        """Wait briefly for the tokens of turns that have just arrived, if one of them could get a slot in this step.
 
-        Otherwise such a turn would be tokenized during a decode of the others, and read only after it. ``False`` at the
-        end.
+        Otherwise such a turn would be tokenized during a decode of the others, and prefilled only after it. ``False``
+        at the end.
         """
         arrived, self._arrived = self._arrived, []
         until_s = self._clock() + _TOKENIZATION_S

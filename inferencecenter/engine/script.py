@@ -1,13 +1,12 @@
 """A backend without a model that answers by the rules of a file: see ``models.script``.
 
-The sampler reads the conversation back from the prompt's tokens, which is certain: its template puts a control token at
-the start of each message, and text of users and models never becomes one. It writes the reply as a model of this
-template would, so that the front parses reasoning and calls out of text. Invariant: what it writes for a reply whose
-calls are offered and fit their schemas is allowed by the grammar of those tools, which wants the keys of objects in the
-order of the schema.
+The sampler recovers the conversation from the prompt's tokens, which is unambiguous: its template puts a control token
+at the start of each message, and text of users and models never becomes one. It generates the reply in the format of
+this template, so the front parses reasoning and calls as usual. Invariant: a reply whose calls are offered and match
+their schemas is accepted by the grammar of those tools, which requires the keys of objects in the order of the schema.
 
-A token is up to three lower-case letters with the space before them, or a byte: about as many as twice those of a real
-vocabulary, and without a file that lists them.
+A token is up to three lower-case letters with a preceding space, or a byte. Texts have about twice as many tokens as
+with a real vocabulary, and no vocabulary file is needed.
 """
 
 from __future__ import annotations
@@ -135,12 +134,12 @@ class ScriptBackend(TokenSlots):
         messages = _messages(prompt)
         tools = _offered(messages)
         number, reply = self._script.find(_conversation(messages, tools))
-        # A prompt that ends with closed reasoning asks for none.
+        # A prompt that ends with closed reasoning disables it.
         thinks = not messages[-1][1].rstrip().endswith(_NAMES[_THOUGHT])
         tokens = _written(reply, tools, rule=number, thinks=thinks)
         if constraint is not None and reply.error is None and not constraint.fits([*tokens[len(answer) :], _END]):
             raise _refused(
-                f"the reply of rule {number} does not fit what the request allows: {_constraints(tools)}",
+                f"the reply of rule {number} violates the request: {_constraints(tools)}",
                 "Compare the reply with the request's tools, tool_choice and response format.",
             )
         return ScriptSampler(self, reply, tokens, len(answer), params=params, clock=self._clock)
@@ -276,7 +275,7 @@ def _ordered(value: Any, schema: Any, root: Any) -> Any:
 
 
 def _flattened(schema: Any, root: Any) -> list[dict[str, Any]]:
-    """Return a schema and those that it combines or refers to, each once."""
+    """Return a schema and all schemas that it combines or references, each once."""
     found: dict[int, dict[str, Any]] = {}
     pending = deque([schema])
     while pending:

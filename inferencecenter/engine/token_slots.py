@@ -1,4 +1,4 @@
-"""What the backends without a model share: slots that hold tokens, of which a saved sequence is a list."""
+"""Slots of the backends without a model: they hold tokens, and a saved sequence is a list of these."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class TokenSlots:
     """The part of ``engine.backend.Backend`` that moves KV, for ids below 65,536.
 
     Args:
-        model: Says how many slots there are, and how many tokens each holds at most.
+        model: Gives the number of slots and the tokens of each.
     """
 
     def __init__(self, model: ModelInfo) -> None:

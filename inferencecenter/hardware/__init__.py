@@ -1,1 +1,1 @@
-"""What the machine has: GPUs, memory, cores, their state, and plans for placing models on them."""
+"""The machine: GPUs, memory, cores, their state, and plans for placing models on them."""

@@ -21,9 +21,9 @@ _log: Final = structlog.get_logger(__name__)
 def find_devices(wanted: Sequence[str] = (), rpc_servers: Sequence[str] = ()) -> tuple[Device, ...]:
     """Return the wanted GPUs, or all: those of this machine, then those of RPC servers. Blocks.
 
-    There is none if llama.cpp was built without GPU support. NVML is used if llama.cpp was built with CUDA. GPUs that
-    it does not know (those of other vendors, MIG instances) are listed by llama.cpp, in a process that takes about a
-    second, as does one for each server.
+    There is none if llama.cpp was built without GPU support. NVML is used if llama.cpp was built with CUDA. Other GPUs
+    (of other vendors, MIG instances) are listed by llama.cpp, in a process that takes about a second, as does one for
+    each server.
 
     Raises:
         InferenceCenterError: ``invalid_config`` if a wanted GPU does not exist, or llama.cpp was built without RPC.

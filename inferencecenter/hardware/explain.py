@@ -79,7 +79,7 @@ def _embedding_reasons(model: ModelShape, chosen: Placement) -> tuple[Reason, ..
     """Return the numbers of a context for embeddings."""
     setup = chosen.setup
     return (
-        Reason("slots", str(setup.slots), "nothing is kept of a text once it is computed"),
+        Reason("slots", str(setup.slots), "texts leave no KV"),
         Reason(
             "n_ctx",
             str(setup.n_ctx),
@@ -132,7 +132,7 @@ def _about_model(model: ModelShape) -> Iterator[str]:
 
 
 def _about_slots(model: ModelShape, chosen: Placement, constraints: PlacementConstraints) -> Iterator[str]:
-    """Yield what the memory of the slots would allow with fewer or more of them."""
+    """Yield the contexts that the slots' memory would allow with fewer or more slots."""
     setup, total = chosen.setup, chosen.setup.slots * chosen.setup.n_ctx
     if constraints.slots or constraints.n_ctx or setup.slots == 1 or setup.n_ctx >= model.n_ctx_train:
         return

@@ -35,7 +35,7 @@ _PIPELINE_COPIES: Final = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeConfig:
-    """What a context's memory depends on; ``n_ctx`` is tokens per slot."""
+    """Parameters of a context's memory; ``n_ctx`` is tokens per slot."""
 
     slots: int
     n_ctx: int
@@ -100,7 +100,7 @@ def lending_bytes(model: ModelShape, setup: RuntimeConfig, *, largest_bytes: int
 
 
 def host_compute_bytes(model: ModelShape, setup: RuntimeConfig, *, n_devices: int, overlaps: bool = False) -> int:
-    """Return the host's buffer for one batch: all of it, or only what is exchanged with the GPUs."""
+    """Return the host's buffer for one batch: complete, or only the part exchanged with the GPUs."""
     if not n_devices:
         return compute_bytes(model, setup)
     tokens = min(setup.n_ubatch, setup.n_batch)

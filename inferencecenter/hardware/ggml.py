@@ -33,7 +33,7 @@ _Bytes: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 class GgmlDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A device as llama.cpp reports it; ``id`` is its PCI address, empty if unknown.
 
-    The name of one on an RPC server says which: ``RPC0[host:port]``, as llama.cpp names its buffers.
+    The name of a remote device includes its server: ``RPC0[host:port]``, as in llama.cpp's buffer names.
     """
 
     name: str

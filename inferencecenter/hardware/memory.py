@@ -90,7 +90,7 @@ def cgroup_memory(proc: Path = PROC, cgroups: Path = CGROUPS) -> MemoryLimit | N
 def available_memory_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Return the memory that is available without swapping, or ``None`` if unknown.
 
-    It is the minimum of what the machine, this process's cgroup and its ancestors have left.
+    It is the minimum of the free memory of the machine, this process's cgroup and its ancestors.
     """
     shares = list(_shares(proc, cgroups))
     if (machine := machine_memory(proc)) is not None:

@@ -39,7 +39,7 @@ _ENCODER_NAMES: Final = """
 """
 
 ENCODERS: Final = frozenset(_ENCODER_NAMES.split())
-"""Architectures that turn a text into vectors at once: they generate none and keep no KV."""
+"""Encoder architectures: they compute a text at once, generate none and keep no KV."""
 
 KNOWN: Final = frozenset(_NAMES.split()) | ENCODERS
 """Architectures whose rules were checked in llama.cpp's source; for others every layer is assumed to use full KV."""
@@ -110,7 +110,7 @@ class LayerShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What determines the memory of a model, and its placement.
+    """The properties of a model that determine its memory and placement.
 
     Attributes:
         known: Whether the rules here were checked for the architecture.

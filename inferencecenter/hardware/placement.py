@@ -22,7 +22,7 @@ class Device:
         id: The engine's identifier: its PCI address, or llama.cpp's name for it.
         index: Its index in NVML, -1 if NVML does not know it.
         aliases: Other names: its index and UUID, or llama.cpp's name.
-        remote: Whether another process computes on it, mostly on another machine.
+        remote: Whether it belongs to an RPC server, usually on another machine.
         correction_bytes: By how much the last usage exceeded the estimate; negative for less.
     """
 
@@ -49,7 +49,7 @@ class PlacementConstraints:
     """The configured values; 0, -1, ``auto`` and empty leave the choice to the plan.
 
     Attributes:
-        margin_bytes: What stays free on each GPU; ``None`` is 5 %, and at least 300 MiB.
+        margin_bytes: Memory to leave free on each GPU; ``None`` is 5 %, and at least 300 MiB.
         quantized_kv: Whether KV may have less than 16 bits to make a model fit.
         prefer: ``many`` concurrent sessions, or ``long`` contexts for few.
         expert_offload: Whether experts may stay in the host's memory, all of them do, or none.
@@ -79,7 +79,7 @@ class PlacementConstraints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceDemand:
-    """What is placed on one GPU, in bytes; ``context_bytes`` is the overhead of the driver and its libraries."""
+    """Memory placed on one GPU, in bytes; ``context_bytes`` is the overhead of the driver and its libraries."""
 
     weight_bytes: int
     kv_bytes: int
@@ -96,7 +96,7 @@ NO_DEMAND: Final = DeviceDemand(weight_bytes=0, kv_bytes=0, compute_bytes=0, con
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a model takes on each GPU, and of the host's memory."""
+    """A model's memory on each GPU and on the host."""
 
     devices: tuple[DeviceDemand, ...]
     host_weight_bytes: int
@@ -110,7 +110,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A configuration, and where each part of it goes; ``fits`` concerns only the GPUs.
+    """A configuration and the placement of its parts; ``fits`` concerns only the GPUs.
 
     Attributes:
         counts: Layers on each device; the output counts as one.
@@ -142,7 +142,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementPlan:
-    """How a model is run, and why.
+    """How a model is run, with reasons.
 
     Attributes:
         n_gpu_layers: In llama.cpp's counting: the model's layers and one for the output.
@@ -176,12 +176,12 @@ class PlacementPlan:
 
 
 def margin_bytes(device: Device, constraints: PlacementConstraints) -> int:
-    """Return what stays free on a GPU."""
+    """Return the memory to leave free on a GPU."""
     if constraints.margin_bytes is not None:
         return constraints.margin_bytes
     return max(_LEAST_MARGIN_BYTES, device.total_bytes // 20)
 
 
 def usable_bytes(device: Device, constraints: PlacementConstraints) -> int:
-    """Return what a plan may use of a GPU: the free memory less the margin and the measured correction."""
+    """Return the memory of a GPU that a plan may use: free memory less the margin and the measured correction."""
     return max(0, device.free_bytes - margin_bytes(device, constraints) - device.correction_bytes)

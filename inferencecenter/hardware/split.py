@@ -1,9 +1,9 @@
 """Divides a model between GPUs and the host: ``plan(model, devices, host, constraints)``. Pure.
 
 llama.cpp puts the output matrix and the *last* layers on GPUs: ``n_gpu_layers`` of ``n`` is the output and ``n - 1``
-layers. A layer's KV is where its weights are. What does not fit is given up in this order: slots, the precision of the
-KV (if that is allowed), the size of a batch, experts (which go to the host), layers, and then the GPU. As many layers
-go to the GPU as can by giving up all before; of what was given up, everything that fits beside them is taken back.
+layers. A layer's KV is where its weights are. If a model does not fit, the plan reduces in this order: slots, the
+precision of KV (if allowed), the batch size, experts on GPUs, layers on GPUs, the GPU altogether. The number of layers
+is the largest that all earlier reductions allow; then each reduction is undone as far as it fits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def place(  # noqa: PLR0913 - what is placed, and where
     *,
     draft_on_gpu: bool = False,
 ) -> Placement:
-    """Place as many layers on the devices as ``division`` says; devices with more room get more.
+    """Place the layers of ``division`` on the devices, in proportion to their room.
 
     The division is ``n_gpu_layers`` in llama.cpp's counting, and the number of layers on GPUs whose experts stay on the
     host. A draft model is as a whole on the first device, or in the host's memory.
@@ -109,7 +109,7 @@ def place(  # noqa: PLR0913 - what is placed, and where
 
 
 def _draft_demand(draft: ModelShape | None, setup: RuntimeConfig, *, on_gpu: bool) -> tuple[DeviceDemand, DeviceDemand]:
-    """Return what the draft model takes of a GPU and of the host."""
+    """Return the draft model's memory on a GPU and on the host."""
     if draft is None:
         return NO_DEMAND, NO_DEMAND
     whole = DeviceDemand(
@@ -129,7 +129,7 @@ def _draft_demand(draft: ModelShape | None, setup: RuntimeConfig, *, on_gpu: boo
 
 
 def first_on_gpu(model: ModelShape, n_gpu_layers: int) -> int:
-    """Return the index of the first layer on a GPU: the last ones are there, and the output counts as one."""
+    """Return the index of the first layer on a GPU: GPUs hold the last layers, and the output counts as one."""
     return min(model.n_layers, max(0, model.n_layers + 1 - n_gpu_layers))
 
 
@@ -285,7 +285,7 @@ def uses_flash_attention(constraints: PlacementConstraints, *, n_gpu_layers: int
 
 
 class _Search:
-    """Enumerates what can be given up, in order, and stops at the first configuration that fits."""
+    """Enumerates reductions in order and stops at the first configuration that fits."""
 
     def __init__(
         self, model: ModelShape, devices: tuple[Device, ...], host: Host, constraints: PlacementConstraints
@@ -304,7 +304,7 @@ class _Search:
             self._teams = self._teams[:1]
 
     def best(self) -> Placement | None:
-        """Return the placement with the most layers on GPUs and then the least given up; ``None`` if none fits."""
+        """Return the placement with the most layers on GPUs, then the fewest reductions; ``None`` if none fits."""
         usual = self._constraints.n_ctx or min(USUAL_N_CTX, self._model.n_ctx_train)
         n_ctx = usual
         while True:
@@ -339,7 +339,7 @@ class _Search:
         return None
 
     def _with_draft_on_gpu(self, found: Placement) -> Placement:
-        """Return the placement with the draft model on the first GPU, if that has room beside what it holds."""
+        """Return the placement with the draft model on the first GPU, if it has room."""
         if self._model.draft is None or not found.devices:
             return found
         division = (found.n_gpu_layers, found.experts_in_host)
@@ -400,7 +400,7 @@ class _Search:
         return range(on_gpu + 1) if n_gpu_layers > self._model.n_layers else [on_gpu]
 
     def _setups(self, n_ctx: int, *, n_gpu_layers: int) -> Iterator[RuntimeConfig]:
-        """Yield configurations in the order of what they give up; ``_least`` is the last."""
+        """Yield configurations in the order of reductions; ``_least`` is the last."""
         for batch in self._batches():
             for kv_types in self._kv_types():
                 for slots in self._slots(n_ctx):

@@ -1,8 +1,8 @@
-"""Spawns the interpreter of an engine; that of a daemon's first engine is prespawned.
+"""Spawns the interpreter of an engine; the first engine's is spawned in advance.
 
-The imports of an engine and of the daemon each take a good part of a second, and neither needs the other. So ``serve``
-spawns an interpreter before it imports the daemon (``prespawned``), and the first engine takes that one (``take``).
-What only the daemon can give comes over the socket afterwards: descriptors (``send_descriptors``), then ``Configure``.
+The imports of an engine and of the daemon each take a large part of a second and are independent. So ``serve`` spawns
+an interpreter before it imports the daemon (``prespawned``), and the first engine uses it (``take``). What only the
+daemon can provide is sent over the socket afterwards: descriptors (``send_descriptors``), then ``Configure``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The configuration of an engine process: the settings of ``[engine]`` and what the front adds to them.
 
-One value is refined: ``supervisor.engine_options`` makes it of a model's settings, the planner replaces what depends on
-the memory that is free, the supervisor adds what belongs to one process, and ``Configure`` carries it to the engine.
+One value is refined: ``supervisor.engine_options`` creates it from a model's settings, the planner sets the fields that
+depend on free memory, the supervisor adds those of one process, and ``Configure`` sends it to the engine.
 """
 
 from __future__ import annotations

@@ -311,8 +311,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     ``n_ctx`` is tokens per slot. ``special_tokens`` are the texts of control tokens, which must never be parsed in text
     of a user or a model. ``sampling_defaults_json`` is an object of parameters recommended by the file. With
     ``add_bos`` a sequence starts with ``bos_token``. ``memory`` is what loading used; ``lora`` are the adapters. No
-    token is longer than ``max_token_bytes``; 0 where one may stand for any text. A model that fills in the middle of
-    texts has ``infill``.
+    token is longer than ``max_token_bytes``; 0 if a token may represent any text. A fill-in-the-middle model has
+    ``infill``.
 
     ``kind`` is a ``config.sections.ModelKind``. An embedding model's vectors have ``n_embd`` numbers, and ``n_ctx`` is
     the longest text.
@@ -559,7 +559,7 @@ class EmbeddingDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancelled(msgspec.Struct, frozen=True, tag=True):
-    """A turn that was in no engine was aborted, or an ``Embed``. A session knows what was generated of its turn."""
+    """An ``Embed``, or a turn that no engine had, was aborted."""
 
     turn_id: str
 

@@ -202,7 +202,7 @@ class ModelsPort(Protocol):
         """
 
     def kind_of(self, name: str) -> str:
-        """Return what a model does, a ``config.sections.ModelKind``, whether it is loaded or not.
+        """Return a model's ``config.sections.ModelKind``, whether it is loaded or not.
 
         Raises:
             InferenceCenterError: ``model_not_found``.

@@ -41,7 +41,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest that ``model pull`` writes beside a model, ``NAME.json``.
 
     Attributes:
-        source: What was pulled, as owner/repo/file.gguf.
+        source: The pulled file, as owner/repo/file.gguf.
         commit: The repository's commit.
         pulled_at: Unix time in seconds.
         sha256: Hex digest of each file, by its local name.
@@ -240,7 +240,7 @@ def _not_copied(message: str) -> InferenceCenterError:
 
 
 def remove(directory: Path, name: str, *, configured: Mapping[Path, str]) -> ModelFiles:
-    """Delete a model's files and manifest, and return what it was. An engine that has it loaded continues.
+    """Delete a model's files and manifest, and return it. An engine that has it loaded continues.
 
     Args:
         directory: The models' directory; nothing else is deleted.
@@ -281,7 +281,7 @@ def _missing(parts: list[Path]) -> tuple[str, ...]:
 
 def _read_manifest(directory: Path, name: str) -> Manifest | None:
     """Return a model's manifest; ``None`` if it cannot be read."""
-    # Whatever the decoder raises for an unrelated file of that name: the model was not pulled.
+    # An unrelated file of that name may raise anything: the model was not pulled.
     with suppress(Exception), manifest_path(directory, name).open("rb") as file:
         return msgspec.json.decode(file.read(_MAX_MANIFEST_BYTES), type=Manifest)
     return None

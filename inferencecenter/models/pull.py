@@ -116,7 +116,7 @@ class _Fetch:
         self._hashes = _hashes(file)
 
     def run(self, report: Callable[[int], None]) -> str:
-        """Fetch what is missing, verify all, and return the SHA-256 in hex.
+        """Fetch the missing parts, verify the file, and return its SHA-256 in hex.
 
         Args:
             report: Called with the bytes received.
@@ -144,7 +144,7 @@ class _Fetch:
         return self._hashes["sha256"].hexdigest()
 
     def _resume(self, part: int, report: Callable[[int], None]) -> None:
-        """Count what an earlier attempt left; ignore a part that is longer than the file."""
+        """Return the bytes left by an earlier attempt; a part longer than the file does not count."""
         if os.fstat(part).st_size > self._file.size_bytes:
             os.ftruncate(part, 0)
         while chunk := os.pread(part, _HASHED_BYTES, self._done):

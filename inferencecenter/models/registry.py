@@ -55,7 +55,7 @@ class ModelSpec:
         params: Parameters with a precedence between the file's recommendations and the configuration.
         lora: LoRA adapters.
         draft: The GGUF file of the model that drafts tokens for it.
-        kind: What it does.
+        kind: Its kind.
         matryoshka: Whether its vectors may be shortened.
         n_embd: Width of the vectors in its file; ``None`` where that does not state it.
     """
@@ -309,7 +309,7 @@ def _entry(name: str, entry: ModelEntry, settings: Settings, scanned: Mapping[st
 
 
 def _aliases(settings: Settings, models: Collection[str], *, default: str) -> dict[str, str]:
-    """Return the further names of models, each with the model's.
+    """Return aliases by name, each with its model's name.
 
     Raises:
         InferenceCenterError: ``invalid_config`` for one that names two models.
@@ -381,7 +381,7 @@ _POOLED: Final[Mapping[object, ModelKind]] = {1: "embedding", 2: "embedding", 3:
 
 
 def kind_of_file(path: Path) -> ModelKind:
-    """Return what the model in a file does; an unreadable file counts as a chat model, and its engine reports it."""
+    """Return the kind of the model in a file; an unreadable file counts as a chat model."""
     return _kind_of(read_summary(path))
 
 

@@ -1,7 +1,7 @@
 """Scripted answers: the rules by which the ``script`` backend answers, and the file that holds them.
 
-The first rule whose conditions all hold gives the reply. Nothing is remembered between answers: a rule sees one
-conversation, so that equal conversations get equal answers, in any order and after a restart.
+The first rule whose conditions all hold gives the reply. Rules are stateless: each matches one conversation, so equal
+conversations get equal answers, in any order and after a restart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HINT: Final = "docs/scripted.md describes the format."
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a rule sees of a conversation.
+    """The view of a conversation that rules match.
 
     ``user`` is the last user message and ``turn`` the number of the answer, counted from 1. ``results`` are the results
     since the last answer, ``called`` the names of the tools that they are of, ``offers`` the names of all tools.

@@ -1,4 +1,4 @@
-"""WebSocket close codes and what a client should do on each."""
+"""WebSocket close codes and the reaction expected of clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CloseCode(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CloseSpec:
-    """What a close code means and what the client should do."""
+    """Meaning of a close code and the reaction expected of clients."""
 
     code: CloseCode
     meaning: str

@@ -310,7 +310,7 @@ def encode(params: Params) -> bytes:
 
 
 def decode(data: bytes | str) -> Params:
-    """Return the parameters in what ``encode`` made."""
+    """Return the parameters encoded by ``encode``."""
     return Params.model_validate_json(data)
 
 

@@ -1,4 +1,4 @@
-"""What waits for a slow reader: a FIFO bounded in bytes, in which text of one turn is coalesced.
+"""The queue of a slow reader: a FIFO bounded in bytes that coalesces text of one turn.
 
 Text is appended to the last text of its key, which is a session, a response or a turn, unless another entry of that key
 came after it; so the events of a key stay in order.

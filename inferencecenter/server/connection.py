@@ -193,7 +193,7 @@ class SocketConnection(ABC, Generic[OutboxT]):
 
     @abstractmethod
     def _announce_drain(self, deadline_s: float) -> None:
-        """Tell the client that the daemon stops."""
+        """Notify the client that the daemon stops."""
 
     @property
     @abstractmethod
@@ -202,7 +202,7 @@ class SocketConnection(ABC, Generic[OutboxT]):
 
     @abstractmethod
     def _release(self) -> None:
-        """Release what the authenticated socket holds; it is closed."""
+        """Release the resources of the authenticated socket, which is closed."""
 
     def _sign_in(self, account: Account) -> None:
         """Become authenticated, until the token expires."""

@@ -63,10 +63,10 @@ _log = structlog.get_logger(__name__)
 
 
 class ServedModels(ModelsPort, Protocol):
-    """The models as the server sees them: also their state, and what operators do with them."""
+    """The server's interface to the models: also their state, and operators' actions."""
 
     def spec_of(self, name: str) -> ModelSpec:
-        """Return what is configured of a model; ``model_not_found`` for an unknown one."""
+        """Return a model's configuration; ``model_not_found`` for an unknown one."""
 
     @property
     def status(self) -> EngineStatus:

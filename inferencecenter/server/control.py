@@ -147,9 +147,7 @@ def request_reload(state_dir: Path, *, timeout_s: float) -> ReloadReport:
             answer = b"".join(iter(lambda: ours.recv(_MAX_DATAGRAM_BYTES), b""))
             return _REPORT.validate_json(answer)
         except TimeoutError as error:
-            raise _no_answer(
-                f"the daemon has not answered within {timeout_s:g} s", "Its log says what it does."
-            ) from error
+            raise _no_answer(f"the daemon has not answered within {timeout_s:g} s", "See its log.") from error
         except (OSError, ValidationError) as error:
             raise _no_answer(
                 "the daemon ended, or is of a version without this command", "Look at its log, or restart it."

@@ -112,7 +112,7 @@ def _check_length(request: h11.Request) -> None:
     """Refuse a request of ambiguous length.
 
     Raises:
-        h11.RemoteProtocolError: Its length is given in two ways, or in one that its version does not have.
+        h11.RemoteProtocolError: Its length is given in two ways, or in one that its HTTP version does not support.
     """
     names = {name for name, _ in request.headers}
     if b"transfer-encoding" in names and (b"content-length" in names or request.http_version < b"1.1"):
@@ -174,7 +174,7 @@ class HttpConnection(H11Protocol):
         if self._limiter.admit(self):
             self._await_head()
         else:
-            self._write(HTTPStatus.SERVICE_UNAVAILABLE, "queue_full", "the daemon has as many connections as it may")
+            self._write(HTTPStatus.SERVICE_UNAVAILABLE, "queue_full", "the daemon has too many connections")
             self._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -287,7 +287,7 @@ class HttpConnection(H11Protocol):
     def _head_overdue(self) -> None:
         self._head_timer = None
         if self._in_head:
-            self._answer(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", "the head of the request did not come in time")
+            self._answer(HTTPStatus.REQUEST_TIMEOUT, "request_timeout", "the request head did not arrive in time")
         else:
             self._raw.close()
 

@@ -206,7 +206,7 @@ class ConnectionHub:
         if self.full:
             raise InferenceCenterError(
                 ErrorCode.QUEUE_FULL,
-                "the daemon has as many connections as it may have",
+                "the daemon has too many connections",
                 retry_after_ms=BUSY_RETRY_MS,
             )
 

@@ -158,7 +158,7 @@ _OTHER_DESCRIPTORS: Final = 128
 _BIND_HINTS: Final = {
     errno.EADDRINUSE: "Another program listens there; stop it or choose another server.port.",
     errno.EACCES: "Ports below 1024 need CAP_NET_BIND_SERVICE; choose another server.port.",
-    errno.EADDRNOTAVAIL: "server.host is no address of this machine; use 127.0.0.1, 0.0.0.0 or one of its own.",
+    errno.EADDRNOTAVAIL: "server.host is no address of this machine; use 127.0.0.1, 0.0.0.0 or another local one.",
 }
 
 

@@ -88,7 +88,7 @@ def _not_a_pair(certfile: Path, keyfile: Path, error: ssl.SSLError) -> Inference
     return _invalid(
         f"{certfile} and {keyfile} are no certificate and key: {error.reason or error}",
         "server.certfile",
-        hint="Both are PEM files: first the certificate, then those that lead to its authority.",
+        hint="Both are PEM files: first the certificate, then the chain to its authority.",
     )
 
 

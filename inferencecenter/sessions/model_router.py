@@ -31,7 +31,7 @@ _log = structlog.get_logger(__name__)
 
 
 class LoadedModel:
-    """A model as an engine loaded it. What follows from it is computed at the first use, and then kept.
+    """A model as an engine loaded it. Derived values are computed at first use and cached.
 
     Args:
         info: The model.

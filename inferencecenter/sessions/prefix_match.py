@@ -58,7 +58,7 @@ def find_longest_prefix(
 
 
 def begins_like(history: History, messages: Sequence[ChatMessage]) -> bool:
-    """Return whether the first messages say the same, without which none match: a client may have many sessions."""
+    """Return whether the first messages match: a cheap check, as a client may have many sessions."""
     if not history.messages:
         return False
     held, sent = history.messages[0], messages[0]

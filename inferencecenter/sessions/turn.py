@@ -1,7 +1,8 @@
 """A turn as its session keeps it: the spec that is stored, and the state from acceptance to the terminal event.
 
 A ``TurnSpec`` is everything required to run the turn, or the rest of it, on any engine of any daemon: ``new_turn_spec``
-resolves it once from the request, the client's limits and the model. ``submission`` makes of both what an engine gets.
+resolves it once from the request, the client's limits and the model. ``submission`` builds the engine's request from
+both.
 """
 
 from __future__ import annotations
@@ -397,7 +398,7 @@ class Turn:
         self.abort_request = request
 
     def submission(self, config: SessionConfig, *, shared_prompts: Collection[str], now: float) -> Submit:
-        """Return what an engine gets of the turn, or of its remainder; its prompt is set."""
+        """Return the engine's request for the turn, or for its remainder; its prompt is set."""
         prompt = self.prompt
         assert prompt is not None, "a turn is submitted with a prompt"
         # Tools are rendered with the system prompt and are private, so such a prompt is not shared.

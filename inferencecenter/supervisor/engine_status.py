@@ -81,7 +81,7 @@ class LoadProgress:
 
 
 def log_ready(model: ModelInfo) -> None:
-    """Log what was loaded, and with which parameters."""
+    """Log the loaded model and its parameters."""
     _log.info(
         "engine_ready",
         model=model.name,

@@ -157,11 +157,11 @@ class ModelManager:
 
     @property
     def supervisors(self) -> tuple[Supervisor, ...]:
-        """All that were begun, with those that are to replace another and those that finish their turns."""
+        """All started models, including those that replace another and those that finish their turns."""
         return tuple(self._begun)
 
     def spec_of(self, name: str) -> ModelSpec:
-        """Return what is configured of a model.
+        """Return a model's configuration.
 
         Raises:
             InferenceCenterError: ``model_not_found``.
@@ -169,7 +169,7 @@ class ModelManager:
         return self._registry.get(name)
 
     def kind_of(self, name: str) -> str:
-        """Return what a model does; see ``ModelsPort``."""
+        """Return a model's kind; see ``ModelsPort``."""
         return self.spec_of(name).kind
 
     def params_of(self, name: str) -> Mapping[str, Any]:
@@ -223,9 +223,9 @@ class ModelManager:
             self.apply(self._registry.reread())
 
     def start(self, *, after_crash: bool = False) -> None:
-        """Load the default and begin what was requested before; call it once, from the main thread.
+        """Load the default model and those requested before; call once, from the main thread.
 
-        Turns that exist already were left by an earlier daemon, which died with them if this is ``after_crash``.
+        Existing turns were left by an earlier daemon, which died with them if this is ``after_crash``.
         """
         self._get(self._default)
         self._started = True
@@ -292,7 +292,7 @@ class ModelManager:
             self._tasks.spawn(model.supervisor.evict(interrupts=False), name="unload")
 
     def apply(self, registry: Registry) -> None:
-        """Change over to other entries; a running model whose entry differs is replaced."""
+        """Apply other entries; a running model whose entry differs is replaced."""
         self._tasks.spawn(self._apply(registry), name="apply")
 
     # Changes, one at a time.
@@ -411,7 +411,7 @@ class ModelManager:
         self._on_status(new, new.supervisor.status)
 
     async def _fits_beside(self, engine: Supervisor, others: Sequence[Supervisor]) -> bool:
-        """Return whether an engine gets as much beside the others, which are loaded, as it would alone.
+        """Return whether an engine gets as much memory beside the loaded ones as it would alone.
 
         Raises:
             InferenceCenterError: It cannot be planned, whatever the planner raised.

@@ -68,7 +68,7 @@ def placement_constraints(engine: EngineSettings, gpu: GpuSettings) -> Placement
 
 
 USUAL_TEXT_TOKENS: Final = 2048
-"""Longest text of an embedding model that allows longer ones: a text is computed at once, attention and all."""
+"""Maximum text length of embedding models that allow longer ones: a text is computed at once, including attention."""
 
 
 def embedding_constraints(constraints: PlacementConstraints, model: ModelShape) -> PlacementConstraints:
@@ -188,7 +188,7 @@ class Planner:
         return self.first(options)
 
     def fits_beside(self, others: Sequence[Planner], options: EngineOptions) -> bool:
-        """Return whether the model gets as much beside the others, which are loaded, as it would alone. Blocks.
+        """Return whether the model gets as much memory beside the loaded ones as it would alone. Blocks.
 
         Raises:
             InferenceCenterError: ``invalid_config`` for a model that was never loaded and does not fit even alone: no
@@ -240,7 +240,7 @@ class Planner:
             if used_bytes is None:
                 continue
             if not demand.weight_bytes + demand.kv_bytes <= used_bytes <= _MOST_OFF * demand.bytes:
-                # Other programs changed the free memory too: the figure says nothing.
+                # Other programs changed the free memory too: the figure is unusable.
                 _log.info("vram_not_compared", gpu=device.name, used_mib=used_bytes // MIB)
                 continue
             _log.info(
@@ -265,7 +265,7 @@ class Planner:
                     if options.kind != "chat":
                         self._constraints = embedding_constraints(self._constraints, self._model)
             except InferenceCenterError as error:
-                # llama.cpp may read what this parser does not; if it cannot either, the engine reports it.
+                # llama.cpp may support files that this parser does not; otherwise the engine reports the error.
                 _log.warning("plan_impossible", reason=error.message)
                 self._unknown = True
         return self._model is not None
@@ -353,7 +353,7 @@ def _freed(host: Host, taken: Sequence[PlacementPlan]) -> Host:
 
 
 def _worth(made: PlacementPlan) -> tuple[int, int, int]:
-    # What must not decrease because other models are loaded too; longer contexts are optional.
+    # These must not decrease because other models are loaded; longer contexts are optional.
     return made.n_gpu_layers, -len(made.cpu_tensors), made.setup.slots
 
 

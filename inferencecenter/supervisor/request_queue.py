@@ -1,4 +1,4 @@
-"""The turns that have not ended, and which of them the engine has.
+"""The unfinished turns, and which of them the engine has.
 
 A new engine may find a thousand waiting turns. Each is rendered before it is sent, which does not delay those behind
 it, and may be megabytes long. So one turn is sent per iteration of the event loop, which leaves time for all other

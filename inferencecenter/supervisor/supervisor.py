@@ -78,7 +78,7 @@ class Supervisor:
     """Starts the engine, restarts it when it is lost, and carries turns to it and their events back.
 
     Implements ``ipc.port.EnginePort`` and ``model_cache.ResidentModel``. ``_change`` is the only writer of the engine's
-    state. A model that cannot be loaded at first is not tried again: the engine stays ``failed``, with the reason in
+    state. A model that cannot be loaded at first is not retried: the engine stays ``failed``, with the reason in
     ``load_failure``. Once a model was loaded, every failure is treated as temporary until there are too many: then the
     engine is ``given_up``. In both cases its turns fail, or wait for the next daemon if this one ``ends_with_it``.
 
@@ -272,10 +272,10 @@ class Supervisor:
         self._listeners.add(listener)
 
     def start(self, *, asleep: bool = False, after_crash: bool = False) -> None:
-        """Start the engine, or leave it ``asleep`` until it is wanted; call it once, from the main thread.
+        """Start the engine, or leave it ``asleep`` until it is needed; call once, from the main thread.
 
-        It is ready when ``status`` says so. Turns that exist already were left by an earlier daemon, which died with
-        them if this is ``after_crash``.
+        ``status`` tells when it is ready. Existing turns were left by an earlier daemon, which died with them if this
+        is ``after_crash``.
         """
         if self._suspicion_file is not None:
             known = self._suspicion_file.of(self._options.model_name)
@@ -286,7 +286,7 @@ class Supervisor:
         self._keeper = self._tasks.keep_running(self._keep_alive, name="keep-alive", pause=self._pause)
 
     def inherit(self, model: ModelInfo | None) -> None:
-        """Adopt what a failed supervisor knew of the model; call it before ``start``.
+        """Take over a failed supervisor's knowledge of the model; call before ``start``.
 
         So sessions continue as with an engine that is asleep, and the KV parked for them is kept.
         """
@@ -325,7 +325,7 @@ class Supervisor:
         self._watch()
 
     async def retire(self) -> None:
-        """Stop for good once there are no turns, and those that were recalled are resubmitted."""
+        """Stop permanently once there are no turns and the recalled ones are resubmitted."""
         await self._until(lambda: not self._turns.notifying)
         await self._until(lambda: not self._turns or self._state not in (*_HOLDS_MEMORY, EngineState.ASLEEP))
         await self.stop()

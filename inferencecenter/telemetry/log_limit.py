@@ -1,4 +1,4 @@
-"""Rate limit for log lines that others cause: one per interval, with the number of lines it stands for."""
+"""Rate limit for log lines caused by clients: one per interval, with the number of suppressed lines."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class ToolResultBlock(DialectModel):
         Field(max_length=1000, fail_fast=True),
         BeforeValidator(_as_blocks, json_schema_input_type=str | list[ResultBlock]),
     ] = Field(default_factory=list, description="The result; blocks are joined as lines.")
-    is_error: bool = Field(default=False, description="Whether the tool failed, which the model is told.")
+    is_error: bool = Field(default=False, description="Whether the tool failed; the model is informed.")
 
 
 Block: TypeAlias = Annotated[

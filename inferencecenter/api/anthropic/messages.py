@@ -377,7 +377,7 @@ class MessageCollector:
 
 
 def _arguments(text: str) -> Any:
-    """Return the arguments of a call; those that were cut off by the limit of tokens are empty."""
+    """Return the arguments of a call; empty if the token limit truncated them."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -25,7 +25,7 @@ _LENGTH: Final = "length"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What is known of an answer before its first token.
+    """Properties of an answer known before its first token.
 
     Attributes:
         model: The model.
@@ -220,7 +220,7 @@ def _ns(milliseconds: float) -> int:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call; those that were cut off by the limit of tokens are empty."""
+    """Return the arguments of a call; empty if the token limit truncated them."""
     try:
         arguments = orjson.loads(text)
     except orjson.JSONDecodeError:

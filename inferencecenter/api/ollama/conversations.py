@@ -52,7 +52,7 @@ def is_begun(message: ChatMessage) -> bool:
 
 
 class _Calls:
-    """The tool calls of a conversation, and those that lack a result."""
+    """The tool calls of a conversation, and which of them lack a result."""
 
     def __init__(self) -> None:
         self._n = 0
@@ -73,7 +73,7 @@ class _Calls:
         return call_id
 
     def answered_by(self, message: OllamaMessage, where: str) -> str:
-        """Return the id of the call whose result a message has.
+        """Return the id of the call to which a result message belongs.
 
         Raises:
             InferenceCenterError: ``invalid_request``.

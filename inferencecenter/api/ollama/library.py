@@ -101,7 +101,7 @@ COPY_FIELDS: Final = FieldTable("ollama-copy", CopyRequest)
 class PullStatus(AnswerModel):
     """Progress of a download; the last one is `success`."""
 
-    status: str = Field(description="What is done, or the file that is downloaded.")
+    status: str = Field(description="The current phase, or the file being downloaded.")
     digest: str | None = Field(default=None, description="The file that is downloaded.")
     total: int | None = Field(default=None, description="Bytes of all files.")
     completed: int | None = Field(default=None, description="Of those, bytes that have arrived.")
@@ -133,7 +133,7 @@ class _Download:
         return not self._thread.is_alive()
 
     def abort(self) -> None:
-        """Stop at the next chunk; what has arrived is kept."""
+        """Stop at the next chunk; received data is kept."""
         self._aborted = True
 
     def _run(self) -> None:

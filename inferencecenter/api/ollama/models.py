@@ -37,7 +37,7 @@ OLLAMA_VERSION: Final = "0.12.6"
 _INFILL_TOKENS: Final = frozenset({"tokenizer.ggml.fim_pre_token_id", "tokenizer.ggml.prefix_token_id"})
 """Keys of a file that names the tokens around a gap."""
 NEVER: Final = "9999-12-31T23:59:59Z"
-"""When a loaded model expires: the daemon does not know before it needs the memory."""
+"""Expiry of a loaded model: far in the future, since models are evicted on demand."""
 
 
 class NamedModel(DialectModel):
@@ -81,7 +81,7 @@ OLLAMA_SHOW_FIELDS: Final = FieldTable(
 
 
 class OllamaDetails(AnswerModel):
-    """What is known of a model's file; empty if it cannot be read."""
+    """Facts of a model's file; empty if it cannot be read."""
 
     parent_model: str = Field(description="Always empty.")
     format: Literal["gguf"] = Field(description="Format of the file.")
@@ -99,7 +99,7 @@ class OllamaModel(AnswerModel):
     modified_at: str = Field(description="When its file was changed.")
     size: int = Field(description="Bytes of its files.")
     digest: str = Field(description="Identifies the version of its file; not a checksum.")
-    details: OllamaDetails = Field(description="What is known of its file.")
+    details: OllamaDetails = Field(description="Properties of its file.")
 
 
 class OllamaModels(AnswerModel):
@@ -116,7 +116,7 @@ class ModelInMemory(AnswerModel):
     size: int = Field(description="Bytes in memory.")
     size_vram: int = Field(description="Of those, bytes in memory of GPUs.")
     digest: str = Field(description="As in `/api/tags`.")
-    details: OllamaDetails = Field(description="What is known of its file.")
+    details: OllamaDetails = Field(description="Properties of its file.")
     expires_at: str = Field(description="Always far in the future: a model stays until its memory is needed.")
     context_length: int = Field(description="Context size of a session in tokens.")
 
@@ -137,7 +137,7 @@ class ShownModel(AnswerModel):
     template: str = Field(
         description="Chat template of the file; for a loaded model that fills gaps with the tokens around them."
     )
-    details: OllamaDetails = Field(description="What is known of its file.")
+    details: OllamaDetails = Field(description="Properties of its file.")
     model_info: dict[str, Any] = Field(description="Metadata of the file; lists are null.")
     capabilities: list[Literal["completion", "embedding", "tools", "thinking", "insert"]] = Field(
         description="What it does; tools and thinking are those that its template mentions, insert those that its file "
@@ -279,7 +279,7 @@ def _named(spec: ModelSpec) -> dict[str, str]:
 
 
 def _bytes_of(info: ModelInfo, *, on_gpu: bool) -> int:
-    """Return what a model takes in all memory, or in that of GPUs; without a measurement the size of its weights."""
+    """Return a model's use of all memory, or of GPU memory; without a measurement the size of its weights."""
     if not info.memory:
         return 0 if on_gpu else info.size_bytes
     return sum(

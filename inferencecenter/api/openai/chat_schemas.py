@@ -173,7 +173,7 @@ class CustomGrammar(DialectModel):
     syntax: Syntax = Field(description="Its syntax.")
     definition: str = Field(
         max_length=MAX_DEFINITION_CHARS,
-        description="The grammar. The model is told of it; of `regex`, what the daemon can enforce is enforced.",
+        description="The grammar, which the model is given as text; a `regex` is enforced as far as possible.",
     )
 
 
@@ -317,7 +317,7 @@ class ChatRequest(Sampling):
     function_call: Literal["auto", "none"] | ChosenFunction | None = Field(
         default=None, description="Whether the model calls `functions`."
     )
-    parallel_tool_calls: bool = Field(default=True, description="Whether it may call several at once.")
+    parallel_tool_calls: bool = Field(default=True, description="Whether it may call several at the same time.")
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="`none` disables thinking, all others enable it; if absent, the model's default."
     )
@@ -398,9 +398,7 @@ class PromptTokensDetails(AnswerModel):
 class CompletionTokensDetails(AnswerModel):
     """Details of completion tokens."""
 
-    reasoning_tokens: int = Field(
-        description="Those up to the end of what the model thought, with the marks around that."
-    )
+    reasoning_tokens: int = Field(description="Those up to the end of the reasoning, including its markers.")
 
 
 class TokenUsage(AnswerModel):

@@ -342,7 +342,7 @@ _FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType({**OPENAI_FIELD_NAMES,
 
 def _check(request: CompletionRequest) -> None:
     if request.suffix is None and not all(request.prompt):
-        raise invalid_field("prompt", "a prompt is empty; only with a suffix it may be")
+        raise invalid_field("prompt", "a prompt is empty, which requires a suffix")
     if request.echo and request.logprobs is not None:
         raise invalid_field("logprobs", "logprobs of the prompt are not supported with echo")
     form_of(request)
@@ -352,7 +352,7 @@ def _check(request: CompletionRequest) -> None:
 def _params(request: CompletionRequest, *, choice: int) -> RawParams:
     n_probs = 0 if request.logprobs is None else max(1, request.logprobs)
     own = request.params or {}
-    # The default was not requested, and must not exclude what was.
+    # The default was not requested, and must not conflict with requested fields.
     given = request.n_predict if "max_tokens" not in request.model_fields_set else None
     max_tokens = given or request.max_tokens
     if request.model_fields_set.isdisjoint(("max_tokens", "n_predict")) and not own.keys().isdisjoint(_LIMITS):

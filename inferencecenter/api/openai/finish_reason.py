@@ -86,7 +86,7 @@ def merged_warnings(warnings: Iterable[str], ends: Iterable[events.End]) -> list
 
 
 def more_fields(warnings: Iterable[str], ends: Sequence[events.End]) -> dict[str, Any]:
-    """Return what this daemon adds to a response.
+    """Return this daemon's additional fields of a response.
 
     Args:
         warnings: Warnings about the request.

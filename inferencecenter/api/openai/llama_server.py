@@ -31,7 +31,7 @@ class GenerationDefaults(BaseModel, defer_build=True):
 
 
 class Modalities(BaseModel, defer_build=True):
-    """What the model takes beside text."""
+    """The model's input modalities besides text."""
 
     vision: bool = Field(description="Images.")
     audio: bool = Field(description="Audio.")
@@ -47,7 +47,7 @@ class ServerProperties(BaseModel, defer_build=True):
     chat_template: str = Field(description="Its chat template, empty if it has none.")
     bos_token: str = Field(description="Text of the token that begins a sequence.")
     eos_token: str = Field(description="Text of the token that ends a sequence.")
-    modalities: Modalities = Field(description="What it takes beside text.")
+    modalities: Modalities = Field(description="Input modalities besides text.")
     build_info: str = Field(description="The daemon and its version.")
     is_sleeping: bool = Field(description="Whether its memory is free until the next turn.")
 

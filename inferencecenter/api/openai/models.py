@@ -27,7 +27,7 @@ class Model(BaseModel, defer_build=True):
         description="Its state; a request loads a model that is `unloaded` or `asleep`."
     )
     capabilities: tuple[Literal["chat", "completion", "embedding", "rerank"], ...] = Field(
-        description="What it can be asked for."
+        description="Its capabilities."
     )
     context_length: int | None = Field(description="Tokens of prompt and answer; null before it was loaded.")
     max_model_len: int | None = Field(description="The same as `context_length`, as of vLLM.")

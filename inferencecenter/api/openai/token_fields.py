@@ -20,7 +20,7 @@ MAX_WORD_CHARS: Final = 256
 
 
 async def with_token_biases(call: Call) -> Call:
-    """Return a call whose ``logit_bias`` has tokens only: the bias of a word is that of each of its tokens.
+    """Return a call whose ``logit_bias`` has only tokens: a word's bias applies to each of its tokens.
 
     Raises:
         InferenceCenterError: ``invalid_request`` for too many words, or too long ones; see also ``tokenized``.

@@ -1,9 +1,9 @@
 """Compaction: has the model summarize a conversation, on request or when its prompt exceeds a threshold.
 
-The items stand for the conversation in a later request: the client's latest messages, as one message of the user, and
-the summary as an item of the type ``compaction``, which is given to the model as a message of the assistant. So roles
-alternate as before, which some chat templates require. The summary is text that begins with a mark: what another server
-has encrypted is not mistaken for one.
+The resulting items replace the conversation in a later request: the client's latest messages, as one user message, and
+the summary as an item of the type ``compaction``, which the model receives as an assistant message. So roles alternate,
+which some chat templates require. A summary is text with a prefix that distinguishes it from encrypted content of other
+servers.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ async def compacted_input(
 ) -> tuple[CompactedInput | None, tuple[str, ...]]:
     """Return what is answered in place of a conversation that exceeds its threshold, and warnings.
 
-    All but the latest input is summarized; outputs of functions keep the calls that they belong to.
+    All but the latest input is summarized; function outputs keep their calls.
 
     Raises:
         InferenceCenterError: The tokens cannot be counted, or the summary has failed.
@@ -181,8 +181,8 @@ async def _summarize(
 ) -> tuple[str, events.End, list[str]]:
     """Return the model's summary of a conversation, the end of its turn, and warnings.
 
-    The oldest turns of a conversation that exceeds the context are left out, with a warning. Tools stay part of the
-    prompt, whose KV is then that of the conversation, and are not called.
+    If the conversation exceeds the context its oldest turns are omitted, with a warning. Tools stay in the prompt, so
+    that the conversation's KV is reused, but are not called.
 
     Raises:
         InferenceCenterError: The turn cannot start, or has failed.

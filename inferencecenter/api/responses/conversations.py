@@ -1,10 +1,10 @@
 """OpenAI's Conversations API: a conversation is one of its client's stored sessions.
 
-An entry of the session's metadata makes it the conversation of that id, and says whether its first message is the
-instructions of a response, which are no item. A response continues the conversation in its session. With other
-instructions, another model or another truncation it opens a session with the whole conversation, which takes the place
-of the former one; so does the deletion of an item. The former session is closed unless responses can be retrieved from
-it. Since forks copy metadata, the entry also names its session.
+An entry of the session's metadata holds the conversation's id, and whether its first message is the instructions of a
+response, which are no item. A response continues the conversation in its session. With other instructions, another
+model or another truncation the whole conversation moves to a new session, as after the deletion of an item. The former
+session is closed unless responses can be retrieved from it. Since forks copy metadata, the entry also names its
+session.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ def _without(messages: tuple[ChatMessage, ...], item_id: str) -> tuple[ChatMessa
 def _place(items: tuple[dict[str, Any], ...], item_id: str) -> int:
     """Return the index of an item.
 
-    Equal items cannot be told apart: once some are deleted, the last one stands for those with higher numbers.
+    Equal items are indistinguishable: once some are deleted, the last one represents those with higher numbers.
 
     Raises:
         InferenceCenterError: ``turn_not_found``.
@@ -396,7 +396,7 @@ async def _stored(call: Call) -> None:
 
 
 async def _in_worker(call: Call, work: partial[Document]) -> Document:
-    """Run what takes time in proportion to the conversation, round-robin over clients."""
+    """Run work linear in the conversation's length, round-robin over clients."""
     return await call.context.worker.run(call.caller.client.client_id, work)
 
 

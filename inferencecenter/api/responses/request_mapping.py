@@ -145,7 +145,7 @@ def prepare_turn(  # noqa: PLR0913 - keyword-only
 
 
 def conversation_of(context: ServerContext, client: Principal, request: CreateResponse) -> tuple[ChatMessage, ...]:
-    """Return the whole conversation of a request: its instructions, what was said before, and its input.
+    """Return the whole conversation of a request: its instructions, its history and its input.
 
     Raises:
         InferenceCenterError: ``previous_response_not_found``, ``session_busy`` while it is in progress, or

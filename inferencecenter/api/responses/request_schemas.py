@@ -1,4 +1,4 @@
-"""Requests of the Responses API, the messages that their items stand for, and the table of their fields. Pure.
+"""Requests of the Responses API, the messages that their items represent, and the table of their fields. Pure.
 
 Reasoning, text and calls of an assistant are separate items here and one message in a session.
 """
@@ -136,7 +136,7 @@ class CustomToolCall(DialectModel):
 
     @property
     def arguments(self) -> str:
-        """The arguments of the function that stands for the tool."""
+        """The arguments of the function that represents the tool."""
         return arguments_of(self.input)
 
 
@@ -181,7 +181,7 @@ def text_of(content: str | Sequence[InputText | GivenOutputText]) -> str:
 
 
 def messages_of(items: Iterable[Item]) -> tuple[ChatMessage, ...]:
-    """Return the messages that items stand for, in order.
+    """Return the messages that items represent, in order.
 
     Raises:
         InferenceCenterError: ``invalid_request`` for an assistant's message with too many calls.
@@ -313,7 +313,7 @@ class GrammarFormat(DialectModel):
     syntax: Syntax = Field(description="Its syntax.")
     definition: str = Field(
         max_length=MAX_DEFINITION_CHARS,
-        description="The grammar. The model is told of it; of `regex`, what the daemon can enforce is enforced.",
+        description="The grammar, which the model is given as text; a `regex` is enforced as far as possible.",
     )
 
 
@@ -427,15 +427,13 @@ class CreateResponse(SamplerFields):
         description="The conversation that this response continues; input and output become its items.",
     )
     store: bool = Field(default=True, description="Whether the response may be stored on disk, and retrieved later.")
-    background: bool = Field(default=False, description="Respond at once, and continue in the background.")
+    background: bool = Field(default=False, description="Respond immediately, and continue in the background.")
     stream: bool = Field(default=False, description="Stream the response.")
     stream_options: StreamOptions = Field(default=StreamOptions(), description="Options of the stream.")
     max_output_tokens: int | None = Field(
         default=None, ge=1, le=2**20, description="Maximum number of generated tokens, including reasoning."
     )
-    max_tool_calls: int | None = Field(
-        default=None, ge=1, description="Limits server-side tools, of which there are none."
-    )
+    max_tool_calls: int | None = Field(default=None, ge=1, description="Limits server-side tools; there are none.")
     temperature: float | None = Field(default=None, ge=0, le=2, description="Sampling temperature.")
     top_p: float | None = Field(
         default=None,
@@ -590,7 +588,7 @@ def _is_foreign_summary(item: Any, _siblings: Mapping[str, Any]) -> bool:
 _RECORDS: Final = frozenset(
     {"web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools"}
 )
-"""Items that only record what tools of a server did."""
+"""Items that only record the execution of server-side tools."""
 
 RESPONSE_FIELDS: Final = FieldTable(
     "responses",

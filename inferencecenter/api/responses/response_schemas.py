@@ -98,7 +98,7 @@ class OutputCustomCall(ResponseObject):
 
 
 class OutputCompaction(ResponseObject):
-    """Summary of the conversation before the response, which stands for it from now on."""
+    """Summary that replaces the conversation before the response."""
 
     type: Literal["compaction"] = "compaction"
     id: str = Field(description="Its id.")

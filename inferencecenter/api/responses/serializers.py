@@ -80,7 +80,7 @@ def item_id(kind: str, turn_id: str, index: int = 0) -> str:
 
 
 MAX_NOTE_BYTES: Final = 256 * 1024
-"""Maximum size of a turn's note, which limits what is echoed of a request."""
+"""Maximum size of a turn's note, which limits the echoed part of a request."""
 
 _CUT_BY_LENGTH: Final = ("length", "context_full")
 _COMPLETE: Final = ("stop", "tool_calls")

@@ -81,7 +81,7 @@ class ResponseOutbox(SocketOutbox["EventQueue[ResponseEventBuilder | None, bytes
         self._broken: set[ResponseEventBuilder] = set()
 
     def send_frame(self, frame: bytes) -> None:
-        """Send a frame that belongs to no response, now or once the peer has caught up."""
+        """Send a frame outside of responses, now or once the peer has caught up."""
         if self._closed:
             return
         if self._keeps_up:

@@ -83,7 +83,7 @@ class Connection(SocketConnection[Outbox]):
         self._outbox.enable_v1()
 
     def accepted(self) -> None:
-        """Send the first event: who is authenticated, or that authentication is due."""
+        """Send the first event: the authenticated account, or that authentication is required."""
         if self.authenticated:
             self.send(self.auth_success())
         else:
@@ -343,7 +343,7 @@ class SocketEndpoint(ABC):
 
     @abstractmethod
     async def _admit(self, scope: Scope) -> SocketConnection[Any]:
-        """Return the connection of an upgrade, which the hub knows.
+        """Return the connection of an upgrade, registered in the hub.
 
         Raises:
             InferenceCenterError: The upgrade is refused.

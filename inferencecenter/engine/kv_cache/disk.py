@@ -30,7 +30,7 @@ _WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSequence:
-    """What a file must hold to be used."""
+    """The content that a file must have to be used."""
 
     key: str
     scope: str

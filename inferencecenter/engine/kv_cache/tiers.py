@@ -89,7 +89,7 @@ class WorkerJobs:
             job.finished(result)
 
     def drain(self, progressed: Callable[[], None]) -> None:
-        """Do what ``finish`` does, but settle each job as soon as it is done, and call ``progressed`` after each."""
+        """Like ``finish``, but settle each job as soon as it is done, and call ``progressed`` after each."""
         self._cancel_optional()
         while self._jobs:
             wait([self._jobs[0].future])

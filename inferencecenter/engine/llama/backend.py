@@ -127,12 +127,12 @@ _UNQUANTIZED_BITS: Final = 16
 
 
 def padding_slots(slots: Sequence[int], lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the slots in which a decode of one token in each of ``slots`` gets a row more; none if that costs.
+    """Return the slots whose rows pad a decode of one token in each of ``slots``; none if padding costs more.
 
-    Kernels for quantized weights compute ``_TILE_ROWS`` rows at once and the rest one by one or in another pass over
-    the weights. So rows are added up to a multiple of that, in slots beside the others, because llama.cpp computes only
-    consecutive ones together. Such a slot is no longer than the longest of ``slots``, which is the length that the
-    attention of all of them takes. ``lengths`` are those of all slots.
+    Kernels for quantized weights compute ``_TILE_ROWS`` rows at once and the remainder one by one or in another pass
+    over the weights. So decodes are padded to a multiple of that. Padding slots are adjacent, because llama.cpp
+    computes only consecutive ones together, and not longer than the longest of ``slots``, whose length determines the
+    cost of attention. ``lengths`` are those of all slots.
     """
     missing = -len(slots) % _TILE_ROWS
     if len(slots) < _TILE_ROWS or slots[-1] - slots[0] >= len(slots):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from inferencecenter.ipc.engine_options import EngineOptions
 
-# Of a server's devices the engine is told these names alone, and finds the server by them.
+# The engine receives only these names of a server's devices, and finds the server by them.
 _RPC_NAME: Final = re.compile(r"RPC\d+\[(?P<server>\S+)\]")
 _CONNECT_TIMEOUT_S: Final = 5.0
 
@@ -80,9 +80,9 @@ def load_backends() -> bool:
 
 
 def offloads() -> bool:
-    """Return whether there is a GPU that takes layers, here or on a server that was connected to.
+    """Return whether there is a GPU for layers, here or on a connected server.
 
-    ``llama_supports_gpu_offload`` alone is also true where llama.cpp was built with RPC and knows no server.
+    ``llama_supports_gpu_offload`` alone is also true for a build with RPC without a server.
     """
     return bool(lib.llama_supports_gpu_offload()) and any(_device_by_type(each) for each in _GPU_TYPES)
 
@@ -93,9 +93,9 @@ def devices() -> list[tuple[int, GgmlDevice]]:
 
 
 def server_devices(server: str) -> list[tuple[int, GgmlDevice]]:
-    """Return the same of the devices of an RPC server (``host:port``); none where it is gone, or the build lacks RPC.
+    """Return the devices of an RPC server (``host:port``) likewise; none if it is unreachable, or the build lacks RPC.
 
-    llama.cpp ends this process if what listens is no RPC server, or one of another version.
+    llama.cpp exits the process if the peer is not an RPC server, or has another version.
     """
     host, _, port = server.rpartition(":")
     if not (rpc := _backend_by_name(b"RPC")):
@@ -114,7 +114,7 @@ def server_devices(server: str) -> list[tuple[int, GgmlDevice]]:
 
 @cache
 def _server_backend(rpc: int, server: str) -> int | None:
-    """Connect llama.cpp to an RPC server, and add its devices to those that it has."""
+    """Connect llama.cpp to an RPC server and register its devices."""
     add_server = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_char_p)(_function(rpc, b"ggml_backend_rpc_add_server"))
     backend: int | None = add_server(server.encode())
     _register(backend)
@@ -122,7 +122,7 @@ def _server_backend(rpc: int, server: str) -> int | None:
 
 
 def _described(pointer: int | None) -> tuple[int, GgmlDevice]:
-    assert pointer is not None, "there are as many devices as are counted"
+    assert pointer is not None, "the device count matches the number of devices"
     properties = _Properties()
     _get_properties(pointer, ctypes.byref(properties))
     return pointer, GgmlDevice(
@@ -154,7 +154,7 @@ def pointers(wanted: tuple[str, ...]) -> list[int]:
         raise InferenceCenterError(
             ErrorCode.INVALID_CONFIG,
             f"llama.cpp does not find the GPU {missing[0]}; it finds: {there}.",
-            hint="The driver may not suit the build: `inferencecenter doctor` looks at both.",
+            hint="The driver may not match the build: `inferencecenter doctor` checks both.",
             field="devices",
         )
     return [known[name] for name in wanted]

@@ -80,7 +80,7 @@ class LlamaDraftModel:
         return [drafts[request.slot] for request in requests]
 
     def _unread(self, requests: Sequence[DraftRequest]) -> Iterator[Chunk]:
-        """Yield what the slots lack of the turns' tokens, after removing other tokens; sampled where that is all."""
+        """Yield the chunks that the slots still need, after truncating them; the last chunk of a turn is sampled."""
         left = _MOST_READ_TOKENS
         for request in requests:
             slot, tokens = request.slot, request.tokens

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from inferencecenter.ipc.messages import BufferUse
 
 MAX_TEXTS: Final = 256
-"""Texts in a batch, the sequences that llama.cpp can tell apart."""
+"""Maximum texts per batch, which is llama.cpp's maximum number of sequences."""
 _CLASSIFIERS: Final = frozenset({"cls.weight", "cls.output.weight"})
 _PLACEHOLDERS: Final = re.compile(r"(\{query\}|\{document\})")
 _POOLED: Final = tuple(
@@ -39,9 +39,9 @@ _POOLED: Final = tuple(
 class LlamaEmbedder:
     """Implements ``engine.backend.Embedder``.
 
-    The pooling is the file's. A text is computed in one piece, because attention may go both ways and means are taken
-    over all of it: so the context has room for the longest text at once, and all texts of a batch share its cells.
-    Nothing stays in the KV between batches.
+    The file determines the pooling. A text is computed in one piece, because attention may be bidirectional and means
+    cover the whole text: so the context has room for the longest text, and all texts of a batch share its cells. KV is
+    not kept between batches.
     """
 
     max_texts = MAX_TEXTS

@@ -30,13 +30,13 @@ def _ignore(_level: str, _line: str) -> None:
 
 
 def load_library(*, on_log: Callable[[str, str], None] = _ignore) -> None:
-    """Check that libraries and bindings are of one version, and load both.
+    """Check that libraries and bindings have the same version, and load both.
 
-    Libraries that do not say their version are only known not to match where they lack a function. ``on_log`` receives
-    a level and a line of llama.cpp's log: in a portable build, which kernels were chosen for this processor.
+    Libraries that do not report a version mismatch only if they lack a function. ``on_log`` receives a level and a line
+    of llama.cpp's log: in a portable build, the kernels selected for this CPU.
 
     Raises:
-        InferenceCenterError: ``invalid_config`` where they do not match, or cannot be loaded.
+        InferenceCenterError: ``invalid_config`` if they do not match or cannot be loaded.
     """
     place = library_dir()
     bindings = version(_BINDINGS)
@@ -56,7 +56,7 @@ def load_library(*, on_log: Callable[[str, str], None] = _ignore) -> None:
     finally:
         log.close()
     if not found:
-        raise _refused("have none for this processor", place, bindings)
+        raise _refused("have no kernels for this CPU", place, bindings)
 
 
 def _version_of(place: Path) -> str | None:

@@ -1,6 +1,6 @@
 """llama.cpp's log, line by line.
 
-llama.cpp writes it to stderr by itself; importing this module ends that at once.
+llama.cpp writes it to stderr by default; importing this module stops that.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class BufferSizes:
         self.begin_model()
 
     def begin_model(self) -> None:
-        """Add what is read from now on, of a further model, to the sizes so far."""
+        """Add the sizes of a further model to those read so far."""
         self._models.append(defaultdict(lambda: defaultdict(int)))
 
     def read(self, line: str) -> None:

@@ -87,14 +87,14 @@ class Vocabulary:
     def max_token_bytes(self) -> int:
         """Return an upper bound of a token's text in bytes; 0 where unknown text of any length may be one token.
 
-        The file's own texts are never shorter than what they spell: a byte is a character of them, or ``<0x0A>``.
+        The file's texts are never shorter than the bytes they spell: each byte is a character, or ``<0x0A>``.
         """
         if lib.llama_vocab_type(self._handle) not in (lib.LLAMA_VOCAB_TYPE_SPM, lib.LLAMA_VOCAB_TYPE_BPE):
             return 0
         return max(len(lib.llama_vocab_get_text(self._handle, token)) for token in range(self.n_tokens))
 
     def tokenize(self, pieces: Sequence[PromptSegment], *, first: bool, after: Sequence[int] = ()) -> list[int]:
-        """Return the token ids of ``pieces``, BOS included where the model wants one and ``first`` is set.
+        """Return the token ids of ``pieces``, including BOS if the model uses one and ``first`` is set.
 
         Template text that spells BOS itself does not get a second one. ``after`` are the tokens of the text's pieces
         before these.
@@ -116,7 +116,7 @@ class Vocabulary:
         return tokens[len(after) :]
 
     def sequence(self, text: str) -> list[int]:
-        """Return the token ids of a whole text, with those that the vocabulary puts at its beginning and its end.
+        """Return the token ids of a complete text, with the vocabulary's tokens for its beginning and end.
 
         Raises:
             InferenceCenterError: See ``tokenize``.

@@ -123,7 +123,7 @@ class _Tokens(TokenizerWrapper):
         self._tokenize = tokenize
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of a text; called only where a part of a grammar requests it with an option of its own."""
+        """Return the tokens of a text; called only for parts of a grammar that request it by an option."""
         return self._tokenize(text.decode(errors="replace") if isinstance(text, bytes) else text)
 
 

@@ -55,9 +55,9 @@ class SwapSlots:
 class ParkSlot:
     """Save a slot's ``n_tokens`` (``tokens``) under ``key`` of ``scope``; the slot keeps its content.
 
-    A failure is no error: what was not parked is prefilled again. Without ``durable`` it must not be written to disk. A
-    ``redundant`` entry is a copy of what stays in the slot: it evicts nothing and is evicted first. ``turn_id`` is the
-    turn that loses the slot, if it was running.
+    A failure is no error: tokens that were not parked are prefilled again. Without ``durable`` it must not be written
+    to disk. A ``redundant`` entry is a copy of a slot's content: it evicts nothing and is evicted first. ``turn_id`` is
+    the turn that loses the slot, if it was running.
     """
 
     slot: int

@@ -1,10 +1,10 @@
-"""Speculative decoding: drafts are what followed the last tokens before (prompt lookup), or what a small model says.
+"""Speculative decoding: drafts come from earlier occurrences of the last tokens (prompt lookup) or a small model.
 
 Drafts are decoded together with the turn's last token. The turn's own sampler samples a token at the position of each;
 everything after the first mismatch is truncated again. So the answer is the same as without drafts; only the number of
 tokens per step differs (Saxena, Prompt Lookup Decoding, 2023).
 
-Nothing here reads a clock. What drafts cost is learned from the times of steps (``DecodeCosts``).
+Nothing here reads a clock. The cost of drafts is learned from the durations of steps (``DecodeCosts``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PRIOR_TRIES: Final = 2.0
 _OLD: Final = 0.8
 # A draft model is about as good in all of a text, so that more of it counts.
 _OLD_OF_MODEL: Final = 0.9
-# What makes a single draft just worth its cost.
+# The acceptance at which a single draft is just worth its cost.
 _PROBE: Final = 1.02
 _FIRST_PAUSE_TOKENS: Final = 16
 # Weight of the newest step in measured costs, their bounds, and how much of an excess a step without drafts forgets.
@@ -166,7 +166,7 @@ class _Record:
     def chance(self, n_tokens: int, cost: float) -> float:
         """Return the likelihood for a sequence of ``n_tokens`` if a draft of ``cost`` is worth it, else 0.
 
-        From ``resumes_at`` tokens on it is one that makes a single draft just worth its cost.
+        From ``resumes_at`` tokens on it is the likelihood at which a single draft is just worth its cost.
         """
         if self.likelihood > cost:
             return self.likelihood
@@ -190,7 +190,7 @@ class _Record:
 
 
 class ModelOdds:
-    """Recent acceptance of a draft model's tokens in all turns: what a new turn may expect of it."""
+    """Recent acceptance of a draft model's tokens in all turns, the initial estimate for a new turn."""
 
     def __init__(self) -> None:
         self._record = _Record(_MODEL_LIKELIHOOD, _OLD_OF_MODEL)
@@ -236,7 +236,7 @@ class Drafter:
     def look(self, tokens: Sequence[int], *, n_turns: int) -> float:
         """Return the probability that the first draft for the current tokens is accepted; 0 for no draft.
 
-        ``by_model`` then tells whether the draft model is to make it: where it is likelier by more than it costs.
+        ``by_model`` tells whether the draft model should make it, which it should if the gain exceeds the cost.
         ``n_turns`` decode in the step.
         """
         self._drafted = 0
@@ -270,7 +270,7 @@ class Drafter:
             assert self._odds is not None
             self._of_model.add(drafted=self._drafted, accepted=accepted, n_tokens=n_tokens)
             if accepted and self._of_model.likelihood <= self._model_cost:
-                # Too seldom all the same: unlike a draft from the text, a probe may cost most of what it brings.
+                # Still rare: unlike a draft from the text, a probe may cost most of its gain.
                 self._of_model.pause(n_tokens)
             self._odds.add(drafted=self._drafted, accepted=accepted)
         else:
@@ -296,8 +296,8 @@ def allot(
 
     All drafting turns draft the same number: llama.cpp computes rows of different lengths, and slots that are not
     consecutive, separately. A step yields a token per turn plus the accepted drafts; it costs the rows of each
-    computation, and a decode of the draft model for each of its drafts, which all its turns share. If that is more than
-    it brings, only the turns draft that need no model.
+    computation, and a decode of the draft model for each of its drafts, which all its turns share. If that exceeds the
+    gain, only turns that need no model draft.
 
     Args:
         chances: Probability that a turn's draft is accepted if those before it are, by slot; 0 for none.

@@ -305,7 +305,7 @@ def _distance(index: int, busy: Sequence[int]) -> int:
 
 
 class SlotUse(IntEnum):
-    """What a slot is used for."""
+    """The use of a slot."""
 
     IDLE = 0
     PREFILL = 1

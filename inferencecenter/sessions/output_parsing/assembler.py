@@ -132,7 +132,7 @@ class ResponseAssembler:
         return self._emit(parts, delta.logprobs)
 
     def finish(self) -> OutputDelta:
-        """Return what is left to send at the end of the answer."""
+        """Return the remaining parts at the end of the answer."""
         parts = self._parser.finish() if self._parser is not None else ()
         if not parts and not self._pending and self._logprobs:
             parts = (TextDelta(""),)
@@ -196,9 +196,9 @@ def assembler_for(
 
 
 def remaining_parts(emitted: Parts, read: Parts) -> tuple[Part, ...]:
-    """Return what follows ``emitted`` in ``read``, which has it as a prefix, however both are chunked.
+    """Return the remainder of ``read`` after the prefix ``emitted``, however both are chunked.
 
-    Otherwise nothing is returned: what was sent cannot be revised.
+    If it is no prefix nothing is returned: sent parts cannot be revised.
     """
     left, rest = joined(emitted), joined(read)
     while left and rest:

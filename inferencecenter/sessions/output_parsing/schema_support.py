@@ -1,14 +1,12 @@
-"""What of a JSON Schema a grammar can enforce. Pure.
+"""The part of a JSON Schema that a grammar can enforce. Pure.
 
 llguidance refuses a schema with a keyword that it does not implement, however useful the rest is. The schema of a tool
 that is not strict, or of such a form, keeps the rest: ``enforceable`` returns the schema without these keywords, for
-the grammar, and names them for the warnings of the turn. The model reads the whole schema in its prompt. What is
-removed only widens what the grammar accepts. Invariant: llguidance compiles ``enforceable`` schemas, but for
-errors of the schema itself.
-
-A client chooses the schema, and this runs on the event loop: the work is linear in the schema's size, and what would
-not be (comparing the options of ``oneOf``, compiling patterns) has a budget. Beyond it options count as overlapping,
-and patterns as valid.
+the grammar, and names them for the warnings of the turn. The model reads the whole schema in its prompt. Removing a
+keyword only widens what the grammar accepts. Invariant: llguidance compiles ``enforceable`` schemas, except for errors
+of the schema itself. Clients choose schemas, and this runs on the event loop: the work is linear in the schema's size,
+and superlinear parts (comparing the options of ``oneOf``, compiling patterns) have a budget. Beyond it options count as
+overlapping, and patterns as valid.
 """
 
 from __future__ import annotations
@@ -105,8 +103,7 @@ class Unenforced(NamedTuple):
 def enforceable(schema: Any, *, strict: bool) -> tuple[Any, list[Unenforced]]:
     """Return a schema without the keywords that a grammar cannot enforce, and these keywords.
 
-    Unless ``strict``, any of the schemas in ``oneOf`` will do, as llguidance cannot tell in all cases that only one
-    matches.
+    Unless ``strict``, ``oneOf`` accepts any of its schemas, as llguidance cannot always verify that only one matches.
     """
     found: list[Unenforced] = []
     return _enforceable(schema, (), found, _Budget(), coerce=not strict), found
@@ -201,7 +198,7 @@ def _is_regular(pattern: str, path: tuple[str, ...], found: list[Unenforced], bu
 
 
 def _compiles(pattern: str, budget: _Budget) -> bool:
-    """Return whether Rust's regular expressions take a pattern, as far as can be told without them.
+    """Return whether Rust's regular expressions accept a pattern, as far as Python can determine.
 
     A pattern with flags is not compiled here: ignoring case takes time for each character of a range.
     """
@@ -217,7 +214,7 @@ def _compiles(pattern: str, budget: _Budget) -> bool:
 
 
 def _are_disjoint(one: Any, other: Any, budget: _Budget) -> bool:
-    """Return whether no value matches both schemas, as far as types, constants and required properties tell."""
+    """Return whether no value matches both schemas, judged by types, constants and required properties."""
     if not budget.compare() or not isinstance(one, dict) or not isinstance(other, dict):
         return False
     values, others = _values(one), _values(other)

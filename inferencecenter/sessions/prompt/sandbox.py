@@ -119,7 +119,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _spend(self, operations: int) -> None:
         self._operations_left -= operations
         if self._operations_left < 0:
-            raise TemplateLimitError("the chat template takes more operations than it may")
+            raise TemplateLimitError("the chat template exceeds its limit of operations")
 
 
 def _is_huge(operator: str, left: Any, right: Any) -> bool:
