@@ -4,8 +4,8 @@
 #   docker build -t inferencecenter .                                  for processors
 #   docker build -t inferencecenter:cuda --build-arg BACKEND=cuda .    for NVIDIA GPUs
 #
-# CUDA_ARCHITECTURES are compute capabilities without the point, as CMake takes them: 61 is a GTX 1060. CUDA 13 no longer
-# knows GPUs before 75 (Turing), so the images below stay at CUDA 12.
+# CUDA_ARCHITECTURES are compute capabilities without the point, as CMake takes them: 61 is a GTX 1060. CUDA 13 does not
+# support GPUs before 75 (Turing), so the images below stay at CUDA 12.
 
 ARG BACKEND=cpu
 ARG CUDA_VERSION=12.8.1
@@ -55,6 +55,6 @@ VOLUME /var/lib/inferencecenter
 EXPOSE 3000
 # Plain `docker stop` kills after 10 s. Running turns get 5 s of them; `docker run --stop-timeout 60` leaves room for all.
 STOPSIGNAL SIGTERM
-# It asks where the settings say that the daemon listens: port, base path and TLS.
+# It takes the address from the settings: port, base path and TLS.
 HEALTHCHECK --interval=30s --timeout=10s --start-period=60s CMD ["inferencecenter", "healthcheck"]
 CMD ["inferencecenter", "serve"]

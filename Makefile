@@ -1,5 +1,5 @@
-# `make` lists the targets. Everything is installed into VENV. llama.cpp is compiled once for a user and kept in
-# ~/.cache/inferencecenter: docs/building.md has the variables.
+# `make` lists the targets. Everything is installed into VENV. llama.cpp is compiled once per user and cached in
+# ~/.cache/inferencecenter; docs/building.md documents the variables.
 
 VENV ?= .venv
 PYTHON ?= python3
@@ -16,10 +16,10 @@ export CUDA VULKAN PORTABLE LLAMA LLAMA_WHEELS
 ifdef LLAMA
 export LLAMA_CPP_LIB_PATH := $(abspath $(LLAMA))
 endif
-# What llama.cpp is: as the variables say, else as it is installed.
+# The build of llama.cpp: by the variables, else as installed.
 LIBRARIES := $(if $(LLAMA),,$(if $(CUDA)$(VULKAN)$(LLAMA_WHEELS)$(CMAKE_ARGS),libraries,$(VENV)/.llama))
 
-# Where the service goes. DESTDIR is put before all of it, for packages.
+# Locations of the service. DESTDIR is prepended to all of them, for packages.
 DESTDIR ?=
 prefix ?= /opt/inferencecenter
 sysconfdir ?= /etc
@@ -41,18 +41,18 @@ help: ## List the targets
 run: $(VENV)/.installed $(LIBRARIES) ## Install and start the daemon: MODEL=file.gguf PORT=3000 CONFIG=file.toml CUDA=1 VULKAN=1
 	@exec $(BIN)/inferencecenter serve $(if $(CONFIG),--config '$(CONFIG)') $(if $(MODEL),--model '$(MODEL)') $(if $(PORT),--port '$(PORT)')
 
-test: $(VENV)/.installed-dev $(LIBRARIES) ## Run the tests that take a few minutes together
+test: $(VENV)/.installed-dev $(LIBRARIES) ## Run the fast tests, a few minutes
 	$(BIN)/pytest
 
 test-slow: $(VENV)/.installed-dev $(LIBRARIES) ## Run the slow tests
 	$(BIN)/pytest -m slow
 
-test-clients: $(VENV)/.installed-dev $(LIBRARIES) ## Run the slow tests of clients, which installs them
+test-clients: $(VENV)/.installed-dev $(LIBRARIES) ## Install third-party clients and run their slow tests
 	$(BIN)/pytest -m slow tests/clients
 
-test-all: test test-slow ## Run every test, the slow ones too
+test-all: test test-slow ## Run all tests
 
-lint: $(VENV)/.installed-dev site ## Check style, types (of the web page too), imports, the site, and that what is generated is current
+lint: $(VENV)/.installed-dev site ## Check style, types (also of the web page), imports, the site and generated files
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -63,7 +63,7 @@ lint: $(VENV)/.installed-dev site ## Check style, types (of the web page too), i
 	tools/check-forge $(VENV)
 	tools/check-prose $(VENV)
 
-wheels: $(VENV)/.installed ## Build what `make install` installs, into build/wheels; PORTABLE=1 for other processors too
+wheels: $(VENV)/.installed ## Build the wheels for `make install` in build/wheels; PORTABLE=1 for any CPU
 	@tools/wheels '$(VENV)' '$(WHEELS)'
 
 $(WHEELS):
@@ -75,16 +75,16 @@ install: $(WHEELS) ## Install the service, as root: prefix=/opt/inferencecenter 
 install-files:
 	@$(INSTALLED_BY) install-files
 
-uninstall: ## Remove the service, as root; configuration, sessions and the user stay
+uninstall: ## Remove the service, as root; keeps configuration, sessions and user
 	@$(INSTALLED_BY) uninstall
 
-docs: $(VENV)/.installed-dev ## Write the generated documentation and the annotated default configuration
+docs: $(VENV)/.installed-dev ## Generate documentation and the annotated default configuration
 	$(BIN)/python -m tools.reference
 
-site: $(VENV)/.installed-dev ## Build the documentation as a site, into build/site
+site: $(VENV)/.installed-dev ## Build the documentation site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
-clean: ## Remove the virtual environment, caches and what was built
+clean: ## Remove the virtual environment, caches and builds
 	rm -rf '$(VENV)' build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
