@@ -227,7 +227,7 @@ async def test_fields_are_counted_by_dialect(server: Running) -> None:
 async def test_strict_dialects_refuse_fields_without_effect(
     serve: Callable[..., AbstractAsyncContextManager[Running]], body: dict[str, Any], field: str
 ) -> None:
-    """``server.strict_dialects`` is for those who test clients."""
+    """``server.strict_dialects`` serves to test clients."""
     async with serve(strict_dialects=True) as server:
         answer = await post(server, CHAT, {**HI, **body})
     assert (answer.status, answer.error["param"]) == (400, field)
@@ -240,7 +240,7 @@ async def test_own_protocol_stays_strict(server: Running) -> None:
 
 
 async def test_refused_field_names_its_reason(ada: AsyncOpenAI) -> None:
-    """What the caller relies on is refused."""
+    """Fields whose effect the caller relies on are refused."""
     with pytest.raises(openai.BadRequestError, match="there is no beam search") as caught:
         await ada.completions.create(model="stub", prompt="x", extra_body={"use_beam_search": True})
     assert caught.value.param == "use_beam_search"

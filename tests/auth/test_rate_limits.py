@@ -101,7 +101,7 @@ def test_bucket_holds_at_most_a_minute() -> None:
 
 
 def test_stopped_clock_refills_nothing() -> None:
-    """Nor does one that goes back."""
+    """Nor does a clock that goes backwards."""
     bucket = TokenBucket()
     bucket.take(60, 60, now_ms=5_000)
     assert bucket.left(60, now_ms=5_000) == 0

@@ -53,7 +53,7 @@ async def test_turn_has_the_requested_tokens(daemon: Daemon, protocol: SpecTrans
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 async def test_turns_of_a_conversation_reuse_its_context(daemon: Daemon, protocol: SpecTransform) -> None:
-    """The later prompt holds the turns before, which are not read again; other conversations know nothing of it."""
+    """A later prompt includes the earlier turns, whose KV is reused; other conversations are separate."""
     async with make_target(protocol(spec(daemon))).session() as session:
         first = await session.turn(Work(prompt_tokens=100, max_tokens=8, seed=1, history_id="h"))
         later = await session.turn(Work(prompt_tokens=20, max_tokens=8, seed=2, history_id="h"))
@@ -79,7 +79,7 @@ async def test_answers_follow_a_schema(daemon: Daemon, protocol: SpecTransform) 
 
 @pytest.mark.parametrize("protocol", DIALECTS)
 async def test_refused_turn_is_reported(daemon: Daemon, protocol: SpecTransform) -> None:
-    """What the daemon says against a turn is its error."""
+    """The daemon's error is the error of the turn."""
     async with make_target(protocol(spec(daemon))).session() as session:
         trace = await session.turn(Work(prompt_tokens=2000, max_tokens=2, seed=1))
         aborted = await session.turn_then_abort(Work(prompt_tokens=60, max_tokens=2, seed=1), after_tokens=1)
@@ -91,7 +91,7 @@ async def test_refused_turn_is_reported(daemon: Daemon, protocol: SpecTransform)
 
 @pytest.mark.parametrize("protocol", DIALECTS)
 async def test_facts(daemon: Daemon, protocol: SpecTransform) -> None:
-    """The API tells nothing but that it is there."""
+    """The API reports only its existence."""
     facts = await make_target(protocol(spec(daemon))).facts()
 
     assert (facts.kind, facts.slots) == (protocol(spec(daemon)).kind, None)

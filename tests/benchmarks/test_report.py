@@ -97,7 +97,7 @@ def test_row_of_two_gpus_and_unknown_figures() -> None:
 
 
 def test_row_without_gpu() -> None:
-    """There is nothing of it in use."""
+    """GPU memory in use is empty."""
     assert row(planned())[1:7] == ["none", "0", "demo", "0 of 29", "0", "0"]
 
 

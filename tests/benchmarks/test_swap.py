@@ -72,7 +72,7 @@ def test_two_model_daemon_has_the_file_twice() -> None:
 
 @pytest.mark.slow
 async def test_scenario_runs() -> None:
-    """To the other model and back, each loaded anew."""
+    """It swaps to the other model and back, loading each."""
     given = Options(backend="echo", clients=(2,), count=2, prompt_tokens=(20,), max_tokens=400)
     options = resolve("swap", given, defaults=swap.SCENARIO.defaults, takes=swap.SCENARIO.takes)
     progress = RecordingProgress()

@@ -84,7 +84,7 @@ CONNECTION = ("websockets", "http.client")
     ],
 )
 def test_command_imports_only_its_dependencies(command: str, unneeded: tuple[str, ...]) -> None:
-    """The list of commands needs no command, and a light command nothing of the daemon."""
+    """Listing commands imports none of them, and client commands import nothing of the daemon."""
     code = f"""
 import sys
 from inferencecenter.cli.app import app
@@ -123,7 +123,7 @@ def test_daemon_starts_without_garbage_collection(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_listening_daemon_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it was started with is left out from then on."""
+    """Objects of the start are excluded from later collections."""
     frozen = asyncio.Event()
 
     class Listening(Listener):

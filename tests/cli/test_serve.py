@@ -123,7 +123,7 @@ def test_redirected_output_has_no_token(
 def test_without_the_page_no_link_is_shown(
     cli: Cli, stub_daemon: list[Settings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is nothing to open."""
+    """With ``server.web`` off no link is printed."""
     monkeypatch.setenv("INFERENCECENTER_SERVER__WEB", "false")
     assert "Web " not in cli.run("serve").out
     assert stub_daemon[0].server.web is False

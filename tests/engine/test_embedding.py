@@ -313,7 +313,7 @@ def test_aborted_request_ends_at_once_and_costs_one_batch() -> None:
 
 
 def test_suspending_drops_requests_without_events() -> None:
-    """The next engine gets them again, so a suspended one says nothing of them."""
+    """The next engine receives them, so the suspended one sends no event for them."""
     engine = EmbeddingEngine()
     engine.hold()
     engine.send(embed("one", "text"), Suspend())

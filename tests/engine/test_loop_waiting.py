@@ -228,7 +228,7 @@ def test_turn_that_arrives_during_a_decode_is_read_right_after_it(monkeypatch: p
 
 
 def test_long_tokenization_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop waits a moment for it, once, and goes on."""
+    """The loop waits for it briefly, once, and continues."""
     monkeypatch.setattr("inferencecenter.engine.loop._TOKENIZATION_S", 0.01)
     engine = Engine(slots=2)
     engine.backend.tokenizing["slow"] = threading.Event()

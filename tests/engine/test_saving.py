@@ -126,7 +126,7 @@ def test_unstored_sessions_are_not_checkpointed(watched: Callable[..., Watched])
 
 
 def test_no_checkpoint_without_offload(watched: Callable[..., Watched]) -> None:
-    """There is no store for it."""
+    """There is no store to save to."""
     engine = watched(ram_bytes=0)
     ask(engine, "s")
     assert 0.01 not in engine.rests()
@@ -145,7 +145,7 @@ def test_full_store_evicts_nothing_for_a_checkpoint(watched: Callable[..., Watch
 
 
 def test_no_checkpoint_under_memory_pressure(watched: Callable[..., Watched]) -> None:
-    """Checkpoints are evicted too, and made again when there is memory."""
+    """Checkpoints are evicted too, and created again when memory is available."""
     engine = watched()
     ask(engine, "s")
     engine.front.read_until(lambda: gauges(engine).parked_sessions == 1)

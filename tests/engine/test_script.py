@@ -148,7 +148,7 @@ def test_calls_alone_fit_a_required_call(tmp_path: Path) -> None:
 
 
 def test_request_without_thinking_gets_no_reasoning(tmp_path: Path) -> None:
-    """As a model leaves it out whose template closes it in the prompt."""
+    """As with a model whose template closes the reasoning in the prompt."""
     scripted = Scripted(tmp_path, {"reply": {"reasoning": "Think.", "text": "Yes."}})
     assert scripted.parts(USER, thinking=False) == [TextDelta("Yes.")]
 

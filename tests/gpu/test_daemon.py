@@ -70,7 +70,7 @@ def drafting(daemon: Daemon) -> Daemon:
 
 
 async def test_all_layers_are_on_one_gpu(daemon: Daemon) -> None:
-    """The plan says so, and the memory in use is known."""
+    """The plan places them there, and the memory in use is known."""
     async with connect_client(daemon) as client, asyncio.timeout(REPLY_TIMEOUT_S):
         plan = await plan_of(client)
         while plan["devices"][0]["used_bytes"] is None:

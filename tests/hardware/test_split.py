@@ -287,7 +287,7 @@ def test_set_values_win(shape_of: ShapeOf, constraints: dict[str, Any], expected
 
 
 def test_set_values_that_do_not_fit_are_kept(shape_of: ShapeOf) -> None:
-    """The report says what is available and what is needed."""
+    """The report gives available and required memory."""
     made = plan(shape_of("llama3.1-8b"), gpus(3), HOST, PlacementConstraints(n_gpu_layers=33, slots=8, n_ctx=4096))
     assert not made.fits
     assert (made.n_gpu_layers, made.setup.slots, made.setup.n_ctx) == (33, 8, 4096)
@@ -383,7 +383,7 @@ def test_expert_offload_patterns(shape_of: ShapeOf, wish: str, experts: int) -> 
 
 
 def test_unknown_architecture_is_planned(shape_of: ShapeOf) -> None:
-    """The plan says so."""
+    """The plan contains a warning."""
     model = replace(shape_of("llama3.2-1b"), known=False, architecture="novel")
     made = plan(model, gpus(3), HOST, PlacementConstraints())
     assert made.fits

@@ -146,7 +146,7 @@ def test_missing_and_extra_parts_are_detected(models: Path) -> None:
     ids=range(9),
 )
 def test_invalid_manifest_is_ignored(models: Path, content: bytes) -> None:
-    """The model is listed all the same."""
+    """The model is listed nevertheless."""
     (models / "pulled.json").write_bytes(content)
     assert find_model(models, "pulled").manifest is None
 

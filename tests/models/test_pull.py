@@ -228,7 +228,7 @@ def test_wrong_checksum_leaves_no_file(pulls: Puller) -> None:
 
 
 def test_corrupted_partial_file_fails_the_checksum(pulls: Puller) -> None:
-    """The next pull starts anew."""
+    """The next pull starts over."""
     pulls.hub.cuts = [100_000, 0, 0, 0, 0]
     pulls.refused()
     (part,) = (pulls.directory / INCOMING).iterdir()

@@ -343,7 +343,7 @@ def test_draft_model_is_a_model_or_a_file(folder: Path, tmp_path: Path) -> None:
 
 
 def test_unknown_draft_model_is_refused(folder: Path) -> None:
-    """The error names the model, what it wanted, and what there is."""
+    """The error names the model, its requested draft model, and the available ones."""
     refusal = _refused(folder, models={"big": {"path": "/big.gguf", "draft": "tiny"}})
     assert "big" in refusal.message
     assert "'tiny'" in refusal.message

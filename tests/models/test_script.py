@@ -84,7 +84,7 @@ def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_file_is_refused_with_field_and_value(tmp_path: Path, content: str | bytes, message: str) -> None:
-    """The message names what is wrong, with its value."""
+    """The message names the invalid field and its value."""
     found = problem(tmp_path / "rules.toml", content)
     assert found.startswith(message)
     assert len(found) < 2000
@@ -134,7 +134,7 @@ def test_no_rule_for_a_conversation_is_an_error_that_shows_it() -> None:
 
 
 def test_slow_pattern_does_not_match() -> None:
-    """A regular expression that backtracks without end is given up."""
+    """A regular expression that backtracks excessively times out."""
     found = script({"when": {"user_regex": "(a|a)+$"}, "reply": {"text": "slow"}}, {"reply": {"text": "other"}})
     assert answer(found, user="a" * 60 + "b") == "other"
 

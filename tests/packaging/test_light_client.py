@@ -106,7 +106,7 @@ def test_client_examples_run(bin_dir: Path, daemon: Daemon, example: str) -> Non
     ids=" ".join,
 )
 def test_client_commands_work(bin_dir: Path, daemon: Daemon, command: tuple[str, ...]) -> None:
-    """Commands for a running daemon or its files need nothing of the server."""
+    """Commands for a running daemon or its files import nothing of the server."""
     done = run(bin_dir, "inferencecenter", *command, daemon=daemon)
     assert done.returncode == 0, done.stderr
 

@@ -461,7 +461,7 @@ def test_index_without_the_libraries_is_logged_before_a_build(
 
 
 def test_unreachable_index_is_queried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line says so, in the words of pip's warning."""
+    """The printed line contains pip's warning."""
     pip, progress = installation._pip, Silent()
     calls = []
 

@@ -25,7 +25,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RpcServer]:
 
 
 def test_devices_are_named_by_their_server(server: RpcServer) -> None:
-    """By these names they are wanted; each has the server's memory."""
+    """Settings select them by these names; each reports the server's memory."""
     names = [f"RPC{number}[{server.address}]" for number in range(2)]
     found = find_devices(rpc_servers=[server.address])
     assert [device.id for device in found] == names
@@ -40,14 +40,14 @@ def test_unreachable_server_has_no_devices(server: RpcServer) -> None:
 
 
 def test_server_of_another_program_has_no_devices(server: RpcServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It serves one client until that leaves; who asks meanwhile does not wait for long."""
+    """It serves one client at a time; a probe meanwhile ends after a short timeout."""
     monkeypatch.setattr(ggml, "_SERVER_TIMEOUT_S", 3.0)
     with server.connected():
         assert find_devices(rpc_servers=[server.address]) == ()
 
 
 def test_other_servers_have_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What listens may speak anything: llama.cpp ends the process that asks, which is not this one."""
+    """llama.cpp exits the probing process, not this one."""
     use_libraries(monkeypatch)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.listen(1)

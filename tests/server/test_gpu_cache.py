@@ -79,7 +79,7 @@ async def test_blocked_driver_returns_no_gpu() -> None:
 
 
 async def test_failed_reading_is_retried() -> None:
-    """It is logged, and there is no GPU meanwhile."""
+    """The failure is logged, and no GPU is reported meanwhile."""
     driver = FakeDriver()
     faults = [None, RuntimeError("planned")]
 

@@ -187,7 +187,7 @@ def test_missing_file_is_named(files: CertificateFiles, name: str) -> None:
 
 
 def test_mismatched_key_is_refused(files: CertificateFiles) -> None:
-    """The message says so."""
+    """The message states the mismatch."""
     certificate = files.certfile.read_bytes()
     files.issue()
     files.certfile.write_bytes(certificate)

@@ -184,7 +184,7 @@ async def test_incomplete_upgrade_is_refused(server: Running, headers: bytes) ->
 
 @pytest.mark.parametrize("path", ["/nowhere", "/healthz", "/v1/nothing", "/ws/"])
 async def test_upgrade_at_another_path_gets_404(server: Running, path: str) -> None:
-    """The body says where to connect."""
+    """The body names the path of the WebSocket."""
     with pytest.raises(InvalidStatus) as caught:
         await server.connect(path)
     response = caught.value.response

@@ -49,7 +49,7 @@ def sampling(engine: FakeEngine) -> dict[str, Any]:
 
 
 def test_session_may_name_its_model_by_an_alias(world: SessionHarness, large: FakeEngine) -> None:
-    """Its turns run on the model that the alias stands for."""
+    """Its turns run on the alias's model."""
     world.engines.aliases["gpt"] = "large"
     created = world.create(model="gpt")
     assert listed(world)[created] == "large"

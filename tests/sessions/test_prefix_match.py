@@ -116,7 +116,7 @@ def test_similar_sessions_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_one_message_of_each_other_conversation_is_compared(
     world: SessionHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many short conversations cost a request little, and one that is only a question nothing."""
+    """Many short conversations cost a request little, and those with only a question nothing."""
     for n in range(4):
         world.turn(stateless(world), f"question {n}", "answer")
     read: list[tuple[ChatMessage, ...]] = []
@@ -230,7 +230,7 @@ def result(call_id: str) -> ChatMessage:
     [(("unnamed_0", "unnamed_1"), 4), (("unnamed_1", "unnamed_0"), 2), (("unnamed_0", "b"), 4), (("b", "a"), 2)],
 )
 def test_calls_without_ids_match_by_order(results: tuple[str, str], n_messages: int) -> None:
-    """Results match those of the same calls, and the ids that the session has are told."""
+    """Results match by order of the calls, and the session's ids are returned."""
     messages = (*said("q"), called("a", "b"), result("a"), result("b"))
     turns = tuple(TurnCheckpoint(f"t_{n}", 0, n, 0, 0, HistoryView()) for n in (2, 4))
     sent = (*said("q"), called("unnamed_0", "unnamed_1"), *map(result, results), *said("next"))

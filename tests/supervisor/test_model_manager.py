@@ -461,7 +461,7 @@ async def test_concurrent_swap_is_refused(make_manager: Callable[..., ManagerHar
 
 
 async def test_least_recently_used_model_is_evicted(make_manager: Callable[..., ManagerHarness]) -> None:
-    """A third model comes in its place; it is loaded again when it is wanted."""
+    """A third model replaces it; it is loaded again on demand."""
     house = make_manager(names=("first", "second", "third"))
     await house.ready("first")
     await ended(house.submit("t1", 1, model="second"))

@@ -76,7 +76,7 @@ def test_single_gpu_has_all_offloaded_layers(model: ModelShape) -> None:
 
 
 def test_report_of_a_cpu_plan_has_no_device(model: ModelShape) -> None:
-    """The first reason says why."""
+    """The first reason explains it."""
     told = plan_report(made(model, ()), model=model, host=HOST, constraints=PlacementConstraints())
     assert (told.devices, told.n_gpu_layers, told.host.weight_bytes) == ((), 0, model.bytes)
     assert told.reasons[0].why == "llama.cpp can use no GPU"

@@ -28,7 +28,7 @@ async def test_last_output_line_is_part_of_the_reason() -> None:
 
 
 async def test_exited_process_can_be_killed() -> None:
-    """The kernel knows of its end before the event loop does."""
+    """The kernel reports its exit before the event loop does."""
     process = await EngineProcess.spawn(OPTIONS, on_message=lambda _: None)
     os.kill(process.pid, signal.SIGKILL)
     await asyncio.to_thread(os.waitid, os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

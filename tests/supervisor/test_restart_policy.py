@@ -26,7 +26,7 @@ def test_restarts_of_a_removed_cause_are_not_counted() -> None:
 
 
 def test_limit_of_zero_allows_no_restart() -> None:
-    """The engine is given up at its first loss."""
+    """The engine is marked as failed at its first loss."""
     assert not RestartBudget(max_restarts=0, window_s=600.0).take(now=0.0)
 
 

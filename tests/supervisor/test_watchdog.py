@@ -49,7 +49,7 @@ def test_stopped_watchdog_has_no_timer() -> None:
 
 
 def test_time_without_work_does_not_count() -> None:
-    """Each watch starts anew, though the counter may be the same as before."""
+    """Each watch starts over, even if the counter is unchanged."""
     clock = Clock()
     for _ in range(3):
         clock.watch.keep(watching=True)

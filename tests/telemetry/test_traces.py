@@ -187,7 +187,7 @@ def test_wall_clock_jump_does_not_distort_a_trace() -> None:
 
 
 def test_suspended_turns_are_exported() -> None:
-    """They end with the daemon and say so; ended ones are unchanged, refused ones dropped."""
+    """Their spans end with the daemon and are marked; ended ones are unchanged, refused ones dropped."""
     world = make_recorder()
     world.traces.begin(None).end({}, error=None)
     running = world.traces.begin(None)

@@ -78,7 +78,7 @@ async def test_configured_device_is_waited_for(tmp_path: Path, plug: Plug, demo_
 async def test_memory_that_another_program_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, demo_model_path: Path
 ) -> None:
-    """What the device says is free cannot be allocated: the engine is started with fewer layers until it loads."""
+    """The device overstates its free memory: the engine is restarted with fewer layers until it loads."""
     monkeypatch.setenv("GGML_VK_FORCE_MAX_BUFFER_SIZE", str(2 * 2**20))
     with run_daemon(tmp_path / "state", demo_model_path, **SETTINGS) as daemon:
         async with connect_client(daemon) as client:

@@ -46,7 +46,7 @@ async def test_answering_and_unread_follow_events(browser: Browser, echo: Daemon
 
 
 async def test_settings_that_apply_are_shown_and_cleared(browser: Browser, echo: Daemon) -> None:
-    """A new chat says what it takes over from the last; what is cleared is not sent."""
+    """A new chat shows the settings it inherits; cleared ones are not sent."""
     async with signed_in(browser, echo) as visit:
         await visit.button("Conversation settings").click()
         await visit.page.get_by_label("System prompt").fill("Be brief.")
@@ -100,7 +100,7 @@ async def test_focus_returns_where_it_was(browser: Browser, echo: Daemon) -> Non
 
 
 async def test_context_meter(browser: Browser, tmp_path_factory: pytest.TempPathFactory, demo_model_path: Path) -> None:
-    """Tokens and their limit; the notice of what is no longer read stays, also after a reload."""
+    """Tokens and their limit; the notice of dropped turns remains, also after a reload."""
     long = "Count from 1 to 20, and then from 20 to 1 again, and so on. " * 4
     small = {"INFERENCECENTER_ENGINE__N_CTX": "512", "INFERENCECENTER_ENGINE__SLOTS": "2"}
     with run_daemon(tmp_path_factory.mktemp("small") / "state", demo_model_path, **small) as daemon:

@@ -59,7 +59,7 @@ async def test_copied_formulas_are_their_source(browser: Browser, echo: Daemon) 
 
 
 async def test_formula_that_cannot_be_drawn_shows_its_source(browser: Browser, echo: Daemon) -> None:
-    """With the reason; so does one that is not complete."""
+    """With the reason; so does an incomplete one."""
     async with signed_in(browser, echo) as visit:
         await visit.ask("Wrong: \\(\\frac{1}{\\), too deep: \\(" + "{" * 60 + "}" * 60 + "\\).\n\n\\[ open\n- x")
         answer = await visit.answered()

@@ -64,7 +64,7 @@ def test_system_message_at_the_end_is_the_users() -> None:
 
 
 def test_results_of_one_message_are_messages_of_their_own() -> None:
-    """In order, before the text that follows them; a failed tool says so."""
+    """They keep their order and precede the message's text; the result of a failed tool is marked."""
     results = [
         {"type": "tool_result", "tool_use_id": "c1", "content": "21 degrees"},
         {"type": "tool_result", "tool_use_id": "c2", "content": [{"type": "text", "text": "no"}], "is_error": True},

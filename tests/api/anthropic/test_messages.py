@@ -110,7 +110,7 @@ async def test_prompt_that_is_too_long_is_an_invalid_request(server: Running, ad
 
 
 async def test_failure_during_stream_is_an_error_event(server: Running) -> None:
-    """Text sent before the failure stands."""
+    """Text sent before the failure is kept."""
     async with open_stream(server, HI, MESSAGES) as reader:
         turn = await next_turn(server)
         server.engine.begin(turn)

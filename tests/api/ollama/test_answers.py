@@ -65,7 +65,7 @@ def test_document_has_text_reasoning_calls_and_warnings() -> None:
 
 
 def test_stream_has_whole_calls() -> None:
-    """A call is a line of its own once it is complete."""
+    """A call is sent as one line when it is complete."""
     messages = [line["message"] for line in lines_of(EVENTS)]
     assert [message.get("thinking") for message in messages] == ["Hm", None, None, None, None, None]
     assert [message["content"] for message in messages] == ["", "Let me ", "look.", "", "", ""]

@@ -65,7 +65,7 @@ async def test_stream_is_lines_of_which_the_last_is_done(server: Running, client
 
 
 async def test_requests_are_streamed_by_default(server: Running) -> None:
-    """A request that does not say so gets lines of JSON."""
+    """Without ``stream`` the response is lines of JSON."""
     response, _ = await asyncio.gather(post(server, CHAT, HI), send_answer(server, "Hello"))
     assert response.headers["content-type"].startswith("application/x-ndjson")
     assert [json.loads(line)["done"] for line in response.body.splitlines()] == [False, True]
@@ -84,7 +84,7 @@ async def test_idle_stream_sends_answers_without_text(
 
 
 async def test_failure_during_stream_is_its_last_line(server: Running, client: AsyncClient) -> None:
-    """Text sent before the failure stands, and the package raises the error."""
+    """Text sent before the failure is kept, and the package raises the error."""
     contents = []
 
     async def listen() -> None:
@@ -144,7 +144,7 @@ async def test_errors_are_a_message(server: Running, path: str, body: Any, statu
 
 
 async def test_package_raises_the_message_and_the_status(client: AsyncClient) -> None:
-    """Programs pull a model when they are told 404."""
+    """Programs pull a model after a 404."""
     with pytest.raises(ResponseError) as caught:
         await client.chat(model="missing", messages=HI["messages"])
     assert caught.value.status_code == 404
@@ -152,7 +152,7 @@ async def test_package_raises_the_message_and_the_status(client: AsyncClient) ->
 
 
 async def test_options_reach_the_engine(server: Running) -> None:
-    """By the names of parameters; what is loaded how has no effect, which a header says."""
+    """Parameters are obeyed; options of loading have no effect, which a header reports."""
     options = {"top_k": 7, "num_predict": 5, "seed": 3, "stop": ["\n"], "temperature": 0, "num_ctx": 512}
     body = {**HI, "stream": False, "options": options, "keep_alive": "5m"}
     asking = asyncio.gather(post(server, CHAT, body))

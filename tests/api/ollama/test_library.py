@@ -83,7 +83,7 @@ async def test_progress_is_lines_up_to_success(server: Running, operator: str, p
 
 
 async def test_document_is_the_last_status(server: Running, operator: str, pull: StubPull) -> None:
-    """For clients that want no progress."""
+    """With ``stream`` false only the final status is returned."""
     pull.released.set()
     async with client_of(server, operator) as client:
         assert (await client.pull("ada/tiny:latest")).status == "success"

@@ -44,7 +44,7 @@ def filed(server: Running, monkeypatch: pytest.MonkeyPatch) -> Running:
 
 
 async def test_models_are_listed_with_a_tag(filed: Running, client: AsyncClient) -> None:
-    """With what their files say."""
+    """Their details come from the files."""
     (model,) = (await client.list()).models
     assert model.model == "stub:latest"
     assert model.size == bundled_model().stat().st_size
@@ -139,7 +139,7 @@ def test_digest_changes_with_the_file(tmp_path: Path) -> None:
 
 
 async def test_version_needs_no_token(server: Running) -> None:
-    """Clients ask for it first."""
+    """Clients request it before anything else."""
     response = await request(server, "GET", "/api/version", token=None)
     assert (response.status, response.json) == (200, {"version": OLLAMA_VERSION})
 

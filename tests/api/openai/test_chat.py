@@ -118,7 +118,7 @@ async def test_failure_before_first_token_has_http_status(server: Running, ada: 
 
 
 async def test_failure_during_stream_is_the_last_event(server: Running, ada: AsyncOpenAI) -> None:
-    """Text sent before the failure stands, and the error event ends the stream."""
+    """Text sent before the failure is kept, and the error event ends the stream."""
     contents = []
 
     async def listen() -> None:
@@ -221,7 +221,7 @@ async def test_long_words_are_refused(server: Running) -> None:
 
 
 async def test_message_of_the_assistant_at_the_end_is_continued(server: Running, ada: AsyncOpenAI) -> None:
-    """The prompt ends with it, the answer goes on, and the conversation is found again with both."""
+    """The prompt ends with it, the answer continues it, and the conversation matches with both joined."""
     begun: Any = [*ASKED, {"role": "assistant", "content": "Sure, "}]
     prompts: list[str] = []
 

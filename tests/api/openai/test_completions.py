@@ -67,7 +67,7 @@ async def test_text_is_completed(server: Running, ada: AsyncOpenAI) -> None:
 
 @pytest.mark.parametrize("prompt", [[79, 110, 99, 101], [[79, 110, 99, 101]], ["Once"]])
 async def test_prompt_of_tokens_is_their_text(server: Running, prompt: Any) -> None:
-    """Clients that tokenize by themselves send ids; a warning says that they are tokenized again."""
+    """Ids from client-side tokenization are converted to text; a warning says so."""
     body = {"prompt": prompt, "echo": True}
     answer, _ = await asyncio.gather(post(server, PATH, body), send_answer(server, " upon"))
     assert answer.json["choices"][0]["text"] == "Once upon"

@@ -121,7 +121,7 @@ async def test_base64_is_little_endian_float32(embedding_server: Running) -> Non
 
 
 async def test_openais_client_gets_its_vectors(embedding_server: Running, ada: AsyncOpenAI) -> None:
-    """It asks for base64 if nothing is said, and decodes that."""
+    """The client requests base64 by default and decodes it."""
     task = _spawn(ada.embeddings.create(model="stub", input=["the cat", "a dog"]))
     asked = await _asked(embedding_server)
     asked.say((0.25, 0.5))
@@ -183,7 +183,7 @@ async def test_invalid_requests_are_refused_by_field(embedding_server: Running, 
 
 
 async def test_chat_model_makes_no_embeddings(server: Running) -> None:
-    """The error says so, and how to have such a model."""
+    """The error explains how to add an embedding model."""
     named = await post(server, "/v1/embeddings", {"input": "a", "model": "stub"})
     assert (named.status, named.error["param"]) == (400, "model")
     assert named.error["message"].startswith("stub generates text and makes no embeddings")
@@ -207,7 +207,7 @@ async def test_foreign_fields_have_no_effect(embedding_server: Running) -> None:
 
 
 async def test_dimensions_reach_the_engine(embedding_server: Running) -> None:
-    """It knows the length of the vectors, so it decides."""
+    """The engine validates them, because it knows the length of the vectors."""
     task = _spawn(post(embedding_server, "/v1/embeddings", {"input": "a", "dimensions": 2}))
     asked = await _asked(embedding_server)
     assert (asked.embed.dimensions, asked.embed.matryoshka) == (2, False)
@@ -270,7 +270,7 @@ async def test_model_that_cannot_be_loaded_has_a_public_error(
 async def test_client_that_disconnects_ends_its_request(
     embedding_server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine is told at once."""
+    """The engine is told to cancel it immediately."""
     aborted: list[str] = []
     monkeypatch.setattr(embedding_server.engine, "abort", aborted.append)
     _, writer = await asyncio.open_connection("127.0.0.1", embedding_server.port)

@@ -32,7 +32,7 @@ async def answered(server: Running, path: str, body: dict[str, Any], **options: 
 
 
 async def test_model_has_the_properties_that_routers_read(server: Running) -> None:
-    """Context length, capabilities and state, and what the file says."""
+    """Context length, capabilities, state and metadata of the file."""
     server.engine.aliases = {"gpt-4o": "stub"}
     listed = await request(server, "GET", "/v1/models")
     (model,) = listed.json["data"]
@@ -56,7 +56,7 @@ async def test_alias_calls_its_model(server: Running, path: str, body: dict[str,
 
 @pytest.mark.parametrize("name", ["stub:latest", "gpt-4o:latest"])
 async def test_tag_of_ollama_calls_the_same_model(server: Running, name: str) -> None:
-    """Clients that know Ollama add it to names, also to an alias."""
+    """A tag as in Ollama's names is ignored, also after an alias."""
     server.engine.aliases = {"gpt-4o": "stub"}
     answer = await answered(server, CHAT, {**HI, "model": name})
     assert (answer["model"], answer.get("warnings")) == ("stub", None)
@@ -66,7 +66,7 @@ async def test_tag_of_ollama_calls_the_same_model(server: Running, name: str) ->
 async def test_unknown_model_is_answered_by_the_default_if_configured(
     serve: Callable[..., AbstractAsyncContextManager[Running]],
 ) -> None:
-    """A warning says so; without the setting it is 404."""
+    """A warning reports it; without the setting the status is 404."""
     async with serve(unknown_models="default") as server:
         answer = await answered(server, CHAT, {**HI, "model": "gpt-99"})
         async with server.connect(

@@ -145,7 +145,7 @@ async def test_failure_before_first_token_has_http_status(server: Running, strea
 
 
 async def test_failure_during_stream_is_the_last_event(server: Running) -> None:
-    """Text sent before the failure stands, and the error is the last event."""
+    """Text sent before the failure is kept, and the error is the last event."""
     pending = asyncio.get_running_loop().create_task(post(server, "/generate", {"prompt": "a", "stream": True}))
     turn = await begin_turn(server)
     server.engine.say(turn, "Good")

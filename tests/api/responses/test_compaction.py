@@ -128,7 +128,7 @@ async def test_long_messages_of_the_user_are_left_to_the_summary(server: Running
 
 
 async def test_conversation_beyond_the_context_loses_its_oldest_turns(server: Running) -> None:
-    """The answer says so."""
+    """A warning reports it."""
 
     async def answer() -> None:
         turn = await next_turn(server)

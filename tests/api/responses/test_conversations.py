@@ -102,7 +102,7 @@ async def test_deleted_item_leaves_the_ids_of_others(server: Running, ada: Async
 
 
 async def test_equal_items_are_deleted_by_their_own_ids(ada: AsyncOpenAI) -> None:
-    """In any order, until there is none."""
+    """They can be deleted in any order until none is left."""
     made = await ada.conversations.create(items=SAID)
     names = [str(item.id) async for item in ada.conversations.items.list(made.id, order="asc")]
     for name in names:
@@ -242,7 +242,7 @@ async def test_response_of_no_conversation_is_refused(
 
 
 async def test_conversation_of_another_client_is_not_found(server: Running, ada: AsyncOpenAI) -> None:
-    """Its id tells nothing, even where the other client's metadata has it."""
+    """Even if the other client's metadata contains its id."""
     made = await ada.conversations.create(items=SAID)
     server.accounts.ensure_client("bob", max_sessions=8, priority="normal")
     bob = server.accounts.create_token("bob", name="test").token
@@ -286,7 +286,7 @@ async def test_conversation_over_a_websocket(server: Running, ada: AsyncOpenAI) 
 async def test_invalid_items_are_refused(
     server: Running, ada: AsyncOpenAI, path: str, body: dict[str, Any], param: str
 ) -> None:
-    """The conversation stays as it is."""
+    """The conversation is unchanged."""
     where = f"/{(await ada.conversations.create()).id}{path}" if path else ""
     answer = await post(server, CONVERSATIONS + where, body)
     assert (answer.status, answer.error["param"]) == (400, param)

@@ -273,7 +273,7 @@ async def test_drain_deadline_closes_the_socket(serve: Serve) -> None:
 
 
 async def test_revoked_token_closes_its_sockets(server: Running) -> None:
-    """The close code says so."""
+    """The close code gives the reason."""
     async with socket(server) as connection:
         await send(connection, "response.cancel")
         await receive(connection)

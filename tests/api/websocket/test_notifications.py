@@ -42,7 +42,7 @@ async def test_turn_end_precedes_session_closed(server: Running) -> None:
 
 
 async def test_legacy_socket_is_notified_of_its_attached_session_only(server: Running) -> None:
-    """Its session is purged; it learns nothing of other sessions of its client."""
+    """It is notified when its session is purged, but not of other sessions of its client."""
     async with server.connect(additional_headers={"Authorization": f"Bearer {server.token}"}) as plain:
         await receive(plain)
         own = (await ask(plain, op="create_session"))["session_id"]

@@ -51,7 +51,7 @@ def _fresh(loaded: Loaded, *parts: list[int]) -> NDArray[np.float32]:
 
 
 def test_greedy_answer_makes_sense(demo: Loaded) -> None:
-    """The demo model, told a name, uses it in its answer."""
+    """The demo model's answer uses the name given in the prompt."""
     chosen, _ = demo.greedy(0, _prompt(demo, "My name is Ada."), 24)
     assert b"Ada" in b"".join(map(demo.model.vocab.token_bytes, chosen))
 

@@ -43,7 +43,7 @@ def test_unfinished_line_ends_where_the_next_begins(log: LlamaLog, lines: list[t
     ("level", "name"), [(DEBUG, "debug"), (INFO, "debug"), (WARNING, "warning"), (ERROR, "error"), (0, "debug")]
 )
 def test_log_levels_are_mapped(log: LlamaLog, lines: list[tuple[str, str]], level: int, name: str) -> None:
-    """Only warnings and errors stand out: llama.cpp's information is for debugging."""
+    """Only warnings and errors keep their level; llama.cpp's information is logged at debug."""
     log.write(level, "text\n")
     assert lines == [(name, "text")]
 

@@ -429,7 +429,7 @@ def test_model_without_truncation_finds_a_snapshot_behind_a_longer_match() -> No
 
 
 def test_model_without_truncation_prefers_a_snapshot_to_an_uncertain_cut() -> None:
-    """Unless half of what the cut would save is about as much."""
+    """Except when half of the tokens saved by the cut are about as many."""
     for kept, source in ((4, RestoreSlot), (40, TruncateSlot)):
         world = SchedulerHarness(slots=1, can_truncate=False, answer_tokens=1)
         held = [*SYSTEM, *range(kept)]

@@ -117,7 +117,7 @@ def test_idle_time_earns_no_credit() -> None:
 
 
 def test_use_without_contention_is_not_charged() -> None:
-    """A client that was alone shares equally with one that arrives."""
+    """A client that ran alone shares equally with a client that arrives later."""
     world = crowd(slots=1, answer_tokens=ROOMY)
     alone = world.add(prompt(1), client="alone")
     world.run(200)
