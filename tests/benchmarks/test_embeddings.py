@@ -31,7 +31,7 @@ def test_rates_are_those_of_the_busy_window() -> None:
     assert found["request p50"] == 2000
 
 
-def test_any_server_is_asked_over_http() -> None:
+def test_any_server_is_measured_over_http() -> None:
     """Our daemon by its HTTP address, others by their own."""
     ours = TargetSpec("ours", "inferencecenter", "ws://127.0.0.1:3000/", "t")
     peer = TargetSpec("peer", "llama-server", "http://127.0.0.1:8080")

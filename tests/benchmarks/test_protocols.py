@@ -121,7 +121,7 @@ async def test_resend_requires_a_history() -> None:
         await run_scenario(scenario, options, RecordingProgress())
 
 
-def test_agents_compare_what_is_read_with_what_is_new() -> None:
+def test_agents_compare_prefilled_with_new_tokens() -> None:
     """The first request is no measure; what follows is new beyond the prompt before and its answer of two tokens."""
     requests = [
         replace(turn(number, number + 0.5, number + 0.6, tokens=2), prompt_tokens=prompt, cached_tokens=cached)

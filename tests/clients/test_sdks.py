@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.mark.parametrize("client", SDKS, ids=str)
-def test_package_gets_what_it_asks_for(
+def test_package_works_feature_by_feature(
     client: ClientProgram, daemon: Daemon, installed_clients: Path, tmp_path: Path
 ) -> None:
     """Its own types, streams, tool loops and errors, feature by feature."""

@@ -81,7 +81,7 @@ async def test_abort_during_engine_loss_ends_the_turn_once(echo: DaemonHarness, 
 
 
 @pytest.mark.slow
-async def test_abort_during_shutdown_holds_in_the_next_daemon(echo: DaemonHarness) -> None:
+async def test_abort_during_shutdown_applies_in_the_next_daemon(echo: DaemonHarness) -> None:
     """An abort that the engine did not process ends the turn in the next daemon."""
     echo.daemon.stop()
     echo.start(**SHORT_SHUTDOWN, INFERENCECENTER_ENGINE__HANG_TIMEOUT_S="60")  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ def name(request: pytest.FixtureRequest, placed: dict[str, Placed]) -> str:
     return name
 
 
-def test_layers_are_where_they_are_wanted(name: str, placed: dict[str, Placed]) -> None:
+def test_layers_are_on_the_planned_devices(name: str, placed: dict[str, Placed]) -> None:
     """The plan has the layers that are set, or all of them."""
     plan, case = placed[name].plan, CASES[name]
     layers = tuple(device.layers for device in plan.devices)
@@ -101,7 +101,7 @@ def test_layers_are_where_they_are_wanted(name: str, placed: dict[str, Placed]) 
         assert layers == case.layers
 
 
-def test_planned_memory_is_what_llama_cpp_takes(name: str, placed: dict[str, Placed]) -> None:
+def test_planned_memory_equals_that_of_llama_cpp(name: str, placed: dict[str, Placed]) -> None:
     """Weights and KV of each GPU and of the host are exact, buffers are not larger than planned."""
     plan, memory = placed[name].plan, placed[name].on_gpus.memory
     taken = sorted((use for use in memory if not use.name.startswith("CPU")), key=lambda use: use.name)

@@ -45,7 +45,7 @@ def states(*moments: tuple[float, int, int]) -> list[PressureState]:
 
 @pytest.mark.parametrize("state", list(PressureState))
 @pytest.mark.parametrize("change", list(PressureChange))
-def test_only_what_the_table_lists_can_happen(state: PressureState, change: PressureChange) -> None:
+def test_only_listed_transitions_are_possible(state: PressureState, change: PressureChange) -> None:
     """Everything else raises."""
     if (state, change) in LEGAL:
         assert PRESSURE.next(state, change) is LEGAL[state, change]

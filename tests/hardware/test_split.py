@@ -496,7 +496,7 @@ def test_draft_model_is_on_a_gpu_with_room(shape_of: ShapeOf) -> None:
     assert free.demand.devices[0].bytes <= usable_bytes(gpus(24)[0], PlacementConstraints())
 
 
-def test_draft_model_takes_no_layer_off_a_gpu(shape_of: ShapeOf) -> None:
+def test_draft_model_displaces_no_layer_from_a_gpu(shape_of: ShapeOf) -> None:
     """Nor a slot: without room beside them it is in host memory, which the plan says."""
     alone = shape_of("llama3.1-8b")
     for gib in (3.0, 6.0, 7.0, 8.0):

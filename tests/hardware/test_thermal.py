@@ -47,7 +47,7 @@ def states(*moments: tuple[float, float | None], start: ThermalState = COOL) -> 
 
 @pytest.mark.parametrize("state", list(ThermalState))
 @pytest.mark.parametrize("change", list(ThermalChange))
-def test_only_what_the_table_lists_can_happen(state: ThermalState, change: ThermalChange) -> None:
+def test_only_listed_transitions_are_possible(state: ThermalState, change: ThermalChange) -> None:
     """Everything else raises."""
     if (state, change) in LEGAL:
         assert THERMAL.next(state, change) is LEGAL[state, change]

@@ -139,7 +139,7 @@ def test_slow_pattern_does_not_match() -> None:
     assert answer(found, user="a" * 60 + "b") == "other"
 
 
-def test_speed_of_the_file_holds_where_a_reply_has_none() -> None:
+def test_speed_of_the_file_is_the_default_of_replies() -> None:
     """A reply's own speed comes first."""
     found = script(
         {"when": {"turn": 1}, "reply": {"text": "a"}}, {"reply": {"text": "b", "tokens_per_s": 7}}, tokens_per_s=3

@@ -120,7 +120,7 @@ def test_server_commands_name_the_extra(bin_dir: Path, command: tuple[str, ...])
     assert "Traceback" not in done.stderr
 
 
-def test_bench_says_where_to_find_it(bin_dir: Path) -> None:
+def test_bench_names_its_location(bin_dir: Path) -> None:
     """It is not in the wheel, and any arguments give the message."""
     done = run(bin_dir, "inferencecenter", "bench", "throughput", "--clients", "4")
     assert done.returncode == 78

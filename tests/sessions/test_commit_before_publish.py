@@ -150,7 +150,7 @@ def test_ended_sessions_are_recorded(world: SessionHarness) -> None:
     assert kinds(world)[-2:] == ["SessionDeleted", "SessionOpened"]
 
 
-def test_fork_records_what_it_copies(world: SessionHarness) -> None:
+def test_fork_records_its_history_and_turns(world: SessionHarness) -> None:
     """Its history and its turns."""
     session_id = world.create()
     world.turn(session_id, "a", "one")

@@ -279,7 +279,7 @@ async def test_turn_aborted_without_an_engine_is_withdrawn() -> None:
 
 
 @STUB
-async def test_abort_lost_with_an_engine_holds() -> None:
+async def test_abort_survives_the_loss_of_an_engine() -> None:
     """A turn whose engine died before it answered the abort does not resume."""
     watched = await ready(echo_delay_ms=50)
     turn = watched.submit("t", LONG)

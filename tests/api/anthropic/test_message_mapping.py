@@ -63,7 +63,7 @@ def test_system_message_at_the_end_is_the_users() -> None:
     assert told(question, answer, agents) == [("user", "Hi"), ("assistant", "Yes?"), ("user", "Agents: none")]
 
 
-def test_results_of_one_message_are_messages_of_their_own() -> None:
+def test_results_of_one_message_become_separate_messages() -> None:
     """They keep their order and precede the message's text; the result of a failed tool is marked."""
     results = [
         {"type": "tool_result", "tool_use_id": "c1", "content": "21 degrees"},

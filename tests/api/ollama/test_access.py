@@ -66,7 +66,7 @@ async def test_page_that_resolves_its_name_to_this_machine_is_refused(serve: Ser
         assert (await exchange(server.port, asked.encode())).status == 401
 
 
-async def test_invalid_token_is_refused_all_the_same(serve: Serve) -> None:
+async def test_invalid_token_is_refused_despite_the_local_account(serve: Serve) -> None:
     """A credential is checked if there is one."""
     async with serve(ollama_account="desk") as server:
         assert (await request(server, "GET", TAGS, token="ic_wrong")).status == 401

@@ -205,7 +205,7 @@ async def test_model_elsewhere_is_not_copied(
         ("/api/blobs/sha256:0a", "models_dir"),
     ],
 )
-async def test_what_the_daemon_does_not_do_is_refused_with_a_way(server: Running, path: str, hint: str) -> None:
+async def test_unsupported_request_is_refused_with_an_alternative(server: Running, path: str, hint: str) -> None:
     """In Ollama's format, whatever the body is."""
     response = await post(server, path, {"model": "mario", "from": "stub", "system": "You are Mario."})
     assert (response.status, list(response.json)) == (400, ["error"])

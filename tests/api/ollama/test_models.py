@@ -117,7 +117,7 @@ async def test_description_needs_a_name(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("kind", "capability"), [("embedding", ["embedding"]), ("reranking", [])])
-async def test_kind_decides_what_a_model_does(
+async def test_kind_determines_the_operations_of_a_model(
     server: Running, monkeypatch: pytest.MonkeyPatch, kind: ModelKind, capability: list[str]
 ) -> None:
     """A model without a file is described by its settings."""
@@ -240,7 +240,7 @@ async def test_request_without_a_text_loads_the_model(
     assert server.engine.unloaded == ["stub"]
 
 
-async def test_chat_model_makes_no_vectors(server: Running) -> None:
+async def test_chat_model_computes_no_vectors(server: Running) -> None:
     """The error is in Ollama's format."""
     response = await post(server, "/api/embed", {"model": "stub", "input": "a"})
     assert response.status == 400

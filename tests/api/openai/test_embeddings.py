@@ -182,7 +182,7 @@ async def test_invalid_requests_are_refused_by_field(embedding_server: Running, 
     assert not embedding_server.engine.turns
 
 
-async def test_chat_model_makes_no_embeddings(server: Running) -> None:
+async def test_chat_model_computes_no_embeddings(server: Running) -> None:
     """The error explains how to add an embedding model."""
     named = await post(server, "/v1/embeddings", {"input": "a", "model": "stub"})
     assert (named.status, named.error["param"]) == (400, "model")

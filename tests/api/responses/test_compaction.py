@@ -54,7 +54,7 @@ async def prompt_of_next(server: Running, *texts: str) -> str:
     return prompt
 
 
-async def test_summary_stands_for_the_conversation(server: Running, ada: AsyncOpenAI) -> None:
+async def test_summary_replaces_the_conversation(server: Running, ada: AsyncOpenAI) -> None:
     """The user's messages are kept, and the answers are in the summary alone."""
     compacted, prompt = await asyncio.gather(
         ada.responses.compact(model="stub", input=SAID, instructions="Be brief."),

@@ -92,7 +92,7 @@ async def test_invalid_requests_are_refused(embedding_server: Running, frame: di
         assert (await receive(socket, "error"))["code"] == "invalid_request"
 
 
-async def test_chat_model_makes_no_embeddings(server: Running) -> None:
+async def test_chat_model_computes_no_embeddings(server: Running) -> None:
     """The error names the field and what to do."""
     async with server.v1() as socket:
         await _send(socket, texts=["a"], model="stub")

@@ -191,9 +191,7 @@ def test_every_sampling_parameter_has_a_test() -> None:
 
 
 @pytest.mark.parametrize(("name", "pair"), CHANGES.items(), ids=CHANGES)
-def test_changing_a_parameter_changes_what_is_drawn(
-    rig: Rig, name: str, pair: tuple[dict[str, Any], dict[str, Any]]
-) -> None:
+def test_changed_parameter_changes_the_sample(rig: Rig, name: str, pair: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """With the same seed and logits, only the parameter makes the difference."""
     base, change = pair
     assert set(change) == {name}

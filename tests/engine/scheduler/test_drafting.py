@@ -168,7 +168,7 @@ def test_accepted_drafts_of_the_model_save_steps() -> None:
     assert steps < 35
 
 
-def test_what_drafts_cost_is_learned_while_one_turn_decodes() -> None:
+def test_draft_cost_is_learned_while_one_turn_decodes() -> None:
     """All decodes of the harness take equally long, so that a further row costs next to nothing."""
     world = SchedulerHarness(slots=2, answer_tokens=30, draft_tokens=4)
     costs = world.scheduler._drafting._costs

@@ -122,7 +122,7 @@ def say(drafter: Drafter, tokens: list[int], answer: list[int], *, most: int = 8
     return steps, drafted, right
 
 
-def test_text_that_repeats_itself_takes_few_steps() -> None:
+def test_repetitive_text_takes_few_steps() -> None:
     """A repeated line is soon drafted whole."""
     steps, drafted, right = say(Drafter(4096, costs=DecodeCosts()), [1, 2], [5, 6, 7, 8, 9, 10] * 50)
     assert steps < 50

@@ -172,7 +172,7 @@ async def test_model_without_a_template_is_logged_once() -> None:
     assert [line["event"] for line in logs] == ["chat_template_missing"]
 
 
-async def test_what_a_template_says_against_a_conversation_is_short_and_without_marks() -> None:
+async def test_template_error_is_short_and_without_marks() -> None:
     """A refusal that quotes a long message is truncated."""
     source = "{{ raise_exception(messages[0].content) }}"
     async with running() as processes:

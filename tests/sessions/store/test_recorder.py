@@ -524,7 +524,7 @@ def test_file_is_marked_in_use_while_open(database: sqlite3.Connection, recorder
     assert database.execute(clean).fetchone() == (1,)
 
 
-def test_what_is_deleted_is_overwritten(database: sqlite3.Connection, recorder: Recorder, tmp_path: Path) -> None:
+def test_deleted_content_is_overwritten(database: sqlite3.Connection, recorder: Recorder, tmp_path: Path) -> None:
     """A closed conversation is not in the file after a checkpoint."""
     secret = "a very particular sentence"
     recorder.commit([opened(), ordered(), said(secret)], durable=True)
