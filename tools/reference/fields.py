@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from inferencecenter.api.foreign_fields import FieldTable
 
 _INTRODUCTION: Final = """\
-Clients of other servers send fields that this daemon does not support. A table for each dialect states the treatment of
-every field and value:
+Clients of other servers send fields that this daemon does not support. A table for each dialect states the treatment
+of every field and value:
 
 - **obeyed**: values of a wrong type or out of range are refused with 400 `invalid_request`, which names the field;
 - **no effect**: the answer is useful without it. The answer's `warnings` name it once, as does the header `X-Warning`,
