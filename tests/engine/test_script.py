@@ -148,7 +148,7 @@ def test_calls_alone_fit_a_required_call(tmp_path: Path) -> None:
 
 
 def test_request_without_thinking_gets_no_reasoning(tmp_path: Path) -> None:
-    """As with a model whose template closes the reasoning in the prompt."""
+    """As a model leaves it out whose template closes it in the prompt."""
     scripted = Scripted(tmp_path, {"reply": {"reasoning": "Think.", "text": "Yes."}})
     assert scripted.parts(USER, thinking=False) == [TextDelta("Yes.")]
 
@@ -167,7 +167,7 @@ def test_structured_output_must_fit(tmp_path: Path) -> None:
     )
     assert scripted.parts(USER, json_schema=schema) == [TextDelta('{"a": 1}')]
     other = ChatMessage(role="user", content="x")
-    assert "the reply of rule 2 violates the request" in scripted.refusal(other, json_schema=schema)
+    assert "the reply of rule 2 does not fit" in scripted.refusal(other, json_schema=schema)
 
 
 def test_call_of_a_tool_that_is_not_offered_is_refused_with_those_that_are(tmp_path: Path) -> None:
