@@ -1,4 +1,4 @@
-"""A service of one's own in front of the daemon: it keeps the token, and decides who may ask what.
+"""A service in front of the daemon that keeps the token and decides which requests are allowed.
 
 `pip install fastapi`, then `uvicorn --app-dir examples fastapi_proxy:app`, and
 

@@ -1,4 +1,4 @@
-"""LangChain on the daemon, over its OpenAI interface: `pip install langchain-openai`."""
+"""LangChain with the daemon's OpenAI-compatible API: `pip install langchain-openai`."""
 
 import os
 

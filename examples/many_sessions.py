@@ -1,4 +1,4 @@
-"""Many conversations at once over one connection; the system prompt is read once for all of them."""
+"""Many concurrent conversations over one connection; their system prompt is prefilled once."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ CITIES = ("France", "Italy", "Spain", "Norway", "Japan", "Egypt", "Peru", "Canad
 
 
 async def ask(client: Client, country: str) -> str:
-    """Return the answer of a session of its own about a country."""
+    """Return the answer of a new session about a country."""
     async with client.session(system="Answer in one sentence.", store=False) as session:
         return str(await session.ask(f"What is the capital of {country}?", params={"temperature": 0, "max_tokens": 40}))
 

@@ -1,7 +1,7 @@
 """An answer that outlives the program that requested it.
 
-Without an argument, request a long answer and print the session's id. End the program in the middle, by Ctrl-C or
-`kill -9`, and give the name to another one, here or on another machine: it has the whole answer.
+Without an argument, request a long answer and print the session's id. Stop the program during the answer, by Ctrl-C or
+`kill -9`, and pass the id to another one, here or on another machine: it receives the whole answer.
 """
 
 import asyncio

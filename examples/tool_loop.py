@@ -1,4 +1,4 @@
-"""A model that calls tools, and receives their results, until it has its answer."""
+"""A loop that runs the model's tool calls and returns their results until the model answers."""
 
 import asyncio
 import json
