@@ -125,12 +125,44 @@ async def test_phone_layout(browser: Browser, echo: Daemon) -> None:
         await visit.page.get_by_role("textbox", name="Edit the message").fill("From a phone, again.")
         await visit.button("Send", inside=visit.page.locator(".editor")).tap()
         await expect(await visit.answered(count=5)).to_contain_text("again")
+        edited = visit.session_id()
         await visit.button("Conversations").tap()
         await visit.button("Dashboard").tap()
         await expect(visit.page.get_by_role("heading", name="Dashboard")).to_be_in_viewport()
         await visit.page.go_back()
-        assert visit.session_id() == session
+        assert visit.session_id() == edited
         await expect(visit.answers.last).to_contain_text("again")
+
+
+SMALL = """() => [...document.querySelectorAll("button, summary, select, input:not([type=range], [type=checkbox])")]
+  .filter((each) => each.checkVisibility({ visibilityProperty: true }))
+  .map((each) => [each.ariaLabel ?? each.textContent.trim(), each.getBoundingClientRect()])
+  .filter(([, { width, height }]) => width > 0 && (width < 44 || height < 44))
+  .map(([name, { width, height }]) => `${name}: ${width} × ${height}`)"""
+
+
+async def test_touch_targets_are_large(browser: Browser, echo: Daemon) -> None:
+    """44 px in both directions, in every view of a phone."""
+    session = await fill_session(echo)
+    found: dict[str, list[str]] = {}
+    async with signed_in(browser, echo, **DEVICES["phone"]) as visit:
+        found["a new chat"] = await visit.page.evaluate(SMALL)
+        await visit.go(f"#/c/{session}")
+        await expect(visit.answers.last).to_contain_text("Thank you")
+        found["a conversation"] = await visit.page.evaluate(SMALL)
+        await visit.button("Conversations").tap()
+        found["the list"] = await visit.page.evaluate(SMALL)
+        await visit.button("Close the list").first.tap()
+        await visit.button("Conversation settings").tap()
+        await expect(visit.page.get_by_label("Temperature", exact=True)).to_be_visible()
+        found["the settings"] = await visit.page.evaluate(SMALL)
+        await fits(visit)
+        for fragment, ready in (("#/dashboard", "Slots in use"), ("#/models", "In memory")):
+            await visit.go(fragment)
+            await expect(visit.page.get_by_text(ready).first).to_be_visible()
+            found[fragment] = await visit.page.evaluate(SMALL)
+            await fits(visit)
+    assert not any(found.values()), found
 
 
 async def test_answer_is_announced(browser: Browser, echo: Daemon) -> None:
