@@ -110,7 +110,7 @@ async def test_accessibility_check_can_fail(browser: Browser, echo: Daemon) -> N
 
 async def test_phone_layout(browser: Browser, echo: Daemon) -> None:
     """The list overlays the conversation and closes on a choice; every control is large enough."""
-    session = await fill_session(echo)
+    await fill_session(echo)
     async with signed_in(browser, echo, **DEVICES["phone"]) as visit:
         await expect(visit.button("New chat")).not_to_be_in_viewport()
         await visit.button("Conversations").tap()
@@ -138,7 +138,7 @@ SMALL = """() => [...document.querySelectorAll("button, summary, select, input:n
   .filter((each) => each.checkVisibility({ visibilityProperty: true }))
   .map((each) => [each.ariaLabel ?? each.textContent.trim(), each.getBoundingClientRect()])
   .filter(([, { width, height }]) => width > 0 && (width < 44 || height < 44))
-  .map(([name, { width, height }]) => `${name}: ${width} × ${height}`)"""
+  .map(([name, { width, height }]) => `${name}: ${width} by ${height}`)"""
 
 
 async def test_touch_targets_are_large(browser: Browser, echo: Daemon) -> None:

@@ -173,6 +173,25 @@ export async function fork(session, turn) {
 }
 
 /**
+ * Creates a conversation from an export.
+ *
+ * @param {import("./transfer.js").Exported} exported
+ * @param {readonly (readonly import("./wire/transcript.js").ChatMessage[])[]} batches  Its messages, as they fit into requests.
+ */
+export async function importConversation({ title, messages }, batches) {
+  const there = link.peek();
+  if (!there) return;
+  const system = messages[0]?.role === "system" ? messages[0].content : "";
+  const metadata = { title: title.slice(0, 200) };
+  const made = await there.request("create_session", { metadata, ...(system && { system }) });
+  for (const [at, batch] of batches.entries()) {
+    const part = at === 0 && system ? batch.slice(1) : batch;
+    if (part.length > 0) await there.request("append", { session_id: made.session_id, messages: [...part] });
+  }
+  enlist(made.session_id, metadata, made.model);
+}
+
+/**
  * Deletes a conversation permanently, with all its versions.
  *
  * @param {string} id

@@ -8,6 +8,7 @@ import { Lazy } from "./lazy.js";
 
 /** @typedef {import("../choices.js").Choices} Choices */
 
+const transfer = () => import("./transfer.js");
 const parameters = () => import("./parameters.js");
 const FORMS = /** @type {const} */ ([
   ["none", "Free text", ""],
@@ -49,6 +50,7 @@ export function Settings({ session, onClose }) {
         <${Lazy} load=${parameters} name="Parameters" params=${chosen.params}
           defaults=${effectiveParams(session, chosen.model)} error=${session.turns.value.at(-1)?.ending?.error}
           onChange=${(/** @type {Record<string, unknown>} */ params) => choose({ params })} />
+        <${Lazy} load=${transfer} name="Transfer" id=${id} />
       </div>
     </aside>
   `;
