@@ -182,7 +182,7 @@ async def test_keyboard_operation(browser: Browser, daemon: Daemon) -> None:
         await keyboard.type("Three")
         await keyboard.press("Enter")
         await expect(visit.conversation("Three")).to_be_focused()
-        await keyboard.press("Control+k")
+        await keyboard.press("Control+Shift+o")
         await expect(visit.questions).to_have_count(0)
         await expect(visit.composer).to_be_focused()
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from playwright.async_api import expect
 
 from tests.e2e.harness import connect_client, run_daemon
-from tests.web.browser import MARKS, PHONE, signed_in
+from tests.web.browser import MARKS, PHONE, barriers, signed_in
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -192,3 +192,26 @@ async def test_too_long_prompt_is_explained(browser: Browser, echo: Daemon) -> N
         await expect(problem).to_contain_text(
             re.compile(r"[\d,]+ fit, with the answer\. Shorten it, or start a new chat\.")
         )
+
+
+async def test_shortcuts_are_listed_and_work(browser: Browser, echo: Daemon) -> None:
+    """A question mark shows them, except where it is text; Ctrl+K searches."""
+    async with signed_in(browser, echo) as visit:
+        await visit.ask("Find me.")
+        await visit.answered()
+        await visit.composer.press("?")
+        await expect(visit.composer).to_have_value("?")
+        await visit.button("Conversation settings").focus()
+        await visit.page.keyboard.press("?")
+        shown = visit.page.get_by_role("dialog", name="Keyboard shortcuts")
+        await expect(shown).to_contain_text("Search conversations")
+        assert await barriers(visit) == []
+        await visit.page.keyboard.press("Escape")
+        await expect(shown).to_have_count(0)
+        await visit.page.keyboard.press("Control+k")
+        search = visit.page.get_by_role("searchbox", name="Search conversations")
+        await expect(search).to_be_focused()
+        await search.fill("nothing like it")
+        await expect(visit.page.get_by_text("No matching conversations")).to_be_visible()
+        await search.fill("find")
+        await expect(visit.conversation("Find me.")).to_be_visible()

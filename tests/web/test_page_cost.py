@@ -23,6 +23,7 @@ pytestmark = MARKS
 logger = logging.getLogger(__name__)
 
 FIRST_PAINT_BYTES = 150 * 1024
+MOST_REQUESTS = 60
 TOKENS = 10_000
 STORED = {
     "op": "session_resumed", "session_id": "s1", "resumed": False, "reason": "no_position", "state": "idle",
@@ -62,6 +63,7 @@ async def test_first_paint_is_small(browser: Browser, echo: Daemon) -> None:
         await visit.page.wait_for_load_state("networkidle")
         cold = sum(received)
         assert 10 * 1024 < cold <= FIRST_PAINT_BYTES, f"{len(received)} files, {cold / 1024:.0f} KiB"
+        assert len(received) <= MOST_REQUESTS
         received.clear()
         await visit.page.reload()
         await expect(visit.composer).to_be_visible()

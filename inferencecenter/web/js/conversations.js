@@ -5,7 +5,7 @@ import { batch, effect, signal } from "../vendor/signals-core.js";
 import { choicesOf, dropChoices, keepChoices, turnFields } from "./choices.js";
 import { keepDraft, moveDraft } from "./drafts.js";
 import { enlist, mark, readList, rename, sessions, strike, titleOfSession, touch, unread } from "./list.js";
-import { dropSpeeds, noteSpeed } from "./speeds.js";
+import { dropSpeeds, noteSpeed } from "./storage.js";
 import { attempt, failure, hello, link, view } from "./state.js";
 import { versionFields, versionsOf } from "./versions.js";
 import { asWireError } from "./wire/errors.js";

@@ -1,14 +1,15 @@
 // @ts-check
 /** Entry point of the page. */
 
+import { effect } from "../vendor/signals-core.js";
 import { lookAgain, newChat, stopStreaming } from "./conversations.js";
 import { followAddress, goToAddress } from "./routing.js";
-import { account, link, signIn, signOut } from "./state.js";
+import { account, helping, link, preferences, signIn, signOut } from "./state.js";
 import { keptToken, takeTokenFromAddress } from "./storage.js";
-import { followTheme } from "./theme.js";
 import { html, render, useEffect } from "./ui.js";
 import { Connecting, SignIn } from "./views/signin.js";
 import { Shell } from "./views/shell.js";
+import { focusSearch } from "./views/sidebar.js";
 
 /** The list is polled: the daemon does not announce turns of other pages, nor new sessions without a title. */
 const LOOK_EVERY_MS = 60_000;
@@ -28,9 +29,16 @@ function App() {
 /** @param {KeyboardEvent} event */
 function shortcuts(event) {
   if (account.peek() === null || event.defaultPrevented || document.querySelector("dialog[open]")) return;
-  if ((event.ctrlKey || event.metaKey) && !event.altKey && event.key.toLowerCase() === "k") {
+  const key = (event.ctrlKey || event.metaKey) && !event.altKey ? event.key.toLowerCase() : "";
+  if (key === "k" && !event.shiftKey) {
+    event.preventDefault();
+    focusSearch();
+  } else if (key === "o" && event.shiftKey) {
     event.preventDefault();
     newChat();
+  } else if (event.key === "?" && !/** @type {Element} */ (event.target).closest("input, textarea, select")) {
+    event.preventDefault();
+    helping.value = true;
   } else if (event.key === "Escape" && stopStreaming()) {
     event.preventDefault();
   }
@@ -48,6 +56,20 @@ function followLink(moved) {
   signOut();
   signIn(token);
   return true;
+}
+
+/** Applies the preference and follows the system's setting. */
+function followTheme() {
+  const dark = matchMedia("(prefers-color-scheme: dark)");
+  const show = () => {
+    const { theme } = preferences.peek();
+    document.documentElement.dataset.theme = theme === "system" ? (dark.matches ? "dark" : "light") : theme;
+  };
+  dark.addEventListener("change", show);
+  effect(() => {
+    preferences.value;
+    show();
+  });
 }
 
 followTheme();

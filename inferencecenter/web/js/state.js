@@ -28,6 +28,8 @@ export const view = signal(/** @type {View} */ ("chat"));
 export const preferences = signal(kept("preferences", /** @type {Preferences} */ ({ theme: "system" })));
 /** The last events that were sent to all sockets, by op: `engine`, `thermal`, `storage`, `going_away`, `model_changed`. */
 export const notices = signal(/** @type {Readonly<Partial<Notices>>} */ ({}));
+/** Whether the keyboard shortcuts are shown. */
+export const helping = signal(false);
 /** Why sign-in failed; empty if it did not. */
 export const signInError = signal("");
 /** The last error, shown until it is dismissed. */

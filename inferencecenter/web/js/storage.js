@@ -94,6 +94,33 @@ export function takeTokenFromAddress() {
   return decodeURIComponent(match[1]);
 }
 
+/** @typedef {{tps: number, ttft_ms: number, queue_ms: number}} Speed */
+
+const MOST_SPEEDS = 500;
+/** @type {Map<string, Speed>}  Timings of answers by turn, the oldest first; the daemon tells them once, at the end. */
+const speeds = new Map(kept("speeds", []));
+
+/**
+ * @param {string} turnId
+ * @param {Speed} stats
+ */
+export function noteSpeed(turnId, { tps, ttft_ms, queue_ms }) {
+  speeds.set(turnId, { tps, ttft_ms, queue_ms });
+  for (const id of speeds.keys()) if (speeds.size > MOST_SPEEDS) speeds.delete(id);
+  keep("speeds", [...speeds]);
+}
+
+/** @param {string | null} turnId */
+export function speedOf(turnId) {
+  return turnId === null ? null : (speeds.get(turnId) ?? null);
+}
+
+/** Deletes all, at sign-out. */
+export function dropSpeeds() {
+  speeds.clear();
+  keep("speeds", undefined);
+}
+
 /**
  * @param {() => Storage} storage  Throws if unavailable.
  * @param {string} name

@@ -1,7 +1,7 @@
 // @ts-check
 /** The line below an answer: end reason and statistics, or its progress. */
 
-import { speedOf } from "../speeds.js";
+import { speedOf } from "../storage.js";
 import { html } from "../ui.js";
 
 /** @type {Readonly<Record<string, string>>} */
@@ -32,7 +32,7 @@ export function Outcome({ ending, turnId }) {
 /**
  * Returns the statistics of a turn, each in short and in full.
  *
- * @param {{usage: import("../wire/transcript.js").Usage | null, stats: import("../speeds.js").Speed | null}} ending
+ * @param {{usage: import("../wire/transcript.js").Usage | null, stats: import("../storage.js").Speed | null}} ending
  * @returns {[string, string][]}
  */
 export function measures({ usage, stats }) {

@@ -1,7 +1,7 @@
 // @ts-check
 import { html, useEffect, useState } from "../ui.js";
 import { current } from "../conversations.js";
-import { view } from "../state.js";
+import { helping, view } from "../state.js";
 import { Conversation } from "./conversation.js";
 import { Icon } from "./icons.js";
 import { Lazy } from "./lazy.js";
@@ -9,6 +9,7 @@ import { Failure, Notices } from "./notices.js";
 import { Sidebar } from "./sidebar.js";
 
 const dashboard = () => import("./dashboard.js");
+const shortcuts = () => import("./shortcuts.js");
 const models = () => import("./models.js");
 
 /** The page of a signed-in user. */
@@ -43,6 +44,7 @@ export function Shell() {
         ${view.value === "dashboard" && html`<${Lazy} key="dashboard" load=${dashboard} name="Dashboard" />`}
         ${view.value === "models" && html`<${Lazy} key="models" load=${models} name="Models" />`}
       </main>`}
+      ${helping.value && html`<${Lazy} load=${shortcuts} name="Shortcuts" onClose=${() => (helping.value = false)} />`}
       <${Failure} />
     </div>
   `;

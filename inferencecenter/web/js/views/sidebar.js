@@ -10,9 +10,17 @@ import { Icon } from "./icons.js";
 /** @typedef {import("../list.js").Summary} Summary */
 
 const DAY_MS = 86_400_000;
-const FILTER_FROM = 8;
 const THEMES = /** @type {const} */ (["system", "light", "dark"]);
 const THEME_ICONS = { system: "system", light: "sun", dark: "moon" };
+
+/** Moves the focus to the search of conversations; opens the list where it is closed. */
+export function focusSearch() {
+  const field = /** @type {HTMLElement | null} */ (document.querySelector(".sidebar .filter"));
+  if (!field?.checkVisibility({ visibilityProperty: true })) {
+    /** @type {HTMLElement | null} */ (document.querySelector("[aria-label=Conversations][aria-expanded]"))?.click();
+  }
+  requestAnimationFrame(() => field?.focus());
+}
 
 /**
  * Conversations, other views, and the account.
@@ -36,12 +44,11 @@ export function Sidebar({ open, onClose }) {
           <${Icon} name="close" />
         </button>
       </div>
-      <button type="button" class="button new-chat" title="Ctrl+K" onClick=${start}>
+      <button type="button" class="button new-chat" title="Ctrl+Shift+O" onClick=${start}>
         <${Icon} name="plus" /> New chat
       </button>
-      ${(list?.length ?? 0) > FILTER_FROM &&
-      html`<input type="search" class="filter" placeholder="Search…" aria-label="Search conversations" value=${filter}
-        onInput=${(/** @type {any} */ event) => setFilter(event.target.value)} />`}
+      <input type="search" class="filter" placeholder="Search…" title="Ctrl+K" aria-label="Search conversations"
+        value=${filter} onInput=${(/** @type {any} */ event) => setFilter(event.target.value)} />
       <div class="sidebar-list" onKeyDown=${moveFocus}>
         ${list === null && html`<p class="hint">Loading…</p>`}
         ${list?.length === 0 && html`<p class="hint">Conversations appear here.</p>`}
