@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractAsyncContextManager
     from pathlib import Path
 
+    from anthropic import AsyncAnthropic
+
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run the tests of this folder on uvloop."""
@@ -44,6 +46,17 @@ async def ada(server: Running) -> AsyncIterator[AsyncOpenAI]:
     """The openai client with the token of the client ada, without retries."""
     async with AsyncOpenAI(
         base_url=f"http://127.0.0.1:{server.port}/v1", api_key=server.token, max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+async def claude(server: Running) -> AsyncIterator[AsyncAnthropic]:
+    """The anthropic client with the token of the client ada, without retries."""
+    from anthropic import AsyncAnthropic  # noqa: PLC0415 - it takes more than a second to import, which other workers are spared
+
+    async with AsyncAnthropic(
+        base_url=f"http://127.0.0.1:{server.port}", auth_token=server.token, max_retries=0
     ) as client:
         yield client
 

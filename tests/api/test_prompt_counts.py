@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import msgspec
 import openai
 import pytest
-from anthropic import AsyncAnthropic
 
 from inferencecenter.config.limits import AccessLimits
 from tests.api.http_client import post, tick
@@ -18,9 +16,10 @@ from tests.api.streaming import requests_done
 from tests.server.harness import MODEL, ready
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable
     from contextlib import AbstractAsyncContextManager
 
+    from anthropic import AsyncAnthropic
     from openai import AsyncOpenAI
 
     from inferencecenter.ipc.messages import TokensCounted
@@ -33,15 +32,6 @@ COUNT_RESPONSE = f"{RESPONSES}/input_tokens"
 COUNT_MESSAGE = "/v1/messages/count_tokens"
 LOOK: dict[str, Any] = {"type": "function", "name": "look", "parameters": {"type": "object"}}
 ASKED: Any = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture
-async def claude(server: Running) -> AsyncIterator[AsyncAnthropic]:
-    """The anthropic client with the token of the client ada, without retries."""
-    async with AsyncAnthropic(
-        base_url=f"http://127.0.0.1:{server.port}", auth_token=server.token, max_retries=0
-    ) as client:
-        yield client
 
 
 async def prompt_chars(server: Running, path: str, body: dict[str, Any]) -> int:
@@ -94,6 +84,8 @@ async def test_count_is_refused_where_a_turn_would_be(
     server: Running, ada: AsyncOpenAI, claude: AsyncAnthropic
 ) -> None:
     """An unknown model, nothing to count, and a conversation that certainly exceeds the context."""
+    from anthropic import BadRequestError  # noqa: PLC0415 - it takes more than a second to import, which other workers are spared
+
     with pytest.raises(openai.NotFoundError):
         await ada.responses.input_tokens.count(model="gone", input="Hi")
     with pytest.raises(openai.BadRequestError) as empty:
@@ -103,7 +95,7 @@ async def test_count_is_refused_where_a_turn_would_be(
     with pytest.raises(openai.BadRequestError) as long:
         await ada.responses.input_tokens.count(model="stub", input="What is that?")
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(anthropic.BadRequestError) as too_long:
+    with pytest.raises(BadRequestError) as too_long:
         await claude.messages.count_tokens(model="stub", messages=[{"role": "user", "content": "What is that?"}])
     assert "prompt is too long" in too_long.value.message
 

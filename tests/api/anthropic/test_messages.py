@@ -6,15 +6,13 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 
 from tests.api.http_client import post
 from tests.api.streaming import next_turn, open_stream, requests_done, send_answer
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from anthropic import AsyncAnthropic
 
     from tests.server.harness import Running
 
@@ -24,12 +22,9 @@ HI: dict[str, Any] = {"model": "stub", "max_tokens": 50, "messages": ASKED}
 
 
 @pytest.fixture
-async def ada(server: Running) -> AsyncIterator[AsyncAnthropic]:
-    """The anthropic client with the token of the client ada, without retries."""
-    async with AsyncAnthropic(
-        base_url=f"http://127.0.0.1:{server.port}", auth_token=server.token, max_retries=0
-    ) as client:
-        yield client
+def ada(claude: AsyncAnthropic) -> AsyncAnthropic:
+    """The anthropic client, by which the client ada speaks here."""
+    return claude
 
 
 async def test_message_has_text_stop_reason_and_usage(server: Running, ada: AsyncAnthropic) -> None:
@@ -88,10 +83,12 @@ async def test_unknown_fields_and_beta_features_have_no_effect(server: Running) 
 
 async def test_errors_have_the_form_of_the_api(server: Running, ada: AsyncAnthropic) -> None:
     """The package raises the class of the status, and the message names the field."""
-    with pytest.raises(anthropic.BadRequestError) as caught:
+    from anthropic import BadRequestError, NotFoundError  # noqa: PLC0415 - it takes more than a second to import, which other workers are spared
+
+    with pytest.raises(BadRequestError) as caught:
         await ada.messages.create(model="stub", max_tokens=0, messages=ASKED)
     assert "max_tokens" in caught.value.message
-    with pytest.raises(anthropic.NotFoundError):
+    with pytest.raises(NotFoundError):
         await ada.messages.create(model="gone", max_tokens=5, messages=ASKED)
     refused = await post(server, MESSAGES, HI, token="ic_wrong_token")
     assert (refused.status, refused.json["type"]) == (401, "error")
@@ -100,11 +97,12 @@ async def test_errors_have_the_form_of_the_api(server: Running, ada: AsyncAnthro
 
 async def test_prompt_that_is_too_long_is_an_invalid_request(server: Running, ada: AsyncAnthropic) -> None:
     """The message begins as agents expect, which then compact their conversation."""
+    from anthropic import BadRequestError  # noqa: PLC0415 - likewise
 
     async def overflow() -> None:
         server.engine.overflow(await next_turn(server), n_tokens=99_999)
 
-    with pytest.raises(anthropic.BadRequestError) as caught:
+    with pytest.raises(BadRequestError) as caught:
         await asyncio.gather(ada.messages.create(model="stub", max_tokens=5, messages=ASKED, stream=True), overflow())
     assert "prompt is too long" in caught.value.message
 
