@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _NS_PER_MS: Final = 1_000_000
 _LENGTH: Final = "length"
+_SHIFTED: Final = "the oldest messages were dropped: the conversation exceeds the context"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,10 @@ class AnswerHead:
     top_logprobs: int | None = None
     context_of: Callable[[str], list[int] | None] | None = None
     warnings: Sequence[str] = ()
+
+    def shifted(self) -> AnswerHead:
+        """Return the head of an answer to a conversation whose oldest messages were dropped."""
+        return replace(self, warnings=(*self.warnings, _SHIFTED))
 
     def part(
         self, content: str = "", *, thinking: str = "", tool_calls: Sequence[dict[str, Any]] = ()
@@ -150,12 +155,14 @@ class AnswerWriter:
                 return self._line(head.part(thinking=event.content), event.logprobs)
             case events.ToolCall():
                 return self._called(self._calls.take(event))
+            case events.ContextShifted():
+                self._head = head.shifted()
             case events.End():
                 called = self._called(self._calls.pop())
                 return called + line(orjson.dumps({**head.part(), **head.end(event, "".join(self._texts))}))
             case _:
                 raise_failure(event)
-                return b""
+        return b""
 
     def _called(self, calls: list[dict[str, Any]]) -> bytes:
         return self._line(self._head.part(tool_calls=calls), None) if calls else b""
@@ -192,6 +199,8 @@ class AnswerCollector:
                 self._logprobs += event.logprobs or ()
             case events.ToolCall():
                 self._calls += self._collector.take(event)
+            case events.ContextShifted():
+                self._head = self._head.shifted()
             case events.End():
                 self._calls += self._collector.pop()
                 self._end = event

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from inferencecenter.api.ollama.chat_schemas import AnswerRequest
     from inferencecenter.api.request_turns import RequestTurns
     from inferencecenter.api.session_match import SessionMatch
+    from inferencecenter.protocol.values import OnFull
 
 _FIELD_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {f"params.{name}": f"options.{name}" for name in OllamaOptions.model_fields}
@@ -88,7 +89,8 @@ async def chat(call: Call) -> Reply:
         turn["prefix"], messages = messages[-1].content or None, messages[:-1]
         if turn["prefix"] and turn["json_schema"] is not None:
             raise invalid_field("format", "format excludes the start of an answer")
-    return await _answer(call, _Question(ConversationRequest(messages=messages, model=model), turn, head))
+    conversation = ConversationRequest(messages=messages, model=model, on_full=_on_full(request))
+    return await _answer(call, _Question(conversation, turn, head))
 
 
 async def generate(call: Call) -> Reply:
@@ -117,8 +119,12 @@ async def generate(call: Call) -> Reply:
         )
     messages = (*before, question)
     head = replace(head, context_of=lambda text: context_of([*messages, ChatMessage(role="assistant", content=text)]))
-    conversation = ConversationRequest(messages=messages, model=model)
+    conversation = ConversationRequest(messages=messages, model=model, on_full=_on_full(request))
     return await _answer(call, _Question(conversation, _turn_of(request), head))
+
+
+def _on_full(request: AnswerRequest) -> OnFull:
+    return "shift" if request.truncate else "stop"
 
 
 _LONG: Final = 256

@@ -99,6 +99,11 @@ class AnswerRequest(DialectModel):
         default=None, description="Whether the model reasons first; if absent, the model's default."
     )
     keep_alive: KeepAlive = None
+    truncate: bool = Field(
+        default=True,
+        description="Whether the oldest messages are dropped of a conversation that is too long, which is refused "
+        "otherwise.",
+    )
     logprobs: bool = Field(default=False, description="Whether token probabilities are returned.")
     top_logprobs: int | None = Field(
         default=None,
@@ -150,6 +155,10 @@ def _fills_gap(_value: Any, siblings: Mapping[str, Any]) -> bool:
     return bool(siblings.get("suffix"))
 
 
+def _cuts_text(value: Any, siblings: Mapping[str, Any]) -> bool:
+    return value is True and bool(siblings.get("raw") or siblings.get("suffix"))
+
+
 def _is_no_function(item: Any, _siblings: Mapping[str, Any]) -> bool:
     return isinstance(item, dict) and isinstance(kind := item.get("type"), str) and kind != "function"
 
@@ -184,8 +193,7 @@ _OPTION_RULES: Final = (
 _ANSWER_RULES: Final = (
     *_OPTION_RULES,
     KEEP_ALIVE_RULE,
-    FieldRule(field="truncate", why="a conversation that is too long is refused"),
-    FieldRule(field="shift", why="an answer ends where the context is full"),
+    FieldRule(field="shift", why="`truncate` decides what happens when the context is full"),
 )
 
 OLLAMA_CHAT_FIELDS: Final = FieldTable(
@@ -213,6 +221,12 @@ OLLAMA_GENERATE_FIELDS: Final = FieldTable(
         *(
             FieldRule(field=name, values="with `suffix`", why="a gap has no conversation", applies=_fills_gap)
             for name in ("system", "context", "think")
+        ),
+        FieldRule(
+            field="truncate",
+            values="`true` with `raw` or `suffix`",
+            why="a text without messages that is too long is refused",
+            applies=_cuts_text,
         ),
         FieldRule(field="template", values="a text", why="the template is that of the model file", applies=_is_given),
         FieldRule(field="width", why="the model makes no images"),

@@ -231,12 +231,69 @@ SENT: list[Any] = [
 ]
 
 
+LONG: dict[str, Any] = {
+    "model": "stub",
+    "messages": [
+        {"role": "user", "content": "I am Ada."},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Who am I?"},
+    ],
+}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_oldest_messages_of_a_long_conversation_are_dropped(server: Running, stream: bool) -> None:
+    """As Ollama does it; a warning says so."""
+
+    async def answer() -> str:
+        turn = await next_turn(server)
+        server.engine.overflow(turn, n_tokens=5000)
+        turn = await next_turn(server)
+        prompt = "".join(piece.text for piece in server.engine.submission(turn).pieces)
+        server.engine.begin(turn)
+        server.engine.say(turn, "No idea.")
+        server.engine.finish(turn)
+        return prompt
+
+    response, prompt = await asyncio.gather(post(server, CHAT, {**LONG, "stream": stream}), answer())
+    last = json.loads(response.body.splitlines()[-1])
+    assert "Ada" not in prompt
+    assert "Who am I?" in prompt
+    assert (last["done_reason"], last["warnings"]) == (
+        "stop",
+        ["the oldest messages were dropped: the conversation exceeds the context"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "may_shift"),
+    [
+        (CHAT, LONG, True),
+        (CHAT, {**LONG, "truncate": False}, False),
+        (GENERATE, {"model": "stub", "prompt": "Hi"}, True),
+        (GENERATE, {"model": "stub", "prompt": "Hi", "truncate": False}, False),
+        (GENERATE, {"model": "stub", "prompt": "Hi", "raw": True}, False),
+    ],
+)
+async def test_request_says_whether_messages_are_dropped(
+    server: Running, path: str, body: dict[str, Any], may_shift: bool
+) -> None:
+    """The engine refuses a prompt that is too long otherwise."""
+    pending = asyncio.get_running_loop().create_task(post(server, path, body))
+    turn = await next_turn(server)
+    assert server.engine.submission(turn).may_shift == may_shift
+    server.engine.begin(turn)
+    server.engine.finish(turn)
+    assert (await pending).status == 200
+
+
 async def test_conversation_with_tool_calls_continues_in_its_session(server: Running, client: AsyncClient) -> None:
     """Ollama's calls have no ids: results go to the session's call of their name, whatever their order."""
     account = server.accounts.verify_token(server.token)
     assert account is not None
     told = (ChatMessage(role="user", content="What is tea?"), CALLED, ChatMessage(role="user", content="-"))
-    open_session(server.context.sessions, account, ConversationRequest(messages=told, model="stub"))
+    conversation = ConversationRequest(messages=told, model="stub", on_full="shift")
+    open_session(server.context.sessions, account, conversation)
     messages = [
         *SENT,
         {"role": "tool", "tool_name": "count", "content": "3"},
