@@ -9,6 +9,7 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from inferencecenter.api import endpoint, ollama, openapi, plain, responses
 from inferencecenter.api.anthropic import messages
+from inferencecenter.api.ollama.errors import OLLAMA_ERRORS
 from inferencecenter.api.openai import chat, completions, embeddings, infill, llama_server, models
 from inferencecenter.api.websocket.connection import UnknownSocketPath, WebSocketEndpoint
 from inferencecenter.server.status_pages import StatusPages
@@ -39,8 +40,9 @@ FIELD_TABLES: Final = tuple(dict.fromkeys(row.fields for row in OPERATIONS if ro
 
 
 def api_routes(context: ServerContext) -> list[BaseRoute]:
-    """Return the routes of all HTTP operations, and of the Responses socket."""
-    return [*endpoint.routes(context, OPERATIONS), *responses.socket_routes(context)]
+    """Return the routes of all HTTP operations, of the Responses socket, and of Ollama's other paths."""
+    others = endpoint.NotFoundRoute(f"{context.settings.base_path}/api/", errors=OLLAMA_ERRORS)
+    return [*endpoint.routes(context, OPERATIONS), *responses.socket_routes(context), others]
 
 
 SOCKET_PATHS: Final = ("/", "/ws", "/api/inference", "/api/inference/")

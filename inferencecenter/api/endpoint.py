@@ -21,7 +21,7 @@ from starlette.routing import BaseRoute, Match, NoMatchFound, Route
 
 from inferencecenter.api import sse
 from inferencecenter.api.body import BODIES_BYTES, LARGE_BYTES, BodyMemory, checked, is_slow, parse, read_body
-from inferencecenter.api.errors import OPENAI_ERRORS, ErrorFormat, error_body, error_headers
+from inferencecenter.api.errors import OPENAI_ERRORS, ErrorFormat, error_headers
 from inferencecenter.api.foreign_fields import FieldReport, FieldTable
 from inferencecenter.api.request_context import Caller, ClientDisconnectedError, RequestContext, admit, paced
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
@@ -466,8 +466,9 @@ _NO_HEADER_TEXT: Final = re.compile(r"[^\x20-\x7e]")
 class NotFoundRoute(BaseRoute):
     """Route of all unknown paths below ``prefix``; a pattern would not match paths with line breaks."""
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, *, errors: ErrorFormat = OPENAI_ERRORS) -> None:
         self._prefix = prefix
+        self._errors = errors
 
     def matches(self, scope: AsgiScope) -> tuple[Match, AsgiScope]:
         """Match any HTTP request below the prefix."""
@@ -479,15 +480,15 @@ class NotFoundRoute(BaseRoute):
         raise NoMatchFound(name, {})
 
     async def handle(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """Respond with 404 in OpenAI's error format."""
+        """Respond with 404."""
         error = InferenceCenterError(
             ErrorCode.UNKNOWN_OP,
             f"no such path: {scope['path'][:_SHOWN_CHARS]}",
             hint="/openapi.json lists all paths.",
         )
         answer = Response(
-            error_body(error),
-            status_code=error.spec.http_status,
+            self._errors.body(error),
+            status_code=self._errors.status(error),
             headers=error_headers(error),
             media_type="application/json",
         )

@@ -80,6 +80,14 @@ async def test_account_that_does_not_exist_admits_no_request(serve: Serve) -> No
         assert "server.ollama_account" in response.json["error"]
 
 
+@pytest.mark.parametrize("path", ["/api/me", "/api/", "/api/blobs/a%2Fb"])
+async def test_unknown_path_is_refused_in_ollamas_format(server: Running, path: str) -> None:
+    """Clients read an error from JSON."""
+    response = await request(server, "POST", path)
+    assert (response.status, list(response.json)) == (404, ["error"])
+    assert "no such path" in response.json["error"]
+
+
 def test_port_that_is_taken_names_the_setting() -> None:
     """Ollama may run already."""
     (taken,) = bind("127.0.0.1", 0)
