@@ -286,7 +286,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
     accounts, store, metrics = prepared.accounts, prepared.store, DaemonMetrics()
 
     def live_sessions() -> tuple[str, ...]:
-        return sessions.session_ids()
+        return sessions.kv_owners()
 
     models, gpu = make_models(settings, prepared.registry, metrics=metrics.engines, live_sessions=live_sessions), Gpu()
     supervisor = models.engine(models.default)
@@ -301,6 +301,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
         settings=settings.sessions,
         stateless_ttl_s=settings.server.stateless_ttl_s,
         journal=store,
+        archive=store.reader if store is not None else None,
         observer=metrics,
         tracer=prepared.traces,
         admit=memory.admit,
@@ -368,6 +369,7 @@ async def _run(settings: Settings, prepared: _Prepared, *, on_listening: Callabl
             running.push_async_callback(store.close)
             store.watch(context.storage_changed)
             _restore(settings, store, accounts=accounts, quotas=quotas, sessions=sessions)
+            running.push_async_callback(sessions.archive.close)
         running.push_async_callback(purges.join)
         control = ControlSocket(
             settings.state_dir,
@@ -428,7 +430,8 @@ async def _purge(kind: PurgeKind, name: str, sessions: SessionManager, store: Se
         await asyncio.sleep(0)
     _log.info("purged", kind=kind, name=name, sessions=n_sessions)
     if store is not None:
-        store.purge(kind, name)
+        owner = await sessions.archive.purged(kind, name)
+        store.purge(kind, name, client_id=owner or "")
 
 
 def _restore(

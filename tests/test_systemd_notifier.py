@@ -29,6 +29,7 @@ READY = EngineStatus(state=EngineState.READY, pid=77)
 NO_SESSIONS = Totals(
     active_generations=0,
     total_sessions=0,
+    archived_sessions=0,
     last_tps=0.0,
     last_ttft_ms=0.0,
     total_tokens_generated=0,

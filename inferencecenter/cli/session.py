@@ -64,7 +64,7 @@ def list_sessions(
 def cells(session: SessionLine) -> tuple[str, ...]:
     """Return id, client, model, messages, turns, last use and state of a session."""
     counts = (str(session.messages), str(session.turns))
-    state = "answering" if session.answering else "idle"
+    state = "answering" if session.answering else "archived" if session.archived else "idle"
     return (session.session_id, session.client_id, session.model, *counts, _date(session.last_used_at), state)
 
 

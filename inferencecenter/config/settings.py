@@ -226,6 +226,14 @@ class SessionSettings(Section):
         description="Mi characters that all sessions of one client may hold together, forks counted in full; "
         "beyond it, requests are refused with `quota_exceeded`.",
     )
+    archive_mib: int = Field(
+        1024,
+        ge=1,
+        le=2**20,
+        description="Mi characters that all stored sessions of one client may hold together, the archived ones "
+        "included, each of which counts 4 Ki more; beyond it, further stored sessions are refused with "
+        "`quota_exceeded`, and none is deleted.",
+    )
     max_messages: int = Field(
         10_000,
         ge=1,
@@ -247,9 +255,9 @@ class SessionSettings(Section):
     )
     when_full: Literal["refuse", "evict"] = Field(
         "refuse",
-        description="Behavior when a client opens a session beyond its own limit or the limit of all: `refuse` "
-        "returns an error, `evict` closes and deletes the client's oldest session without an attached"
-        " socket. Sessions that are not stored are evicted in either case.",
+        description="Behavior when the stored sessions of a client approach `archive_mib`: `refuse` refuses further "
+        "ones at the limit, `evict` deletes the client's least recently used archived sessions at 90 % of it. Beyond "
+        "the number of sessions that a client, or all, may have open, stored ones are archived and others evicted.",
     )
     replay_kib: int = Field(
         256, ge=0, le=2**20, description="KiB of events buffered per session for reconnecting clients."

@@ -21,6 +21,7 @@ from inferencecenter.protocol.values import (
     ServerLimits,
     SessionStateName,
     SessionSummary,
+    SessionUsage,
     StatusType,
     TokenLogprobs,
     TranscriptTurn,
@@ -285,6 +286,7 @@ class Sessions(Event):
     op: Literal["sessions"] = "sessions"
     sessions: tuple[SessionSummary, ...] = Field(description="The page.")
     next: str | None = Field(default=None, description="Cursor: pass it as `after` to get the next page.")
+    usage: SessionUsage | None = Field(default=None, description="How much of its limits the client uses.")
 
 
 class Metrics(Event):

@@ -307,11 +307,14 @@ class GetSession(Request):
 
 
 class ListSessions(Request):
-    """List the client's own sessions, oldest first."""
+    """List the client's own sessions, live and archived."""
 
     op: Literal["list_sessions"]
     limit: int = Field(default=100, ge=1, le=1000, description="Page size.")
     after: SessionId | None = Field(default=None, description="`next` of the previous page.")
+    order: Literal["oldest", "recent"] = Field(
+        default="oldest", description="`oldest` created first, or most `recent` use first."
+    )
 
 
 MAX_EMBEDDED_TEXTS: Final = 256

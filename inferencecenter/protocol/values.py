@@ -225,6 +225,29 @@ class SessionSummary(Value):
     created_at: float = Field(description="Unix seconds.")
     last_used_at: float = Field(description="Unix seconds.")
     metadata: dict[str, str] = Field(description="Metadata given at creation or by the latest `set_metadata`.")
+    archived: bool = Field(
+        default=False, description="Whether it is only stored; any request that names it loads it. Absent if not."
+    )
+
+
+class SessionUsage(Value):
+    """How much of its limits for sessions a client uses.
+
+    Live sessions are in memory; archived ones are only stored, and take no place in `max_sessions`.
+    """
+
+    live: int = Field(description="Live sessions.")
+    max_sessions: int = Field(
+        description="Maximum number of live sessions; beyond it the least recently used one is archived."
+    )
+    archived: int = Field(description="Archived sessions.")
+    stored_chars: int = Field(
+        description="Characters that all sessions hold; each archived one counts 4,096 in addition."
+    )
+    max_stored_chars: int = Field(description="Where further stored sessions are refused; nothing is deleted.")
+    retention_days: float | None = Field(
+        default=None, description="Days after its last use at which a session is deleted; absent if none is."
+    )
 
 
 class ModelSummary(Value):

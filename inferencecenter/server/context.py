@@ -11,13 +11,13 @@ import structlog
 from inferencecenter.auth.authentication import Authenticator
 from inferencecenter.auth.rate_limits import OperationRateLimiter, Pacer, RefusalBackoffs, rate_limit_key
 from inferencecenter.core.errors import InferenceCenterError
+from inferencecenter.core.fair_worker import FairWorker
 from inferencecenter.hardware.nvml import read_gpus
 from inferencecenter.hardware.pressure import Pressure
 from inferencecenter.ipc.port import ModelsPort
 from inferencecenter.protocol import events
 from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server import event_factory
-from inferencecenter.server.fair_worker import FairWorker
 from inferencecenter.server.handshake import TrustedProxies
 from inferencecenter.server.hub import ConnectionHub
 from inferencecenter.server.metrics_stream import GpuCache, MetricsFeed, MetricsSampler

@@ -146,6 +146,8 @@ class MetricsPage:
         gpus = await context.gpus.get()
         engines = context.models.statuses
         metrics.sessions.set(context.sessions.totals().total_sessions)
+        metrics.archived_sessions.set(context.sessions.archive.n_sessions)
+        metrics.session_loads.value = context.sessions.archive.n_loaded
         metrics.storage_failing.set(context.sessions.fault is not None)
         metrics.records_set_aside.value = context.sessions.n_skipped
         show_task_failures(metrics)

@@ -554,6 +554,11 @@ class SessionNotifier:
         """Announce the end of a session to all sinks but those in ``exclude``."""
         self._notify(session, events.SessionClosed(session_id=session.config.session_id), *exclude)
 
+    def notify_deleted(self, session_id: str, client_id: str, *, journal: Journal) -> None:
+        """Announce the end of an archived session to all sinks."""
+        for reader in self._handlers:
+            journal.release(partial(reader, client_id, events.SessionClosed(session_id=session_id), ()))
+
     def _notify(self, session: LiveSession, event: Event, *knowing: EventSink | None) -> None:
         if session.config.stateless:
             return

@@ -146,6 +146,17 @@ class SessionDeleted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SessionArchived:
+    """A session was unloaded from memory, with this size; it stays stored and is loaded when it is used."""
+
+    session_id: str
+    n_messages: int
+    n_tokens: int
+    n_chars: int
+    ttl_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UsageRecorded:
     """Usage charged to a token at ``at`` (Unix seconds): for a prompt, part of an answer, or a turn."""
 
@@ -168,6 +179,7 @@ Record: TypeAlias = (
     | MetadataChanged
     | EpochChanged
     | SessionDeleted
+    | SessionArchived
     | UsageRecorded
 )
 

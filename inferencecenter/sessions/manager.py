@@ -27,6 +27,7 @@ from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events, requests
 from inferencecenter.protocol.params import merge, parse_params
 from inferencecenter.protocol.values import ChatMessage
+from inferencecenter.sessions.archive import SessionArchive
 from inferencecenter.sessions.context import (
     SessionConfig,
     SessionServices,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
     from inferencecenter.protocol.params import Params
     from inferencecenter.protocol.requests import CreateSession
     from inferencecenter.protocol.values import Mode, OnFull
+    from inferencecenter.sessions.archive import ArchiveStore
     from inferencecenter.sessions.context import EventSink, Principal, Quota, ReplaySink, ScheduledCall
     from inferencecenter.sessions.event_log import SessionEventHandler
     from inferencecenter.sessions.history import HistoryLimits
@@ -95,6 +97,7 @@ class SessionManager:
         stateless_ttl_s: Idle seconds after which a stateless session without its own ``ttl_s`` expires.
         max_transcript_chars: Maximum of characters in a session's history.
         journal: Where sessions are recorded; ``None`` if they end with the daemon.
+        archive: Where archived sessions are read; ``None`` if none are archived.
         observer: Notified of each turn that ended.
         tracer: Traces turns; ``None`` for no traces.
         admit: Raises while no new turn may start; running turns continue.
@@ -116,6 +119,7 @@ class SessionManager:
         stateless_ttl_s: float = DEFAULT_STATELESS_TTL_S,
         max_transcript_chars: int = DEFAULT_MAX_TRANSCRIPT_CHARS,
         journal: Journal | None = None,
+        archive: ArchiveStore | None = None,
         observer: TurnObserver | None = None,
         tracer: Tracer | None = None,
         admit: Callable[[], None] = lambda: None,
@@ -134,7 +138,13 @@ class SessionManager:
         self._text_quota = TextQuota(settings.max_client_mib * 1024 * 1024)
         self._notifier = SessionNotifier()
         self._resume_limiter = ResumeLimiter()
-        self._table = SessionTable(settings, monotonic=monotonic, call_later=call_later, expire=self._expire)
+        self._table = SessionTable(
+            settings,
+            monotonic=monotonic,
+            call_later=call_later,
+            expire=self._expire,
+            archives=archive is not None,
+        )
         self._services = SessionServices(
             models=ModelRouter(engines, config_params=config_params, renderers=renderers),
             journal=self._journal,
@@ -154,6 +164,14 @@ class SessionManager:
             settings=settings,
             stateless_ttl_s=stateless_ttl_s,
             max_transcript_chars=max_transcript_chars,
+        )
+        self.archive = SessionArchive(
+            archive,
+            journal=self._journal,
+            services=self._services,
+            table=self._table,
+            notifier=self._notifier,
+            make_room=self._make_room,
         )
 
     @property
@@ -214,18 +232,29 @@ class SessionManager:
         sessions = restore_sessions(stored, clean=clean, services=self._services)
         for session in sessions:
             self._table.add(session)
-        if sessions:
-            _log.info("sessions_restored", sessions=len(sessions), pending_turn=self.totals().active_generations)
+        self.archive.open()
+        if sessions or self.archive.n_sessions:
+            _log.info(
+                "sessions_restored",
+                sessions=len(sessions),
+                pending_turn=self.totals().active_generations,
+                archived=self.archive.n_sessions,
+            )
 
     def subscribe(self, handler: SessionEventHandler) -> None:
         """Call ``handler`` when a session's metadata changes or a session ends, for other sockets of its client."""
         self._notifier.subscribe(handler)
 
     def session_ids(self) -> tuple[str, ...]:
+        """Return the live sessions."""
         return self._table.session_ids
 
+    def kv_owners(self) -> tuple[str, ...]:
+        """Return the sessions whose KV is kept: the live ones and the archived ones used last."""
+        return (*self._table.session_ids, *self.archive.kv_owners)
+
     def purge(self, kind: Literal["session", "client"], name: str) -> int:
-        """End a session, or up to ``MAX_BATCH`` sessions of a client, as if the client had closed them.
+        """End a live session, or up to ``MAX_BATCH`` sessions of a client, as if the client had closed them.
 
         Returns:
             Their number; call it in the next iteration of the event loop again until it is 0.
@@ -429,7 +458,7 @@ class SessionManager:
         return self._table.get_owned(client, session_id).turn_snapshot(turn_id)
 
     def list(self, client: Principal, request: requests.ListSessions) -> events.Sessions:
-        """Return a page of the client's own sessions, oldest first.
+        """Return a page of the client's own live sessions, oldest first; ``archive.list`` has the others too.
 
         Raises:
             InferenceCenterError: ``session_not_found`` when ``after`` names none of them.
@@ -472,13 +501,17 @@ class SessionManager:
 
     def totals(self) -> Totals:
         return self._metrics.totals(
-            sessions=len(self._table), active=self._active_turns.total, now=self._services.monotonic()
+            sessions=len(self._table),
+            archived=self.archive.n_sessions,
+            active=self._active_turns.total,
+            now=self._services.monotonic(),
         )
 
     def _open(
         self, client: Principal, session: LiveSession, *, parent: LiveSession | None = None
     ) -> events.SessionCreated:
         config = session.config
+        nearly = self.archive.check_new(client.client_id) if config.store else ()
         created = events.SessionCreated(
             session_id=config.session_id,
             parent=parent.config.session_id if parent else None,
@@ -486,18 +519,40 @@ class SessionManager:
             model=config.model,
             n_ctx=config.n_ctx,
             params=config.params.model_dump(mode="json"),
-            warnings=(*config.warnings(config.params, chosen=config.chosen), *ttl_warnings(config.ttl_s)),
+            warnings=(*config.warnings(config.params, chosen=config.chosen), *ttl_warnings(config.ttl_s), *nearly),
         )
-        if not config.stateless:
-            self._text_quota.check(session.n_chars, client_id=client.client_id)
-        if (closing := self._table.select_victim(client, stateless=config.stateless, excluded=parent)) is not None:
-            self._close(closing)
+        n_chars = 0 if config.stateless else session.n_chars
+        self._make_room(client, n_chars, stateless=config.stateless, excluded=parent)
         self._table.set_retention({client.client_id: client.retention_days})
         session.open(parent=created.parent)
         self._table.add(session)
         if config.metadata:
             self._notifier.notify_metadata(session, by=session.sink)
         return created
+
+    def _make_room(
+        self, client: Principal, n_chars: int, *, stateless: bool = False, excluded: LiveSession | None = None
+    ) -> None:
+        """Archive, or close, what has to give way to another session with so many characters.
+
+        Raises:
+            InferenceCenterError: ``session_limit`` or ``quota_exceeded``.
+        """
+        table, client_id = self._table, client.client_id
+        while not self._text_quota.fits(n_chars, client_id=client_id) and (
+            spare := table.least_used(client_id, excluded=excluded)
+        ):
+            self._archive_session(spare)
+        self._text_quota.check(n_chars, client_id=client_id)
+        while (victim := table.select_victim(client, stateless=stateless, excluded=excluded)) is not None:
+            if not (table.archives and victim.is_archivable):
+                self._close(victim)
+                break
+            self._archive_session(victim)
+
+    def _archive_session(self, session: LiveSession) -> None:
+        self._table.remove(session)
+        self.archive.add(session.config.client_id, session.archive())
 
     def _close(self, session: LiveSession, *, by: EventSink | None = None) -> events.SessionClosed:
         sink = session.sink

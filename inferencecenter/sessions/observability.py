@@ -52,6 +52,7 @@ class Totals:
 
     active_generations: int
     total_sessions: int
+    archived_sessions: int
     last_tps: float
     last_ttft_ms: float
     total_tokens_generated: int
@@ -102,14 +103,18 @@ class TextQuota:
         if not self._of_client[client_id]:
             del self._of_client[client_id]
 
+    def fits(self, n_chars: int, *, client_id: str) -> bool:
+        """Return whether ``n_chars`` more are within the limit."""
+        return not n_chars or self.of(client_id) + n_chars <= self._max_chars
+
     def check(self, n_chars: int, *, client_id: str) -> None:
         """Refuse ``n_chars`` more if they exceed the limit.
 
         Raises:
             InferenceCenterError: ``quota_exceeded``.
         """
-        held = self.of(client_id) + n_chars
-        if n_chars and held > self._max_chars:
+        if not self.fits(n_chars, client_id=client_id):
+            held = self.of(client_id) + n_chars
             raise InferenceCenterError(
                 ErrorCode.QUOTA_EXCEEDED,
                 f"this client's sessions would hold {held} characters; {self._max_chars} are allowed",
@@ -201,11 +206,12 @@ class TurnMetrics:
             return None  # the start time of an engine is unknown
         return self._waits.eta_ms(serving.name, position, slots=engine.model.slots)
 
-    def totals(self, *, sessions: int, active: int, now: float) -> Totals:
-        """Return the totals over so many sessions, of which ``active`` run a turn."""
+    def totals(self, *, sessions: int, archived: int, active: int, now: float) -> Totals:
+        """Return the totals over so many open sessions, of which ``active`` run a turn, and archived ones."""
         return Totals(
             active_generations=active,
             total_sessions=sessions,
+            archived_sessions=archived,
             last_tps=self._last.tps if self._last else 0.0,
             last_ttft_ms=self._last.ttft_ms if self._last else 0.0,
             total_tokens_generated=self.meter.total,

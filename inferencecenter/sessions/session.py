@@ -23,6 +23,7 @@ from inferencecenter.sessions.journal import (
     HistoryChanged,
     MetadataChanged,
     NullJournal,
+    SessionArchived,
     SessionDeleted,
     SessionOpened,
     TurnEnded,
@@ -227,7 +228,8 @@ class LiveSession:
         self._last_used_at = config.created_at if last_used_at is None else last_used_at
         # The wall clock is read once: a clock change while the daemon runs expires nothing.
         unused_s = 0.0 if last_used_at is None else max(0.0, services.clock() - last_used_at)
-        self._last_used = services.monotonic() - unused_s
+        self._loaded = services.monotonic()
+        self._last_used = self._loaded - unused_s
 
     @classmethod
     def restored(cls, stored: StoredSession, config: SessionConfig, *, services: SessionServices) -> LiveSession:
@@ -266,6 +268,11 @@ class LiveSession:
     def idle_s(self) -> float:
         """Seconds since the last use; 0 while a turn runs."""
         return 0.0 if self._runner else self._services.monotonic() - self._last_used
+
+    @property
+    def unused_s(self) -> float:
+        """Seconds since the last use, or since it was loaded."""
+        return min(self.idle_s, self._services.monotonic() - self._loaded)
 
     @property
     def snapshot(self) -> SessionSnapshot:
@@ -309,6 +316,17 @@ class LiveSession:
     def n_chars(self) -> int:
         """Characters held: messages and notes of turns."""
         return self._history.size.n_chars + self._turn_log.n_note_chars
+
+    @property
+    def is_archivable(self) -> bool:
+        """Whether the store has everything of the session, so that it can leave memory."""
+        return (
+            self._state is SessionState.IDLE
+            and self.config.store
+            and self.config.on_disconnect == "detach"
+            and self.journal.fault is None
+            and not self.journal.is_incomplete(self.config.session_id)
+        )
 
     # Client operations.
 
@@ -472,6 +490,24 @@ class LiveSession:
         """End the session at its idle limit."""
         self._finish(SessionChange.EXPIRE)
         self._events.publish(self._events.expired(), self._deletion_record())
+
+    def archive(self) -> SessionArchived:
+        """Leave memory; the session stays stored, and engines keep its KV.
+
+        A subscriber is not told: its position stays valid, and its next request loads the session.
+        """
+        record = SessionArchived(
+            session_id=self.config.session_id,
+            n_messages=len(self._history.messages),
+            n_tokens=self._history.n_tokens,
+            n_chars=self.n_chars,
+            ttl_s=self.config.ttl_s,
+        )
+        self._change(SessionChange.ARCHIVE)
+        self._set_counted_chars(0)
+        self._events.detach()
+        self._events.write(record)
+        return record
 
     def prefill_started(self, turn: Turn, *, prompt_tokens: int, cached_tokens: int) -> None:
         """Record the usage of a prompt when it is prefilled, so that it survives a crash whatever the outcome."""

@@ -27,6 +27,7 @@ class SessionChange(StrEnum):
     TURN_ENDED = "turn_ended"
     CLOSE = "close"
     EXPIRE = "expire"
+    ARCHIVE = "archive"
 
 
 class TurnState(StrEnum):
@@ -62,6 +63,8 @@ SESSION: Final = StateMachine(
         (SessionState.BUSY, SessionChange.TURN_ENDED): SessionState.IDLE,
         (SessionState.IDLE, SessionChange.CLOSE): SessionState.CLOSED,
         (SessionState.IDLE, SessionChange.EXPIRE): SessionState.EXPIRED,
+        # Only in memory: it stays stored, and is loaded when it is used.
+        (SessionState.IDLE, SessionChange.ARCHIVE): SessionState.CLOSED,
     },
 )
 

@@ -32,6 +32,7 @@ _CLOSE_ONE: Final = (
     "Close one that is no longer needed (list_sessions shows them). A stored session is closed to make room only if"
     " the operator has set sessions.when_full to evict."
 )
+_WAIT: Final = "None can be archived now: wait until a turn has ended, or close one (list_sessions shows them)."
 _DAY_S: Final = 86_400.0
 _Key = TypeVar("_Key", str, int)
 
@@ -120,17 +121,20 @@ class SessionTable:
         monotonic: Monotonic seconds.
         call_later: Schedules a call after some seconds.
         expire: Called with an expired session after its removal.
+        archives: Whether stored sessions are archived to make room.
     """
 
     def __init__(
         self,
         settings: SessionSettings,
         *,
+        archives: bool,
         monotonic: Callable[[], float],
         call_later: Callable[[float, Callable[[], None]], ScheduledCall],
         expire: Callable[[LiveSession], None],
     ) -> None:
         self._settings = settings
+        self.archives = archives
         self._monotonic = monotonic
         self._expire = expire
         self._sessions: dict[str, LiveSession] = {}
@@ -141,7 +145,7 @@ class SessionTable:
         # Keyed by ``id``; a session holds a reference to its sink, so the id stays valid.
         self._of_sink: defaultdict[int, dict[str, LiveSession]] = defaultdict(dict)
         self._expiries = ExpiryQueue(monotonic=monotonic, call_later=call_later, due=self._on_due)
-        self._own_retention_days: dict[str, float] = {}
+        self.own_retention_days: dict[str, float] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -202,12 +206,13 @@ class SessionTable:
         return session
 
     def select_victim(self, client: Principal, *, stateless: bool, excluded: LiveSession | None) -> LiveSession | None:
-        """Check the limits for a new session; return the session to close for it, if one is needed.
+        """Check the limits for a new session; return the session that gives way to it, if one is needed.
 
-        At the daemon's limit the least recently used idle stateless session is closed, one of the client first, then
-        one of any client. Otherwise, and at the client's own limit, it is the client's oldest idle, detached session; a
-        stored one only with ``when_full`` ``evict``. A new stateless session replaces only stateless ones; a client may
-        have as many of them as of the others.
+        At the daemon's limit it is the least recently used idle stateless session, one of the client first, then one of
+        any client. Otherwise, and at the client's own limit, it is the client's least recently used session that can be
+        archived, else its oldest idle, detached session that is not stored; where nothing is archived, a stored one
+        with ``when_full`` ``evict``. At the daemon's limit a session of another client may be archived. A new stateless
+        session replaces only stateless ones at the client's limit; a client may have as many of them as of the others.
 
         Args:
             client: The owner of the new session.
@@ -225,9 +230,12 @@ class SessionTable:
         if stateless or within_own_limit:
             victim = self._idle_stateless(client, within_own_limit=within_own_limit, excluded=excluded)
         if victim is None and not stateless:
-            victim = next(
-                (each for each in self.of_client(client.client_id) if self._may_be_evicted(each, excluded)), None
+            own = self.of_client(client.client_id)
+            victim = self.least_used(client.client_id, excluded=excluded) or next(
+                (each for each in own if self._may_be_evicted(each, excluded)), None
             )
+        if victim is None and within_own_limit and self.archives:
+            victim = next((each for each in self._sessions.values() if each.sink is None and each.is_archivable), None)
         if victim is not None:
             return victim
         if within_own_limit:
@@ -237,17 +245,24 @@ class SessionTable:
             )
         else:
             message = f"this client has {n_own} sessions of {client.max_sessions}"
-            hint = "Try again later." if stateless else _CLOSE_ONE
+            hint = "Try again later." if stateless else _WAIT if self.archives else _CLOSE_ONE
         raise InferenceCenterError(ErrorCode.SESSION_LIMIT, message, hint=hint)
+
+    def least_used(self, client_id: str, *, excluded: LiveSession | None = None) -> LiveSession | None:
+        """Return the client's least recently used session that can be archived, a detached one if there is one."""
+        if not self.archives:
+            return None
+        own = [each for each in self.of_client(client_id) if each.is_archivable and each is not excluded]
+        return min(own, key=lambda each: (each.sink is not None, -each.unused_s, -each.idle_s), default=None)
 
     def set_retention(self, own_days: Mapping[str, float | None]) -> None:
         """Set the retention of clients in days; ``None`` selects the default of the daemon."""
         for client_id, days in own_days.items():
-            if self._own_retention_days.get(client_id) != days:
+            if self.own_retention_days.get(client_id) != days:
                 # Clients with the default have no entry.
-                self._own_retention_days.pop(client_id, None)
+                self.own_retention_days.pop(client_id, None)
                 if days is not None:
-                    self._own_retention_days[client_id] = days
+                    self.own_retention_days[client_id] = days
                 for session in self.all_of(client_id):
                     self._schedule_expiry(session)
 
@@ -291,7 +306,8 @@ class SessionTable:
 
     def _may_be_evicted(self, session: LiveSession, excluded: LiveSession | None) -> bool:
         is_spare = session.sink is None and _is_closable(session, excluded)
-        return is_spare and (self._settings.when_full == "evict" or not session.config.store)
+        may_be_deleted = self._settings.when_full == "evict" and not self.archives
+        return is_spare and (may_be_deleted or not session.config.store)
 
     def _idle_stateless(
         self, client: Principal, *, within_own_limit: bool, excluded: LiveSession | None
@@ -319,7 +335,7 @@ class SessionTable:
 
     def _idle_limit_s(self, session: LiveSession) -> float | None:
         config = session.config
-        own_days = self._own_retention_days.get(config.client_id)
+        own_days = self.own_retention_days.get(config.client_id)
         days = self._settings.retention_days if own_days is None else own_days
         ttl_s = self._settings.default_ttl_s if config.ttl_s is None else config.ttl_s
         limits_s = [limit_s for limit_s in (ttl_s, None if days is None else days * _DAY_S) if limit_s is not None]

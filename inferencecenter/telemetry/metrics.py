@@ -131,6 +131,10 @@ class DaemonMetrics:
 
     def _declare_turns(self, registry: MetricRegistry) -> None:
         self.sessions = registry.gauge("sessions", "Open sessions.")
+        self.archived_sessions = registry.gauge("archived_sessions", "Stored sessions that no memory holds until used.")
+        self.session_loads = registry.counter(
+            "session_loads", "Archived sessions that were loaded because they were used."
+        ).labels()
         self.storage_failing = registry.gauge("storage_failing", "1 while sessions cannot be written to storage.")
         self.records_set_aside = registry.counter(
             "records_set_aside", "Records of sessions that were not written because of a defect; the log names them."

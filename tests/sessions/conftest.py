@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from inferencecenter.sessions.journal import Journal, Record, StorageFault
     from inferencecenter.sessions.observability import Tracer, TurnRecord
     from inferencecenter.sessions.prompt.renderer import PromptRenderers
+    from inferencecenter.sessions.store.store import SessionStore
 
 DETACHED_TURN_S = 900.0
 SETTINGS = SessionSettings(max_sessions=6, max_messages=1_000, detached_turn_s=DETACHED_TURN_S)
@@ -408,6 +409,7 @@ class SessionHarness:
     timers: list[FakeTimer] = field(default_factory=list)
     records: list[TurnRecord] = field(default_factory=list)
     journal: FakeJournal | None = field(default_factory=FakeJournal)
+    store: SessionStore | None = None
     config_params: Params = field(default_factory=Params)
     settings: SessionSettings = SETTINGS
     max_transcript_chars: int = 10_000
@@ -429,7 +431,8 @@ class SessionHarness:
             renderers=self.renderers,
             config_params=self.config_params,
             settings=self.settings,
-            journal=self.journal,
+            journal=self.store or self.journal,
+            archive=self.store.reader if self.store is not None else None,
             max_transcript_chars=self.max_transcript_chars,
             observer=self,
             tracer=self.tracer,

@@ -24,6 +24,7 @@ from inferencecenter.sessions.journal import (
     HistoryChanged,
     MetadataChanged,
     PendingTurn,
+    SessionArchived,
     SessionDeleted,
     SessionOpened,
     StoredSession,
@@ -206,7 +207,7 @@ def kept(records: Iterable[Record]) -> list[StoredSession]:
             )
         elif isinstance(record, SessionDeleted):
             del sessions[record.session_id]
-        elif not isinstance(record, UsageRecorded):
+        elif not isinstance(record, UsageRecorded | SessionArchived):
             sessions[record.session_id] = _after(sessions[record.session_id], record)
     return list(sessions.values())
 

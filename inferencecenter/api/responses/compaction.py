@@ -19,7 +19,13 @@ from inferencecenter.api.endpoint import TURN_ERRORS, Document, Operation
 from inferencecenter.api.openai.finish_reason import finish_of, raise_failure
 from inferencecenter.api.prompt_counts import count_prompt_tokens
 from inferencecenter.api.responses.conversations import find_conversation
-from inferencecenter.api.responses.request_mapping import CompactedInput, conversation_of, infer_of, query_of
+from inferencecenter.api.responses.request_mapping import (
+    CompactedInput,
+    conversation_of,
+    infer_of,
+    load_context,
+    query_of,
+)
 from inferencecenter.api.responses.request_schemas import (
     OWN_SUMMARY,
     RESPONSE_FIELDS,
@@ -80,6 +86,7 @@ class _Summary:
 async def compact(call: Call) -> Reply:
     """Handle a request: summarize a conversation."""
     request: CreateResponse = call.body
+    await load_context(call.context, call.caller.client, request)
     messages = conversation_of(call.context, call.caller.client, request)
     if not any(message.role != "system" for message in messages):
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "there is no conversation to summarize", field="input")

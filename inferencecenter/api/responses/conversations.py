@@ -139,6 +139,17 @@ def find_conversation(sessions: SessionManager, client: Principal, name: str) ->
     raise InferenceCenterError(ErrorCode.SESSION_NOT_FOUND, "No such conversation.", field="conversation")
 
 
+async def load_conversation(sessions: SessionManager, client: Principal, name: str) -> None:
+    """Load the session of a conversation of the client if it is archived.
+
+    Raises:
+        InferenceCenterError: See ``SessionArchive.load``.
+    """
+    if not any(value.startswith(f"{name} ") for value in sessions.tagged(client, _ENTRY).values()):
+        for session_id in await sessions.archive.find_tagged(client, _ENTRY, f"{name} "):
+            await sessions.archive.load(client, session_id)
+
+
 def is_conversation(session: SessionSnapshot) -> bool:
     """Return whether a session is a conversation's."""
     config = session.config
@@ -296,22 +307,22 @@ async def create(call: Call) -> Reply:
 
 async def retrieve(call: Call) -> Reply:
     """Return a conversation."""
-    return _document(_find(call))
+    return _document(await _find(call))
 
 
 async def update(call: Call) -> Reply:
     """Replace a conversation's metadata."""
     body: UpdateConversation = call.body
-    found = _find(call)
+    found = await _find(call)
     entry = {_ENTRY: found.session.config.metadata[_ENTRY]}
     _set_metadata(call.context.sessions, call.caller.client, found.session_id, body.metadata | entry)
     await _stored(call)
-    return _document(_find(call))
+    return _document(await _find(call))
 
 
 async def delete(call: Call) -> Reply:
     """Delete a conversation and the responses in its session."""
-    found = _find(call)
+    found = await _find(call)
     close_session(call.context.sessions, call.caller.client, found.session_id)
     await _stored(call)
     return document(DeletedConversation(id=found.name).model_dump())
@@ -320,7 +331,7 @@ async def delete(call: Call) -> Reply:
 async def create_items(call: Call) -> Reply:
     """Add items to a conversation."""
     body: AddItems = call.body
-    found, messages = _find_whole(call), messages_of(body.items)
+    found, messages = await _find_whole(call), messages_of(body.items)
     if not messages:
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "items are reasoning without an answer", field="items")
     _append(call.context.sessions, call.caller.client, found.session_id, messages)
@@ -330,20 +341,20 @@ async def create_items(call: Call) -> Reply:
 
 async def list_items(call: Call) -> Reply:
     """List the items of a conversation."""
-    return await _in_worker(call, partial(_page, _find_whole(call).messages, call.query))
+    return await _in_worker(call, partial(_page, (await _find_whole(call)).messages, call.query))
 
 
 async def retrieve_item(call: Call) -> Reply:
     """Return an item of a conversation."""
-    return await _in_worker(call, partial(_item_document, _find_whole(call).messages, call.path["item_id"]))
+    return await _in_worker(call, partial(_item_document, (await _find_whole(call)).messages, call.path["item_id"]))
 
 
 async def delete_item(call: Call) -> Reply:
     """Delete an item: a session with the other ones takes the conversation's place."""
     client, sessions = call.caller.client, call.context.sessions
-    before = _find_whole(call)
+    before = await _find_whole(call)
     rest = await call.context.worker.run(client.client_id, partial(_without, before.messages, call.path["item_id"]))
-    found = _find(call)
+    found = await _find(call)
     if found.session.state is SessionState.BUSY or found.messages != before.messages:
         raise busy_conversation()
     session = found.session
@@ -351,7 +362,7 @@ async def delete_item(call: Call) -> Reply:
     session_id = _open(sessions, client, rest, model=model, on_full=session.config.on_full)
     found.move(sessions, client, session_id, has_instructions=False)
     await _stored(call)
-    return _document(_find(call))
+    return _document(await _find(call))
 
 
 def busy_conversation() -> InferenceCenterError:
@@ -361,17 +372,18 @@ def busy_conversation() -> InferenceCenterError:
     )
 
 
-def _find(call: Call) -> StoredConversation:
+async def _find(call: Call) -> StoredConversation:
+    await load_conversation(call.context.sessions, call.caller.client, call.path["conversation_id"])
     return find_conversation(call.context.sessions, call.caller.client, call.path["conversation_id"])
 
 
-def _find_whole(call: Call) -> StoredConversation:
+async def _find_whole(call: Call) -> StoredConversation:
     """Return a conversation all of which is read or copied, which counts by its size.
 
     Raises:
         InferenceCenterError: ``rate_limited``; see also ``find_conversation``.
     """
-    found, client = _find(call), call.caller.client
+    found, client = await _find(call), call.caller.client
     n_chars = call.context.sessions.session_chars(client, found.session_id)
     call.context.operations.charge(client.client_id, n_chars=n_chars)
     return found

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from inferencecenter.api.body import checked
-from inferencecenter.api.responses.conversations import busy_conversation, find_conversation, is_conversation
+from inferencecenter.api.responses.conversations import (
+    busy_conversation,
+    find_conversation,
+    is_conversation,
+    load_conversation,
+)
 from inferencecenter.api.responses.response_schemas import Echo
 from inferencecenter.api.responses.serializers import echo_of, note_of, read_note, read_response_id
 from inferencecenter.api.session_match import (
@@ -142,6 +148,22 @@ def prepare_turn(  # noqa: PLR0913 - keyword-only
     place = found.place
     infer = infer.model_copy(update={"session_id": place.session_id, "messages": list(place.remaining)})
     return PreparedTurn(infer, echo, note=note, opened=found.opened, moving=found.moving, compaction=compaction)
+
+
+async def load_context(context: ServerContext, client: Principal, request: CreateResponse) -> None:
+    """Load the archived session that a request continues.
+
+    Raises:
+        InferenceCenterError: See ``SessionArchive.load``.
+    """
+    if request.conversation_name is not None:
+        await load_conversation(context.sessions, client, request.conversation_name)
+        return
+    place = None
+    with suppress(InferenceCenterError):  # an id that cannot be read is refused by the caller
+        place = read_response_id(request.previous_response_id or "")
+    if place is not None:
+        await context.sessions.archive.load(client, place.session_id)
 
 
 def conversation_of(context: ServerContext, client: Principal, request: CreateResponse) -> tuple[ChatMessage, ...]:

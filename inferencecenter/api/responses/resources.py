@@ -21,6 +21,7 @@ from inferencecenter.api.responses.conversations import is_conversation
 from inferencecenter.api.responses.request_mapping import (
     EMPTY_QUESTION,
     conversation_of,
+    load_context,
     prepare_turn,
     query_of,
     start_turn,
@@ -103,6 +104,7 @@ async def create(call: Call) -> Reply:
 async def count_input_tokens(call: Call) -> Reply:
     """Handle a request: count the tokens of a response's prompt."""
     request: CreateResponse = call.body
+    await load_context(call.context, call.caller.client, request)
     messages = conversation_of(call.context, call.caller.client, request)
     if not messages:
         raise InferenceCenterError(ErrorCode.INVALID_REQUEST, "input is missing", field="input")
@@ -112,7 +114,7 @@ async def count_input_tokens(call: Call) -> Reply:
 
 async def retrieve(call: Call) -> Reply:
     """Return the current state of a response, or its events."""
-    place, facts = _find(call)
+    place, facts = await _find(call)
     query: Retrieve = call.query
     if query.stream == "false":
         return _document(_current(place, facts))
@@ -129,7 +131,7 @@ async def retrieve(call: Call) -> Reply:
 
 async def cancel(call: Call) -> Reply:
     """Cancel a response in progress; a complete one stays as it is."""
-    place, facts = _find(call)
+    place, facts = await _find(call)
     if facts.running:
         abort = Abort(op="abort", session_id=place.session_id, turn_id=place.turn_id)
         with suppress(InferenceCenterError):  # it has just ended
@@ -140,7 +142,7 @@ async def cancel(call: Call) -> Reply:
 
 async def delete(call: Call) -> Reply:
     """Delete a response that no other response continues."""
-    place, facts = _find(call)
+    place, facts = await _find(call)
     _forget(call, place, facts)
     recordings = call.context.stream_recordings
     if (recording := recordings.find(call.caller.client.client_id, response_id(place))) is not None:
@@ -150,7 +152,7 @@ async def delete(call: Call) -> Reply:
 
 async def list_input_items(call: Call) -> Reply:
     """List the input items of a response; the whole history is traversed, which is too slow for the event loop."""
-    place, facts = _find(call)
+    place, facts = await _find(call)
     return await call.context.worker.run(call.caller.client.client_id, partial(_page, place, facts, call.query))
 
 
@@ -303,6 +305,7 @@ async def _prepare(call: Call, request: CreateResponse) -> PreparedTurn:
     Raises:
         InferenceCenterError: See ``compacted_input`` and ``prepare_turn``.
     """
+    await load_context(call.context, call.caller.client, request)
     compacted, warnings = await compacted_input(call.context, call.request_context, request)
     return prepare_turn(
         call.context, call.caller.client, request, warnings=(*call.warnings, *warnings), compacted=compacted
@@ -331,7 +334,7 @@ def _check_failed(event: Event) -> None:
         )
 
 
-def _find(call: Call) -> tuple[ResponseRef, TurnSnapshot]:
+async def _find(call: Call) -> tuple[ResponseRef, TurnSnapshot]:
     """Return the turn of the response in the path.
 
     Raises:
@@ -339,6 +342,7 @@ def _find(call: Call) -> tuple[ResponseRef, TurnSnapshot]:
     """
     try:
         place = read_response_id(call.path["response_id"])
+        await call.context.sessions.archive.load(call.caller.client, place.session_id)
         return place, call.context.sessions.get_turn(call.caller.client, *place)
     except InferenceCenterError as error:
         if error.code is not ErrorCode.SESSION_NOT_FOUND and error.code is not ErrorCode.TURN_NOT_FOUND:

@@ -17,7 +17,7 @@ from inferencecenter.api.foreign_fields import FieldReport
 from inferencecenter.api.request_context import ClientDisconnectedError, RequestContext, admit, paced
 from inferencecenter.api.request_turns import TurnSink
 from inferencecenter.api.responses.compaction import compacted_input
-from inferencecenter.api.responses.request_mapping import prepare_turn, start_turn
+from inferencecenter.api.responses.request_mapping import load_context, prepare_turn, start_turn
 from inferencecenter.api.responses.request_schemas import RESPONSE_FIELDS, CancelOnSocket, CreateOnSocket
 from inferencecenter.api.responses.response_events import ResponseEventBuilder
 from inferencecenter.api.responses.serializers import read_response_id
@@ -168,6 +168,9 @@ class ResponsesSocket(SocketConnection[ResponseOutbox]):
         if isinstance(request, CreateOnSocket):
             request = with_known_model(self.context, request, report)
             self.context.metrics.count_fields(report.table.dialect, report.labels)
+            await load_context(self.context, self.client, request)
+            if self.closed:
+                return
             self._queue(QueuedRequest(request, len(text), report.warnings))
         else:
             self._cancel(request)

@@ -25,12 +25,12 @@ from inferencecenter.protocol.scopes import Scope
 from inferencecenter.server.states import ConnectionState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping
 
     from inferencecenter.api.embedding import Outcome
     from inferencecenter.api.websocket.connection import Connection
     from inferencecenter.auth.authentication import Credential
-    from inferencecenter.protocol.base import Event
+    from inferencecenter.protocol.base import Event, Request
 
 
 def auth(connection: Connection, request: requests.Auth) -> Event | None:
@@ -157,8 +157,24 @@ def _get_session(connection: Connection, request: requests.GetSession) -> Event:
     return connection.context.sessions.get(connection.client, request)
 
 
-def _list_sessions(connection: Connection, request: requests.ListSessions) -> Event:
-    return connection.context.sessions.list(connection.client, request)
+def _list_sessions(connection: Connection, request: requests.ListSessions) -> None:
+    archive = connection.context.sessions.archive
+    connection.defer(partial(_answer_later, connection, request, partial(archive.list, connection.client, request)))
+
+
+async def _answer_later(connection: Connection, request: Request, work: Callable[[], Awaitable[Event]]) -> None:
+    """Answer a request that reads the store, before the next frame is read."""
+    try:
+        answer = await work()
+    except InferenceCenterError as error:
+        connection.fail(error, request_id=request.id, op=request.op)
+    except Exception:  # noqa: BLE001 - boundary: a defect must not close the socket
+        _log.exception("command_failed", op=request.op)
+        connection.fail(InferenceCenterError(ErrorCode.INTERNAL), request_id=request.id, op=request.op)
+    else:
+        reply = answer.model_copy(update={"id": request.id})
+        journal = connection.context.sessions.journal_for(request, connection.client_id)
+        journal.release(lambda: connection.replay((reply,)))
 
 
 def _embed(connection: Connection, request: requests.EmbedTexts) -> None:

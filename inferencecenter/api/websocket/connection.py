@@ -160,9 +160,11 @@ class Connection(SocketConnection[Outbox]):
             assert command is not None, "each op that can be parsed has a command"
             if command.in_bulk:
                 await self.wait_replayed()
+            self._admit(command, request)
+            if (session_id := getattr(request, "session_id", None)) is not None:
+                await self._load(session_id, closing=frame.op == "close_session")
             if self.closed:  # while it was read, or waited
                 return
-            self._admit(command, request)
             journal = self.context.sessions.journal_for(request, self.client_id)
             answer = command.handler(self, request)
         except InferenceCenterError as error:
@@ -180,6 +182,17 @@ class Connection(SocketConnection[Outbox]):
         while (rest := self._rest) is not None:
             self._rest = None
             await rest()
+
+    async def _load(self, session_id: str, *, closing: bool) -> None:
+        """Load the session that a request names if it is archived, which counts as an operation of its size.
+
+        Raises:
+            InferenceCenterError: ``rate_limited``; see also ``SessionArchive.load``.
+        """
+        sessions = self.context.sessions
+        if await sessions.archive.load(self.client, session_id, closing=closing) and not closing:
+            n_chars = sessions.session_chars(self.client, session_id)
+            self.context.operations.charge(self.client_id, n_chars=n_chars)
 
     async def _read(self, text: str) -> Frame:
         """Parse a frame, a large one in a thread.

@@ -37,8 +37,9 @@ _LIST: Final = """
             sum((SELECT coalesce(sum(length(ids)), 0) FROM tokens WHERE tokens.session = row AND n < pieces)) AS n_bytes
         FROM held GROUP BY session
     )
-    SELECT session_id, client_id, coalesce(facts ->> 'model', ''), n_messages,
-        n_turns, n_bytes / 4, created_at, last_used_at, EXISTS (SELECT 1 FROM orders WHERE orders.session = id)
+    SELECT session_id, client_id, coalesce(facts ->> 'model', ''), counted.n_messages,
+        n_turns, n_bytes / 4, created_at, last_used_at, EXISTS (SELECT 1 FROM orders WHERE orders.session = id),
+        archived
     FROM sessions JOIN counted ON counted.session = id ORDER BY id
 """
 _ROWS_HINT: Final = "`inferencecenter restore` a backup that has it, or `inferencecenter session purge` it."
@@ -46,7 +47,10 @@ _ROWS_HINT: Final = "`inferencecenter restore` a backup that has it, or `inferen
 
 @dataclass(frozen=True, slots=True)
 class SessionLine:
-    """A session in a listing; times are Unix seconds, ``answering`` if a turn is unfinished."""
+    """A session in a listing; times are Unix seconds, ``answering`` if a turn is unfinished.
+
+    An ``archived`` session is in memory only while it is used.
+    """
 
     session_id: str
     client_id: str
@@ -57,6 +61,7 @@ class SessionLine:
     created_at: float
     last_used_at: float
     answering: bool
+    archived: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,7 @@ class Archive:
                 hint="`inferencecenter session list` lists the stored sessions.",
             )
         try:
-            output, shared = read_pending_output(self._database), SharedRows(self._database)
+            output, shared = read_pending_output(self._database), SharedRows(self._database, is_shared=False)
             return read_one(self._database, row[0], output, shared).session
         except ValueError as error:
             reason = f"the rows of session {session_id} are inconsistent"
@@ -174,9 +179,18 @@ def truncate_wal(path: Path) -> None:
 
 
 def _line(row: Row) -> SessionLine:
-    session_id, client_id, model, messages, turns, tokens, created_at, last_used_at, answering = row
+    session_id, client_id, model, messages, turns, tokens, created_at, last_used_at, answering, archived = row
     return SessionLine(
-        session_id, client_id, model, messages, turns, tokens, created_at, last_used_at, answering=bool(answering)
+        session_id=session_id,
+        client_id=client_id,
+        model=model,
+        messages=messages,
+        turns=turns,
+        tokens=tokens,
+        created_at=created_at,
+        last_used_at=last_used_at,
+        answering=bool(answering),
+        archived=bool(archived),
     )
 
 

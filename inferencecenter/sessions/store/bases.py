@@ -187,7 +187,7 @@ def _clear_keys(database: sqlite3.Connection, row: int, first: int, end: float) 
 def _detach(database: sqlite3.Connection, row: int) -> None:
     database.execute(
         "UPDATE sessions SET session_id = 'b_' || id, epoch = '', seq = 0, created_at = 0, last_used_at = 0,"
-        " made_by = '', view_kept = 0, view_resumes_at = 0, facts = '', complete = 0 WHERE id = ?",
+        " made_by = '', view_kept = 0, view_resumes_at = 0, facts = '', complete = 0, archived = 0 WHERE id = ?",
         (row,),
     )
 

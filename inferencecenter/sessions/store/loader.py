@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 
+from inferencecenter.core.sqlite_file import transaction
 from inferencecenter.sessions.history import MAX_TURN_KEYS, TOKEN_BYTES, History, HistoryView, TurnFailure
 from inferencecenter.sessions.journal import PendingTurn, StoredSession
 from inferencecenter.sessions.output_parsing.assembler import decode_parts
@@ -57,6 +58,37 @@ _SCANS: Final = (
     "SELECT id, session_id FROM sessions INDEXED BY sqlite_autoindex_sessions_1 ORDER BY session_id",
     "SELECT id, session_id FROM sessions INDEXED BY sqlite_autoindex_sessions_1 ORDER BY session_id DESC",
 )
+RECENT: Final = 256
+"""Sessions without an unfinished turn that a start loads, all clients together; the others are archived."""
+RECENT_PER_CLIENT: Final = 16
+"""Of these, how many of one client."""
+# Sessions whose settings cannot be read are loaded, so that they are reported.
+_ARCHIVE_UNUSED: Final = """
+    WITH RECURSIVE unused (id) AS (
+        SELECT id FROM (
+            SELECT id, facts, row_number() OVER (PARTITION BY client_id ORDER BY last_used_at DESC, id DESC) AS n_own,
+                row_number() OVER (ORDER BY last_used_at DESC, id DESC) AS n_all
+            FROM sessions WHERE complete AND NOT archived
+        )
+        WHERE (n_own > ?1 OR n_all > ?2) AND id NOT IN (SELECT session FROM orders)
+            AND CASE WHEN json_valid(facts) THEN facts ->> 'on_disconnect' = 'detach' ELSE 0 END
+    ), held (session, row, messages, pieces) AS (
+        SELECT id, id, 1e99, 1e99 FROM unused
+        UNION ALL
+        SELECT session, base, min(messages, base_messages), min(pieces, base_pieces)
+        FROM held JOIN sessions ON id = row WHERE base IS NOT NULL
+    ), counted AS (
+        SELECT session,
+            sum((SELECT count(*) FROM messages WHERE messages.session = row AND n < held.messages)) AS n_messages,
+            sum((SELECT coalesce(sum(length(content) + coalesce(length(more), 0)), 0)
+                 FROM messages WHERE messages.session = row AND n < held.messages)) AS n_chars,
+            sum((SELECT coalesce(sum(length(ids)), 0) FROM tokens WHERE tokens.session = row AND n < pieces)) AS n_bytes
+        FROM held GROUP BY session
+    )
+    UPDATE sessions SET archived = 1, n_messages = counted.n_messages, n_tokens = counted.n_bytes / 4,
+        n_chars = counted.n_chars, ttl_s = facts ->> 'ttl_s'
+    FROM counted WHERE counted.session = sessions.id
+"""
 _OUTPUT: Final = "SELECT session, seq, ids, text, parts FROM said ORDER BY rowid"
 
 _T = TypeVar("_T")
@@ -140,16 +172,17 @@ class _AllRows:
 
 
 class SharedRows:
-    """Reads rows of ``sessions`` and caches those that others share."""
+    """Reads rows of ``sessions``; if it ``is_shared`` by all sessions, caches those that several share."""
 
-    def __init__(self, database: sqlite3.Connection) -> None:
+    def __init__(self, database: sqlite3.Connection, *, is_shared: bool = True) -> None:
         self._database = database
         self._referred: set[int] = set()
         self._own: dict[int, _OwnRows] = {}
         self._joined_pieces: dict[tuple[int, int], tuple[bytes, str]] = {}
         # In a damaged file, shared rows may be read more than once.
-        with contextlib.suppress(sqlite3.Error):
-            self._referred.update(base for (base,) in database.execute(_BASES))
+        if is_shared:
+            with contextlib.suppress(sqlite3.Error):
+                self._referred.update(base for (base,) in database.execute(_BASES))
 
     def read(self, row: int) -> _AllRows:
         """Return all rows of a session.
@@ -189,13 +222,30 @@ class SharedRows:
         return found
 
 
+def archive_unused(database: sqlite3.Connection, *, clean: bool) -> None:
+    """Archive all sessions but the recently used and those with an unfinished turn.
+
+    Unless the last shutdown was ``clean``, archived sessions get a new epoch, as the others do when they are restored.
+
+    Raises:
+        sqlite3.Error: The file cannot be written, or is damaged.
+    """
+    with transaction(database):
+        database.execute(_ARCHIVE_UNUSED, (RECENT_PER_CLIENT, RECENT))
+        if not clean:
+            database.execute("UPDATE sessions SET epoch = 'e_' || lower(hex(randomblob(16))) WHERE archived")
+
+
 def read_all(database: sqlite3.Connection) -> StoreContents:
-    """Return every readable session; the others are left in the file."""
+    """Return every readable session that is not archived; the others are left in the file."""
     output, shared = read_pending_output(database), SharedRows(database)
     found: list[LoadedSession] = []
     unreadable: dict[str, str] = {}
+    archived = _archived_rows(database)
     with _gc_disabled():
         for row, name in session_rows(database).items():
+            if row in archived:
+                continue
             try:
                 found.append(read_one(database, row, output, shared))
             except Exception as error:  # noqa: BLE001 - a corrupt row can raise anything
@@ -219,6 +269,14 @@ def session_rows(database: sqlite3.Connection) -> dict[int, str]:
             break
     incomplete = _incomplete_rows(database)
     return {row: names[row] for row in sorted(names) if row not in incomplete}
+
+
+def _archived_rows(database: sqlite3.Connection) -> set[int]:
+    """Return the rows of archived sessions, as far as they can be read."""
+    try:
+        return {row for (row,) in database.execute("SELECT id FROM sessions WHERE archived")}
+    except sqlite3.Error:
+        return set()
 
 
 def _incomplete_rows(database: sqlite3.Connection) -> set[int]:

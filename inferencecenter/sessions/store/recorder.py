@@ -24,6 +24,7 @@ from inferencecenter.sessions.journal import (
     HistoryChanged,
     MetadataChanged,
     Record,
+    SessionArchived,
     SessionDeleted,
     SessionOpened,
     TokensAppended,
@@ -78,9 +79,6 @@ class OpenedChunk:
     is_last: bool = False
 
 
-Entry: TypeAlias = Record | Purge | OpenedChunk
-
-
 @dataclass(frozen=True, slots=True)
 class SessionRow:
     """The location of a session: its ``row``, the written history, and the unfinished turn."""
@@ -88,6 +86,17 @@ class SessionRow:
     row: int
     written: PersistedState
     turn_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReopened:
+    """An archived session was loaded from ``location``; its records follow."""
+
+    session_id: str
+    location: SessionRow
+
+
+Entry: TypeAlias = Record | Purge | OpenedChunk | SessionReopened
 
 
 class UnwritableError(Exception):
@@ -244,20 +253,31 @@ class Recorder:
                 self._open_session(entry)
             case HistoryChanged():
                 self._change_history(entry)
-            case MetadataChanged() | EpochChanged():
+            case MetadataChanged() | EpochChanged() | SessionArchived() | SessionReopened():
                 self._update_session(entry)
             case UsageRecorded():
                 self._add_usage(entry)
             case SessionDeleted() | Purge():
                 self._delete(entry)
 
-    def _update_session(self, entry: MetadataChanged | EpochChanged) -> None:
+    def _update_session(self, entry: MetadataChanged | EpochChanged | SessionArchived | SessionReopened) -> None:
+        if isinstance(entry, SessionReopened):
+            self._staged[entry.session_id] = entry.location
+        changes: dict[str, object]
         row = self._find(entry.session_id).row
-        if isinstance(entry, EpochChanged):
-            self._database.execute("UPDATE sessions SET epoch = ? WHERE id = ?", (entry.epoch, row))
-        else:
-            config = rows.facts_column(entry.config)
-            self._database.execute("UPDATE sessions SET facts = ? WHERE id = ?", (config, row))
+        match entry:
+            case EpochChanged():
+                changes = {"epoch": entry.epoch}
+            case MetadataChanged():
+                changes = {"facts": rows.facts_column(entry.config)}
+            case SessionReopened():
+                changes = {"archived": 0}
+            case SessionArchived():
+                sizes = {"n_messages": entry.n_messages, "n_tokens": entry.n_tokens, "n_chars": entry.n_chars}
+                changes = {"archived": 1, "ttl_s": entry.ttl_s, **sizes}
+                self._staged[entry.session_id] = None
+        columns = ", ".join(f"{name} = ?" for name in changes)
+        self._database.execute(f"UPDATE sessions SET {columns} WHERE id = ?", (*changes.values(), row))  # noqa: S608 - columns
 
     def _delete(self, entry: SessionDeleted | Purge) -> None:
         purge = entry if isinstance(entry, Purge) else Purge("session", entry.session_id)

@@ -39,7 +39,7 @@ _REACHES: Final[Mapping[str, str]] = MappingProxyType(
     {"messages": "base_messages", "tokens": "base_pieces", "marks": "base_marks", "turns": "base_turns"}
 )
 _WHOLE: Final[Mapping[str, Value]] = MappingProxyType(
-    {"base": None, "base_keys": 0, **dict.fromkeys(_REACHES.values(), 0)}
+    {"base": None, "base_keys": 0, **dict.fromkeys(_REACHES.values(), 0), "archived": 0}
 )
 # Idempotency keys belong to the session that received them.
 _NO_ANSWER: Final[Mapping[str, Value]] = MappingProxyType({"turn_key": None, "ending": None})
@@ -69,10 +69,10 @@ _TABLES: Final = (
     _table(
         "sessions",
         "id session_id client_id epoch seq created_at last_used_at made_by view_kept view_resumes_at facts complete"
-        " base base_messages base_pieces base_marks base_turns base_keys",
-        f"nttti{_NUMBER}{_NUMBER}tiiti?([in]i{{5}})?",
+        " base base_messages base_pieces base_marks base_turns base_keys archived n_messages n_tokens n_chars ttl_s",
+        f"nttti{_NUMBER}{_NUMBER}tiiti?([in]i{{5}}(i{{4}}[ifn])?)?",
         has_row=True,
-        defaults=(1, None, 0, 0, 0, 0, 0),
+        defaults=(1, None, 0, 0, 0, 0, 0, 0, 0, 0, 0, None),
     ),
     _table(
         "orders",

@@ -189,4 +189,15 @@ MIGRATIONS: Final[Steps] = (
         "ALTER TABLE sessions ADD COLUMN base_keys INTEGER NOT NULL DEFAULT 0",
         "CREATE INDEX sessions_by_base ON sessions (base) WHERE base IS NOT NULL",
     ),
+    (
+        # 1 for a session that no daemon holds in memory until it is used: its size and idle limit are in the columns
+        # below, which are valid only then.
+        "ALTER TABLE sessions ADD COLUMN archived INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions ADD COLUMN n_messages INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions ADD COLUMN n_tokens INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions ADD COLUMN n_chars INTEGER NOT NULL DEFAULT 0",
+        "ALTER TABLE sessions ADD COLUMN ttl_s REAL",
+        "CREATE INDEX sessions_archived ON sessions (client_id, created_at, session_id) WHERE archived",
+        "CREATE INDEX sessions_archived_by_use ON sessions (client_id, last_used_at, session_id) WHERE archived",
+    ),
 )

@@ -41,8 +41,9 @@ from inferencecenter.sessions.journal import (
 )
 from inferencecenter.sessions.store.bases import ROW_BYTES
 from inferencecenter.sessions.store.database import open_file
-from inferencecenter.sessions.store.loader import StoreContents, read_all
-from inferencecenter.sessions.store.recorder import CHUNK_BYTES, OpenedChunk, Purge, Recorder
+from inferencecenter.sessions.store.loader import LoadedSession, StoreContents, archive_unused, read_all
+from inferencecenter.sessions.store.reader import ArchiveReader
+from inferencecenter.sessions.store.recorder import CHUNK_BYTES, OpenedChunk, Purge, Recorder, SessionReopened
 from inferencecenter.sessions.store.writer import PROBE_S, RETRY_S, Stop, StoreWriter, WriteBatch
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from inferencecenter.protocol.values import ChatMessage
+    from inferencecenter.sessions.archive import ReadSession
     from inferencecenter.sessions.history import History
     from inferencecenter.sessions.journal import Journal, Record, StoredSession
     from inferencecenter.sessions.store.recorder import Entry, PurgeKind
@@ -260,7 +262,11 @@ class SessionStore:
         retry_s: float = RETRY_S,
         probe_s: float = PROBE_S,
     ) -> None:
+        self.was_clean = database is None or _is_clean(database)
+        if database is not None and fault is None:
+            _archive_unused(database, clean=self.was_clean)
         contents = read_all(database) if database is not None else StoreContents([], {})
+        self.reader = _StoreReader(self, path)
         for name, reason in contents.unreadable.items():
             _log.error("session_unreadable", session=name, reason=reason)
         self._kept = [each.session for each in contents.found]
@@ -274,7 +280,6 @@ class SessionStore:
         self._fault_listener: tuple[asyncio.AbstractEventLoop, Callable[[StorageFault | None], None]] | None = None
         self._writer: StoreWriter | None = None
         self.identity: FileIdentity | None = None
-        self.was_clean = database is None or _is_clean(database)
         if database is not None and fault is None:
             recorder = Recorder(database, {each.session.config.session_id: each.location for each in contents.found})
             _sweep(recorder)
@@ -337,12 +342,13 @@ class SessionStore:
             if not self._is_scheduled:
                 self._schedule()
 
-    def purge(self, kind: PurgeKind, name: str) -> None:
+    def purge(self, kind: PurgeKind, name: str, *, client_id: str = "") -> None:
         """Delete everything that the file holds of a session, or of a client and its sessions.
 
-        This includes sessions that could not be loaded. An open session must be released by its owner first.
+        This includes sessions that could not be loaded. An open session must be released by its owner first. The
+        ``client_id`` of a session, where it is known, puts the deletion in order with the client's records.
         """
-        self.add(name if kind == "client" else "", Purge(kind, name), durable=True)
+        self.add(name if kind == "client" else client_id, Purge(kind, name), durable=True)
 
     def release(self, callback: Callable[[], None], *, client_id: str = "") -> None:
         """Call ``callback`` once all earlier records of the client are safe; see ``Journal``."""
@@ -371,6 +377,7 @@ class SessionStore:
             clean: Whether the sessions shut down cleanly: every event that was sent was written.
             timeout_s: Seconds after which unwritten records are abandoned; the shutdown is then not clean.
         """
+        self.reader.close()
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -467,6 +474,27 @@ class _ClientJournal:
 
     def release(self, callback: Callable[[], None]) -> None:
         self._store.release(callback, client_id=self._client_id)
+
+
+class _StoreReader(ArchiveReader):
+    """Reads archived sessions, and records those that are live again; implements ``ArchiveStore``."""
+
+    def __init__(self, store: SessionStore, path: Path) -> None:
+        super().__init__(path)
+        self._store = store
+
+    def reopen(self, found: ReadSession) -> None:
+        assert isinstance(found, LoadedSession), "it was read here"
+        config = found.session.config
+        self._store.add(config.client_id, SessionReopened(config.session_id, found.location), durable=False)
+
+
+def _archive_unused(database: sqlite3.Connection, *, clean: bool) -> None:
+    try:
+        archive_unused(database, clean=clean)
+    except sqlite3.Error as error:
+        # All are loaded then; the next start tries again.
+        _log.warning("unused_sessions_not_archived", reason=str(error))
 
 
 def _sweep(recorder: Recorder) -> None:

@@ -93,7 +93,7 @@ export function enlist(id, metadata, model = "") {
     /** @type {Summary} */
     const summary = {
       session_id: id, state: "idle", mode: "chat", model, messages: 0, tokens: 0, created_at: now, last_used_at: now,
-      metadata,
+      metadata, archived: false,
     };
     sessions.value = [summary, ...(sessions.peek() ?? [])];
   }

@@ -86,13 +86,13 @@ async def test_session_errors_name_the_session(server: Running) -> None:
 async def test_internal_error_leaves_the_socket_open(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     """The client learns nothing internal, and the next request works."""
 
-    def broken(_client: Principal, _request: ListSessions) -> None:
+    async def broken(_client: Principal, _request: ListSessions) -> None:
         raise ZeroDivisionError("inside")
 
     async with server.v1() as socket:
         await receive(socket)
         with monkeypatch.context() as patched:
-            patched.setattr(server.context.sessions, "list", broken)
+            patched.setattr(server.context.sessions.archive, "list", broken)
             error = await ask(socket, op="list_sessions", id="x")
         assert (error["code"], error["id"]) == ("internal", "x")
         assert "inside" not in str(error)

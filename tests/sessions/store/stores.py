@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from pathlib import Path
 
-    from inferencecenter.sessions.journal import StoredSession
+    from inferencecenter.sessions.journal import Journal, StoredSession
 
 RETRY_S = 0.001
 """Seconds between attempts."""
@@ -30,7 +30,7 @@ async def storing(path: Path, *, patience_s: float = 60.0) -> AsyncIterator[Sess
         await store.close(timeout_s=patience_s)
 
 
-async def settled(store: SessionStore) -> None:
+async def settled(store: Journal) -> None:
     """Wait until everything written so far is committed."""
     safe = asyncio.Event()
     store.release(safe.set)

@@ -12,6 +12,7 @@ import pytest
 
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.core.sqlite_file import migrate
+from inferencecenter.sessions.store import loader
 from inferencecenter.sessions.store.database import open_writing
 from inferencecenter.sessions.store.recorder import Recorder
 from inferencecenter.sessions.store.rows import facts_column, order_row
@@ -70,8 +71,9 @@ async def test_file_that_is_no_database_is_kept(path: Path, content: bytes) -> N
     assert _read(path) == content
 
 
-async def test_rest_of_a_damaged_file_is_read(path: Path) -> None:
+async def test_rest_of_a_damaged_file_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever page is overwritten: a fault is reported, nothing is written, and the loaded data is correct."""
+    monkeypatch.setattr(loader, "RECENT_PER_CLIENT", 40)
     _fill(path)
     whole = _read(path)
     right = await kept_in(path)

@@ -375,6 +375,28 @@ export interface SessionSummary {
   last_used_at: number;
   /** Metadata given at creation or by the latest `set_metadata`. */
   metadata: Record<string, string>;
+  /** Whether it is only stored; any request that names it loads it. Absent if not. */
+  archived: boolean;
+}
+
+/**
+ * How much of its limits for sessions a client uses.
+ *
+ * Live sessions are in memory; archived ones are only stored, and take no place in `max_sessions`.
+ */
+export interface SessionUsage {
+  /** Live sessions. */
+  live: number;
+  /** Maximum number of live sessions; beyond it the least recently used one is archived. */
+  max_sessions: number;
+  /** Archived sessions. */
+  archived: number;
+  /** Characters that all sessions hold; each archived one counts 4,096 in addition. */
+  stored_chars: number;
+  /** Where further stored sessions are refused; nothing is deleted. */
+  max_stored_chars: number;
+  /** Days after its last use at which a session is deleted; absent if none is. */
+  retention_days?: number;
 }
 
 /** The sampled token and the most probable ones at its position. */
@@ -673,7 +695,7 @@ export interface GetSessionRequest {
   session_id: string;
 }
 
-/** List the client's own sessions, oldest first. */
+/** List the client's own sessions, live and archived. */
 export interface ListSessionsRequest {
   op: "list_sessions";
   /** Echoed in the direct reply and in every error this frame causes. */
@@ -682,6 +704,8 @@ export interface ListSessionsRequest {
   limit?: number;
   /** `next` of the previous page. */
   after?: string | null;
+  /** `oldest` created first, or most `recent` use first. */
+  order?: "oldest" | "recent";
 }
 
 /**
@@ -1202,6 +1226,8 @@ export interface SessionsEvent {
   sessions: SessionSummary[];
   /** Cursor: pass it as `after` to get the next page. */
   next?: string;
+  /** How much of its limits the client uses. */
+  usage?: SessionUsage;
 }
 
 /** Readings of the GPU, the engine and the load. */

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from inferencecenter.core.fair_worker import FairWorker
 from inferencecenter.core.tasks import TaskGroup
-from inferencecenter.server.fair_worker import FairWorker
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
