@@ -289,7 +289,6 @@ CODEX: dict[str, Any] = {
 CODEX_FIELDS = [
     "input[].encrypted_content",
     "input.3 (web_search_call)",
-    "tools.1 (namespace)",
     "tools.2 (web_search)",
     "include.0 (reasoning.encrypted_content)",
     "text.verbosity",
@@ -304,7 +303,7 @@ async def test_requests_of_codex_are_answered(server: Running) -> None:
     final = frames_of(answer)[-1]["response"]
     assert final["status"] == "completed"
     assert sorted(warning.split(" has no effect: ")[0] for warning in final["warnings"]) == sorted(CODEX_FIELDS)
-    assert [tool["name"] for tool in final["tools"]] == ["shell", "apply_patch"]
+    assert [tool["name"] for tool in final["tools"]] == ["shell", "mcp", "apply_patch"]
     assert final["text"]["verbosity"] == "low"
     assert "client_metadata has no effect" in answer.headers["x-warning"]
 

@@ -5,7 +5,8 @@ Reasoning, text and calls of an assistant are separate items here and one messag
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, StringConstraints, Tag, model_validator
 
@@ -34,10 +35,11 @@ from inferencecenter.protocol.values import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 
 MAX_ITEMS: Final = 4000
+MAX_TOOLS: Final = 128
 _MAX_PARTS: Final = 1000
 
 ItemId = Annotated[str, Field(max_length=128)]
@@ -113,12 +115,28 @@ class InputReasoning(DialectModel):
         return "".join(part.text for part in self.content or self.summary)
 
 
+Namespace = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+_MAX_NAME_CHARS: Final = 64
+
+
+def called_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model calls a tool of a namespace: a long one is cut, and has a digest."""
+    if namespace is None:
+        return name
+    whole = f"{namespace}{name}" if namespace.endswith("_") else f"{namespace}__{name}"
+    if len(whole) <= _MAX_NAME_CHARS:
+        return whole
+    digest = blake2b(whole.encode(), digest_size=4).hexdigest()
+    return f"{whole[: _MAX_NAME_CHARS - len(digest) - 1]}_{digest}"
+
+
 class FunctionCall(DialectModel):
     """A function call of a model."""
 
     type: Literal["function_call"] = Field(description="Type of the object.")
     call_id: CallId = Field(description="Id of the call.")
     name: ToolName = Field(description="Name of the function.")
+    namespace: Namespace | None = Field(default=None, description="Namespace of the function.")
     arguments: str = Field(description="Its arguments, as JSON text.")
     id: ItemId = Field(default="", description="Id of the item, if it is from a response.")
     status: ItemStatus = Field(default="completed", description="Status; ignored.")
@@ -130,6 +148,7 @@ class CustomToolCall(DialectModel):
     type: Literal["custom_tool_call"] = Field(description="Type of the object.")
     call_id: CallId = Field(description="Id of the call.")
     name: ToolName = Field(description="Name of the tool.")
+    namespace: Namespace | None = Field(default=None, description="Namespace of the tool.")
     input: str = Field(description="Its input.")
     id: ItemId = Field(default="", description="Id of the item, if it is from a response.")
     status: ItemStatus = Field(default="completed", description="Status; ignored.")
@@ -213,7 +232,8 @@ class _Gathering:
                     self.end()
                 self._content = item.text
             case FunctionCall() | CustomToolCall():
-                self._calls.append(ToolCall(call_id=item.call_id, name=item.name, arguments=item.arguments))
+                name = called_name(item.namespace, item.name)
+                self._calls.append(ToolCall(call_id=item.call_id, name=name, arguments=item.arguments))
             case FunctionCallOutput():
                 self.end()
                 output = text_of(item.output)
@@ -240,7 +260,6 @@ class _Gathering:
         self._reasoning, self._content, self._calls = None, None, []
 
 
-MAX_TOOLS: Final = 128
 LOGPROBS: Final = "message.output_text.logprobs"
 
 ResponseName = Annotated[str, StringConstraints(min_length=1, max_length=128)]
@@ -338,7 +357,51 @@ class CustomTool(DialectModel):
         return function_of(self.name, self.description, syntax=None, definition="")
 
 
-ClientTool = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
+class NamespaceTool(DialectModel):
+    """A group of tools; the model calls each by the names of both."""
+
+    type: Literal["namespace"] = Field(description="Type of the object.")
+    name: Namespace = Field(description="Its name.")
+    description: str | None = Field(
+        default=None, max_length=MAX_DESCRIPTION_CHARS, description="Description for the model, part of each tool's."
+    )
+    tools: list[Annotated[FunctionTool | CustomTool, Field(discriminator="type")]] = Field(
+        max_length=MAX_TOOLS, fail_fast=True, description="Its tools."
+    )
+
+
+ClientTool = Annotated[FunctionTool | CustomTool | NamespaceTool, Field(discriminator="type")]
+
+
+class CallableTool(NamedTuple):
+    """A tool that the model may call, and its namespace."""
+
+    tool: FunctionTool | CustomTool
+    namespace: NamespaceTool | None = None
+
+    @property
+    def called(self) -> str:
+        """The name by which the model calls it."""
+        return called_name(None if self.namespace is None else self.namespace.name, self.tool.name)
+
+    @property
+    def wire_tool(self) -> Tool:
+        """The function of the turn."""
+        tool, group = self.tool.wire_tool, self.namespace
+        if group is None:
+            return tool
+        about = f"Part of {group.name}: {group.description}" if group.description else ""
+        description = "\n\n".join(filter(None, (tool.description, about))) or None
+        return tool.model_copy(update={"name": self.called, "description": description})
+
+
+def offered_tools(tools: Iterable[FunctionTool | CustomTool | NamespaceTool]) -> Iterator[CallableTool]:
+    """Yield the tools and those in namespaces."""
+    for tool in tools:
+        if isinstance(tool, NamespaceTool):
+            yield from (CallableTool(inner, tool) for inner in tool.tools)
+        else:
+            yield CallableTool(tool)
 
 
 class ChosenTool(DialectModel):
@@ -490,7 +553,7 @@ class CreateResponse(SamplerFields):
             raise ValueError("background requires store: the response is retrieved later")
         if self.conversation is not None and self.previous_response_id is not None:
             raise ValueError("conversation excludes previous_response_id")
-        names = {tool.name for tool in self.tools}
+        names = {offered.tool.name for offered in offered_tools(self.tools)}
         choice = self.tool_choice
         wanted = choice.tools if isinstance(choice, AllowedTools) else []
         for each in wanted:
@@ -518,17 +581,19 @@ class CreateResponse(SamplerFields):
 
     @property
     def wire_tools(self) -> list[Tool] | None:
-        """The functions that may be called now; custom tools are functions too."""
+        """The functions that may be called now; custom tools and those in namespaces are functions too."""
         choice = self.tool_choice
         allowed = {each.name for each in choice.tools} if isinstance(choice, AllowedTools) else None
-        return [tool.wire_tool for tool in self.tools if allowed is None or tool.name in allowed] or None
+        offered = offered_tools(self.tools)
+        return [each.wire_tool for each in offered if allowed is None or each.tool.name in allowed] or None
 
     @property
     def wire_tool_choice(self) -> ToolChoice:
         """The tool choice of the turn."""
         match self.tool_choice:
             case ChosenTool(name=name):
-                return NamedTool(name=name)
+                found = (each.called for each in offered_tools(self.tools) if each.tool.name == name)
+                return NamedTool(name=next(found, name))
             case AllowedTools(mode=mode):
                 return mode
             case choice:
@@ -575,6 +640,11 @@ class CancelOnSocket(DialectModel):
 
 
 def _is_server_tool(item: Any, _siblings: Mapping[str, Any]) -> bool:
+    kinds = ("function", "custom", "namespace")
+    return isinstance(item, dict) and isinstance(kind := item.get("type"), str) and kind not in kinds
+
+
+def _is_no_tool(item: Any, _siblings: Mapping[str, Any]) -> bool:
     return isinstance(item, dict) and isinstance(kind := item.get("type"), str) and kind not in ("function", "custom")
 
 
@@ -646,15 +716,21 @@ RESPONSE_FIELDS: Final = FieldTable(
         ),
         FieldRule(
             field="tools[]",
-            values="of a type other than `function` and `custom`",
+            values="of a type other than `function`, `custom` and `namespace`",
             why="the daemon cannot run tools of this type, so the model is not offered it",
             applies=_is_server_tool,
+        ),
+        FieldRule(
+            field="tools[].tools[]",
+            values="of a type other than `function` and `custom`",
+            why="the daemon cannot run tools of this type, so the model is not offered it",
+            applies=_is_no_tool,
         ),
         FieldRule(
             field="tool_choice.tools[]",
             values="of a type other than `function` and `custom`",
             why="the model is not offered tools of this type",
-            applies=_is_server_tool,
+            applies=_is_no_tool,
         ),
         FieldRule(field="tools[].defer_loading", why="the model is offered all tools at once"),
         OBFUSCATION_RULE,

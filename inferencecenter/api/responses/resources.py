@@ -160,8 +160,8 @@ def _page(place: ResponseRef, facts: TurnSnapshot, query: ListItems) -> Document
     note = read_note(facts.note)
     said = facts.before if note is None or note.instructions is None else facts.before[1:]
     asked = () if facts.input_messages == EMPTY_QUESTION else facts.input_messages
-    custom_tools = () if note is None else note.custom_tools
-    items = input_items((*said, *asked), place.turn_id, custom_tools=custom_tools)
+    tools = {} if note is None else note.tools_by_name
+    items = input_items((*said, *asked), place.turn_id, tools=tools)
     return document(page_of(items, query).model_dump())
 
 
@@ -373,7 +373,7 @@ def _current(place: ResponseRef, facts: TurnSnapshot) -> Response:
     if facts.answer is not None and note.generate:
         state: ItemState = "completed" if status == "completed" else "incomplete"
         first = () if note.compaction is None else (note.compaction,)
-        items = output_of(facts.answer, place.turn_id, state=state, custom_tools=note.custom_tools)
+        items = output_of(facts.answer, place.turn_id, state=state, tools=note.tools_by_name)
         output = (*first, *items)
     return response_of(note, place, status=status, output=output, finish_reason=finish, usage=facts.usage)
 

@@ -25,15 +25,17 @@ from inferencecenter.api.responses.response_schemas import (
 from inferencecenter.api.responses.serializers import (
     ResponseRef,
     error_of,
+    is_custom,
     item_id,
     logprobs_of,
+    names_of,
     response_of,
     status_of,
 )
 from inferencecenter.protocol import events
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from inferencecenter.api.responses.response_schemas import (
         Echo,
@@ -68,12 +70,14 @@ class ResponseEvent(NamedTuple):
 class _Item:
     """The item in progress."""
 
-    def __init__(self, kind: str, name: str, place: int, *, call_id: str = "", tool: str = "") -> None:
+    def __init__(
+        self, kind: str, name: str, place: int, *, call_id: str = "", names: Mapping[str, str] | None = None
+    ) -> None:
         self.kind = kind
         self.name = name
         self.place = place
         self.call_id = call_id
-        self.tool = tool
+        self.names = names or {}
         self.input = InputReader()
         self.text: list[str] = []
         self.logprobs: list[Logprob] = []
@@ -85,9 +89,9 @@ class _Item:
         """Return the item with all of its text, or without its parts."""
         text = "".join(self.text)
         if self.kind == _CALL:
-            return OutputCall(id=self.name, call_id=self.call_id, name=self.tool, arguments=text, status=state)
+            return OutputCall(id=self.name, call_id=self.call_id, **self.names, arguments=text, status=state)
         if self.kind == _CUSTOM_CALL:
-            return OutputCustomCall(id=self.name, call_id=self.call_id, name=self.tool, input=text, status=state)
+            return OutputCustomCall(id=self.name, call_id=self.call_id, **self.names, input=text, status=state)
         if self.kind == _THOUGHTS:
             thoughts = () if empty else (ThoughtText(text=text),)
             return OutputReasoning(id=self.name, status=state, content=thoughts)
@@ -118,7 +122,7 @@ class ResponseEventBuilder:
         compaction: OutputCompaction | None = None,
     ) -> None:
         self._echo = echo
-        self._custom_tools = echo.custom_tools
+        self._tools = echo.tools_by_name
         self._compaction = compaction
         self._top = top_logprobs
         self._clock = clock
@@ -220,8 +224,9 @@ class ResponseEventBuilder:
         item = self._item
         if item is None or item.call_id != event.call_id:
             frames += self._close("completed")
-            kind = _CUSTOM_CALL if event.name in self._custom_tools else _CALL
-            item, opening = self._open(kind, call_id=event.call_id, tool=event.name or "")
+            offered = self._tools.get(event.name or "")
+            kind = _CUSTOM_CALL if is_custom(offered) else _CALL
+            item, opening = self._open(kind, call_id=event.call_id, names=names_of(event.name or "", offered))
             frames += opening
         text = item.input.feed(event.arguments) if item.kind == _CUSTOM_CALL else event.arguments
         if text:
@@ -229,12 +234,14 @@ class ResponseEventBuilder:
             frames.append(self._delta(item, text, b""))
         return frames
 
-    def _open(self, kind: str, *, call_id: str = "", tool: str = "") -> tuple[_Item, list[ResponseEvent]]:
+    def _open(
+        self, kind: str, *, call_id: str = "", names: Mapping[str, str] | None = None
+    ) -> tuple[_Item, list[ResponseEvent]]:
         assert self._place is not None
         index = self._counts.get(kind, 0)
         self._counts[kind] = index + 1
         name = item_id(kind, self._place.turn_id, index)
-        item = self._item = _Item(kind, name, len(self._output), call_id=call_id, tool=tool)
+        item = self._item = _Item(kind, name, len(self._output), call_id=call_id, names=names)
         output = item.output_item("in_progress", empty=True)
         frames = [self._frame("response.output_item.added", output_index=item.place, item=output)]
         if kind not in _CALLS:

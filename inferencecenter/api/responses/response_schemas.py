@@ -8,11 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from inferencecenter.api.responses.request_schemas import (
     AllowedTools,
+    CallableTool,
     ChosenTool,
     ClientTool,
-    CustomTool,
     ReasoningConfig,
     TextConfig,
+    offered_tools,
 )
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
@@ -23,6 +24,10 @@ class ResponseObject(BaseModel):
     """Part of a response: immutable; null for unknown values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 class TopLogprob(ResponseObject):
@@ -82,6 +87,7 @@ class OutputCall(ResponseObject):
     id: str = Field(description="Id of the item.")
     call_id: str = Field(description="Id of the call.")
     name: str = Field(description="Name of the function.")
+    namespace: str | None = Field(default=None, exclude_if=_is_none, description="Namespace of the function.")
     arguments: str = Field(description="Its arguments, as JSON text.")
     status: ItemState = Field(description="Whether it is complete.")
 
@@ -93,6 +99,7 @@ class OutputCustomCall(ResponseObject):
     id: str = Field(description="Id of the item.")
     call_id: str = Field(description="Id of the call.")
     name: str = Field(description="Name of the tool.")
+    namespace: str | None = Field(default=None, exclude_if=_is_none, description="Namespace of the tool.")
     input: str = Field(description="Its input.")
     status: ItemState = Field(description="Whether it is complete.")
 
@@ -184,9 +191,9 @@ class Echo(ResponseObject):
     warnings: tuple[str, ...] = Field(default=(), description="Valid fields and parameters that had no effect.")
 
     @property
-    def custom_tools(self) -> frozenset[str]:
-        """The names of the custom tools."""
-        return frozenset(tool.name for tool in self.tools if isinstance(tool, CustomTool))
+    def tools_by_name(self) -> dict[str, CallableTool]:
+        """The tools by the names that the model calls them by."""
+        return {offered.called: offered for offered in offered_tools(self.tools)}
 
 
 class Note(Echo):

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError
 
 from inferencecenter.api.custom_tools import input_of
+from inferencecenter.api.responses.request_schemas import CustomTool
 from inferencecenter.api.responses.response_schemas import (
     CachedTokens,
     ConversationRef,
@@ -37,9 +39,9 @@ from inferencecenter.api.responses.response_schemas import (
 from inferencecenter.core.errors import ERRORS, ErrorCode, InferenceCenterError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from inferencecenter.api.responses.request_schemas import CreateResponse, ListItems
+    from inferencecenter.api.responses.request_schemas import CallableTool, CreateResponse, ListItems
     from inferencecenter.api.responses.response_schemas import ItemState, OutputCompaction, OutputItem, Status
     from inferencecenter.protocol.events import Error
     from inferencecenter.protocol.values import ChatMessage, TokenLogprobs, ToolCall, Usage
@@ -85,6 +87,7 @@ MAX_NOTE_BYTES: Final = 256 * 1024
 _CUT_BY_LENGTH: Final = ("length", "context_full")
 _COMPLETE: Final = ("stop", "tool_calls")
 _TOO_MANY: Final = 429
+_NO_TOOLS: Final[Mapping[str, CallableTool]] = MappingProxyType({})
 _TIERS: Final[dict[str, Literal["default", "flex", "priority"]]] = {
     "auto": "default",
     "default": "default",
@@ -229,7 +232,7 @@ def logprobs_of(entries: tuple[TokenLogprobs, ...], *, top: int) -> tuple[Logpro
 
 
 def output_of(
-    answer: ChatMessage, turn_id: str, *, state: ItemState, custom_tools: Collection[str] = ()
+    answer: ChatMessage, turn_id: str, *, state: ItemState, tools: Mapping[str, CallableTool] = _NO_TOOLS
 ) -> tuple[OutputItem, ...]:
     """Return the items of a stored answer; ``state`` is that of the last item."""
     items: list[OutputItem] = []
@@ -241,22 +244,36 @@ def output_of(
         items.append(OutputMessage(id=item_id("msg", turn_id), status="completed", content=said))
     counts: Counter[str] = Counter()
     for call in answer.tool_calls or ():
-        kind = "ctc" if call.name in custom_tools else "fc"
-        items.append(_call_item(item_id(kind, turn_id, counts[kind]), call, custom=kind == "ctc"))
+        offered = tools.get(call.name)
+        kind = "ctc" if is_custom(offered) else "fc"
+        items.append(_call_item(item_id(kind, turn_id, counts[kind]), call, offered))
         counts[kind] += 1
     return (*items[:-1], items[-1].model_copy(update={"status": state}))
 
 
-def _call_item(name: str, call: ToolCall, *, custom: bool) -> OutputCall | OutputCustomCall:
+def is_custom(offered: CallableTool | None) -> bool:
+    """Return whether a tool is a custom one."""
+    return offered is not None and isinstance(offered.tool, CustomTool)
+
+
+def names_of(called: str, offered: CallableTool | None) -> dict[str, str]:
+    """Return the fields that name a called tool as the client knows it."""
+    if offered is None or offered.namespace is None:
+        return {"name": called}
+    return {"name": offered.tool.name, "namespace": offered.namespace.name}
+
+
+def _call_item(name: str, call: ToolCall, offered: CallableTool | None) -> OutputCall | OutputCustomCall:
     """Return the item of a call, with this id."""
-    if custom:
+    names = names_of(call.name, offered)
+    if is_custom(offered):
         given = input_of(call.arguments)
-        return OutputCustomCall(id=name, call_id=call.call_id, name=call.name, input=given, status="completed")
-    return OutputCall(id=name, call_id=call.call_id, name=call.name, arguments=call.arguments, status="completed")
+        return OutputCustomCall(id=name, call_id=call.call_id, **names, input=given, status="completed")
+    return OutputCall(id=name, call_id=call.call_id, **names, arguments=call.arguments, status="completed")
 
 
 def input_items(
-    messages: tuple[ChatMessage, ...], turn_id: str, *, custom_tools: Collection[str] = ()
+    messages: tuple[ChatMessage, ...], turn_id: str, *, tools: Mapping[str, CallableTool] = _NO_TOOLS
 ) -> tuple[dict[str, Any], ...]:
     """Return messages as items with ids."""
     items: list[dict[str, Any]] = []
@@ -265,9 +282,9 @@ def input_items(
         if message.role == "assistant":
             items += [
                 item.model_dump(mode="json") | {"id": f"{item.id}_in{at}"}
-                for item in output_of(message, turn_id, state="completed", custom_tools=custom_tools)
+                for item in output_of(message, turn_id, state="completed", tools=tools)
             ]
-            custom_calls |= {call.call_id for call in message.tool_calls or () if call.name in custom_tools}
+            custom_calls |= {call.call_id for call in message.tool_calls or () if is_custom(tools.get(call.name))}
         else:
             name = f"{turn_id.removeprefix('t_')}_in{at}"
             items.append(_given_item(message, name, custom=message.tool_call_id in custom_calls))
