@@ -157,8 +157,8 @@ class CountTokensRequest(DialectModel):
     model: Annotated[str, StringConstraints(min_length=1, max_length=256)] = Field(
         description="A name listed by `/v1/models`."
     )
-    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] = Field(
-        description="The conversation; the last message is from `user`."
+    messages: Annotated[list[MessageParam], Field(max_length=MOST_MESSAGES, fail_fast=True)] = Field(
+        description="The conversation; the last message is from `user`.", json_schema_extra={"minItems": 1}
     )
     system: SystemBlocks | None = Field(
         default=None,

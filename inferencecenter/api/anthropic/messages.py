@@ -121,6 +121,8 @@ def conversation_of(request: CountTokensRequest) -> tuple[ChatMessage, ...]:
     Raises:
         InferenceCenterError: ``invalid_request`` for blocks in the wrong message.
     """
+    if not request.messages:
+        raise invalid_field("messages", "messages: at least one message is required")
     said: list[ChatMessage] = []
     system = [block.text for block in request.system or () if not block.text.startswith(BILLING_HEADER)]
     if any(system):

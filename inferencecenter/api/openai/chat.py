@@ -397,6 +397,11 @@ def _said(message: ChatRequestMessage, where: str, legacy_id: str) -> ChatMessag
 
 
 def _check_messages(messages: list[ChatRequestMessage]) -> None:
+    if not messages:
+        raise invalid_field(
+            "messages",
+            "Invalid 'messages': empty array. Expected an array with minimum length 1, but got an empty array instead.",
+        )
     called: set[str] = set()
     is_called = False
     for index, message in enumerate(messages):

@@ -284,11 +284,10 @@ _Id: TypeAlias = Annotated[MetadataText, StringConstraints(max_length=512)]
 class ChatRequest(Sampling):
     """A chat completion request."""
 
-    messages: Annotated[list[ChatRequestMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)] = (
-        Field(
-            description="The whole conversation, the last message from `user` or `tool`; an `assistant` after "
-            "it begins the answer, which the model continues."
-        )
+    messages: Annotated[list[ChatRequestMessage], Field(max_length=MOST_MESSAGES, fail_fast=True)] = Field(
+        description="The whole conversation, the last message from `user` or `tool`; an `assistant` after "
+        "it begins the answer, which the model continues.",
+        json_schema_extra={"minItems": 1},
     )
     max_completion_tokens: MaxTokens = Field(
         default=None, description="Maximum number of generated tokens; takes precedence over `max_tokens`."
