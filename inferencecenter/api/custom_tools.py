@@ -10,10 +10,13 @@ import json
 import re
 from typing import Final, Literal
 
+from inferencecenter.api.lark_patterns import pattern_of
 from inferencecenter.protocol.values import Tool
 
 MAX_DESCRIPTION_CHARS: Final = 16_384
 MAX_DEFINITION_CHARS: Final = 65_536
+
+LARK_IS_TOLD: Final = "the model is told of the grammar, which is not enforced: no regular expression was found for it"
 
 Syntax = Literal["lark", "regex"]
 
@@ -36,14 +39,15 @@ _ESCAPES: Final = {'"': '"', "\\": "\\", "/": "/", "b": "\b", "f": "\f", "n": "\
 def function_of(name: str, description: str | None, *, syntax: Syntax | None, definition: str) -> Tool:
     """Return the function that represents a custom tool; without a ``syntax`` its input is any text.
 
-    A regular expression is enforced as far as the daemon can. A Lark grammar is part of the description only.
+    A regular expression is enforced as far as the daemon can, and a Lark grammar if one is found for it.
     """
     form = "The input is plain text."
     text = {"type": "string"}
     if syntax is not None:
         form = f"The input is text that matches this {_SYNTAXES[syntax]}:\n\n{definition}"
-    if syntax == "regex":
-        text["pattern"] = f"^(?:{definition})$"
+    pattern = definition if syntax == "regex" else pattern_of(definition) if syntax == "lark" else None
+    if pattern is not None:
+        text["pattern"] = f"^(?:{pattern})$"
     return Tool(
         name=name,
         description=f"{description}\n\n{form}" if description else form,
@@ -55,6 +59,14 @@ def function_of(name: str, description: str | None, *, syntax: Syntax | None, de
         },
         strict=False,
     )
+
+
+def is_left_to_model(form: object) -> bool:
+    """Return whether a format of a request has a Lark grammar that is not enforced."""
+    if not isinstance(form, dict) or form.get("syntax") != "lark":
+        return False
+    definition = form.get("definition")
+    return isinstance(definition, str) and pattern_of(definition) is None
 
 
 def arguments_of(text: str) -> str:

@@ -94,8 +94,8 @@ def test_white_space_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_description_has_the_grammar() -> None:
     """After the description of the tool, if it has one."""
-    tool = function_of("patch", "Edit files.", syntax="lark", definition='start: "x"')
-    assert tool.description == 'Edit files.\n\nThe input is text that matches this Lark grammar:\n\nstart: "x"'
+    tool = function_of("patch", "Edit files.", syntax="lark", definition='start: start "x"')
+    assert tool.description == 'Edit files.\n\nThe input is text that matches this Lark grammar:\n\nstart: start "x"'
     assert function_of("patch", None, syntax=None, definition="").description == "The input is plain text."
     assert tool.parameters is not None
     assert tool.parameters["properties"] == {"input": {"type": "string"}}

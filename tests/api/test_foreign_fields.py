@@ -287,6 +287,7 @@ CODEX: dict[str, Any] = {
     "client_metadata": {"session_id": "x"},
 }
 CODEX_FIELDS = [
+    "tools[].format",
     "input[].encrypted_content",
     "input.3 (web_search_call)",
     "tools.2 (web_search)",

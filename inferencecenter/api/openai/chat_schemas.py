@@ -17,11 +17,13 @@ from pydantic import (
 )
 
 from inferencecenter.api.custom_tools import (
+    LARK_IS_TOLD,
     MAX_DEFINITION_CHARS,
     MAX_DESCRIPTION_CHARS,
     Syntax,
     arguments_of,
     function_of,
+    is_left_to_model,
 )
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
 from inferencecenter.api.openai.sampling import FOUND_BY_TEXT, MOST_PROBS, SAMPLING_RULES, MaxTokens, Sampling
@@ -373,6 +375,13 @@ CHAT_FIELDS: Final = FieldTable(
             values="of a type other than `function` and `custom`",
             why="the daemon cannot run tools of this type, so the model is not offered it",
             applies=_is_server_tool,
+        ),
+        FieldRule(
+            field="tools[].custom.format",
+            values="some grammars with the syntax `lark`",
+            why=LARK_IS_TOLD,
+            applies=lambda form, _: isinstance(form, dict) and is_left_to_model(form.get("grammar")),
+            kept=True,
         ),
         *SAMPLING_RULES,
     ),

@@ -12,11 +12,13 @@ from pydantic import ConfigDict, Discriminator, Field, PrivateAttr, StringConstr
 
 from inferencecenter.api.body import RequestModel
 from inferencecenter.api.custom_tools import (
+    LARK_IS_TOLD,
     MAX_DEFINITION_CHARS,
     MAX_DESCRIPTION_CHARS,
     Syntax,
     arguments_of,
     function_of,
+    is_left_to_model,
 )
 from inferencecenter.api.foreign_fields import DialectModel, FieldRule, FieldTable
 from inferencecenter.api.openai.sampling import FOUND_BY_TEXT, OBFUSCATION_RULE, SAMPLER_RULES, SamplerFields
@@ -731,6 +733,13 @@ RESPONSE_FIELDS: Final = FieldTable(
             values="of a type other than `function` and `custom`",
             why="the model is not offered tools of this type",
             applies=_is_no_tool,
+        ),
+        FieldRule(
+            field="tools[].format",
+            values="some grammars with the syntax `lark`",
+            why=LARK_IS_TOLD,
+            applies=lambda form, _: is_left_to_model(form),
+            kept=True,
         ),
         FieldRule(field="tools[].defer_loading", why="the model is offered all tools at once"),
         OBFUSCATION_RULE,

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 # prompt repeats the tokens of this answer.
 _SPACING: Final = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
+# Escapes of a regular expression between slashes.
+_MARKS: Final = {"/": r"\/", "\n": r"\n"}
+_IN_PATTERN: Final = re.compile(r"\\.|[/\n]", re.DOTALL)
+
 
 class GrammarBuilder:
     """Collects the rules of a grammar.
@@ -93,7 +97,12 @@ def optional(expression: str) -> str:
 
 def escaped(text: str) -> str:
     """Return a regular expression, for use between slashes, that matches a text."""
-    return re.escape(text).replace("/", r"\/").replace("\n", r"\n")
+    return re.escape(text).replace("/", r"\/").replace("\\\n", r"\n")
+
+
+def between_slashes(pattern: str) -> str:
+    """Return a regular expression as it is written between slashes."""
+    return _IN_PATTERN.sub(lambda found: _MARKS.get(found[0], found[0]), pattern)
 
 
 def rule_name(prefix: str, name: str) -> str:

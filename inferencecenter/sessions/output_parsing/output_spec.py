@@ -10,7 +10,6 @@ call that a grammar accepts is parsed (``parser``) as a call of an offered tool.
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -20,6 +19,7 @@ from inferencecenter.protocol.requests import MAX_GRAMMAR_CHARS
 from inferencecenter.protocol.values import NamedTool
 from inferencecenter.sessions.output_parsing.grammar_builder import (
     GrammarBuilder,
+    between_slashes,
     either,
     escaped,
     joined,
@@ -44,9 +44,6 @@ MAX_CALLS_CHARS: Final = 1_048_576
 _SHOWN_KEYWORDS: Final = 8
 _ANYTHING: Final = r"/(.|\n)*/"
 _BLANK: Final = r"/\s{0,2}/"
-# Escapes of a regular expression between slashes.
-_MARKS: Final = {"/": r"\/", "\n": r"\n"}
-_IN_EXPRESSION: Final = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,9 +372,5 @@ def _left_to_model(left: Sequence[Unenforced], schema: str) -> str:
 def _expression(form: Grammar) -> str:
     """Return a regular expression or a grammar as a nested expression."""
     if form.kind == "regex":
-        return f"/{_IN_EXPRESSION.sub(_escaped_mark, form.text)}/"
+        return f"/{between_slashes(form.text)}/"
     return f"%lark {{\n{form.text}\n}}"
-
-
-def _escaped_mark(found: re.Match[str]) -> str:
-    return _MARKS.get(found[0], found[0])

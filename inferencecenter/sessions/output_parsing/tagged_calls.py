@@ -11,6 +11,7 @@ from urllib.parse import unquote
 from inferencecenter.sessions.output_parsing.call_format import CallRules
 from inferencecenter.sessions.output_parsing.char_stream import json_string
 from inferencecenter.sessions.output_parsing.grammar_builder import (
+    between_slashes,
     either,
     escaped,
     joined,
@@ -107,6 +108,9 @@ _PARAMETER: Final = "<parameter="
 _VALUE_ENDS: Final = "</parameter>"
 _IN_VALUE: Final = re.compile(r"[^\n<]+")
 _MAX_KEY_CHARS: Final = 256
+_MAX_PATTERN_CHARS: Final = 8_192
+_WHOLE: Final = re.compile(r"\^\(\?:(.+)\)\$", re.DOTALL)
+_ANCHORS: Final = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|([$^])", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +118,8 @@ class TaggedCalls:
     """Calls as ``<tool_call> <function=name> <parameter=key> value </parameter> </function> </tool_call>``.
 
     A parameter whose schema has the type string is verbatim text; others are JSON, or text if they are not valid JSON.
-    Of the schemas of strings only ``enum`` and ``const`` constrain the answer; other strings are free text up to the
-    closing tag.
+    Of the schemas of strings only ``enum``, ``const`` and a ``pattern`` of the whole text, as that of a custom tool,
+    constrain the answer; other strings are free text up to the closing tag.
     """
 
     trigger = _OPENS
@@ -171,6 +175,10 @@ def _parameter(rule: str, key: str, subschema: Any, definitions: SchemaDefinitio
     choices = _texts(subschema)
     if choices:
         return joined(head, either(*(lark.literal(choice + ends) for choice in choices)))
+    if pattern := _whole_pattern(subschema):
+        # One terminal, since a lexer that has begun the text does not return to a line feed in it.
+        lark.rule(f"{rule}[lazy]", f"/(?:{between_slashes(pattern)}){escaped(ends)}/")
+        return joined(head, rule)
     if _is_text(subschema):
         return joined(head, "open_text")
     if isinstance(subschema, dict):
@@ -190,6 +198,19 @@ def _properties(tool: Tool) -> Mapping[str, Any]:
 
 def _is_text(subschema: Any) -> bool:
     return isinstance(subschema, dict) and subschema.get("type") == "string"
+
+
+def _whole_pattern(subschema: Any) -> str:
+    """Return the regular expression of a whole text, empty if there is none that stands between other expressions."""
+    pattern = subschema.get("pattern") if _is_text(subschema) else None
+    found = _WHOLE.fullmatch(pattern[:_MAX_PATTERN_CHARS]) if isinstance(pattern, str) else None
+    if found is None or any(anchor[1] for anchor in _ANCHORS.finditer(found[1])):
+        return ""
+    try:
+        re.compile(found[1])
+    except (re.error, RecursionError, OverflowError):
+        return ""
+    return found[1]
 
 
 def _texts(subschema: Any) -> list[str]:

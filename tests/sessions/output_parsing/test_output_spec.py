@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLTokenizer
 
+from inferencecenter.api.custom_tools import function_of
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.engine.sampling.constraint import compiled
 from inferencecenter.protocol.requests import Infer
 from inferencecenter.protocol.values import Tool
 from inferencecenter.sessions.output_parsing.output_spec import enforceable_schemas, output_spec
+from inferencecenter.sessions.output_parsing.parts import ArgumentsDelta, ToolCallStart
+from tests.api.test_lark_patterns import PATCH
 from tests.sessions.output_parsing.speaking import ANSWERS, CONTROL, SECOND, WEATHER, called, model, read, speech
 
 if TYPE_CHECKING:
@@ -252,6 +255,52 @@ def test_schema_references_are_resolved() -> None:
         spoken = speech(name, tools=tools)
         assert fits(spoken, call)
         assert not fits(spoken, call.replace("2", '"2"'))
+
+
+@pytest.mark.parametrize("name", ["HERMES", "QWEN_CODER", "LLAMA31"])
+def test_input_of_a_custom_tool_matches_its_regular_expression(name: str) -> None:
+    """In calls that are JSON, which escape it, and in those that have it verbatim."""
+    tools = [function_of("note", None, syntax="regex", definition=r'(/\w+ "[a-z\n]+"\n?)+|[$^]')]
+    spoken = speech(name, tools=tools, tool_choice="required")
+    calls = {
+        "HERMES": "<tool_call>\n%s\n</tool_call>",
+        "QWEN_CODER": "<tool_call>\n<function=note>\n<parameter=input>\n%s\n</parameter>\n</function>\n</tool_call>",
+        "LLAMA31": "%s",
+    }
+    for text, matches in (('/a "b"', True), ('/a "b\nc"\n/d "e"', True), ("$", True), ('/a "B"', False), ("", False)):
+        escaped = json.dumps({"name": "note", "arguments" if name == "HERMES" else "parameters": {"input": text}})
+        call = calls[name] % (text if name == "QWEN_CODER" else escaped)
+        assert fits(spoken, call) == matches, text
+        if matches:
+            start, arguments = read(spoken, call)
+            assert start == ToolCallStart(0, "note")
+            assert isinstance(arguments, ArgumentsDelta)
+            assert json.loads(arguments.text) == {"input": text}
+
+
+@pytest.mark.parametrize("name", ["HERMES", "QWEN_CODER", "LLAMA31"])
+def test_input_of_a_custom_tool_matches_its_grammar(name: str) -> None:
+    """The grammar holds for the text, however the format of calls escapes it."""
+    tools = [function_of("note", None, syntax="lark", definition=PATCH)]
+    spoken = speech(name, tools=tools, tool_choice="required")
+    patch = '*** Begin Patch\n*** Add File: a\n+say("hé\\n")\t{}\n%s*** End Patch\n'
+    for line, matches in (("+\n", True), ("*** Update File: é\n", True), ("+", False), ("x\n", False)):
+        text = patch % line
+        if name == "QWEN_CODER":
+            call = f"<tool_call>\n<function=note>\n<parameter=input>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        else:
+            key = "arguments" if name == "HERMES" else "parameters"
+            call = json.dumps({"name": "note", key: {"input": text}}, ensure_ascii=False)
+            call = f"<tool_call>\n{call}\n</tool_call>" if name == "HERMES" else call
+        assert fits(spoken, call) == matches, line
+
+
+@pytest.mark.parametrize("pattern", ["^(?:a)|(?:b)$", "^(?:a$|^b)$", "a", "^(?:" + "a" * 9000 + ")$"])
+def test_tagged_text_with_another_pattern_is_free(pattern: str) -> None:
+    """What cannot stand between other expressions is left to the model."""
+    parameters = {"type": "object", "properties": {"at": {"type": "string", "pattern": pattern}}, "required": ["at"]}
+    spoken = speech("QWEN_CODER", tools=[Tool(name="go", parameters=parameters)])
+    assert fits(spoken, "<tool_call>\n<function=go>\n<parameter=at>\nx\n</parameter>\n</function>\n</tool_call>")
 
 
 def test_tagged_values_can_be_enumerated() -> None:
