@@ -6,6 +6,7 @@ import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Generic, Never, Self, TypeVar
 
+from inferencecenter.api import sse
 from inferencecenter.core.errors import ErrorCode, InferenceCenterError
 from inferencecenter.protocol import events
 from inferencecenter.protocol.requests import Abort
@@ -153,6 +154,31 @@ class RequestTurns:
         for them. All other events, and tokens that cannot be written now, go to the reader.
         """
         self._encode = encode
+
+    async def take_events(self, take: Callable[[int, Event], object]) -> None:
+        """Call ``take`` with the index of a turn and each of its events, until all turns have ended.
+
+        Raises:
+            InferenceCenterError: See ``batches``; so does ``ClientDisconnectedError``.
+        """
+        async for batch in self.batches():
+            for index, event in batch:
+                take(index, event)
+
+    async def write_events(
+        self, encode: Callable[[int, Event], bytes], *, keepalive: bytes = sse.KEEPALIVE
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the encoded events until all turns have ended, and ``keepalive`` where there is no text for long.
+
+        Raises:
+            InferenceCenterError: See ``batches``; so does ``ClientDisconnectedError``.
+        """
+        self.write_through(encode)
+        async for batch in self.batches():
+            if written := b"".join([encode(index, event) for index, event in batch]):
+                yield written
+            elif not batch:
+                yield keepalive
 
     async def batches(self) -> AsyncGenerator[list[tuple[int, Event]], None]:
         """Yield new events, each with the index of its turn, until all turns have ended.

@@ -485,9 +485,7 @@ async def create(call: Call) -> Reply:
         return Stream(_events(call, messages))
     with _turn(call, messages) as turns:
         gathered = MessageCollector(request.model)
-        async for batch in turns.batches():
-            for _, event in batch:
-                gathered.take(event)
+        await turns.take_events(lambda _, event: gathered.take(event))
     return document(gathered.document(call.warnings))
 
 
@@ -514,12 +512,8 @@ async def _messages(call: Call) -> tuple[ChatMessage, ...]:
 async def _events(call: Call, messages: tuple[ChatMessage, ...]) -> AsyncGenerator[bytes, None]:
     with _turn(call, messages) as turns:
         writer = MessageEventWriter(call.body.model, call.warnings)
-        turns.write_through(lambda _, event: writer.write(event))
-        async for batch in turns.batches():
-            if written := b"".join([writer.write(event) for _, event in batch]):
-                yield written
-            elif not batch:
-                yield PING
+        async for written in turns.write_events(lambda _, event: writer.write(event), keepalive=PING):
+            yield written
 
 
 @contextmanager

@@ -197,21 +197,15 @@ async def _answer(call: Call, question: _Question) -> Reply:
         return Stream(_lines(call, question), media_type=NDJSON)
     with _turn(call, question) as turns:
         gathered = AnswerCollector(question.head)
-        async for batch in turns.batches():
-            for _, event in batch:
-                gathered.take(event)
+        await turns.take_events(lambda _, event: gathered.take(event))
     return document(gathered.document())
 
 
 async def _lines(call: Call, question: _Question) -> AsyncGenerator[bytes, None]:
     with _turn(call, question) as turns:
         writer = AnswerWriter(question.head)
-        turns.write_through(lambda _, event: writer.write(event))
-        async for batch in turns.batches():
-            if written := b"".join([writer.write(event) for _, event in batch]):
-                yield written
-            elif not batch:
-                yield writer.keepalive
+        async for written in turns.write_events(lambda _, event: writer.write(event), keepalive=writer.keepalive):
+            yield written
 
 
 @contextmanager

@@ -514,9 +514,7 @@ async def create(call: Call) -> Reply:
         return Stream(_chunks(call, conversation))
     with _turns(call, conversation) as turns:
         gathered = ChatCollector(_head(call))
-        async for batch in turns.batches():
-            for index, event in batch:
-                gathered.take(index, event)
+        await turns.take_events(gathered.take)
     return document(gathered.document())
 
 
@@ -540,12 +538,8 @@ def _checked(request: ChatRequest) -> ConversationRequest:
 async def _chunks(call: Call, conversation: ConversationRequest) -> AsyncGenerator[bytes, None]:
     with _turns(call, conversation) as turns:
         chunks = ChatChunkWriter(_head(call))
-        turns.write_through(chunks.write)
-        async for batch in turns.batches():
-            if written := b"".join([chunks.write(index, event) for index, event in batch]):
-                yield written
-            elif not batch:
-                yield sse.KEEPALIVE
+        async for written in turns.write_events(chunks.write):
+            yield written
         yield chunks.last()
 
 

@@ -286,21 +286,15 @@ async def create(call: Call) -> Reply:
         return Stream(_chunks(call))
     with _turns(call) as turns:
         pieces = CompletionWriter(_head(call))
-        async for batch in turns.batches():
-            for index, event in batch:
-                pieces.take(index, event)
+        await turns.take_events(pieces.take)
     return document(pieces.document())
 
 
 async def _chunks(call: Call) -> AsyncGenerator[bytes, None]:
     with _turns(call) as turns:
         pieces = CompletionWriter(_head(call))
-        turns.write_through(pieces.write)
-        async for batch in turns.batches():
-            if written := b"".join([pieces.write(index, event) for index, event in batch]):
-                yield written
-            elif not batch:
-                yield sse.KEEPALIVE
+        async for written in turns.write_events(pieces.write):
+            yield written
         yield pieces.last()
 
 

@@ -200,12 +200,8 @@ async def create(call: Call) -> Reply:
 async def _parts(call: Call) -> AsyncGenerator[bytes, None]:
     with _turns(call) as turns:
         writer = _writer(call)
-        turns.write_through(lambda _, event: writer.write(event))
-        async for batch in turns.batches():
-            if written := b"".join([writer.write(event) for _, event in batch]):
-                yield written
-            elif not batch:
-                yield sse.KEEPALIVE
+        async for written in turns.write_events(lambda _, event: writer.write(event)):
+            yield written
 
 
 @contextmanager

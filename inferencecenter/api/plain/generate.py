@@ -142,12 +142,13 @@ async def _whole(call: Call, request: Infer) -> bytes:
 async def _parts(call: Call, request: Infer) -> AsyncGenerator[bytes, None]:
     with RequestTurns(call.context, call.request_context) as turns:
         turns.begin(request)
-        async for batch in turns.batches():
-            if not batch:
-                yield sse.KEEPALIVE
-            parts = [part for _, event in batch if (part := _part(event)) is not None]
-            if parts:
-                yield b"".join(sse.event(orjson.dumps(part.model_dump(exclude_defaults=True))) for part in parts)
+        async for written in turns.write_events(_write):
+            yield written
+
+
+def _write(_turn: int, event: Event) -> bytes:
+    part = _part(event)
+    return b"" if part is None else sse.event(orjson.dumps(part.model_dump(exclude_defaults=True)))
 
 
 def _part(event: Event) -> GeneratedPart | None:
