@@ -177,9 +177,12 @@ class SessionArchive:
         """Count what is archived, and begin to expire it. Blocks; called once, before there are clients."""
         if self._store is None:
             return
-        self._sizes = self._store.sizes()
-        for session_id in reversed(self._store.recent_ids(MAX_RETAINED)):
-            self._kv_owners[session_id] = None
+        try:
+            self._sizes = self._store.sizes()
+            recent = self._store.recent_ids(MAX_RETAINED)
+        except InferenceCenterError:  # logged where it is read: a file that cannot be read has no archive
+            return
+        self._kv_owners.update(dict.fromkeys(reversed(recent)))
         self._expire_later()
 
     @property
