@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from playwright.async_api import expect
 
-from tests.e2e.harness import ENDLESS, command_line, connect_client
-from tests.web.browser import MARKS, bare, origin_of, said, signed_in, visiting
+from tests.e2e.harness import ENDLESS, connect_client
+from tests.web.browser import MARKS, bare, said, signed_in
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser
@@ -185,24 +185,3 @@ async def test_keyboard_operation(browser: Browser, daemon: Daemon) -> None:
         await keyboard.press("Control+Shift+o")
         await expect(visit.questions).to_have_count(0)
         await expect(visit.composer).to_be_focused()
-
-
-async def test_session_limit_asks_to_delete_a_conversation(browser: Browser, echo: Daemon) -> None:
-    """None is deleted automatically; the next question explains it, and is answered after a deletion."""
-    token = command_line(echo, "token", "create", "small")["token"]
-    command_line(echo, "client", "limits", "small", "max_sessions=1")
-    async with visiting(browser, origin_of(echo)) as visit:
-        await visit.go(f"#token={token}")
-        await expect(visit.composer).to_be_visible()
-        await visit.ask("First.")
-        await visit.answered()
-        await visit.button("New chat").click()
-        await visit.ask("Second.")
-        await expect(visit.answers.first).to_contain_text("Delete a conversation that is no longer needed")
-        await expect(visit.conversation("First.")).to_be_visible()
-        await visit.conversation("First.").hover()
-        await visit.button("Delete First.").click()
-        await visit.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
-        await expect(visit.conversation("First.")).to_have_count(0)
-        await visit.button("Try again", inside=visit.answers.first).click()
-        await expect(await visit.answered()).to_contain_text("Second.")

@@ -4,7 +4,7 @@
 import { batch, effect, signal } from "../vendor/signals-core.js";
 import { choicesOf, dropChoices, keepChoices, turnFields } from "./choices.js";
 import { keepDraft, moveDraft } from "./drafts.js";
-import { enlist, mark, readList, rename, sessions, strike, titleOfSession, touch, unread } from "./list.js";
+import { enlist, mark, readList, readUsage, rename, sessions, strike, titleOfSession, touch, unread, usage } from "./list.js";
 import { dropSpeeds, noteSpeed } from "./storage.js";
 import { attempt, failure, hello, link, view } from "./state.js";
 import { versionFields, versionsOf } from "./versions.js";
@@ -119,6 +119,7 @@ export async function askAgain(session, asked) {
   }));
   const id = session.id.peek();
   if (draft && id !== null) adopt(session, id, title, chosen);
+  else if (draft) readUsage();
   else if (id !== null) touch(id);
 }
 
@@ -345,6 +346,7 @@ function leaveAll() {
   open.clear();
   batch(() => {
     sessions.value = null;
+    usage.value = null;
     current.value = null;
   });
 }

@@ -1,8 +1,8 @@
 // @ts-check
 /** The list of the client's conversations as known to this page; other tabs and devices change it, too. */
 
-import { signal } from "../vendor/signals-core.js";
-import { attempt } from "./state.js";
+import { batch, computed, signal } from "../vendor/signals-core.js";
+import { attempt, link } from "./state.js";
 import { keep, kept } from "./storage.js";
 import { versionsOf } from "./versions.js";
 import { asWireError } from "./wire/errors.js";
@@ -11,6 +11,12 @@ import { asWireError } from "./wire/errors.js";
 
 /** The client's sessions, most recently used first; null until read. */
 export const sessions = signal(/** @type {readonly Summary[] | null} */ (null));
+
+/** How much of its limits the client uses, as last read. */
+export const usage = signal(/** @type {import("./wire/types.js").SessionUsage | null} */ (null));
+
+/** Whether further conversations are refused until some are deleted. */
+export const full = computed(() => usage.value !== null && usage.value.stored_chars >= usage.value.max_stored_chars);
 
 /** Sessions with an answer that ended while they were not shown. */
 export const unread = signal(/** @type {ReadonlySet<string>} */ (new Set(kept("unread", []))));
@@ -28,19 +34,34 @@ export async function readList(there) {
     const found = [];
     /** @type {string | undefined} */
     let after;
+    /** @type {import("./wire/types.js").SessionsEvent} */
+    let page;
     do {
-      /** @type {import("./wire/types.js").SessionsEvent} */
-      const page = await there.request("list_sessions", { limit: LIST_LIMIT, ...(after && { after }) });
+      page = await there.request("list_sessions", { limit: LIST_LIMIT, ...(after && { after }) });
       found.push(...page.sessions);
       after = page.next;
     } while (after);
-    sessions.value = latestFirst(found);
+    const used = page.usage ?? null;
+    batch(() => {
+      sessions.value = latestFirst(found);
+      usage.value = used;
+    });
     for (const id of unread.peek()) if (!summaryOf(id)) mark(id, false);
     return true;
   } catch (error) {
     // It is read again when the list is shown next, or the connection is restored.
     console.info("cannot read the list of sessions:", asWireError(error).message);
     return false;
+  }
+}
+
+/** Reads how much of its limits the client uses. */
+export async function readUsage() {
+  try {
+    const page = await link.peek()?.request("list_sessions", { limit: 1 });
+    if (page) usage.value = page.usage ?? null;
+  } catch (error) {
+    console.info("cannot read the limits of sessions:", asWireError(error).message);
   }
 }
 
@@ -96,6 +117,7 @@ export function enlist(id, metadata, model = "") {
       metadata, archived: false,
     };
     sessions.value = [summary, ...(sessions.peek() ?? [])];
+    readUsage();
   }
 }
 
@@ -120,7 +142,9 @@ export function mark(id, isUnread) {
 /** @param {string} id  Of a session that no longer exists. */
 export function strike(id) {
   mark(id, false);
-  if (summaryOf(id)) sessions.value = (sessions.peek() ?? []).filter((each) => each.session_id !== id);
+  if (!summaryOf(id)) return;
+  sessions.value = (sessions.peek() ?? []).filter((each) => each.session_id !== id);
+  readUsage();
 }
 
 /** @param {string} id */

@@ -1,5 +1,6 @@
 // @ts-check
 import { html, useEffect, useLayoutEffect, useRef, useState } from "../ui.js";
+import { full } from "../list.js";
 import { copy } from "../text/clipboard.js";
 import { MarkdownView } from "../text/markdown.js";
 import { Icon } from "./icons.js";
@@ -171,7 +172,7 @@ function Problem({ error, again }) {
   return html`
     <div class="notice" data-mood="bad" role="alert">
       <span><strong>${error.message}</strong> ${error.hint} ${error.field && html`<span class="notice-detail">Field: <code>${error.field}</code></span>`}</span>
-      ${again && html`<button type="button" class="button small" onClick=${again}>Try again</button>`}
+      ${again && !(error.isStorageFull && full.value) && html`<button type="button" class="button small" onClick=${again}>Try again</button>`}
     </div>
   `;
 }

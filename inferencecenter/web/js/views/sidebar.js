@@ -1,7 +1,7 @@
 // @ts-check
 import { Fragment, html, useRef, useState } from "../ui.js";
 import { current, isAnswering, newChat, openSession, remove } from "../conversations.js";
-import { rename, sessions, unread } from "../list.js";
+import { full, rename, sessions, unread, usage } from "../list.js";
 import { rootOf, versionsOf, withoutVersions } from "../versions.js";
 import { account, preferences, signOut, view } from "../state.js";
 import { Confirm } from "./dialog.js";
@@ -10,6 +10,9 @@ import { Icon } from "./icons.js";
 /** @typedef {import("../list.js").Summary} Summary */
 
 const DAY_MS = 86_400_000;
+/** Shares of the limits from which they are shown. */
+const NEARLY_ACTIVE = 7 / 8;
+const NEARLY_STORED = 0.9;
 const THEMES = /** @type {const} */ (["system", "light", "dark"]);
 const THEME_ICONS = { system: "system", light: "sun", dark: "moon" };
 
@@ -64,6 +67,7 @@ export function Sidebar({ open, onClose }) {
           `,
         )}
       </div>
+      <${Limits} />
       <${Foot} onClose=${onClose} />
     </nav>
   `;
@@ -132,6 +136,28 @@ function Rename({ title, onSave, onDone }) {
   };
   return html`<input class="rename" aria-label="Title" maxlength="200" value=${title} onKeyDown=${keys}
     ref=${focusAll} onBlur=${(/** @type {any} */ event) => save(event.target.value)} />`;
+}
+
+/** How many conversations there are, where a limit is near. */
+function Limits() {
+  const used = usage.value;
+  if (!used) return null;
+  const words = [activeWords(used), storedWords(used)].filter(Boolean);
+  if (words.length === 0) return null;
+  return html`<p class="hint limits" title="Each version of a conversation counts.">${words.join(" ")}</p>`;
+}
+
+/** @param {import("../wire/types.js").SessionUsage} used */
+function activeWords({ live, max_sessions: most, archived }) {
+  if (live < NEARLY_ACTIVE * most) return "";
+  const others = archived > 0 ? `, ${archived.toLocaleString()} archived; all open from this list` : "";
+  return `${live} of ${most} conversations active${others}.`;
+}
+
+/** @param {import("../wire/types.js").SessionUsage} used */
+function storedWords({ stored_chars: held, max_stored_chars: most }) {
+  if (full.value) return "Their space is full: delete some to start new ones.";
+  return held < NEARLY_STORED * most ? "" : `${Math.floor((100 * held) / most)} % of their space is used.`;
 }
 
 /** @param {{onClose: () => void}} props */

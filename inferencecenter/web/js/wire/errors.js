@@ -2,13 +2,14 @@
 /** Errors of the daemon or the connection. */
 
 /**
- * Hints for this page by code, where the daemon's hint is for programs.
+ * Hints for this page by code, or `storage_full`, where the daemon's hint is for programs.
  *
  * @type {Readonly<Record<string, string>>}
  */
 const HINTS = {
   prompt_too_long: "Shorten it, or start a new chat.",
-  session_limit: "Delete a conversation that is no longer needed from the list, then try again.",
+  session_limit: "Wait until an answer has ended, or delete a conversation that is no longer needed, then try again.",
+  storage_full: "Those that exist can be continued. To make room, delete some from the list; Settings can export all of them before.",
 };
 
 /** @type {Readonly<Record<string, (message: string) => string>>}  The same for messages. */
@@ -18,6 +19,8 @@ const MESSAGES = {
     const sizes = limit ? ` With the conversation it has ${tokens}; ${Number(limit).toLocaleString()} fit, with the answer.` : "";
     return `This message is too long for the model.${sizes}`;
   },
+  session_limit: () => "Too many conversations are in use at once.",
+  storage_full: () => "The space for conversations is full: no further conversation or version can be stored.",
 };
 
 /** An `error` event, or a local failure in its form. */
@@ -32,11 +35,15 @@ export class WireError extends Error {
    * @param {number} [told.retry_after_ms]
    */
   constructor(told) {
-    super(MESSAGES[told.code]?.(told.message) ?? told.message);
+    const isStorageFull = told.code === "quota_exceeded" && told.field === "store";
+    const kind = isStorageFull ? "storage_full" : told.code;
+    super(MESSAGES[kind]?.(told.message) ?? told.message);
     this.name = "WireError";
     this.code = told.code;
-    this.hint = HINTS[told.code] ?? told.hint ?? "";
-    this.field = told.field ?? "";
+    this.hint = HINTS[kind] ?? told.hint ?? "";
+    this.field = isStorageFull ? "" : (told.field ?? "");
+    /** Whether nothing new can be stored until something is deleted. */
+    this.isStorageFull = isStorageFull;
     this.retryable = told.retryable ?? false;
     this.retryAfterMs = told.retry_after_ms ?? null;
   }
