@@ -60,7 +60,7 @@ def test_every_doctor_check_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
 def test_log_events_exist() -> None:
     """Each is logged by some module."""
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "inferencecenter").rglob("*.py"))
-    events = [name for row in rows("What the log says") for name in names(row[0])]
+    events = [name for row in rows("Log events") for name in names(row[0])]
     assert [event for event in events if f'"{event}"' not in source] == []
 
 

@@ -28,7 +28,7 @@ OPTIONS: Final = (
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
     "--disable-features=LocalNetworkAccessChecks",  # would block other sites before the daemon does
 )
-PATIENCE_MS: Final = 15_000
+PATIENCE_MS: Final = 60_000
 DESKTOP: Final = {"width": 1280, "height": 800}
 PHONE: Final = {"width": 390, "height": 844}
 
