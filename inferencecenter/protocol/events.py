@@ -286,7 +286,7 @@ class Sessions(Event):
     op: Literal["sessions"] = "sessions"
     sessions: tuple[SessionSummary, ...] = Field(description="The page.")
     next: str | None = Field(default=None, description="Cursor: pass it as `after` to get the next page.")
-    usage: SessionUsage | None = Field(default=None, description="How much of its limits the client uses.")
+    session_usage: SessionUsage | None = Field(default=None, description="How much of its limits the client uses.")
 
 
 class Metrics(Event):

@@ -301,7 +301,7 @@ class SessionArchive:
         if len(following) > request.limit:
             last = shown[-1]
             cursor = f"{last.last_used_at!r}:{last.session_id}" if is_recent else last.session_id
-        return events.Sessions(sessions=tuple(shown), next=cursor, usage=self.usage(client))
+        return events.Sessions(sessions=tuple(shown), next=cursor, session_usage=self.usage(client))
 
     async def purged(self, kind: Literal["session", "client"], name: str) -> str | None:
         """Note that a session, or all of a client, is about to be deleted from the store.

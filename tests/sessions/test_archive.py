@@ -116,9 +116,9 @@ async def test_least_recently_used_session_is_archived_at_the_limit(path: Path) 
         page = await world.page()
         assert [each.session_id for each in page.sessions] == [oldest, second, third, fourth, fifth]
         assert await world.archived() == {second}
-        assert page.usage is not None
-        assert (page.usage.live, page.usage.max_sessions, page.usage.archived) == (4, 4, 1)
-        assert page.usage.max_stored_chars == 1024**3
+        assert page.session_usage is not None
+        assert (page.session_usage.live, page.session_usage.max_sessions, page.session_usage.archived) == (4, 4, 1)
+        assert page.session_usage.max_stored_chars == 1024**3
 
 
 async def test_attached_session_is_archived_last_and_continues(path: Path) -> None:

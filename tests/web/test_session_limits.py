@@ -64,7 +64,7 @@ async def test_chats_beyond_the_session_limit_are_archived(browser: Browser, sma
         await expect(await visit.answered(count=2)).to_contain_text("Continued.")
     told = await _sessions(small)
     assert sorted(each["metadata"]["title"] for each in told["sessions"]) == questions
-    assert told["usage"]["live"] == MOST
+    assert told["session_usage"]["live"] == MOST
 
 
 async def test_versions_at_the_session_limit(browser: Browser, small: Daemon) -> None:
@@ -83,7 +83,7 @@ async def test_versions_at_the_session_limit(browser: Browser, small: Daemon) ->
             await expect(await visit.answered()).to_contain_text("Question.")
         await expect(visit.page.locator(".item")).to_have_count(1)
     told = await _sessions(small)
-    assert (len(told["sessions"]), told["usage"]["live"]) == (N_CHATS, MOST)
+    assert (len(told["sessions"]), told["session_usage"]["live"]) == (N_CHATS, MOST)
 
 
 async def test_full_archive_is_explained_in_the_page(browser: Browser, small: Daemon) -> None:

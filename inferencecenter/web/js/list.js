@@ -41,7 +41,7 @@ export async function readList(there) {
       found.push(...page.sessions);
       after = page.next;
     } while (after);
-    const used = page.usage ?? null;
+    const used = page.session_usage ?? null;
     batch(() => {
       sessions.value = latestFirst(found);
       usage.value = used;
@@ -59,7 +59,7 @@ export async function readList(there) {
 export async function readUsage() {
   try {
     const page = await link.peek()?.request("list_sessions", { limit: 1 });
-    if (page) usage.value = page.usage ?? null;
+    if (page) usage.value = page.session_usage ?? null;
   } catch (error) {
     console.info("cannot read the limits of sessions:", asWireError(error).message);
   }

@@ -1227,7 +1227,7 @@ export interface SessionsEvent {
   /** Cursor: pass it as `after` to get the next page. */
   next?: string;
   /** How much of its limits the client uses. */
-  usage?: SessionUsage;
+  session_usage?: SessionUsage;
 }
 
 /** Readings of the GPU, the engine and the load. */
